@@ -1,0 +1,1 @@
+"""Trajectory Balance with Asynchrony: asynchronous, off-policy RL post-training of language models."""

@@ -1,0 +1,131 @@
+"""Groups as tensors: padding, masks, shifts and slicing live here and nowhere else.
+
+Invariant: a row carries its group as data (`group_B`), so nothing depends on the order of rows, and a group may be
+ragged or split over micro-batches.
+
+Shape legend: B rows (one completion each), T completion positions, G groups (one prompt each), P prompt positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tba.types import Group
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Groups as tensors. Padded positions hold token 0, log-probability 0 and mask False."""
+
+    prompt_GP: Tensor  # int64, right-padded
+    prompt_length_G: Tensor  # int64
+    completion_BT: Tensor  # int64, right-padded
+    length_B: Tensor  # int64, completion tokens
+    mask_BT: Tensor  # bool: positions the policy sampled, which are the ones that are trained
+    log_reference_BT: Tensor  # float32, 0 where the mask is False
+    reward_B: Tensor  # float32
+    group_B: Tensor  # int64, index into the G prompts
+    log_behavior_BT: Tensor | None = None  # float32, 0 where the mask is False; None unless every row has it
+
+    @property
+    def rows(self) -> int:
+        return int(self.completion_BT.shape[0])
+
+    @property
+    def groups(self) -> int:
+        return int(self.prompt_GP.shape[0])
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        moved = {f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
+
+    def select(self, rows: Tensor) -> Batch:
+        """The batch of some of its rows (int64 indices), trimmed to their longest, with only their prompts."""
+        length_B = self.length_B[rows]
+        width = int(length_B.max())
+        kept_G, group_B = torch.unique(self.group_B[rows], return_inverse=True)
+        prompt_width = int(self.prompt_length_G[kept_G].max())
+        behavior = self.log_behavior_BT
+        return Batch(
+            prompt_GP=self.prompt_GP[kept_G, :prompt_width],
+            prompt_length_G=self.prompt_length_G[kept_G],
+            completion_BT=self.completion_BT[rows, :width],
+            length_B=length_B,
+            mask_BT=self.mask_BT[rows, :width],
+            log_reference_BT=self.log_reference_BT[rows, :width],
+            reward_B=self.reward_B[rows],
+            group_B=group_B,
+            log_behavior_BT=None if behavior is None else behavior[rows, :width],
+        )
+
+
+def collate(groups: Sequence[Group]) -> Batch:
+    """Groups -> one batch, rows in group order. Raises `ValueError` for no groups."""
+    if not groups:
+        raise ValueError("collate needs at least one group")
+    trajectories = [t for g in groups for t in g.trajectories]
+    lengths = np.array([t.length for t in trajectories], dtype=np.int64)
+    prompt_lengths = np.array([len(g.prompt.tokens) for g in groups], dtype=np.int64)
+    rows, width = len(trajectories), int(lengths.max())
+    prompt = np.zeros((len(groups), int(prompt_lengths.max())), dtype=np.int64)
+    for g, group in enumerate(groups):
+        prompt[g, : prompt_lengths[g]] = group.prompt.tokens
+    completion = np.zeros((rows, width), dtype=np.int64)
+    mask = np.zeros((rows, width), dtype=np.bool_)
+    reference = np.zeros((rows, width), dtype=np.float32)
+    has_behavior = all(t.completion.log_behavior is not None for t in trajectories)
+    behavior = np.zeros((rows, width), dtype=np.float32) if has_behavior else None
+    for b, trajectory in enumerate(trajectories):
+        n, c = lengths[b], trajectory.completion
+        completion[b, :n] = c.tokens
+        mask[b, :n] = True if c.mask is None else c.mask
+        reference[b, :n] = trajectory.log_reference
+        if behavior is not None and c.log_behavior is not None:
+            behavior[b, :n] = c.log_behavior
+    reference *= mask
+    return Batch(
+        prompt_GP=torch.from_numpy(prompt),
+        prompt_length_G=torch.from_numpy(prompt_lengths),
+        completion_BT=torch.from_numpy(completion),
+        length_B=torch.from_numpy(lengths),
+        mask_BT=torch.from_numpy(mask),
+        log_reference_BT=torch.from_numpy(reference),
+        reward_B=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        group_B=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
+        log_behavior_BT=None if behavior is None else torch.from_numpy(behavior * mask),
+    )
+
+
+def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True) -> Iterator[Tensor]:
+    """Row indices of micro-batches of at most `max_tokens` tokens (each prompt once, plus its completions).
+
+    With `by_group` a group that fits stays whole; one that does not fit is split, rows sorted by length. A single
+    row larger than the limit goes alone: it cannot be made smaller.
+    """
+    taken: list[int] = []
+    used = 0
+    length = batch.length_B.tolist()
+    prompt = batch.prompt_length_G.tolist()
+    by_length = torch.argsort(batch.length_B, stable=True)
+    group_sorted = batch.group_B[by_length]
+    for g in range(batch.groups):
+        rows = by_length[group_sorted == g].tolist()
+        whole = prompt[g] + sum(length[b] for b in rows)
+        if by_group and taken and used + whole > max_tokens:
+            yield torch.tensor(taken)
+            taken, used = [], 0
+        used += prompt[g]
+        for b in rows:
+            if taken and used + length[b] > max_tokens:
+                yield torch.tensor(taken)
+                taken, used = [], prompt[g]
+            taken.append(b)
+            used += length[b]
+    if taken:
+        yield torch.tensor(taken)

@@ -1,0 +1,30 @@
+"""The few errors a caller may catch.
+
+TbaError
+├── UserError          bad input: one sentence saying what was given, what is wanted, what to do; exit code 2
+├── DeadlineExceeded   a wait expired: names the part, its process id and its log file
+├── PartFailed         a searcher or the trainer ended with an error of its own
+└── NonFiniteLoss      three non-finite steps in a row; the batch was saved
+"""
+
+from __future__ import annotations
+
+
+class TbaError(Exception):
+    """Everything this project raises on purpose."""
+
+
+class UserError(TbaError):
+    """Input that cannot be used. The message is one clear sentence; the command line prints it and exits with 2."""
+
+
+class DeadlineExceeded(TbaError):
+    """A wait with a deadline expired; the message names what was waited for."""
+
+
+class PartFailed(TbaError):
+    """A part of a run (a searcher, the trainer) ended with an error; the message holds its own traceback's tail."""
+
+
+class NonFiniteLoss(TbaError):
+    """Three steps in a row had a non-finite loss or gradient; the weights are untouched and the batch is saved."""

@@ -1,0 +1,225 @@
+"""The seams: what each part asks of its neighbours, and nothing more.
+
+    Task -> Searcher (Engine, Reward, Reference) --TrajectorySink/Source--> Replay --groups--> Trainer (Policy, Objective)
+                ^                                                                              |
+                +------------------ WeightSource / WeightPublisher, every k steps -------------+
+
+Everything here is structural (`typing.Protocol`): an implementation imports nothing from this file.
+Torch is imported for type checkers only, so that replay and types stay free of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from tba.types import (
+    Completion,
+    FloatArray,
+    Group,
+    Json,
+    Judgement,
+    Problem,
+    Prompt,
+    Sampling,
+    Split,
+    Trajectory,
+    Version,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from tba.batch import Batch
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used."""
+
+    @property
+    def eos_token_id(self) -> int | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class Reward(Protocol):
+    """Marks completions in batches. Rewards are computed by us, never believed."""
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
+        """One judgement for each (prompt, completion), in order."""
+        ...
+
+
+@runtime_checkable
+class Task(Protocol):
+    """Where prompts come from and how an answer is marked. A frozen dataclass; light: its files are read on use."""
+
+    @property
+    def name(self) -> str: ...
+
+    def problems(self, split: Split) -> Sequence[Problem]:
+        """All problems of a split, in a fixed order; `train` and `eval` never share one."""
+        ...
+
+    def reward(self) -> Reward: ...
+
+
+class Exploration(Protocol):
+    """Draws the sampling settings of one searcher's round."""
+
+    def draw(self, rng: np.random.Generator) -> Sampling: ...
+
+    @property
+    def full_support(self) -> bool:
+        """Whether some draw has full support."""
+        ...
+
+
+class Engine(Protocol):
+    """Samples from weights that can be replaced between calls; knows their version."""
+
+    @property
+    def version(self) -> Version: ...
+
+    def load(self, weights: Mapping[str, torch.Tensor], version: Version) -> None:
+        """Copy `weights` into the model in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
+        ...
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[list[Completion]]:
+        """`count` completions of each prompt; [i] are those of prompts[i].
+
+        Once `interrupted()` is true (asked every few tokens) what is unfinished comes back as
+        `StopReason.INTERRUPTED`, with at least the tokens it had (an unstarted one is left out).
+        """
+        ...
+
+
+class Reference(Protocol):
+    """Log-probabilities under the reference policy, on the searcher's side."""
+
+    @property
+    def version(self) -> Version: ...
+
+    def log_probabilities(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
+        """One float32 [T] array per completion, at the recipe's policy temperature."""
+        ...
+
+
+@dataclass(frozen=True)
+class PolicyOutput:
+    """What the model being trained says of a batch. Shapes: B rows, T positions, G groups."""
+
+    log_policy_BT: torch.Tensor  # 0 where the batch's mask is False
+    value_BT: torch.Tensor | None = None
+    log_z_G: torch.Tensor | None = None
+
+
+class Policy(Protocol):
+    """The model being trained. Heads (value, log Z) belong to it."""
+
+    def evaluate(self, batch: Batch) -> PolicyOutput: ...
+
+    def parameters(self) -> Sequence[torch.nn.Parameter]: ...
+
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        """Detached tensors by Hugging Face name; views of the live parameters, to be copied at once."""
+        ...
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy `weights` in, in place."""
+        ...
+
+
+class Objective(Protocol):
+    """(policy output, batch, step) -> (scalar to minimise, metrics). Pure: no process, file or model class."""
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Of {"log_behavior", "value", "log_z"}: what the batch or the policy must give."""
+        ...
+
+    @property
+    def by_group(self) -> bool:
+        """Whether the loss is a mean over rows of terms that need only their own group (exact on whole groups)."""
+        ...
+
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]: ...
+
+
+class TrajectorySink(Protocol):
+    """The upper end of the arrow down."""
+
+    def put(self, trajectories: Sequence[Trajectory], leases: Sequence[int] = ()) -> None:
+        """Returns once they are durable; gives back the prompt leases they answer, in the same transaction."""
+        ...
+
+
+class TrajectorySource(Protocol):
+    """The lower end of the arrow down."""
+
+    def drain(self, limit: int | None = None) -> list[Trajectory]:
+        """What is new since the last call, oldest first; empty when nothing is. Never waits."""
+        ...
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """One published version: its manifest now, its tensors when asked."""
+
+    version: Version
+    manifest: Mapping[str, Json]
+    read: Callable[[], dict[str, Any]]  # -> name -> torch.Tensor
+
+
+class WeightPublisher(Protocol):
+    """The lower end of the arrow up."""
+
+    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None: ...
+
+
+class WeightSource(Protocol):
+    """The upper end of the arrow up."""
+
+    def newer_than(self, version: Version | None) -> PublishedWeights | None:
+        """The newest published version if it is newer than `version` (None: any), else None. Never waits."""
+        ...
+
+
+class TrajectoryStore(Protocol):
+    """What a selector may read: the distinct trajectories in memory, by prompt key, oldest first."""
+
+    def prompts(self) -> Sequence[str]: ...
+
+    def of(self, prompt: str) -> Sequence[Trajectory]: ...
+
+    def recent(self, prompt: str) -> Sequence[Trajectory]:
+        """Those of `prompt` within the recent window, oldest first."""
+        ...
+
+    def recent_prompts(self, size: int) -> Sequence[str]:
+        """Prompts with at least `size` distinct recent trajectories."""
+        ...
+
+
+class Selector(Protocol):
+    """Which prompts and which of their trajectories. The paper's m lives here and nowhere else."""
+
+    def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]: ...
+
+
+class Replay(Protocol):
+    """What the trainer asks for."""
+
+    def sample(self, groups: int, size: int) -> list[Group]: ...

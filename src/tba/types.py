@@ -1,0 +1,206 @@
+"""The nouns of Trajectory Balance with Asynchrony, frozen. Read this file first.
+
+Invariant: a stage never edits what it was given, it makes the next noun
+(`Problem` -> `Prompt` -> `Completion` -> `Trajectory` -> `Group`). Standard library and numpy only.
+
+Shape legend: P prompt tokens, T completion tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray: TypeAlias = npt.NDArray[np.int32]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+Json: TypeAlias = Any  # what json.dumps takes: None, bool, int, float, str, lists and dicts of these
+Split: TypeAlias = Literal["train", "eval"]
+Message: TypeAlias = Mapping[str, str]  # {"role": "user", "content": "..."}
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Version:
+    """Names one set of weights: `step` optimizer updates within `incarnation`.
+
+    Each resume raises the incarnation, so no two sets of weights share a name. Ordered, newest last.
+    """
+
+    incarnation: int = 0
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """The inverse of `str`; raises `ValueError` for anything else."""
+        incarnation, _, step = text.partition(".")
+        return cls(int(incarnation), int(step))
+
+    def lag(self, now: Version) -> int:
+        """Trainer updates from these weights to `now`.
+
+        Weights of an earlier incarnation are older than all of the present one's: their updates are not
+        comparable, so they count as at least `now.step + 1` behind.
+        """
+        if self.incarnation == now.incarnation:
+            return now.step - self.step
+        return now.step + 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question as its task states it, before any tokenizer has seen it."""
+
+    prompt: str | tuple[Message, ...]  # text exactly as the model is to see it, or chat messages for its template
+    fields: Mapping[str, Json] = field(default_factory=dict)  # what the reward needs, e.g. {"answer": "72"}
+    demonstration: str | None = None  # a worked answer for the supervised warm start (EOS is added later)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenised question with whatever its reward needs to mark an answer."""
+
+    task: str
+    tokens: IntArray  # [P], P >= 1
+    text: str = ""
+    fields: Mapping[str, Json] = field(default_factory=dict)
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of task and tokens (16 hex digits), never an index: it survives reordering and resume."""
+        digest = hashlib.blake2b(self.task.encode() + b"\0", digest_size=8)
+        digest.update(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How a completion was drawn. Behaviour only: it never enters Trajectory Balance."""
+
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+
+    @property
+    def full_support(self) -> bool:
+        """Whether every sequence keeps a positive probability (Trajectory Balance determines nothing elsewhere)."""
+        return self.temperature > 0 and self.top_p >= 1
+
+
+class StopReason(StrEnum):
+    """Why a completion ended."""
+
+    EOS = "eos"  # an EOS token, which is part of the completion
+    STOP_STRING = "stop_string"
+    LENGTH = "length"  # truncated: there is no EOS
+    INTERRUPTED = "interrupted"  # generation was told to stop; never judged, counted as in flight
+    EXTERNAL = "external"  # it came from elsewhere
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One continuation of a prompt."""
+
+    tokens: IntArray  # [T], T >= 1, EOS included when stop_reason is EOS
+    text: str  # decoded, special tokens and a matched stop string removed
+    stop_reason: StopReason
+    versions: tuple[Version, Version]  # the first and the last weights that sampled it
+    sampling: Sampling | None = None  # None: it came from elsewhere
+    log_behavior: FloatArray | None = None  # [T] under the sampling distribution, renormalised after top-p
+    mask: BoolArray | None = None  # [T] which tokens the policy sampled; None = all
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the tokens (16 hex digits): two completions of one prompt are *the same* if these agree."""
+        return hashlib.blake2b(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What a reward says of one completion: the number, and the parts it was made of."""
+
+    reward: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A completion that has been judged. Complete in itself: storable, printable, replayable."""
+
+    uid: str  # unique in a run; the idempotency key of the journal
+    prompt: Prompt
+    completion: Completion
+    reward: float
+    log_reference: FloatArray  # [T], at the recipe's policy_temperature
+    reference: Version  # which reference policy gave log_reference
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # step boundaries, step values, ...
+    provenance: Mapping[str, Json] = field(default_factory=dict)  # {"searcher": "searcher-0", "round": 3}
+    created: float = 0.0  # seconds since the epoch, when it was judged
+
+    @property
+    def version(self) -> Version:
+        """The oldest weights that had a hand in it."""
+        return self.completion.versions[0]
+
+    @property
+    def length(self) -> int:
+        """Completion tokens: the unit of the token ledger."""
+        return len(self.completion.tokens)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Trajectories of one prompt under one reference: the unit of sampling, of baselines and of log Z.
+
+    Raises `ValueError` when it is empty, or when two prompts or two references meet in it.
+    """
+
+    trajectories: tuple[Trajectory, ...]
+
+    def __post_init__(self) -> None:
+        if not self.trajectories:
+            raise ValueError("a group needs at least one trajectory")
+        first = self.trajectories[0]
+        for other in self.trajectories[1:]:
+            if other.prompt.key != first.prompt.key:
+                raise ValueError(f"a group is of one prompt, but got {first.prompt.key} and {other.prompt.key}")
+            if other.reference != first.reference:
+                raise ValueError(f"a group is of one reference, but got {first.reference} and {other.reference}")
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> Group:
+        """A group of any sequence of trajectories."""
+        return cls(tuple(trajectories))
+
+    def __len__(self) -> int:
+        return len(self.trajectories)
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.trajectories[0].prompt
+
+    @property
+    def reference(self) -> Version:
+        return self.trajectories[0].reference
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One measured figure of one version on the held-out split."""
+
+    version: Version
+    wall_seconds: float  # since the run began
+    metric: str  # pass@1/greedy, pass@1/sampled, pass@8/sampled, ...
+    value: float
+    n: int  # problems
+    seconds: float = 0.0  # time it took (reported apart from generation)
+    tokens: int = 0  # tokens it generated (reported apart from generation)
