@@ -1,8 +1,9 @@
 """The seams: what each part asks of its neighbours, and nothing more.
 
-    Task -> Searcher (Engine, Reward, Reference) --TrajectorySink/Source--> Replay --groups--> Trainer (Policy, Objective)
-                ^                                                                              |
-                +------------------ WeightSource / WeightPublisher, every k steps -------------+
+    Task -> Searcher --TrajectorySink/Source--> Replay --groups--> Trainer
+            (Engine, Reward, Reference)                            (Policy, Objective)
+                ^                                                     |
+                +------- WeightSource / WeightPublisher, every k steps -+
 
 Everything here is structural (`typing.Protocol`): an implementation imports nothing from this file.
 Torch is imported for type checkers only, so that replay and types stay free of it.
