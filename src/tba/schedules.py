@@ -1,0 +1,208 @@
+"""Numbers that change with the optimizer step: beta's anneals, and the shapes of the learning rate.
+
+Invariant: steps count from 1, as the paper's do: `schedule(1)` is what the first update uses, `schedule(n)` the n-th,
+with n - 1 updates behind it. Every schedule is a frozen pure function, defined for all steps >= 1 (asking for less
+raises `ValueError`), and each anneal is monotone, so that its first and its last value bound it.
+Standard library only, a leaf beside `batch`: objectives and the optimizer both import it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tba.errors import UserError
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value at every step."""
+
+    value: float
+
+    def __post_init__(self) -> None:
+        _require_finite("Constant", value=self.value)
+
+    def __call__(self, step: int) -> float:
+        _behind(step)
+        return self.value
+
+    @property
+    def last(self) -> float:
+        """The value it ends at."""
+        return self.value
+
+
+@dataclass(frozen=True)
+class Linear:
+    """`start` at step 1, a straight line to `end` at step `steps` + 1, `end` from there on."""
+
+    start: float
+    end: float
+    steps: int  # updates from start to end
+
+    def __post_init__(self) -> None:
+        _require_finite("Linear", start=self.start, end=self.end)
+        _require_at_least("Linear", 1, steps=self.steps)
+
+    def __call__(self, step: int) -> float:
+        progress = min(_behind(step) / self.steps, 1.0)
+        return (1 - progress) * self.start + progress * self.end  # exact at both ends
+
+    @property
+    def last(self) -> float:
+        """The value it ends at."""
+        return self.end
+
+
+@dataclass(frozen=True)
+class LinearThenCut:
+    """The first part of `Linear(start, end, target_steps)`, then abruptly `end` from step `cut_step` on.
+
+    The paper's TL;DR anneal: the cut is on purpose, it spends at once the distance to the reference that is left.
+    """
+
+    start: float
+    end: float
+    target_steps: int  # updates the line would take from start to end
+    cut_step: int  # the first step at `end`
+
+    def __post_init__(self) -> None:
+        _require_finite("LinearThenCut", start=self.start, end=self.end)
+        _require_at_least("LinearThenCut", 1, target_steps=self.target_steps, cut_step=self.cut_step)
+
+    def __call__(self, step: int) -> float:
+        if _behind(step) + 1 >= self.cut_step:
+            return self.end
+        return Linear(self.start, self.end, self.target_steps)(step)
+
+    @property
+    def last(self) -> float:
+        """The value it ends at."""
+        return self.end
+
+
+Schedule: TypeAlias = Constant | Linear | LinearThenCut
+
+
+def gsm8k_anneal(start: float = 0.012) -> Linear:
+    """The paper's beta on GSM8K: `start` -> 0.004 over 500 steps (Table 2; its 700-step run starts from 0.014)."""
+    return Linear(start, 0.004, 500)
+
+
+def tldr_anneal(steps: int = 256) -> LinearThenCut:
+    """The paper's beta on TL;DR: a line 1 -> 0.05 over half of the run's `steps`, cut off at an eighth (rounded up)."""
+    return LinearThenCut(1.0, 0.05, target_steps=max(steps // 2, 1), cut_step=max(-(-steps // 8), 1))
+
+
+# Learning-rate shapes: multipliers of the peak rate, in [0, 1]. Warm-up counts the update that is being made and decay
+# those behind it, so that no update within the planned steps has the rate 0 (unless `final` is reached).
+
+
+@dataclass(frozen=True)
+class WarmupConstant:
+    """A linear rise over `warmup` updates (step n has n / warmup), then the peak."""
+
+    warmup: int = 0  # updates; 0 = none
+
+    def __post_init__(self) -> None:
+        _require_at_least("WarmupConstant", 0, warmup=self.warmup)
+
+    def __call__(self, step: int) -> float:
+        return _warm(step, self.warmup)
+
+
+@dataclass(frozen=True)
+class WarmupLinear:
+    """A linear rise, then a straight line to `final`."""
+
+    steps: int  # updates in all, warm-up included
+    warmup: int = 0  # updates
+    final: float = 0.0  # share of the peak after `steps`
+
+    def __post_init__(self) -> None:
+        _require_decay("WarmupLinear", self.steps, self.warmup, self.final)
+
+    def __call__(self, step: int) -> float:
+        remaining = 1 - _progress(step, self.warmup, self.steps - self.warmup)
+        return _warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """A linear rise, then half a cosine to `final`."""
+
+    steps: int  # updates in all, warm-up included
+    warmup: int = 0  # updates
+    final: float = 0.0  # share of the peak after `steps`
+
+    def __post_init__(self) -> None:
+        _require_decay("WarmupCosine", self.steps, self.warmup, self.final)
+
+    def __call__(self, step: int) -> float:
+        remaining = _half_cosine(_progress(step, self.warmup, self.steps - self.warmup))
+        return _warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+
+
+@dataclass(frozen=True)
+class WarmupStableDecay:
+    """A linear rise, a plateau, then half a cosine to `final` (WSD; the paper's GSM8K run is 50/450/500)."""
+
+    warmup: int = 50  # updates
+    stable: int = 450  # updates
+    decay: int = 500  # updates
+    final: float = 0.0  # share of the peak after the decay
+
+    def __post_init__(self) -> None:
+        _require_at_least("WarmupStableDecay", 0, warmup=self.warmup, stable=self.stable)
+        _require_decay(
+            "WarmupStableDecay", self.warmup + self.stable + self.decay, self.warmup + self.stable, self.final
+        )
+
+    def __call__(self, step: int) -> float:
+        remaining = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))
+        return _warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+
+
+RateShape: TypeAlias = WarmupConstant | WarmupLinear | WarmupCosine | WarmupStableDecay
+
+
+def _behind(step: int) -> int:
+    """Updates behind `step`."""
+    if step < 1:
+        raise ValueError(f"steps count from 1 (the first update), but got step {step}")
+    return step - 1
+
+
+def _warm(step: int, warmup: int) -> float:
+    return min((_behind(step) + 1) / warmup, 1.0) if warmup else 1.0
+
+
+def _progress(step: int, held: int, decay: int) -> float:
+    """0 while at most `held` updates are behind, then linearly to 1 at `held + decay` of them."""
+    return min(max(_behind(step) - held, 0) / decay, 1.0)
+
+
+def _half_cosine(progress: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _require_finite(where: str, **values: float) -> None:
+    for name, value in values.items():
+        if not math.isfinite(value):
+            raise UserError(f"{where}: {name} is {value}, but it has to be a finite number; give one.")
+
+
+def _require_at_least(where: str, least: int, **values: int) -> None:
+    for name, value in values.items():
+        if value < least:
+            raise UserError(f"{where}: {name} is {value}, but it counts steps; give {least} or more.")
+
+
+def _require_decay(where: str, steps: int, held: int, final: float) -> None:
+    _require_at_least(where, 0, warmup=held)
+    if steps <= held:
+        raise UserError(f"{where}: {steps} steps in all leave none to decay after the first {held}; give more steps.")
+    if not 0 <= final <= 1:
+        raise UserError(f"{where}: final is {final}, but it is a share of the peak rate; give a number from 0 to 1.")
