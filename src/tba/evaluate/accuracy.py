@@ -1,0 +1,214 @@
+"""How many held-out problems one version of the weights answers.
+
+Invariant: a figure is over all the problems asked for, or it is not reported: an interrupted evaluation leaves no
+figure over some other set of problems. Its seconds and tokens are counted here, apart from generation for training.
+
+Metrics: `pass@1/greedy`; `pass@1/sampled` at the training temperature; `pass@K/sampled`, unbiased, K a number, from
+the same draws. Consumes an engine and a reward, waits for nothing; `interrupted` ends it between and within chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.errors import UserError
+from tba.evaluate.estimators import pass_at_k
+from tba.protocols import Engine, Reward
+from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Version
+
+GREEDY = "pass@1/greedy"
+SAMPLED = "pass@1/sampled"
+
+
+def pass_k_metric(k: int) -> str:
+    """The name of the pass@K metric."""
+    return f"pass@{k}/sampled"
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What is measured on the held-out split, and when. Raises `UserError` when a field makes no sense."""
+
+    every: int = 0  # trainer steps between evaluations during the run; 0: before and after only
+    problems: int = 200  # the first of the held-out split; 0: all of them
+    greedy: bool = True  # measure pass@1/greedy
+    samples: int = 1  # draws per problem for pass@1/sampled; 0: not measured, unless pass_k asks for draws
+    pass_k: int = 0  # K of pass@K/sampled, at least K draws per problem; 0: not measured
+    temperature: float | None = None  # of the draws; None: the recipe's policy temperature
+    threshold: float = 1.0  # an answer is correct if its reward is at least this
+    chunk: int = 64  # problems handed to the engine at once
+    shown: int = 5  # problems whose answers are kept to look at
+
+    def __post_init__(self) -> None:
+        for name in ("every", "problems", "samples", "pass_k", "shown"):
+            if getattr(self, name) < 0:
+                raise UserError(f"evaluation: {name} must not be negative, but is {getattr(self, name)}.")
+        if self.chunk < 1:
+            raise UserError(f"evaluation: chunk must be at least 1, but is {self.chunk}.")
+        if self.pass_k == 1:
+            raise UserError("evaluation: pass_k = 1 is pass@1/sampled; ask for it with samples, or set pass_k to 2.")
+        if self.temperature is not None and self.temperature <= 0:
+            raise UserError(f"evaluation: temperature must be positive, but is {self.temperature}; greedy is its own.")
+        if not self.greedy and self.draws == 0:
+            raise UserError("evaluation: nothing to measure; set greedy, samples or pass_k.")
+
+    @property
+    def draws(self) -> int:
+        """Sampled answers per problem."""
+        return max(self.samples, self.pass_k)
+
+    def due(self, step: int) -> bool:
+        """Whether step > 0 is one to evaluate during the run."""
+        return self.every > 0 and step > 0 and step % self.every == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One problem and how it was answered, to look at."""
+
+    prompt: str
+    completion: str
+    reward: float
+    correct: bool
+    metric: str  # GREEDY or SAMPLED: how it was drawn
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """All that one evaluation of one version found and cost."""
+
+    version: Version
+    wall_seconds: float  # since the run began, when it was begun: the weights were this good by then
+    evaluations: tuple[Evaluation, ...]
+    answers: tuple[Answer, ...]  # of the first few problems; greedy ones if greedy was measured
+    scores: Mapping[str, npt.NDArray[np.float64]]  # metric -> [problems] in order, for paired intervals
+    seconds: float
+    tokens: int  # generated, those of unfinished answers included: the ledger's `evaluation`
+    trajectories: int
+    interrupted: bool = False
+
+    def value(self, metric: str) -> float | None:
+        """The figure of a metric, or None when it was not measured."""
+        return next((e.value for e in self.evaluations if e.metric == metric), None)
+
+
+def evaluate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    reward: Reward,
+    settings: EvaluationSettings,
+    rng: np.random.Generator,
+    *,
+    now: Callable[[], float],
+    policy_temperature: float = 1.0,
+    interrupted: Callable[[], bool] | None = None,
+) -> Assessment:
+    """Measure the engine's present weights on the first `settings.problems` of `prompts`.
+
+    `now()` gives seconds since the run began. `interrupted()` is asked between chunks, and by the engine within one.
+    Raises `UserError` when there are no prompts.
+    """
+    asked = prompts[: settings.problems] if settings.problems else prompts
+    if not asked:
+        raise UserError("evaluation: the held-out split is empty; give the task evaluation problems.")
+    version, began = engine.version, now()
+    temperature = policy_temperature if settings.temperature is None else settings.temperature
+    plan = [(GREEDY, 1, Sampling(0.0))] if settings.greedy else []
+    if settings.draws:
+        plan.append((SAMPLED, settings.draws, Sampling(temperature)))
+    examiner = _Examiner(engine, reward, settings, rng, now, interrupted)
+    scores: dict[str, npt.NDArray[np.float64]] = {}
+    evaluations: list[Evaluation] = []
+    for metric, count, sampling in plan:
+        seconds, tokens = examiner.seconds, examiner.tokens
+        correct = examiner.draw(asked, metric, count, sampling)
+        if correct is None:
+            break
+        cost = (examiner.seconds - seconds, examiner.tokens - tokens)
+        for name, values in _scores(metric, correct, settings).items():
+            scores[name] = values
+            evaluations.append(Evaluation(version, began, name, float(values.mean()), len(asked), *cost))
+            cost = (0.0, 0)  # figures of the same draws: the first bears the cost
+    return Assessment(
+        version=version,
+        wall_seconds=began,
+        evaluations=tuple(evaluations),
+        answers=tuple(examiner.answers),
+        scores=scores,
+        seconds=examiner.seconds,
+        tokens=examiner.tokens,
+        trajectories=examiner.trajectories,
+        interrupted=examiner.stopped,
+    )
+
+
+@dataclass
+class _Examiner:
+    """Puts problems to an engine, marks the answers and counts what that cost."""
+
+    engine: Engine
+    reward: Reward
+    settings: EvaluationSettings
+    rng: np.random.Generator
+    now: Callable[[], float]
+    interrupted: Callable[[], bool] | None
+    answers: list[Answer] = field(default_factory=list)
+    seconds: float = 0.0
+    tokens: int = 0
+    trajectories: int = 0
+    stopped: bool = False
+
+    def draw(
+        self, prompts: Sequence[Prompt], metric: str, count: int, sampling: Sampling
+    ) -> npt.NDArray[np.bool_] | None:
+        """Which of `count` answers to each prompt are correct, [problems, draws]; None when it was interrupted."""
+        began = self.now()
+        marks: list[list[bool]] = []
+        show = 0 if self.answers else self.settings.shown
+        for start in range(0, len(prompts), self.settings.chunk):
+            if self.interrupted is not None and self.interrupted():
+                self.stopped = True
+                break
+            chunk = prompts[start : start + self.settings.chunk]
+            answered = self.engine.generate(chunk, count, sampling, self.rng, self.interrupted)
+            self.tokens += sum(len(c.tokens) for row in answered for c in row)
+            self.trajectories += sum(len(row) for row in answered)
+            if any(len(row) < count or any(c.stop_reason is StopReason.INTERRUPTED for c in row) for row in answered):
+                self.stopped = True
+                break
+            answers = self._mark(chunk, answered, metric)
+            marks += [[a.correct for a in row] for row in answers]
+            self.answers += [row[0] for row in answers[: max(0, show - start)]]
+        self.seconds += self.now() - began
+        return None if self.stopped else np.array(marks, dtype=np.bool_)
+
+    def _mark(
+        self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]], metric: str
+    ) -> list[list[Answer]]:
+        judged = iter(self.reward.judge([(p, c) for p, row in zip(prompts, answered, strict=True) for c in row]))
+        least = self.settings.threshold
+        return [
+            [
+                Answer(prompt.text, c.text, float(j.reward), bool(j.reward >= least), metric)
+                for c, j in zip(row, islice(judged, len(row)), strict=True)
+            ]
+            for prompt, row in zip(prompts, answered, strict=True)
+        ]
+
+
+def _scores(
+    metric: str, correct: npt.NDArray[np.bool_], settings: EvaluationSettings
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Metric -> one score per problem, from `correct` [problems, draws]."""
+    scores = {}
+    if metric == GREEDY or settings.samples:
+        scores[metric] = correct.mean(axis=1)
+    if metric == SAMPLED and settings.pass_k:
+        n, k = correct.shape[1], settings.pass_k
+        scores[pass_k_metric(k)] = np.array([pass_at_k(n, int(c), k) for c in correct.sum(axis=1)])
+    return scores

@@ -1,0 +1,104 @@
+"""Figures of accuracy and how far they can be trusted. Pure functions of numbers.
+
+Invariant: every estimator is unbiased or says its method, every random one takes a seed, and an interval always
+contains the figure it belongs to.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+Values = Sequence[float] | npt.NDArray[np.floating] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
+
+INDICES_AT_ONCE = 1 << 20  # resampled indices held in memory at a time (8 MiB)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with the bounds of its confidence interval."""
+
+    estimate: float
+    low: float
+    high: float
+
+    def excludes(self, value: float) -> bool:
+        """Whether `value` lies outside."""
+        return not self.low <= value <= self.high
+
+    def __str__(self) -> str:
+        return f"{self.estimate:.4g} [{self.low:.4g}, {self.high:.4g}]"
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """The unbiased estimate of the probability that at least one of k samples is correct.
+
+    1 - C(n - c, k) / C(n, k) for c correct ones of n samples (Chen et al. 2021, arXiv 2107.03374, eq 1), in exact
+    integers. Raises `ValueError` unless 0 <= correct <= samples and 1 <= k <= samples.
+    """
+    if not 0 <= correct <= samples:
+        raise ValueError(f"correct must lie in 0..{samples}, but is {correct}")
+    if not 1 <= k <= samples:
+        raise ValueError(f"pass@{k} needs at least {k} and at least 1 samples, but there are {samples}")
+    return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
+
+
+def wilson_interval(correct: float, n: int, confidence: float = 0.95) -> Interval:
+    """The score interval of a proportion (Wilson 1927), which behaves at 0, at 1 and at small n.
+
+    `correct` may be fractional (a mean over samples times n): the interval is then conservative.
+    Raises `ValueError` unless n >= 1 and 0 <= correct <= n.
+    """
+    if n < 1 or not 0 <= correct <= n:
+        raise ValueError(f"a proportion needs n >= 1 and correct in 0..n, but got {correct} of {n}")
+    z = _normal_quantile(confidence)
+    share = correct / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    return Interval(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
+
+
+def bootstrap_interval(values: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0) -> Interval:
+    """The percentile bootstrap interval of a mean (Efron and Tibshirani 1993, ch. 13); equal seeds, equal bounds.
+
+    `values` are independent, one per problem: average the samples of a problem first. Raises `ValueError` for none.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"a bootstrap needs a row of at least one value, but got shape {array.shape}")
+    _normal_quantile(confidence)  # refuses what is no confidence
+    rng = np.random.default_rng(seed)
+    means = np.empty(resamples)
+    slice_size = max(1, INDICES_AT_ONCE // array.size)
+    for start in range(0, resamples, slice_size):
+        stop = min(start + slice_size, resamples)
+        drawn = rng.integers(array.size, size=(stop - start, array.size))
+        means[start:stop] = array[drawn].mean(axis=1)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(means, [tail, 1 - tail])
+    mean = float(array.mean())
+    return Interval(mean, min(float(low), mean), max(float(high), mean))
+
+
+def paired_difference(
+    before: Values, after: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """The bootstrap interval of mean(after - before), problem by problem: [i] of both is the same problem.
+
+    Pairing takes out how hard the problems are, which is most of the spread. Raises `ValueError` for unequal lengths.
+    """
+    first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
+    if first.shape != second.shape:
+        raise ValueError(f"a paired difference needs equal lengths, but got {first.shape} and {second.shape}")
+    return bootstrap_interval(second - first, confidence=confidence, resamples=resamples, seed=seed)
+
+
+def _normal_quantile(confidence: float) -> float:
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1, but is {confidence}")
+    return NormalDist().inv_cdf(0.5 + confidence / 2)

@@ -1,0 +1,73 @@
+"""Where the wall-clock of a loop went.
+
+Invariant: at every moment the clock is in exactly one state, so the seconds of all states add up to the time since it
+was made. Until `end_warm_up()` all of it is warm-up; shares are of the wall-clock after warm-up.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal, TypeAlias
+
+State: TypeAlias = Literal["warm_up", "busy", "idle", "paced", "eval"]
+
+
+class ShareClock:
+    """Accounts the wall-clock of one loop into states. `now` gives seconds and never goes back."""
+
+    def __init__(self, warming_up: bool = False, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._warming_up = warming_up
+        self._state: State = "busy"
+        self._since = now()
+        self._seconds: dict[State, float] = {}
+
+    @contextmanager
+    def state(self, name: State) -> Iterator[None]:
+        """Inside, time counts as `name`; afterwards as what it was before. States may be nested: the inner counts."""
+        outer = self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def end_warm_up(self) -> None:
+        """From here on time counts as the state it is in. Once is enough; more does nothing."""
+        self._settle()
+        self._warming_up = False
+
+    @property
+    def warming_up(self) -> bool:
+        return self._warming_up
+
+    def seconds(self) -> dict[State, float]:
+        """Seconds in each state that was entered, up to now."""
+        self._settle()
+        return dict(self._seconds)
+
+    def share(self, name: State) -> float:
+        """The share of `name` in the wall-clock after warm-up, 0..1."""
+        return share_of([self.seconds()], name)
+
+    def _switch(self, name: State) -> State:
+        self._settle()
+        before, self._state = self._state, name
+        return before
+
+    def _settle(self) -> None:
+        """Book the time since the last booking."""
+        now = self._now()
+        name: State = "warm_up" if self._warming_up else self._state
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since
+        self._since = now
+
+
+def share_of(clocks: Iterable[Mapping[State, float]], name: State) -> float:
+    """The share of `name` in the wall-clock after warm-up of several loops together (their `seconds()`), 0..1."""
+    spent = whole = 0.0
+    for seconds in clocks:
+        spent += seconds.get(name, 0.0)
+        whole += sum(v for state, v in seconds.items() if state != "warm_up")
+    return spent / whole if whole > 0 else 0.0

@@ -1,0 +1,92 @@
+"""`evaluations.jsonl` and `answers.jsonl`: what each evaluation found, on disk as soon as it is found.
+
+Invariant: a figure here is one of `tba.types.Evaluation`, whole; the answers are those to the same first problems
+each time, so that before and after can be laid side by side. One writer: the part that evaluates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+from tba.record.jsonl import JsonLines, read_lines
+from tba.types import Evaluation, Json, Version
+
+FILE = "evaluations.jsonl"
+ANSWERS_FILE = "answers.jsonl"
+
+
+class Answered(Protocol):
+    """One problem and how it was answered (`tba.evaluate.accuracy.Answer` is one)."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def completion(self) -> str: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def correct(self) -> bool: ...
+    @property
+    def metric(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAnswer:
+    """An answer as `answers.jsonl` holds it."""
+
+    version: Version
+    wall_seconds: float
+    prompt: str
+    completion: str
+    reward: float | None  # None: it was not finite
+    correct: bool
+    metric: str
+
+
+class EvaluationWriter:
+    """Appends the figures and the shown answers of each evaluation."""
+
+    def __init__(self, directory: Path) -> None:
+        self._figures = JsonLines(directory / FILE)
+        self._answers = JsonLines(directory / ANSWERS_FILE)
+
+    def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
+        """Those of one evaluation of one version."""
+        for a in answers if evaluations else ():
+            first = evaluations[0]
+            answer = RecordedAnswer(
+                first.version, first.wall_seconds, a.prompt, a.completion, a.reward, a.correct, a.metric
+            )
+            self._answers.append(_line(answer))
+        for e in evaluations:
+            self._figures.append(_line(e))
+
+    def close(self) -> None:
+        self._figures.close()
+        self._answers.close()
+
+
+def read_evaluations(directory: Path) -> list[Evaluation]:
+    """A run's figures, in the order written; none when it has none yet."""
+    return [evaluation_of(row) for row in read_lines(directory / FILE)]
+
+
+def read_answers(directory: Path) -> list[RecordedAnswer]:
+    """A run's shown answers, in the order written; none when it has none yet."""
+    return [
+        RecordedAnswer(**{**row, "version": Version.parse(row["version"])})
+        for row in read_lines(directory / ANSWERS_FILE)
+    ]
+
+
+def evaluation_of(row: dict[str, Json]) -> Evaluation:
+    """The inverse of an evaluation's line, here or in a summary (which leaves its cost out)."""
+    return Evaluation(**{**row, "version": Version.parse(row["version"])})
+
+
+def _line(record: Evaluation | RecordedAnswer) -> dict[str, Json]:
+    # asdict would open the version up into its fields; it is written by its name
+    return {**asdict(record), "version": str(record.version)}

@@ -1,0 +1,123 @@
+"""Files of one JSON object per line, which a crash can only shorten.
+
+Invariant: every line but the last is whole; a line is one `write` to a file opened for appending, so a torn one can
+only be the last. Readers skip it; a writer cuts it off before it appends. One writer per file at a time.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.types import Json, Version
+
+TAIL_BYTES = 1 << 16
+
+
+def plain(value: object) -> Json:
+    """`value` as what JSON can hold: numpy numbers as Python's, not-a-number and infinities as None.
+
+    Raises `TypeError`, naming the type, for what has no plain form.
+    """
+    if value is None or (isinstance(value, bool | int | str) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, Enum):
+        return plain(value.value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, Version | Path):
+        return str(value)
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    raise TypeError(f"{type(value).__name__} has no plain JSON form")
+
+
+class JsonLines:
+    """Appends to a file of one JSON object per line; each line is handed to the system at once."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
+        self.path = path
+        self._file: BinaryIO = path.open("ab", buffering=0)
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Write one line; it survives this process from here on. Raises `OSError` when the disk is full."""
+        line_bytes = json.dumps(plain(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        if self._file.write(line_bytes) != len(line_bytes):
+            cut_torn_line(self.path)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> JsonLines:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+def cut_torn_line(path: Path) -> None:
+    """Drop what follows the last newline: a line that a crash left unfinished. No file, nothing to do."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - TAIL_BYTES)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+
+
+def read_lines(path: Path) -> list[dict[str, Json]]:
+    """All whole lines, in order; none when there is no file. What follows the last newline is not read.
+
+    Raises `UserError`, naming the line, when a whole line is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    rows: list[dict[str, Json]] = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict):
+            raise UserError(f"{path}, line {number}: wanted a JSON object, but it is not one; remove that line.")
+        rows.append(row)
+    return rows
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write one JSON file beside and rename it: a reader sees the old one or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    with beside.open("w", encoding="utf-8") as file:
+        json.dump(plain(value), file, indent=2, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(beside, path)

@@ -1,0 +1,84 @@
+"""Where everything that was generated went.
+
+Invariant: generated = trained at least once + waiting + evicted + rejected + duplicate + in flight at stop, exactly.
+Each term is counted at its own place (searcher, journal, replay, trainer) and none by subtraction, so `closes` is a
+check and not a definition. `trained_total` counts every use; `evaluation` stands apart and is in neither side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, TypeAlias
+
+Unit: TypeAlias = Literal["tokens", "trajectories"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """Counts of one unit (completion tokens, or trajectories)."""
+
+    generated: int = 0  # for training, by all searchers
+    trained_once: int = 0  # went into at least one optimizer step
+    trained_total: int = 0  # every use counted
+    waiting: int = 0  # in the journal or in memory, never trained on
+    evicted: int = 0  # left by the capacity rule before they were ever trained on
+    rejected: int = 0  # not usable: a reward or a log-probability that is not finite
+    duplicate: int = 0  # the same completion of the same prompt was there already
+    in_flight_at_stop: int = 0  # unfinished, or finished and not yet put down, when the run ended
+    evaluation: int = 0  # generated to evaluate; reported apart
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int]) -> Ledger:
+        """The counts whose names are terms of the ledger; other names are somebody else's."""
+        return cls(**{name: int(counts[name]) for name in TERMS if name in counts})
+
+    @classmethod
+    def of_counters(cls, counters: Mapping[str, int], unit: Unit) -> Ledger:
+        """The same from counters named `generated_tokens`, `generated_trajectories`, `in_flight_tokens`, ..."""
+        ending = f"_{unit}"
+        counts = {name.removesuffix(ending): count for name, count in counters.items() if name.endswith(ending)}
+        if "in_flight" in counts:
+            counts["in_flight_at_stop"] = counts.get("in_flight_at_stop", 0) + counts.pop("in_flight")
+        return cls.of(counts)
+
+    @classmethod
+    def gather(cls, owners: Mapping[str, Mapping[str, int]], unit: Unit) -> Ledger:
+        """The sum over the counters of all owners: {"searcher-0": {"generated_tokens": 812, ...}, "replay": ...}."""
+        return sum((cls.of_counters(counters, unit) for counters in owners.values()), cls())
+
+    def __add__(self, other: Ledger) -> Ledger:
+        return Ledger(**{name: getattr(self, name) + getattr(other, name) for name in TERMS})
+
+    @property
+    def accounted(self) -> int:
+        """All that is known to have become of what was generated."""
+        return self.trained_once + self.waiting + self.evicted + self.rejected + self.duplicate + self.in_flight_at_stop
+
+    @property
+    def difference(self) -> int:
+        """Generated less accounted for: positive is lost, negative is counted twice."""
+        return self.generated - self.accounted
+
+    def closes(self) -> bool:
+        """Whether everything generated is accounted for, once."""
+        return self.difference == 0
+
+    @property
+    def trained_share(self) -> float:
+        """The share of what was generated that was trained on at least once, 0..1."""
+        return self.trained_once / self.generated if self.generated else 0.0
+
+    @property
+    def mean_uses(self) -> float:
+        """How often what was trained on was used, on average."""
+        return self.trained_total / self.trained_once if self.trained_once else 0.0
+
+    @property
+    def samples_per_insert(self) -> float:
+        """Uses per item that entered the replay (Cassirer et al. 2021, Reverb), trained on or not."""
+        inserted = self.trained_once + self.waiting + self.evicted
+        return self.trained_total / inserted if inserted else 0.0
+
+
+TERMS = tuple(f.name for f in fields(Ledger))

@@ -1,0 +1,113 @@
+"""What a process used and what it ran on.
+
+Invariant: nothing here loads torch or starts a GPU; a figure that the system does not give is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+
+from tba.types import Json
+
+PACKAGES = ("torch", "transformers", "tba")
+
+
+def peak_memory_bytes() -> int:
+    """The most resident memory this process ever had, in bytes."""
+    found = _status_bytes("VmHWM")
+    if found is not None:
+        return found
+    import resource  # not on every system; Linux needs it not
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def resident_memory_bytes() -> int | None:
+    """Resident memory of this process now, in bytes; None where the system does not say."""
+    return _status_bytes("VmRSS")
+
+
+def peak_gpu_memory_bytes() -> int | None:
+    """The most GPU memory torch ever held in this process, over all its GPUs; None when it has used none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
+
+
+def usable_cores() -> int:
+    """Processor cores this process may use: by affinity and by the quota of its control group."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = _text(Path("/sys/fs/cgroup/cpu.max")).partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        cores = min(cores, max(1, round(int(quota) / int(period))))
+    return cores
+
+
+def machine_memory_bytes() -> int | None:
+    """Memory this process may use: of the machine, or of its control group if that is less."""
+    try:
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+    limit = _text(Path("/sys/fs/cgroup/memory.max")).strip()
+    return min(whole, int(limit)) if limit.isdigit() else whole
+
+
+def machine() -> dict[str, Json]:
+    """A description of this machine, without its name: system, processor, cores, memory and GPUs."""
+    return {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": usable_cores(),
+        "memory_bytes": machine_memory_bytes(),
+        "gpus": _gpu_names(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages a result depends on."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _gpu_names() -> list[str]:
+    """GPUs of a torch that is loaded; asking for their names starts none."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return []
+    return [torch.cuda.get_device_properties(i).name for i in range(torch.cuda.device_count())]
+
+
+def _cpu_name() -> str:
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _status_bytes(name: str) -> int | None:
+    """A `kB` line of /proc/self/status, in bytes."""
+    for line in _text(Path("/proc/self/status")).splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _text(path: Path) -> str:
+    """What a file of the system says; empty where there is no such file."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

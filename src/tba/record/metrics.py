@@ -1,0 +1,63 @@
+"""`metrics.jsonl`: one line per optimizer step.
+
+Invariant: every line holds `step`, `version` and `wall_seconds` (since the run began), and whatever numbers the step
+gave; a number that is not finite is null. The names below are those that the curves and the live view know; a
+trainer may add any other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.record.jsonl import JsonLines, read_lines
+from tba.types import Json, Version
+
+FILE = "metrics.jsonl"
+
+REWARD = "reward"  # mean over the batch
+LOG_RATIO = "log_ratio"  # mean over rows of log pi - log pi_ref summed over tokens: KL to the reference, as sampled
+LAG = "lag"  # trainer updates since the weights that sampled the batch, mean over rows
+LAG_MAX = "lag_max"
+TRAINER_IDLE = "trainer_idle"  # shares of wall-clock after warm-up, so far, in 0..1
+TRAINER_PACED = "trainer_paced"
+SEARCHER_IDLE = "searcher_idle"
+GENERATED_RATE = "generated_tokens_per_second"  # by all searchers, lately
+TRAINED_RATE = "trained_tokens_per_second"  # by the trainer, lately, each use counted
+
+
+class MetricsWriter:
+    """Appends a line per step."""
+
+    def __init__(self, directory: Path) -> None:
+        self._lines = JsonLines(directory / FILE)
+
+    def write(self, version: Version, wall_seconds: float, metrics: Mapping[str, float]) -> None:
+        """One step's line: the step and the wall-clock it ended at, then its metrics."""
+        head = {"step": version.step, "version": version, "wall_seconds": round(wall_seconds, 3)}
+        self._lines.append({**head, **metrics, **head})
+
+    def close(self) -> None:
+        self._lines.close()
+
+
+def read_metrics(directory: Path) -> list[dict[str, Json]]:
+    """A run's lines, in the order written; none when it has no metrics yet."""
+    return read_lines(directory / FILE)
+
+
+def column(
+    rows: Sequence[Mapping[str, Json]], name: str, over: str = "wall_seconds"
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """(x, y) of one metric over another, of the rows that have both as finite numbers."""
+    pairs = [(r[over], r[name]) for r in rows if _is_number(r.get(over)) and _is_number(r.get(name))]
+    table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def _is_number(value: Json) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,54 @@
+"""`samples.jsonl`: a few trajectories of each step to look at.
+
+Invariant: what is written is what was trained on, unedited; without text (a setting) nothing of what was said is
+written, only keys, lengths and numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tba.record.jsonl import JsonLines, read_lines
+from tba.types import Json, Trajectory
+
+FILE = "samples.jsonl"
+
+
+class SampleWriter:
+    """Appends up to `per_step` trajectories of a step's batch, spread evenly over its rows."""
+
+    def __init__(self, directory: Path, per_step: int = 2, text: bool = True) -> None:
+        self._lines = JsonLines(directory / FILE)
+        self.per_step = per_step
+        self.text = text
+
+    def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """The chosen ones of `trajectories`, the batch of optimizer step `step`."""
+        count = min(self.per_step, len(trajectories))
+        for i in range(count):
+            self._lines.append(self._line(step, trajectories[i * len(trajectories) // count]))
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _line(self, step: int, t: Trajectory) -> dict[str, Json]:
+        said = {"prompt": t.prompt.text, "completion": t.completion.text} if self.text else {}
+        return {
+            "step": step,
+            "prompt_key": t.prompt.key,
+            **said,
+            "reward": t.reward,
+            "reward_parts": t.reward_parts,
+            "version": t.version,
+            "length": t.length,
+            "stop_reason": t.completion.stop_reason,
+            "log_reference": float(t.log_reference.sum()),
+            "uid": t.uid,
+            "searcher": t.provenance.get("searcher"),
+        }
+
+
+def read_samples(directory: Path) -> list[dict[str, Json]]:
+    """A run's samples, in the order written; none when it has none yet."""
+    return read_lines(directory / FILE)

@@ -1,0 +1,135 @@
+"""`summary.json`: what a run came to.
+
+Invariant: its keys are always the same and all there; it is written beside and renamed; it is built from counts that
+were taken at their own places, so that it can show an account that does not close.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.record import memory
+from tba.record.evaluations import evaluation_of
+from tba.record.jsonl import write_json
+from tba.record.ledger import Ledger
+from tba.types import Evaluation, Json
+
+FILE = "summary.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WallSeconds:
+    """Where the run's wall-clock went."""
+
+    total: float  # from start to this summary
+    sft: float = 0.0  # supervised warm start; 0 when it was cached
+    warm_up: float = 0.0  # until the trainer had enough to begin
+    train: float = 0.0  # from the first optimizer step to the last
+    eval: float = 0.0  # spent evaluating, by whatever part; it overlaps train
+
+
+@dataclass(frozen=True, slots=True)
+class Lag:
+    """Trainer updates between the weights that sampled a trajectory and its use, over all uses."""
+
+    mean: float = 0.0
+    p95: float = 0.0
+    max: float = 0.0
+
+    @classmethod
+    def of(cls, histogram: Mapping[int, int]) -> Lag:
+        """Of {lag: how many trajectories were used at it}; zeros when there were none."""
+        total = sum(histogram.values())
+        if total <= 0:
+            return cls()
+        seen, p95, ordered = 0, 0, sorted((lag, count) for lag, count in histogram.items() if count > 0)
+        for lag, count in ordered:
+            seen, p95 = seen + count, lag
+            if seen >= 0.95 * total:
+                break
+        return cls(sum(lag * count for lag, count in ordered) / total, float(p95), float(ordered[-1][0]))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All of `summary.json`. Idle shares are of wall-clock after warm-up, 0..1."""
+
+    recipe: str
+    seed: int
+    steps: int  # optimizer steps
+    wall_seconds: WallSeconds
+    evaluations: Sequence[Evaluation] = ()
+    trainer_idle: float = 0.0  # waiting for data
+    trainer_paced: float = 0.0  # held by the limit on reuse
+    searcher_idle: float = 0.0
+    samples_per_insert: float = 0.0
+    tokens: Ledger = field(default_factory=Ledger)
+    trajectories: Ledger = field(default_factory=Ledger)
+    lag: Lag = field(default_factory=Lag)
+    faults: Mapping[str, Json] = field(default_factory=dict)  # what went wrong and was survived: {"restarts": 1}
+    peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by part
+    versions: Mapping[str, str] = field(default_factory=memory.versions)
+    machine: Mapping[str, Json] = field(default_factory=memory.machine)
+
+    def to_json(self) -> dict[str, Json]:
+        """The contents of the file."""
+        return {
+            "recipe": self.recipe,
+            "seed": self.seed,
+            "steps": self.steps,
+            "wall_seconds": {name: round(v, 3) for name, v in asdict(self.wall_seconds).items()},
+            "evaluations": [
+                {
+                    "version": str(e.version),
+                    "wall_seconds": round(e.wall_seconds, 3),
+                    "metric": e.metric,
+                    "value": e.value,
+                    "n": e.n,
+                }
+                for e in self.evaluations
+            ],
+            "trainer_idle": self.trainer_idle,
+            "trainer_paced": self.trainer_paced,
+            "searcher_idle": self.searcher_idle,
+            "samples_per_insert": self.samples_per_insert,
+            "tokens": asdict(self.tokens),
+            "trajectories": asdict(self.trajectories),
+            "lag": asdict(self.lag),
+            "faults": dict(self.faults),
+            "peak_memory_bytes": dict(self.peak_memory_bytes),
+            "versions": dict(self.versions),
+            "machine": dict(self.machine),
+        }
+
+    def write(self, directory: Path) -> Path:
+        """Write `summary.json` of the run in `directory`; returns its path."""
+        write_json(directory / FILE, self.to_json())
+        return directory / FILE
+
+    @classmethod
+    def read(cls, directory: Path) -> Summary | None:
+        """The summary of the run in `directory`; None when the run has none yet.
+
+        Raises `UserError` when the file is not a summary.
+        """
+        path = directory / FILE
+        if not path.exists():
+            return None
+        try:
+            row = json.loads(path.read_text(encoding="utf-8"))
+            return cls(
+                **{
+                    **row,
+                    "wall_seconds": WallSeconds(**row["wall_seconds"]),
+                    "evaluations": tuple(evaluation_of(e) for e in row["evaluations"]),
+                    "tokens": Ledger(**row["tokens"]),
+                    "trajectories": Ledger(**row["trajectories"]),
+                    "lag": Lag(**row["lag"]),
+                }
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"{path}: wanted a run's summary, but it cannot be read ({error}).") from None
