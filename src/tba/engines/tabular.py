@@ -1,0 +1,162 @@
+"""Sampling from a tabular policy, exactly; and whole judged groups of it, for tests of everything else.
+
+Invariant: `log_behavior` is the log-probability under the very table a token was drawn from, after temperature and
+top-p and renormalised; the stream of `rng` and the weights decide every token.
+
+Shape legend: Q prompts, N nodes, V next tokens, B rows, T positions (as in `tba.policy.tabular`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from tba.policy.tabular import EOS, TabularReference, TabularTask, TabularTokenizer, checked
+from tba.protocols import Engine, Reference
+from tba.types import Completion, Group, Prompt, Sampling, Split, StopReason, Trajectory, Version
+
+Table = npt.NDArray[np.float64]
+
+
+class TabularEngine:
+    """Samples from logits by prompt, prefix and next token; starts with those of the task's reference."""
+
+    def __init__(self, task: TabularTask, version: Version = Version()) -> None:  # noqa: B008 - frozen
+        self.task = task
+        self._version = version
+        self._logits_QNV: Table = task.reference_logits_QNV.copy()
+        self._tokenizer = TabularTokenizer(task.symbols)
+
+    @property
+    def version(self) -> Version:
+        return self._version
+
+    def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
+        """Copy `weights` in. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
+        self._logits_QNV[:] = checked(weights, self._logits_QNV.shape).detach().cpu().numpy()
+        self._version = version
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[list[Completion]]:
+        """`count` completions of each prompt, position by position; `interrupted` is asked before each."""
+        asked = np.array([self.task.question(p) for p in prompts for _ in range(count)], dtype=np.int64)
+        log_behavior_QNV = log_behavior(self._logits_QNV, sampling)
+        tokens_BT = np.zeros((len(asked), self.task.length), dtype=np.int32)
+        log_behavior_BT = np.zeros(tokens_BT.shape, dtype=np.float32)
+        length_B = np.zeros(len(asked), dtype=np.int64)
+        node_B, live = np.zeros_like(asked), np.arange(len(asked))  # live: the rows without an EOS
+        for t in range(self.task.length):
+            if not live.size or (interrupted is not None and interrupted()):
+                break
+            log_p_BV = log_behavior_QNV[asked[live], node_B[live]]
+            drawn = _draw(np.exp(log_p_BV), rng)
+            tokens_BT[live, t] = drawn
+            log_behavior_BT[live, t] = log_p_BV[np.arange(len(live)), drawn]
+            length_B[live] = t + 1
+            node_B[live] = node_B[live] * self.task.symbols + drawn
+            live = live[drawn != EOS]
+        answers: list[list[Completion]] = []
+        for i in range(len(prompts)):
+            rows = [b for b in range(i * count, (i + 1) * count) if length_B[b]]
+            answers.append(
+                [
+                    self._completion(tokens_BT[b, : length_B[b]], log_behavior_BT[b, : length_B[b]], sampling)
+                    for b in rows
+                ]
+            )
+        return answers
+
+    def _completion(
+        self, tokens: npt.NDArray[np.int32], log_behavior: npt.NDArray[np.float32], sampling: Sampling
+    ) -> Completion:
+        if tokens[-1] == EOS:
+            stop_reason = StopReason.EOS
+        else:
+            stop_reason = StopReason.LENGTH if len(tokens) == self.task.length else StopReason.INTERRUPTED
+        return Completion(
+            tokens=tokens.copy(),
+            text=self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True),
+            stop_reason=stop_reason,
+            versions=(self._version, self._version),
+            sampling=sampling,
+            log_behavior=log_behavior.copy(),
+        )
+
+
+def log_behavior(logits: Table, sampling: Sampling) -> Table:
+    """[..., V]: log-probabilities after temperature and top-p, renormalised; -inf where nothing is ever drawn.
+
+    Temperature 0 is greedy. Top-p keeps the fewest most probable tokens that hold at least that mass.
+    """
+    if sampling.temperature == 0:
+        greedy = np.arange(logits.shape[-1]) == logits.argmax(-1)[..., None]
+        return np.where(greedy, 0.0, -np.inf)
+    log_p = _log_softmax(logits / sampling.temperature)
+    if sampling.top_p < 1:
+        order = np.argsort(-log_p, axis=-1, kind="stable")
+        p_sorted = np.exp(np.take_along_axis(log_p, order, -1))
+        before = np.cumsum(p_sorted, -1) - p_sorted  # the mass of the more probable ones
+        kept = np.zeros(log_p.shape, dtype=np.bool_)
+        np.put_along_axis(kept, order, before < sampling.top_p, -1)
+        log_p = _log_softmax(np.where(kept, log_p, -np.inf))
+    return log_p
+
+
+def tabular_prompts(task: TabularTask, split: Split = "train") -> list[Prompt]:
+    """The prompts of a split, tokenised as a prompt stream does it."""
+    tokenizer = TabularTokenizer(task.symbols)
+    texts = [problem.prompt for problem in task.problems(split)]
+    return [Prompt(task.name, np.array(tokenizer.encode(str(text)), dtype=np.int32), str(text)) for text in texts]
+
+
+def sample_groups(
+    task: TabularTask,
+    prompts: Sequence[Prompt],
+    count: int,
+    sampling: Sampling,
+    rng: np.random.Generator,
+    engine: Engine | None = None,
+    reference: Reference | None = None,
+) -> list[Group]:
+    """One judged group of `count` trajectories for each prompt: a searcher's round in its plainest form.
+
+    Sampled from the task's reference policy unless an engine is given.
+    """
+    engine = TabularEngine(task) if engine is None else engine
+    reference = TabularReference(task) if reference is None else reference
+    groups = []
+    for prompt, completions in zip(prompts, engine.generate(prompts, count, sampling, rng), strict=True):
+        log_references = reference.log_probabilities(prompt, completions)
+        judgements = task.reward().judge([(prompt, c) for c in completions])
+        groups.append(
+            Group.of(
+                [
+                    Trajectory(rng.bytes(8).hex(), prompt, c, judgement.reward, log_reference, reference.version)
+                    for c, log_reference, judgement in zip(completions, log_references, judgements, strict=True)
+                ]
+            )
+        )
+    return groups
+
+
+def _draw(p_BV: Table, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """One token of each row, by inverting its cumulative distribution; never one of probability 0."""
+    cumulative_BV = np.cumsum(p_BV, 1)
+    below_B1 = rng.random((len(p_BV), 1)) * cumulative_BV[:, -1:]
+    drawn: npt.NDArray[np.int64] = (cumulative_BV > below_B1).argmax(1)
+    return drawn
+
+
+def _log_softmax(logits: Table) -> Table:
+    shifted = logits - logits.max(-1, keepdims=True)
+    normalised: Table = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    return normalised

@@ -1,0 +1,48 @@
+"""The enumerable toy as a recipe's model, so that any runtime can be held against its exact ideal policy.
+
+Invariant: both halves begin as the reference of the one `TabularTask`; at version 0 every log-ratio is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import safetensors.torch
+
+from tba.engines.tabular import TabularEngine
+from tba.errors import UserError
+from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, TabularTask, TabularTokenizer
+from tba.protocols import Policy, Task
+from tba.types import Version
+
+
+@dataclass(frozen=True)
+class TabularModel:
+    """Engine, reference and policy of one task, each light enough to be made on the spot."""
+
+    task: TabularTask = field(default_factory=TabularTask)  # has to be the recipe's task
+
+    def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> TabularModel:
+        """Itself; there is nothing to prepare. Raises `UserError` when the recipe's task is another."""
+        if isinstance(task, TabularTask) and task != self.task:
+            raise UserError(f"the tabular model is of {self.task}, but the recipe's task is {task}; make them equal.")
+        return self
+
+    def tokenizer(self) -> TabularTokenizer:
+        return TabularTokenizer(self.task.symbols)
+
+    def policy(self, temperature: float) -> TabularPolicy:
+        return TabularPolicy(self.task, temperature)
+
+    def engine(self, version: Version) -> TabularEngine:
+        return TabularEngine(self.task, version)
+
+    def reference(self, temperature: float, version: Version) -> TabularReference:
+        return TabularReference(self.task, temperature, version)
+
+    def save(self, policy: Policy, path: Path) -> None:
+        """The one tensor as `model.safetensors` in the folder `path`."""
+        path.mkdir(parents=True, exist_ok=True)
+        safetensors.torch.save_file({WEIGHT: policy.weights()[WEIGHT].contiguous()}, path / "model.safetensors")
