@@ -1,0 +1,132 @@
+"""What a run is made of: one frozen value, written as code.
+
+A recipe file defines `recipe = Recipe(...)` and imports what it uses: no registry, no string that names a class. The
+command line sets its fields by dotted name (`--steps 100 --task.digits 4`). `recipe.json` in the run's directory holds
+the name or path and the overrides, from which every process of the run rebuilds the same value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from tba.errors import UserError
+from tba.evaluate.accuracy import EvaluationSettings
+from tba.protocols import Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
+from tba.replay.replay import ReplaySettings
+from tba.search.prompts import PromptSettings
+from tba.train.optimizer import OptimizerSettings
+from tba.types import Json, Version
+
+
+class Model(Protocol):
+    """The weights a run begins with, and what each half makes of them."""
+
+    def prepared(self, task: Task, log: Any = ...) -> Model:
+        """The same, with its weights at hand (a supervised warm start is run, or found in the cache)."""
+        ...
+
+    def tokenizer(self) -> Tokenizer: ...
+
+    def policy(self, temperature: float) -> Policy: ...
+
+    def engine(self, version: Version) -> Engine: ...
+
+    def reference(self, temperature: float, version: Version) -> Reference: ...
+
+    def save(self, policy: Policy, path: Path) -> None:
+        """The policy in the Hugging Face layout, with its tokenizer."""
+        ...
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """How the parts are run, and how long they may take over what."""
+
+    start_deadline: float = 600.0  # seconds for a part to come up
+    idle_deadline: float = 1800.0  # seconds the trainer may wait for one batch
+    stop_deadline: float = 60.0  # seconds a part has to stop cleanly
+    lease_seconds: float = 1800.0  # a prompt not answered by then is handed out again
+    restarts: int = 3  # of each searcher that dies
+    inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
+    journal_dir: Path | None = None  # where the journal lies; the run's directory unless that is a network filesystem
+    threads: int = 1  # torch threads in each process
+    checkpoints: int = 2  # how many are kept
+    checkpoint_every: int = 0  # steps; 0 = at the end only
+    prefetch: bool = True  # fetch the next batch while this one is computed (processes only)
+
+
+@dataclass(frozen=True)
+class RecordSettings:
+    """What a run leaves behind besides its weights."""
+
+    samples_every: int = 20  # steps between answers written to samples.jsonl
+    samples: int = 4
+    tensorboard: bool = True
+    wandb: str | None = None  # project name: log to Weights & Biases too
+    hide_text: bool = False  # keep prompts and answers out of samples.jsonl and the terminal
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The settings of one run. The paper's symbols: B prompts x K responses, S per prompt, k steps per sync."""
+
+    task: Task
+    model: Model
+    objective: Objective
+    exploration: Exploration
+    optimizer: OptimizerSettings
+    replay: ReplaySettings
+    evaluation: EvaluationSettings
+    name: str = "run"
+    description: str = ""
+    seed: int = 0
+    steps: int = 1000  # optimizer updates
+    groups_per_step: int = 7  # B, prompts in a batch
+    group_size: int = 20  # K, responses of each in a batch
+    samples_per_prompt: int = 24  # S, responses a searcher samples of each
+    prompts_per_round: int = 3  # prompts a searcher answers in one round
+    sync_every: int = 2  # k, optimizer updates between weight syncs
+    policy_temperature: float = 1.0  # of the policy and the reference in the objective
+    max_tokens_per_pass: int = 16384  # of one forward and backward; larger batches go in slices
+    searchers: int = 1
+    runtime: Literal["processes", "inline"] = "processes"
+    prompts: PromptSettings = field(default_factory=PromptSettings)
+    run: RuntimeSettings = field(default_factory=RuntimeSettings)
+    record: RecordSettings = field(default_factory=RecordSettings)
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "groups_per_step", "samples_per_prompt", "prompts_per_round", "sync_every", "searchers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be at least 1")
+        if self.group_size < 2:
+            raise UserError(f"--group-size is {self.group_size}, log Z needs at least 2 responses of a prompt")
+        if self.policy_temperature <= 0:
+            raise UserError(f"--policy-temperature is {self.policy_temperature}, it must be positive")
+        if self.runtime == "inline" and self.searchers != 1:
+            raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
+
+    @property
+    def recent_window(self) -> int:
+        """Trainer updates within which data counts as recent: the setting, or 2k (paper: at most 2k-1 off-policy)."""
+        window = self.replay.recent_window
+        return 2 * self.sync_every if window is None else window
+
+
+def resolved(value: Any) -> Json:
+    """Any setting as JSON: dataclasses by field (with their class), paths as text."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: resolved(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
+    if isinstance(value, Mapping):
+        return {str(k): resolved(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [resolved(v) for v in value]
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    if callable(value):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"
+    return str(value)

@@ -1,0 +1,138 @@
+"""The run directory: where the halves meet, and what a run leaves behind.
+
+    runs/NAME/  recipe.json  journal.sqlite  weights/  checkpoints/  logs/  metrics.jsonl  samples.jsonl
+                summary.json  curves.png  tensorboard/
+
+Invariant: `recipe.json` alone (a name or path, the overrides, the run's own facts) rebuilds the recipe in any process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tba.settings
+from tba.errors import UserError
+from tba.recipe import Recipe, resolved
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run. Made by `create`, reopened by `open`."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, path: Path, source: str, overrides: list[str], recipe: Recipe) -> RunDirectory:
+        """Makes the directory and writes recipe.json. Raises `UserError` when a run is there already."""
+        if (path / "recipe.json").exists():
+            raise UserError(f"{path} holds a run already: choose another --run-name, or remove it")
+        for part in ("", "logs", "weights", "checkpoints"):
+            (path / part).mkdir(parents=True, exist_ok=True)
+        run = cls(path)
+        file = Path(source) if source.endswith(".py") else None
+        facts = {
+            "recipe": str(file.resolve()) if file else source,
+            "digest": _digest(file) if file else None,
+            "overrides": overrides,
+            "started": time.time(),
+            "resolved": resolved(recipe),
+        }
+        write_json(run.path / "recipe.json", facts)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Raises `UserError` when there is no run."""
+        if not (path / "recipe.json").is_file():
+            raise UserError(f"there is no run at {path} (no recipe.json): give the directory of a run")
+        return cls(path)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        facts: dict[str, Any] = json.loads((self.path / "recipe.json").read_text())
+        return facts
+
+    def recipe(self) -> Recipe:
+        """The recipe, rebuilt from its name or path and the overrides; never from a pickle."""
+        facts = self.facts
+        source = facts["recipe"]
+        if facts["digest"] is not None and facts["digest"] != _digest(Path(source)):
+            raise UserError(f"{source} has changed since the run at {self.path} began: start a new run")
+        return tba.settings.override(tba.settings.find(source), facts["overrides"], f"tba train {source}")
+
+    def journal(self, recipe: Recipe) -> Path:
+        """The journal's file: here, or in `run.journal_dir` under this run's name."""
+        folder = recipe.run.journal_dir
+        if folder is None:
+            return self.path / "journal.sqlite"
+        folder.mkdir(parents=True, exist_ok=True)
+        key = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
+        return folder / f"{self.path.name}-{key}.sqlite"
+
+    @property
+    def uses(self) -> Path:
+        return self.path / "uses.sqlite"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def log(self, part: str) -> Path:
+        return self.path / "logs" / f"{part}.log"
+
+    def error(self, part: str) -> Path:
+        """Where a part that ends with an error of its own leaves it."""
+        return self.path / "logs" / f"{part}.error.json"
+
+    def result(self, part: str) -> Path:
+        """Where a part leaves what the summary needs of it."""
+        return self.path / "logs" / f"{part}.result.json"
+
+
+def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
+    """runs/NAME: the given name, or the recipe's with the time."""
+    if run_name is not None and not re.fullmatch(r"[\w.-]+", run_name):
+        raise UserError(f"--run-name is {run_name!r}: use letters, digits, '.', '_' and '-' only")
+    name = run_name or f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run_name is None and (root / name).exists():
+        name += f"-{os.getpid()}"
+    return root / name
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Written beside and renamed."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(value, indent=2, default=_plain) + "\n")
+    os.replace(beside, path)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if hasattr(value, "item"):
+        return value.item()
+    return str(value)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()

@@ -1,0 +1,72 @@
+"""Exploration: at which temperature and top-p a searcher samples.
+
+Invariant: these settings are behaviour only. They are recorded with the completion and never enter Trajectory Balance,
+whose one temperature is the recipe's `policy_temperature`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.types import Sampling
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same settings in every round."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check(self.temperature, self.temperature, self.top_p)
+
+    def draw(self, rng: np.random.Generator) -> Sampling:
+        return Sampling(self.temperature, self.top_p)
+
+    @property
+    def full_support(self) -> bool:
+        return Sampling(self.temperature, self.top_p).full_support
+
+
+@dataclass(frozen=True)
+class RandomPerRound:
+    """The paper's off-policy decoding (its future work, off by default there): one draw for each round.
+
+    With probability `p_temperature` the temperature is uniform in [`temperature_low`, `temperature_high`], else
+    `temperature`; with probability `p_top_p` top-p is uniform in [`top_p_low`, 1], else 1.
+    """
+
+    temperature: float = 1.0
+    p_temperature: float = 0.3
+    temperature_low: float = 0.7
+    temperature_high: float = 1.1
+    p_top_p: float = 0.3
+    top_p_low: float = 0.7
+
+    def __post_init__(self) -> None:
+        _check(self.temperature, self.temperature_high, 1.0)
+        _check(self.temperature_low, self.temperature_high, self.top_p_low)
+
+    def draw(self, rng: np.random.Generator) -> Sampling:
+        by_temperature, by_top_p = rng.random(2)  # always two draws, so that one setting does not shift the other
+        temperature, top_p = rng.uniform([self.temperature_low, self.top_p_low], [self.temperature_high, 1.0])
+        return Sampling(
+            float(temperature) if by_temperature < self.p_temperature else self.temperature,
+            float(top_p) if by_top_p < self.p_top_p else 1.0,
+        )
+
+    @property
+    def full_support(self) -> bool:
+        return self.p_top_p < 1 and self.temperature > 0
+
+
+def _check(low: float, high: float, top_p: float) -> None:
+    if low < 0 or high < low or not 0 < top_p <= 1:
+        raise UserError(
+            f"exploration got temperature {low}..{high} and top_p {top_p}: "
+            "temperatures must not be negative, low <= high, and 0 < top_p <= 1"
+        )

@@ -1,0 +1,126 @@
+"""The searcher: one `round()` draws prompts, samples answers, judges them and sends them down.
+
+Invariant: it never waits for the trainer. Newer weights are taken between rounds if there are any; what is generated
+is either put down (with its leases, in one transaction), rejected or in flight, and each is counted here.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from tba.protocols import Engine, Exploration, Reference, Reward, WeightSource
+from tba.search.prompts import PromptStream
+from tba.types import Completion, Json, Prompt, StopReason, Trajectory, Version
+
+log = logging.getLogger("tba.searcher")
+
+
+class CountingSink(Protocol):
+    """A trajectory sink that also takes the searcher's own counts, in the same transaction."""
+
+    def put(
+        self, trajectories: Sequence[Trajectory], leases: Sequence[int] = ..., counters: Mapping[str, int] | None = ...
+    ) -> None: ...
+
+    def count(self, **increments: int) -> None: ...
+
+
+@dataclass
+class Searcher:
+    """Owns a slightly stale copy of the policy. Call `round()` by hand in a REPL, or let a runtime do it."""
+
+    name: str
+    engine: Engine
+    reference: Reference
+    reward: Reward
+    exploration: Exploration
+    prompts: PromptStream
+    sink: CountingSink
+    weights: WeightSource
+    samples_per_prompt: int  # S
+    prompts_per_round: int
+    rng: np.random.Generator
+    interrupted: Callable[[], bool] | None = None
+    rounds: int = 0
+    manifest: Mapping[str, Json] = field(default_factory=dict)  # beside the newest weights seen
+
+    def round(self) -> int:
+        """One round; the number of trajectories sent down."""
+        self.pull()
+        positions, prompts = self.prompts.take(self.prompts_per_round)
+        sampling = self.exploration.draw(self.rng)
+        answered = self.engine.generate(prompts, self.samples_per_prompt, sampling, self.rng, self.interrupted)
+        finished, counts = self._sort(prompts, answered)
+        trajectories = self._judge(finished, counts)
+        self.rounds += 1
+        whole = counts["in_flight_trajectories"] == 0
+        self.sink.put(trajectories, positions if whole else (), counts)
+        return len(trajectories)
+
+    def pull(self) -> Version:
+        """Newer weights, if there are any, in place."""
+        published = self.weights.newer_than(self.engine.version)
+        if published is not None:
+            self.engine.load(published.read(), published.version)
+            self.manifest = published.manifest
+        return self.engine.version
+
+    def _sort(
+        self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]]
+    ) -> tuple[list[tuple[Prompt, list[Completion]]], Counter[str]]:
+        """What is finished, by prompt; and the counts of all that was generated."""
+        counts: Counter[str] = Counter()
+        finished = []
+        for prompt, completions in zip(prompts, answered, strict=True):
+            kept = []
+            for c in completions:
+                _count(counts, "generated", c)
+                if c.stop_reason is StopReason.INTERRUPTED:
+                    _count(counts, "in_flight", c)
+                else:
+                    kept.append(c)
+            if kept:
+                finished.append((prompt, kept))
+        return finished, counts
+
+    def _judge(self, finished: Sequence[tuple[Prompt, list[Completion]]], counts: Counter[str]) -> list[Trajectory]:
+        """Completion -> Trajectory: the reward's mark and the reference's log-probabilities."""
+        pairs = [(prompt, c) for prompt, completions in finished for c in completions]
+        judgements = self.reward.judge(pairs) if pairs else []
+        references = [
+            row for prompt, completions in finished for row in self.reference.log_probabilities(prompt, completions)
+        ]
+        now, trajectories = time.time(), []
+        for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
+            if not (math.isfinite(judgement.reward) and np.isfinite(log_reference).all()):
+                _count(counts, "rejected", completion)
+                log.warning("rejected an answer to %s: reward %r", prompt.key, judgement.reward)
+                continue
+            trajectories.append(
+                Trajectory(
+                    uid=uuid.UUID(bytes=self.rng.bytes(16)).hex,
+                    prompt=prompt,
+                    completion=completion,
+                    reward=float(judgement.reward),
+                    reward_parts=judgement.parts,
+                    log_reference=log_reference,
+                    reference=self.reference.version,
+                    provenance={"searcher": self.name, "round": self.rounds},
+                    created=now,
+                )
+            )
+        return trajectories
+
+
+def _count(counts: Counter[str], name: str, completion: Completion) -> None:
+    counts[f"{name}_tokens"] += len(completion.tokens)
+    counts[f"{name}_trajectories"] += 1

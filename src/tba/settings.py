@@ -1,0 +1,150 @@
+"""A recipe from the command line: its fields by dotted name, with their declared types (tyro).
+
+Invariant: what a field *is* (which task, which objective) is decided by the recipe's code; the command line sets the
+values inside. Anything it cannot take ends in one sentence and exit code 2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import io
+import pkgutil
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+
+from tba.errors import UserError
+from tba.recipe import Recipe
+
+T = TypeVar("T")
+
+
+def find(name: str) -> Recipe:
+    """The recipe of a name (`quickstart`) or a path to a Python file that defines `recipe`."""
+    if name.endswith(".py"):
+        return _from_file(Path(name))
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "`tba recipes` lists them."
+        raise UserError(f"there is no recipe {name!r}; give one of {', '.join(names())} or a path to a .py file; {hint}")
+    return _recipe_in(importlib.import_module(f"tba.recipes.{name}"), name)
+
+
+def names() -> list[str]:
+    """The recipes that come with the package."""
+    import tba.recipes
+
+    return sorted(m.name for m in pkgutil.iter_modules(tba.recipes.__path__) if not m.name.startswith("_"))
+
+
+def _from_file(path: Path) -> Recipe:
+    if not path.is_file():
+        raise UserError(f"there is no recipe file {path}: give the path of a Python file that defines `recipe`")
+    spec = importlib.util.spec_from_file_location(f"tba_user_recipe_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path} cannot be read as a Python module: give a .py file that defines `recipe`")
+    module = importlib.util.module_from_spec(spec)
+    import sys
+
+    sys.modules[spec.name] = module  # dataclasses in the file look their module up
+    spec.loader.exec_module(module)
+    return _recipe_in(module, str(path))
+
+
+def _recipe_in(module: Any, where: str) -> Recipe:
+    recipe = getattr(module, "recipe", None)
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"{where} defines no `recipe = Recipe(...)`: add one, see `examples/my_task.py`")
+    return recipe
+
+
+def override(default: T, arguments: Sequence[str], program: str) -> T:
+    """`default` with fields set from `--dotted.name value` arguments. Raises `UserError` for what does not fit."""
+    known = set(flags(default))
+    for argument in arguments:
+        if argument.startswith("--") and argument not in ("--help",):
+            flag = argument.split("=")[0].replace("_", "-")
+            if flag not in known and flag.replace(".no-", ".").replace("--no-", "--") not in known:
+                near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else f"`{program} --help` lists all fields."
+                raise UserError(f"{program} has no field {argument.split('=')[0]}; {hint}")
+    kind = _concrete(default)
+    if "--help" in arguments or "-h" in arguments:
+        tyro.cli(kind, default=_as(kind, default), args=["--help"], prog=program)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            parsed = tyro.cli(kind, default=_as(kind, default), args=list(arguments), prog=program)
+    except SystemExit as error:
+        raise UserError(_one_sentence(said.getvalue(), arguments, program)) from error
+    return typing.cast(T, _back(default, parsed))
+
+
+def flags(default: Any, prefix: str = "--") -> list[str]:
+    """Every dotted flag of a settings value."""
+    found = []
+    for f in dataclasses.fields(default):
+        value, flag = getattr(default, f.name), prefix + f.name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            found += flags(value, flag + ".")
+        elif f.init:
+            found.append(flag)
+    return found
+
+
+def _concrete(default: Any) -> Any:
+    """A dataclass type of the same fields, in which each nested settings value has its actual class.
+
+    tyro asks the declared type; ours are protocols and unions, whose choice the recipe has already made.
+    """
+    hints = typing.get_type_hints(type(default))
+    made = []
+    for f in dataclasses.fields(default):
+        if not f.init:
+            continue
+        value = getattr(default, f.name)
+        if dataclasses.is_dataclass(value):
+            made.append((f.name, _concrete(value), dataclasses.field()))
+        elif _settable(value):
+            made.append((f.name, hints[f.name], dataclasses.field()))
+    kind = dataclasses.make_dataclass(type(default).__name__, made, frozen=True)
+    kind.__doc__ = type(default).__doc__
+    return kind
+
+
+def _settable(value: Any) -> bool:
+    """Whether the command line can set it (functions and tuples of settings are the recipe's own business)."""
+    if isinstance(value, list | tuple):
+        return all(_settable(v) for v in value)
+    return value is None or isinstance(value, str | int | float | bool | Path)
+
+
+def _as(kind: Any, default: Any) -> Any:
+    values = {}
+    for f in dataclasses.fields(kind):
+        value = getattr(default, f.name)
+        values[f.name] = _as(f.type, value) if dataclasses.is_dataclass(value) else value
+    return kind(**values)
+
+
+def _back(default: Any, parsed: Any) -> Any:
+    values = {}
+    for f in dataclasses.fields(parsed):
+        old, new = getattr(default, f.name), getattr(parsed, f.name)
+        values[f.name] = _back(old, new) if dataclasses.is_dataclass(old) else new
+    return dataclasses.replace(default, **values)
+
+
+def _one_sentence(said: str, arguments: Sequence[str], program: str) -> str:
+    words = " ".join(line.strip("│╭╰─╮╯ ") for line in said.splitlines())
+    words = " ".join(words.split())
+    words = words.split("For full helptext")[0].split(" Unrecognized options:")[0].strip("─ ")
+    given = " ".join(arguments)
+    return f"{program} cannot take `{given}`: {words[:300]} (`{program} --help` lists all fields)"
