@@ -66,7 +66,6 @@ class Summary:
     trainer_idle: float = 0.0  # waiting for data
     trainer_paced: float = 0.0  # held by the limit on reuse
     searcher_idle: float = 0.0
-    samples_per_insert: float = 0.0
     tokens: Ledger = field(default_factory=Ledger)
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
@@ -95,7 +94,7 @@ class Summary:
             "trainer_idle": self.trainer_idle,
             "trainer_paced": self.trainer_paced,
             "searcher_idle": self.searcher_idle,
-            "samples_per_insert": self.samples_per_insert,
+            "samples_per_insert": self.trajectories.samples_per_insert,
             "tokens": asdict(self.tokens),
             "trajectories": asdict(self.trajectories),
             "lag": asdict(self.lag),
@@ -121,6 +120,7 @@ class Summary:
             return None
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
+            del row["samples_per_insert"]  # it follows from the trajectories
             return cls(
                 **{
                     **row,

@@ -1,0 +1,226 @@
+"""`curves.png`: a run, or several laid over each other, against wall-clock.
+
+Invariant: drawn from what a run left on disk alone, so that it can be drawn again at any time; a panel whose numbers
+were not recorded says so. Faint lines are the numbers as recorded, strong ones their running mean.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.errors import UserError
+from tba.evaluate.estimators import wilson_interval
+from tba.record import metrics
+from tba.record.metrics import column
+from tba.record.run import SAMPLED, RunRecord
+
+FILE = "curves.png"
+COLOURS = ("#0b6fb8", "#d9601a", "#1f8a5b", "#a0468c", "#8a6d00", "#4b5563", "#c2304a", "#00858a")
+STYLES = ("-", "--", ":")
+INK, GREY, FAINT = "#1f2933", "#6b7280", "#e5e7eb"
+DPI = 110
+FEWEST_TO_SMOOTH = 20  # points; fewer are drawn as they are
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One of the small figures: its series are (metric name, label)."""
+
+    title: str
+    note: str
+    series: tuple[tuple[str, str], ...] = ()
+    percent: bool = False
+
+
+ACCURACY = Panel("Accuracy", "held-out problems, 95 % interval", percent=True)
+PANELS = (
+    Panel("Reward", "mean of the trained batch", ((metrics.REWARD, "reward"),)),
+    ACCURACY,
+    Panel("KL to the reference", "mean log-ratio of a trained completion, nats", ((metrics.LOG_RATIO, "log-ratio"),)),
+    Panel("Lag", "trainer updates since sampling", ((metrics.LAG, "mean"), (metrics.LAG_MAX, "largest"))),
+    Panel(
+        "Idle",
+        "share of wall-clock after warm-up",
+        (
+            (metrics.TRAINER_IDLE, "trainer"),
+            (metrics.TRAINER_PACED, "trainer, paced"),
+            (metrics.SEARCHER_IDLE, "searchers"),
+        ),
+        percent=True,
+    ),
+    Panel("Tokens per second", "each half", ((metrics.GENERATED_RATE, "generated"), (metrics.TRAINED_RATE, "trained"))),
+)
+
+
+def draw_curves(runs: Sequence[RunRecord], path: Path) -> Path:
+    """Draw the runs to a PNG (256 colours: at most about 150 kB), written beside and renamed; returns its path.
+
+    Raises `UserError` when no run has recorded anything.
+    """
+    figure = curves(runs)
+    from PIL import Image  # comes with matplotlib
+
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=DPI, format="png")
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(beside, format="PNG", optimize=True)
+    os.replace(beside, path)
+    return path
+
+
+def curves(runs: Sequence[RunRecord]) -> Any:
+    """The same as a matplotlib figure, one set of axes per panel of `PANELS`, in order."""
+    if not any(run.metrics or run.evaluations for run in runs):
+        names = ", ".join(str(run.directory) for run in runs) or "no run"
+        raise UserError(f"{names}: there is nothing to draw yet; no step and no evaluation is recorded.")
+    from matplotlib.figure import Figure  # a second to load; no state of pyplot's, no display
+
+    unit, seconds_per_unit = _time_unit(max(run.wall_seconds for run in runs))
+    figure = Figure(figsize=(12.6, 6.6), facecolor="white")
+    grid = figure.subplots(2, 3, sharex=True)
+    for axes, panel in zip(grid.flat, PANELS, strict=True):
+        _frame(axes, panel)
+        drawn = [_draw(axes, panel, run, i, len(runs), seconds_per_unit) for i, run in enumerate(runs)]
+        _finish(axes, panel, any(drawn))
+    for axes in grid[1]:
+        axes.set_xlabel(f"wall-clock, {unit}", color=GREY, fontsize=9)
+    grid[0, 0].set_xlim(left=0)
+    figure.text(0.05, 0.965, _headline(runs), fontsize=13, fontweight="bold", color=INK, va="center")
+    if len(runs) > 1:
+        _name_runs(figure, runs)
+    else:
+        figure.text(0.985, 0.965, _caption(runs[0]), fontsize=8.5, color=GREY, ha="right", va="center")
+    figure.subplots_adjust(left=0.05, right=0.985, top=0.86, bottom=0.085, hspace=0.34, wspace=0.19)
+    return figure
+
+
+def smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The centred running mean over about a twentieth of the points, at least 5; shorter at the ends."""
+    window = max(5, len(values) // 20)
+    kernel = np.ones(window)
+    return np.convolve(values, kernel, "same") / np.convolve(np.ones(len(values)), kernel, "same")
+
+
+def _draw(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, seconds_per_unit: float) -> bool:
+    """One run's part of a panel; whether there was any."""
+    draw: Callable[..., bool] = _draw_accuracy if panel is ACCURACY else _draw_series
+    if runs == 1 and run.summary is not None:
+        before = (run.summary.wall_seconds.sft + run.summary.wall_seconds.warm_up) / seconds_per_unit
+        axes.axvspan(0, before, color="#f3f4f6", lw=0, zorder=0)
+    return draw(axes, panel, run, index, runs, seconds_per_unit)
+
+
+def _draw_series(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, seconds_per_unit: float) -> bool:
+    drawn = False
+    for i, (name, label) in enumerate(panel.series):
+        x, y = column(run.metrics, name)
+        if not len(x):
+            continue
+        drawn = True
+        x = x / seconds_per_unit
+        y = y * 100 if panel.percent else y
+        look = _look(index, i, runs)
+        if len(y) >= FEWEST_TO_SMOOTH:
+            if runs == 1:
+                axes.plot(x, y, color=look["color"], lw=0.7, alpha=0.28)
+            y = smooth(y)
+        axes.plot(x, y, lw=1.8, label=label if index == 0 else None, **look)
+    return drawn
+
+
+def _draw_accuracy(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, seconds_per_unit: float) -> bool:
+    for i, name in enumerate(_accuracies(run, runs)):
+        found = sorted((e for e in run.evaluations if e.metric == name), key=lambda e: e.wall_seconds)
+        x = [e.wall_seconds / seconds_per_unit for e in found]
+        intervals = [wilson_interval(e.value * e.n, e.n) for e in found]
+        look = _look(index, i, runs)
+        y = [100 * v.estimate for v in intervals]
+        spread = [[100 * (v.estimate - v.low) for v in intervals], [100 * (v.high - v.estimate) for v in intervals]]
+        axes.errorbar(x, y, spread, fmt="none", ecolor=look["color"], elinewidth=1.0, alpha=0.4)
+        axes.plot(x, y, marker="o", ms=4, lw=1.8, label=name if index == 0 else None, **look)
+    return bool(run.evaluations)
+
+
+def _accuracies(run: RunRecord, runs: int) -> list[str]:
+    """All of them for one run; for several the one that tells most, so that they can be told apart."""
+    names = run.evaluated()
+    return names if runs == 1 else [name for name in names if name == SAMPLED] or names[:1]
+
+
+def _look(run: int, series: int, runs: int) -> dict[str, str]:
+    """One run: a colour per series. Several: a colour per run and a line style per series."""
+    if runs == 1:
+        return {"color": COLOURS[series % len(COLOURS)], "linestyle": "-"}
+    return {"color": COLOURS[run % len(COLOURS)], "linestyle": STYLES[series % len(STYLES)]}
+
+
+def _frame(axes: Any, panel: Panel) -> None:
+    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=20)
+    axes.text(0, 1.03, panel.note, transform=axes.transAxes, fontsize=8.5, color=GREY, va="bottom")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#9ca3af")
+    axes.tick_params(colors=GREY, labelsize=8.5, length=3, color="#9ca3af", labelbottom=True)
+    axes.grid(axis="y", color=FAINT, lw=0.8)
+    axes.set_axisbelow(True)
+
+
+def _finish(axes: Any, panel: Panel, drawn: bool) -> None:
+    if not drawn:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY, fontsize=9)
+        axes.set_yticks([])
+        return
+    axes.margins(x=0.02, y=0.08)
+    if panel.percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+        axes.set_ylim(0, 102 if panel is ACCURACY else max(10.0, axes.get_ylim()[1]))
+    elif min((float(np.min(line.get_ydata())) for line in axes.lines), default=0.0) >= 0:
+        axes.set_ylim(bottom=0)
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1 or panel is ACCURACY:
+        legend = axes.legend(handles, labels, frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.6)
+        for handle in legend.legend_handles:
+            handle.set_color(INK if len({line.get_color() for line in handles}) == 1 else handle.get_color())
+
+
+def _name_runs(figure: Any, runs: Sequence[RunRecord]) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=2.5) for i in range(len(runs))]
+    names = [run.name for run in runs]
+    figure.legend(
+        handles,
+        names,
+        loc="upper right",
+        ncols=min(4, len(runs)),
+        frameon=False,
+        fontsize=9,
+        bbox_to_anchor=(0.99, 1.0),
+    )
+
+
+def _headline(runs: Sequence[RunRecord]) -> str:
+    if len(runs) > 1:
+        return f"{len(runs)} runs"
+    run = runs[0]
+    recipe = f"{run.summary.recipe}, seed {run.summary.seed}" if run.summary else "not finished"
+    return f"{run.name}  ({recipe}, {run.steps} steps)"
+
+
+def _caption(run: RunRecord) -> str:
+    strong = "faint: as recorded; strong: running mean"
+    return f"{strong}; grey: before the first step" if run.summary else strong
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    for name, size in (("seconds", 1.0), ("minutes", 60.0)):
+        if seconds <= 240 * size:
+            return name, size
+    return "hours", 3600.0

@@ -1,0 +1,95 @@
+"""A run's directory, read back, at any time: while it runs, when it has ended, and when it was killed.
+
+Invariant: reading changes nothing, and what is not there yet is empty or None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.record import evaluations, metrics
+from tba.record.evaluations import RecordedAnswer, read_answers, read_evaluations
+from tba.record.metrics import column, read_metrics
+from tba.record.summary import Summary
+from tba.types import Evaluation, Json
+
+GREEDY = "pass@1/greedy"
+SAMPLED = "pass@1/sampled"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What one run has recorded so far."""
+
+    directory: Path
+    metrics: Sequence[dict[str, Json]]
+    evaluations: Sequence[Evaluation]  # in the order they were made
+    answers: Sequence[RecordedAnswer]
+    summary: Summary | None  # None: it has not ended, or was killed
+
+    @classmethod
+    def read(cls, directory: Path) -> RunRecord:
+        """The run in `directory`. Raises `UserError` when there is none."""
+        if not directory.is_dir():
+            raise UserError(f"{directory}: there is no such run; give the directory of one, for example runs/NAME.")
+        if not any((directory / name).exists() for name in ("recipe.json", metrics.FILE, evaluations.FILE)):
+            raise UserError(f"{directory}: wanted a run's directory, but it holds neither recipe nor metrics.")
+        summary = Summary.read(directory)
+        found = read_evaluations(directory)
+        return cls(
+            directory=directory,
+            metrics=read_metrics(directory),
+            evaluations=found or (summary.evaluations if summary else ()),
+            answers=read_answers(directory),
+            summary=summary,
+        )
+
+    @property
+    def name(self) -> str:
+        return self.directory.resolve().name
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps so far."""
+        return max((int(row["step"]) for row in self.metrics), default=0)
+
+    @property
+    def wall_seconds(self) -> float:
+        """Wall-clock of the run; so far, when it has not ended."""
+        if self.summary is not None:
+            return self.summary.wall_seconds.total
+        x, _ = column(self.metrics, "step")
+        return float(x.max()) if len(x) else 0.0
+
+    def latest(self, metric: str) -> float | None:
+        """The newest finite value of a metric, or None."""
+        _, y = column(self.metrics, metric)
+        return float(y[-1]) if len(y) else None
+
+    def evaluated(self) -> list[str]:
+        """Names of the held-out figures there are: greedy, sampled, then pass@K by K."""
+        names = {e.metric for e in self.evaluations}
+        return sorted(names, key=lambda name: (name != GREEDY, name != SAMPLED, len(name), name))
+
+    def before_after(self, metric: str) -> tuple[Evaluation | None, Evaluation | None]:
+        """The figure of the first version evaluated and of the last; the second is None while there is but one."""
+        found = sorted((e for e in self.evaluations if e.metric == metric), key=lambda e: e.version)
+        if not found:
+            return None, None
+        first, last = found[0], found[-1]
+        return first, last if last.version > first.version else None
+
+    def answers_before_after(self) -> list[tuple[RecordedAnswer, RecordedAnswer]]:
+        """The shown problems, each as answered by the first version evaluated and by the last."""
+        if not self.answers:
+            return []
+        versions = [a.version for a in self.answers]
+        first, last = min(versions), max(versions)
+        if first == last:
+            return []
+        before = {a.prompt: a for a in self.answers if a.version == first}
+        after = {a.prompt: a for a in self.answers if a.version == last}
+        return [(before[prompt], after[prompt]) for prompt in before if prompt in after]
