@@ -1,0 +1,195 @@
+"""A Hugging Face causal language model as the policy: load, log-probabilities, weights, save.
+
+Invariant: `log_policy_BT` is log-softmax(logits / temperature) in float32 of the model *without dropout*, at the
+completion's positions only. So the log-ratio of the policy to its own copy is 0.
+
+Shape legend: B rows, T completion positions, M trained tokens, N flat tokens, P prompt positions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tba.batch import Batch
+from tba.errors import UserError
+from tba.policy.head import Head, token_log_probabilities
+from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
+from tba.protocols import PolicyOutput
+
+log = logging.getLogger(__name__)
+
+_LOGITS_PER_CHUNK = 2**22  # 16 MiB of float32: they stay in the cache of the processor
+
+
+def load_model(
+    path: str | Path, device: torch.device | str, dtype: torch.dtype, seed: int | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
+
+    With a `seed` the weights are drawn anew from the configuration, whatever weights are there.
+    Raises `UserError` when the model or its tokenizer is missing or unreadable.
+    """
+    try:
+        if seed is None:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        else:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"cannot load a causal language model and its tokenizer from '{path}' ({reason}); "
+            "give a folder that holds config.json, *.safetensors and tokenizer files, or a name on the Hugging Face Hub"
+        ) from error
+    return model.to(device).eval(), tokenizer
+
+
+class CausalPolicy:
+    """The model being trained. It owns `model`: its attention and mode are set here, and dropout is never used.
+
+    With `share_prompt` each prompt is run once per group (`policy.packed`); a model that cannot (its own masks,
+    recurrence, ...) is found out by comparing both forwards once, and takes the plain padded forward.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        temperature: float = 1.0,
+        share_prompt: bool = True,
+        vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as fit 16 MiB
+        kept_logits_bytes: int = 2**28,  # logits kept for the backward pass; beyond it they are computed again
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        if temperature <= 0:
+            raise UserError(f"the policy's temperature is {temperature}, but it must be above 0; 1.0 is the usual one")
+        config = model.config.get_text_config()
+        if getattr(config, "attn_logit_softcapping", None) is not None:  # transformers' sdpa leaves it out
+            model.set_attn_implementation("eager")
+        elif model.config._attn_implementation == ATTENTION:  # it belonged to another policy
+            model.set_attn_implementation("sdpa")
+        self.model = model.eval()
+        self.temperature = temperature
+        self.kept_logits_bytes = kept_logits_bytes
+        self.vocab_chunk = vocab_chunk or max(16, _LOGITS_PER_CHUNK // config.vocab_size)
+        self._checkpointed = gradient_checkpointing
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._body = model.get_decoder()
+        self._head = Head.of(model)
+        self.share_prompt = False
+        if share_prompt and self._head is not None:
+            fault = use_packed_attention(model)
+            self.share_prompt = fault is None
+            if fault is not None:
+                log.warning("prompts are not shared within groups by %s: %s", type(model).__name__, fault)
+
+    def evaluate(self, batch: Batch) -> PolicyOutput:
+        """log_policy_BT (float32, 0 where the mask is False), with gradients unless they are switched off."""
+        with _layers_checkpointed(self.model, self._checkpointed):
+            log_M, place_M = self._packed(batch) if self.share_prompt else self._plain(batch)
+        flat_BT = torch.zeros_like(batch.log_reference_BT).view(-1)
+        return PolicyOutput(flat_BT.index_copy(0, place_M, log_M).view(batch.completion_BT.shape))
+
+    def _packed(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities of the trained tokens and their places in B * T, each prompt run once."""
+        packed = pack(batch)
+        hidden_NW = packed_hidden(self._body, packed)
+        return self._log_probabilities(hidden_NW[packed.predictor_M], packed.target_M), packed.place_M
+
+    def _plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same by a padded forward of prompt + completion. Padding comes last, so causality hides it."""
+        row_M, step_M = batch.mask_BT.nonzero(as_tuple=True)
+        prompt_B = batch.prompt_length_G[batch.group_B]
+        input_BT = _joined(batch)
+        target_M, predictor_M = batch.completion_BT[row_M, step_M], prompt_B[row_M] + step_M - 1
+        place_M = row_M * batch.mask_BT.shape[1] + step_M
+        if self._head is None:
+            logits_MV = self.model(input_ids=input_BT, use_cache=False).logits[row_M, predictor_M].float()
+            log_MV = torch.log_softmax(logits_MV / self.temperature, dim=-1)
+            return log_MV.gather(1, target_M[:, None])[:, 0], place_M
+        hidden_BTW = self._body(input_ids=input_BT, use_cache=False).last_hidden_state
+        return self._log_probabilities(hidden_BTW[row_M, predictor_M], target_M), place_M
+
+    def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> Tensor:
+        assert self._head is not None
+        return token_log_probabilities(
+            hidden_MW, self._head, target_M, self.temperature, self.vocab_chunk, self.kept_logits_bytes
+        )
+
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """Those that are trained, each once."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Detached views by the names `save_pretrained` uses; tied weights once."""
+        tied = self.model.all_tied_weights_keys
+        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy `weights` in, in place. Raises `KeyError` on other names and `ValueError` on another shape."""
+        own = self.weights()
+        if own.keys() != weights.keys():
+            odd = sorted(own.keys() ^ weights.keys())
+            raise KeyError(f"the weights do not have this model's names: {len(odd)} differ, the first is {odd[0]}")
+        for name, tensor in own.items():
+            if tensor.shape != weights[name].shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(weights[name].shape)}, this model's is {tuple(tensor.shape)}"
+                )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
+
+    def save(self, path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """The Hugging Face layout: configuration, safetensors and the tokenizer. Written beside and renamed."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside = path.with_name(f".{path.name}.{os.getpid()}.new")
+        replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
+        self.model.save_pretrained(beside)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(beside)
+        if path.exists():
+            path.replace(replaced)
+        beside.replace(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _joined(batch: Batch) -> Tensor:
+    """Prompt and completion of each row, one after the other, right-padded: int64 [B, longest]."""
+    prompt_B = batch.prompt_length_G[batch.group_B]
+    position_T = torch.arange(int((prompt_B + batch.length_B).max()), device=prompt_B.device)
+    step_BT = position_T - prompt_B[:, None]
+    prompt_BT = batch.prompt_GP[batch.group_B].gather(
+        1, position_T.clamp(max=batch.prompt_GP.shape[1] - 1).expand_as(step_BT)
+    )
+    completion_BT = batch.completion_BT.gather(1, step_BT.clamp(0, batch.completion_BT.shape[1] - 1))
+    return torch.where(step_BT < 0, prompt_BT, completion_BT)
+
+
+@contextmanager
+def _layers_checkpointed(model: PreTrainedModel, wanted: bool) -> Iterator[None]:
+    """Gradient checkpointing for one forward.
+
+    Transformers checkpoints layers in training mode only; that mode is given to the layers themselves and not to
+    what is in them, so that dropout stays off.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if wanted else []
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
