@@ -1,0 +1,132 @@
+r"""Marks one answer against the right one, by exact value.
+
+Invariant: numbers are compared as rationals (`15.0` = `15`, and `0.3333` is not `1/3`), never as floats; any two texts
+get a verdict, in time linear in their length. What counts as one number is said in `number_text`.
+
+Where a response is read:
+
+1. *Strict*: what follows the last `####` on its line (or on the next with text), and nowhere else.
+2. Otherwise the place the response itself marks as its answer: `\boxed{...}` or `#### ...`, whichever comes last. An
+   empty one is ignored, and so is a heading such as `#### Step 2`.
+3. Without a mark, the last number of the text.
+
+In a marked place the first number counts; of an equation, what follows its last `=`.
+
+A right answer that is no number (`Paris`, `x + 1`) is compared as text: case, spacing, quotes, emphasis and closing
+punctuation aside, the marked place must equal it, or (without a mark) the response must end with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from tba.errors import UserError
+from tba.rewards.number_text import numbers, plain, quantity
+from tba.types import Completion, Judgement, Prompt
+
+MARK = "####"
+_BOXED_OR_BRACE = re.compile(r"\\boxed\s{0,9}\{|[{}]")
+_HEADING = re.compile(r"[\s*_]*+(?:[0-9]++[.):]\s++)?+[A-Za-z]")
+_LETTER_OR_DIGIT = re.compile(r"[A-Za-z]|[0-9]")
+_FORMATTING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|left|right|displaystyle|boxed)(?![A-Za-z])|\\[,!;: ]")
+_AROUND_SYMBOL = re.compile(r" ?([^\w\s]) ?")
+_EDGES = " .,;:!?*_`'\"$()[]{}#"
+_BEFORE_LAST_WORDS = frozenset(" :=.!?\"'*_`$([{>—")
+
+
+def grade(response: str, answer: str, strict: bool = False) -> bool:
+    """Whether `response` gives `answer`. Never raises, whatever the texts."""
+    marked = _after_mark(response) if strict else _marked(response)
+    if marked is not None and not marked.strip():
+        marked = None
+    if marked is None and strict:
+        return False
+    right = quantity(plain(answer))
+    if right is None:
+        return _same_text(marked, response, answer, strict)
+    if marked is not None and (strict or not _HEADING.match(marked)):
+        return _marked_value(plain(marked)) == right
+    return _last_value(plain(response)) == right
+
+
+@dataclass(frozen=True)
+class ExactAnswer:
+    """1 if the completion gives the prompt's field `answer`, else 0 (method.md 1.2, 2.1)."""
+
+    strict: bool = False  # read only what follows the last ####, as VinePPO and async_rlhf grade GSM8K
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """Raises `UserError` for a prompt that has no such field."""
+        return [Judgement(float(grade(c.text, right_answer(p), self.strict))) for p, c in answered]
+
+
+def right_answer(prompt: Prompt) -> str:
+    """The prompt's field `answer` as text. Raises `UserError` when it is missing or neither text nor number."""
+    answer = prompt.fields.get("answer")
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float) or str(answer).strip() == "":
+        raise UserError(
+            f"prompt {prompt.key} of task {prompt.task} has {answer!r} as its field 'answer', but an exact answer is "
+            "marked against a text or a number: give every problem one, or the task another reward"
+        )
+    return str(answer)
+
+
+def _marked(response: str) -> str | None:
+    """What the last mark of either kind holds; None without a mark."""
+    boxed = _last_boxed(response)
+    if boxed is None or response.rfind(MARK) > boxed[0]:
+        return _after_mark(response)
+    return response[boxed[0] : boxed[1]]
+
+
+def _after_mark(response: str) -> str | None:
+    at = response.rfind(MARK)
+    return None if at < 0 else response[at + len(MARK) :].strip().partition("\n")[0]
+
+
+def _last_boxed(response: str) -> tuple[int, int] | None:
+    r"""Where the content of the last closed `\boxed{...}` begins and ends; braces nest."""
+    found = None
+    opened: list[int | None] = []
+    for match in _BOXED_OR_BRACE.finditer(response):
+        if match[0] != "}":
+            opened.append(match.end() if match[0] != "{" else None)
+        elif opened and (start := opened.pop()) is not None:
+            found = (start, match.start())
+    return found
+
+
+def _marked_value(place: str) -> Fraction | None:
+    if "√" in place or "π" in place:
+        return None  # 2√3 is no rational, and neither of its digits is the answer
+    left, equals, right = place.rpartition("=")
+    kinds = {"letter" if m[0].isalpha() else "digit" for m in _LETTER_OR_DIGIT.finditer(left)}
+    if equals and kinds != {"letter", "digit"}:  # `x = 72` and `6 * 12 = 72`, but not `72 (with x = 3)`
+        place = right
+    return next(numbers(place), None)
+
+
+def _last_value(text: str) -> Fraction | None:
+    last = deque(numbers(text), maxlen=1)
+    return last[0] if last else None
+
+
+def _same_text(marked: str | None, response: str, answer: str, strict: bool) -> bool:
+    wanted = _words(answer)
+    if not wanted:
+        return False
+    if marked is not None and (strict or not _HEADING.match(marked) or _words(marked) == wanted):
+        return _words(marked) == wanted
+    given = _words(response)
+    before = len(given) - len(wanted)
+    return given.endswith(wanted) and (before == 0 or given[before - 1] in _BEFORE_LAST_WORDS)
+
+
+def _words(text: str) -> str:
+    """The text with case, spacing, formatting and what stands at its edges taken away."""
+    text = " ".join(_FORMATTING.sub(" ", text).casefold().split())
+    return _AROUND_SYMBOL.sub(r"\1", text).strip(_EDGES)

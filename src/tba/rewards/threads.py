@@ -1,0 +1,81 @@
+"""Calls that mostly wait, several at a time.
+
+Invariant: results come back in the order of the calls; the first error ends the wait and is raised here, in the
+calling thread. The threads are daemons, so that a call which never returns cannot keep a finished process alive.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Generic, TypeVar
+
+from tba.errors import DeadlineExceeded
+
+T = TypeVar("T")
+
+
+class _Outcome(Generic[T]):
+    """Catches whatever one call raises, to be raised again where it was asked for."""
+
+    value: T
+    error: BaseException | None = None
+
+    def __enter__(self) -> _Outcome[T]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
+        self.error = error
+        return True
+
+
+def in_threads(
+    calls: Sequence[Callable[[], T]], concurrency: int, deadline_seconds: float, waiting_for: Callable[[int], str]
+) -> list[T]:
+    """The results of `calls`, of which at most `concurrency` run at once (in the calling thread when that is 1).
+
+    Waits for the threads it starts. Raises what the first failing call raised, and `DeadlineExceeded`, with
+    `waiting_for(i)` of an unfinished call, when they take more than `deadline_seconds` in all.
+    """
+    if concurrency == 1 or len(calls) == 1:
+        return [call() for call in calls]
+    pending: SimpleQueue[int] = SimpleQueue()
+    finished: SimpleQueue[tuple[int, _Outcome[T]]] = SimpleQueue()
+    closed = threading.Event()
+    for index in range(len(calls)):
+        pending.put(index)
+
+    def serve() -> None:
+        while not closed.is_set():
+            try:
+                index = pending.get_nowait()
+            except Empty:
+                return
+            outcome: _Outcome[T] = _Outcome()
+            with outcome:
+                outcome.value = calls[index]()
+            finished.put((index, outcome))
+
+    for _ in range(min(concurrency, len(calls))):
+        threading.Thread(target=serve, name="reward", daemon=True).start()
+    results: dict[int, T] = {}
+    expires = time.monotonic() + deadline_seconds
+    try:
+        while len(results) < len(calls):
+            try:
+                index, outcome = finished.get(timeout=max(0.0, expires - time.monotonic()))
+            except Empty:
+                late = next(i for i in range(len(calls)) if i not in results)
+                raise DeadlineExceeded(
+                    f"waited {deadline_seconds:g} s for {waiting_for(late)}: {len(calls) - len(results)} of "
+                    f"{len(calls)} calls are unfinished, so raise `deadline_seconds` or make the calls faster"
+                ) from None
+            if outcome.error is not None:
+                raise outcome.error
+            results[index] = outcome.value
+    finally:
+        closed.set()
+    return [results[i] for i in range(len(calls))]
