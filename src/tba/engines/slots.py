@@ -1,0 +1,252 @@
+"""Keys and values of many rows at different positions, read by a model's own attention modules.
+
+A transformers model calls the attention function that its configuration names and hands it the keyword arguments of
+`model.forward`. Here that function is `tba_slots`, and the argument is the object that holds the keys and values:
+`PackedPrompts` while prompts are read (many prompts in one row without padding, each attending to itself only), then
+`SlotCache` while completions grow (one token per row and step, each row at its own position).
+
+Invariant: row r attends to the keys at positions 0..position_R[r] of slot r (within the layer's sliding window) and to
+nothing else, whatever an earlier occupant left behind.
+
+Shape legend: L layers, R rows, H key/value heads, Q query heads per key/value head, D width of a head, S slot length,
+N packed tokens, P tokens of one prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from tba.errors import UserError
+
+ATTENTION = "tba_slots"
+_ALIGNMENT = 16  # the kernels like widths of a multiple of this
+
+
+class AttentionPass(Protocol):
+    """What the attention function asks of the object handed through `model.forward(tba_slots=...)`."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """[1 or R, heads, tokens, D] -> the same shape, having stored key and value."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKind:
+    """What one layer asks of its attention."""
+
+    scale: float | None  # None: 1 / sqrt(D)
+    window: int | None  # a query at p sees keys at p - window + 1 .. p; None: all up to p
+    softcap: float | None  # scores become softcap * tanh(scores / softcap)
+
+
+def _attend_slots(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    tba_slots: AttentionPass | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' `AttentionInterface`: [B, heads, T, D] -> [B, T, heads, D]."""
+    if tba_slots is None or attention_mask is not None or s_aux is not None or position_bias is not None:
+        raise UserError(
+            f"{type(module).__name__} needs attention sinks, a bias or a mask of its own, which this engine does not "
+            "compute: use the vllm engine for this model"
+        )
+    kind = AttentionKind(scaling, sliding_window or None, softcap or None)
+    return tba_slots.attend(int(module.layer_idx), query, key, value, kind).transpose(1, 2), None  # type: ignore[arg-type]
+
+
+AttentionInterface.register(ATTENTION, _attend_slots)  # not a mask function too: so transformers builds no mask
+
+
+@contextmanager
+def slot_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Within the block `model` attends through `tba_slots`; afterwards it is as it was."""
+    configs = list({id(m.config): m.config for m in model.modules() if isinstance(m, PreTrainedModel)}.values())
+    before = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = ATTENTION
+        yield
+    finally:
+        for config, implementation in zip(configs, before, strict=True):  # parents first: they also set their parts
+            config._attn_implementation = implementation
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, kind: AttentionKind) -> Tensor:
+    """Scaled dot-product attention with an additive bias that broadcasts to the scores."""
+    if kind.softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=kind.scale)
+    scale = 1 / math.sqrt(query.shape[-1]) if kind.scale is None else kind.scale
+    scores = torch.tanh(query @ key.transpose(-1, -2) * (scale / kind.softcap)) * kind.softcap + bias
+    return torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype) @ value
+
+
+class PackedPrompts:
+    """One pass over several prompts laid end to end in one row; afterwards it holds their keys and values.
+
+    The prompts are ordered by length, so that those of one length share one attention call.
+    """
+
+    def __init__(self, prompts: Sequence[Tensor]) -> None:
+        """`prompts`: int64 [P] each, P >= 1, on the model's device."""
+        self.length = [len(p) for p in prompts]
+        order = sorted(range(len(prompts)), key=self.length.__getitem__)
+        self.start = [0] * len(prompts)
+        self.blocks: list[tuple[int, int, int]] = []  # (first token, prompts, tokens of each)
+        end = 0
+        for i in order:
+            self.start[i] = end
+            if self.blocks and self.blocks[-1][2] == self.length[i]:
+                first, n, length = self.blocks[-1]
+                self.blocks[-1] = (first, n + 1, length)
+            else:
+                self.blocks.append((end, 1, self.length[i]))
+            end += self.length[i]
+        device = prompts[0].device
+        self.tokens_1N = torch.cat([prompts[i] for i in order])[None]
+        self.position_1N = torch.cat([torch.arange(self.length[i], device=device) for i in order])[None]
+        self.last = torch.tensor([s + n - 1 for s, n in zip(self.start, self.length, strict=True)], device=device)
+        self.kinds: dict[int, AttentionKind] = {}  # by layer, as the model asked for them
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
+        self.keys_LHND = self.values_LHND = self.logits_PV = torch.empty(0)
+
+    def run(self, model: PreTrainedModel) -> None:
+        """Read the prompts; the logits after each one's last token are `logits_PV`, in the order they were given."""
+        output = model(
+            input_ids=self.tokens_1N,
+            position_ids=self.position_1N,
+            attention_mask=torch.ones_like(self.tokens_1N),  # says that nothing is padding; no mask is built from it
+            use_cache=False,
+            logits_to_keep=self.last,
+            tba_slots=self,
+        )
+        self.logits_PV = output.logits[0]
+        layers = range(len(self._keys))
+        if len({k.shape for k in self._keys.values()}) != 1 or list(self._keys) != list(layers):
+            raise UserError(
+                f"{type(model).__name__} does not attend in every layer with heads of one shape, which the slots need: "
+                "use the vllm engine for this model"
+            )
+        self.keys_LHND = torch.stack([self._keys.pop(i) for i in layers])
+        self.values_LHND = torch.stack([self._values.pop(i) for i in layers])
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """Causal attention within each prompt."""
+        self._keys[layer], self._values[layer], self.kinds[layer] = key[0], value[0], kind
+        blocks = [self._attend_block(block, query[0], key[0], value[0], kind) for block in self.blocks]
+        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1))[None]
+
+    @staticmethod
+    def _attend_block(
+        block: tuple[int, int, int], query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind
+    ) -> Tensor:
+        """The prompts of one length: [heads, N, D] -> [heads, prompts * P, D]."""
+        first, n, length = block
+        repeat = query.shape[0] // key.shape[0]
+        q, k, v = (
+            x[:, first : first + n * length].unflatten(1, (n, length)).transpose(0, 1) for x in (query, key, value)
+        )
+        if kind.softcap is None and (kind.window is None or kind.window >= length):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=kind.scale, enable_gqa=repeat > 1)
+        else:
+            at = torch.arange(length, device=query.device)
+            ahead = at[:, None] - at[None, :]
+            seen = (ahead >= 0) if kind.window is None else (ahead >= 0) & (ahead < kind.window)
+            bias = torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -torch.inf)
+            k, v = k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+            out = _attention(q, k, v, bias, kind)
+        return out.transpose(0, 1).flatten(1, 2)
+
+
+class SlotCache:
+    """Preallocated keys [L, R, H, S, D] and values of `slots` rows; reused between calls, never cleared."""
+
+    def __init__(self, like: PackedPrompts, slots: int, length: int) -> None:
+        """Room for `slots` rows of `length` positions, of the layers and heads that `like` was computed with."""
+        layers, heads, _, width = like.keys_LHND.shape
+        self.slots, self.length = slots, -(-length // 64) * 64
+        shape = (layers, slots, heads, self.length)
+        self.keys = like.keys_LHND.new_zeros((*shape, width))  # zeros: a masked NaN would still poison its row
+        self.values = like.values_LHND.new_zeros((*shape, like.values_LHND.shape[-1]))
+        self._flat_keys = [k.view(-1, k.shape[-1]) for k in self.keys]
+        self._flat_values = [v.view(-1, v.shape[-1]) for v in self.values]
+        lanes = torch.arange(slots * heads, device=self.keys.device).view(slots, heads)
+        self._lane_RH = lanes * self.length  # where each (row, head) begins in a flat view
+        self._at = torch.arange(self.length, device=self.keys.device)
+        self._position_R = self._at[:0]
+        self._index = self._at[:0]
+        self._width = 0
+        self._bias: dict[int | None, Tensor] = {}
+
+    def fill(self, slots: Sequence[int], prompts: PackedPrompts, prompt: int) -> None:
+        """Copy the keys and values of one packed prompt into `slots` (ascending)."""
+        start, length = prompts.start[prompt], prompts.length[prompt]
+        keys = prompts.keys_LHND[:, None, :, start : start + length]
+        values = prompts.values_LHND[:, None, :, start : start + length]
+        for first, end in _runs(slots):
+            self.keys[:, first:end, :, :length] = keys
+            self.values[:, first:end, :, :length] = values
+
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copy the first `length` positions of the rows `source` to the rows `target` (no row is in both)."""
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+
+    def at(self, position_R: Tensor, width: int) -> SlotCache:
+        """This cache for a pass in which row r writes and stands at position_R[r] < `width`."""
+        self._position_R = position_R
+        self._width = min(-(-width // _ALIGNMENT) * _ALIGNMENT, self.length)
+        self._index = (self._lane_RH[: len(position_R)] + position_R[:, None]).view(-1)
+        self._bias.clear()
+        return self
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """One token of each row: [R, H * Q, 1, D] -> [R, H * Q, 1, D]."""
+        rows, heads, _, width = key.shape
+        self._flat_keys[layer].index_copy_(0, self._index, key.reshape(-1, width))
+        self._flat_values[layer].index_copy_(0, self._index, value.reshape(-1, value.shape[-1]))
+        # The Q query heads of a key head are laid out as Q queries: no key is repeated.
+        grouped = query.reshape(rows, heads, -1, width)
+        keys = self.keys[layer, :rows, :, : self._width]
+        values = self.values[layer, :rows, :, : self._width]
+        out = _attention(grouped, keys, values, self._bias_of(kind.window), kind)
+        return out.reshape(rows, -1, 1, value.shape[-1])
+
+    def _bias_of(self, window: int | None) -> Tensor:
+        """[R, 1, 1, width]: 0 where a row sees, -inf elsewhere; the same for all layers of one window."""
+        bias = self._bias.get(window)
+        if bias is None:
+            behind = self._position_R[:, None] - self._at[: self._width]
+            unseen = (behind < 0) if window is None else (behind < 0) | (behind >= window)
+            bias = self.keys.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
+            self._bias[window] = bias
+        return bias
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending integers as half-open runs: [2, 3, 4, 7] -> (2, 5), (7, 8)."""
+    first = end = numbers[0]
+    for n in numbers:
+        if n != end:
+            yield first, end
+            first = end = n
+        end += 1
+    yield first, end

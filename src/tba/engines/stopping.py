@@ -1,0 +1,60 @@
+"""Where a completion ends: which tokens are EOS, and at which token a stop string is complete.
+
+Invariant: the verdict on a stop string is always taken from the decoded text of the whole completion; the look at its
+last few tokens while it grows only saves computing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tba.protocols import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every token that ends a completion: the generation settings', the model configuration's and the tokenizer's."""
+    ids: set[int] = set()
+    for owner in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+        found: Any = getattr(owner, "eos_token_id", None)
+        if found is not None:
+            ids.update(found if isinstance(found, list | tuple) else [found])
+    return frozenset(int(i) for i in ids)
+
+
+@dataclass(frozen=True)
+class StopStrings:
+    """Finds the first stop string in the text of a completion."""
+
+    strings: tuple[str, ...]
+    tokenizer: Tokenizer
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The decoded tokens without special ones."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def _find(self, text: str) -> int:
+        """Where the earliest stop string begins; -1 if there is none."""
+        return min((at for s in self.strings if (at := text.find(s)) >= 0), default=-1)
+
+    def may_be_near(self, tokens: Sequence[int], new: int) -> bool:
+        """Whether a stop string appears to end within the `new` last tokens."""
+        # A token is at least one byte, so this many reach back to the beginning of a stop string.
+        reach = new + max(len(s.encode()) for s in self.strings)
+        return self._find(self.text(tokens[-reach:])) >= 0
+
+    def cut(self, tokens: Sequence[int]) -> tuple[int, str, bool]:
+        """(tokens up to the one that completes the first stop string, the text before it, whether there is one)."""
+        text = self.text(tokens)
+        at = self._find(text) if self.strings else -1
+        if at < 0:
+            return len(tokens), text, False
+        low, high = 1, len(tokens)  # the fewest tokens whose text holds a stop string
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._find(self.text(tokens[:middle])) >= 0 else (middle + 1, high)
+        return low, text[:at], True

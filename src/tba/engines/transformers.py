@@ -1,0 +1,369 @@
+"""Sampling from a transformers model through its own modules, with a slot cache and continuous batching.
+
+Each distinct prompt is run once and its keys and values are copied to the rows of its completions; a row that finishes
+is given to the next (prompt, sample) at once; when none is left, the rows move together so that the tail is not
+computed at full width.
+
+Invariant: a request, (prompt, sample), draws its uniform numbers from `rng` in the order of requests. Its completion
+therefore does not depend on the number of slots or on its neighbours (but for rounding in the model's matrix products).
+
+Shape legend: R rows, V vocabulary, P tokens of a prompt, T tokens of a completion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tba.engines.rows import Rows
+from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
+from tba.engines.stopping import StopStrings, eos_ids
+from tba.errors import UserError
+from tba.protocols import Tokenizer
+from tba.types import Completion, Prompt, Sampling, StopReason, Version
+
+_STEPS_BETWEEN_LOOKS = 4  # where looking at the tokens costs more than a step: on an accelerator, for stop strings
+_STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
+_PROBE = 7  # tokens of the longest prompt of the self-test
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How much is generated at a time, and where a completion ends."""
+
+    slots: int = 64  # completions that grow at the same time
+    max_completion_tokens: int = 128  # a longer completion is truncated: StopReason.LENGTH
+    max_prompt_tokens: int | None = None  # a longer prompt is an error; None: what the model has positions for
+    stop_strings: tuple[str, ...] = ()  # a completion ends before the first of these in its text
+    prefill_tokens: int = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "max_completion_tokens", "max_prompt_tokens", "prefill_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"the engine's {name} is {value}, but it must be at least 1")
+        if "" in self.stop_strings:
+            raise UserError("a stop string of the engine is empty, which would end every completion: leave it out")
+
+
+class TransformersEngine:
+    """Samples completions from `model`, which it owns (evaluation mode, weights replaced in place by `load`)."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Tokenizer, settings: EngineSettings, version: Version | None = None
+    ) -> None:
+        """Raises `UserError` when the model's attention cannot be served (found out by a small self-test)."""
+        self.model = model.eval()
+        self.settings = settings
+        self._version = Version() if version is None else version
+        self._stop = StopStrings(settings.stop_strings, tokenizer)
+        self._eos = eos_ids(model, tokenizer)
+        config = model.config.get_text_config()
+        self._max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._cache: SlotCache | None = None
+        with torch.inference_mode():
+            vocabulary = _self_test(model)
+            eos_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
+            eos_V[[i for i in self._eos if i < vocabulary]] = True
+            self._rows = Rows(settings.slots, settings.max_completion_tokens, eos_V)
+
+    @property
+    def version(self) -> Version:
+        return self._version
+
+    def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
+        """Copy `weights` (by Hugging Face name) into the model in place.
+
+        A tied weight may be given under any of its names. Raises `KeyError` for an unknown or a missing name and
+        `ValueError` for a wrong shape, in which cases nothing was copied.
+        """
+        own = self.model.state_dict(keep_vars=True)
+        for name, value in weights.items():
+            if name not in own:
+                raise KeyError(f"the model has no weight named {name}")
+            if own[name].shape != value.shape:
+                raise ValueError(f"weight {name} has shape {tuple(value.shape)}, the model's {tuple(own[name].shape)}")
+        given = {id(own[name]) for name in weights}
+        missing = [name for name, p in self.model.named_parameters() if id(p) not in given]
+        if missing:
+            raise KeyError(f"{len(missing)} of the model's weights are missing, the first is {missing[0]}")
+        with torch.no_grad():
+            for name, value in weights.items():
+                own[name].copy_(value)
+        self._version = version
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[list[Completion]]:
+        """`count` completions of each prompt; [i] are those of prompts[i]. See `protocols.Engine`.
+
+        Raises `UserError` for a prompt that is too long or empty, before anything is generated.
+        """
+        for prompt in prompts:
+            self._check(prompt)
+        if not prompts or count < 1:
+            return [[] for _ in prompts]
+        with torch.inference_mode(), slot_attention(self.model):
+            call = _Call(self, prompts, count, sampling, rng)
+            call.run(interrupted)
+        return [[c for c in call.results[i * count : (i + 1) * count] if c is not None] for i in range(len(prompts))]
+
+    def _check(self, prompt: Prompt) -> None:
+        n, limit, room = len(prompt.tokens), self.settings.max_prompt_tokens, self._max_positions
+        if n < 1:
+            raise UserError(f"a prompt of task {prompt.task} has no tokens, but at least 1 is needed")
+        if limit is not None and n > limit:
+            raise UserError(
+                f"a prompt has {n} tokens, more than max_prompt_tokens = {limit}: drop it or raise the limit"
+            )
+        if room is not None and n >= room:
+            raise UserError(
+                f"a prompt has {n} tokens, which leaves no room for an answer in the model's {room} positions"
+            )
+
+    def limit(self, prompt: Prompt) -> int:
+        """The most tokens a completion of `prompt` can have."""
+        most = self.settings.max_completion_tokens
+        return most if self._max_positions is None else min(most, self._max_positions - len(prompt.tokens))
+
+    def read(self, prompts: Sequence[Prompt]) -> PackedPrompts:
+        """Run prompts through the model once, together."""
+        packed = PackedPrompts([torch.from_numpy(p.tokens.astype(np.int64)).to(self.model.device) for p in prompts])
+        packed.run(self.model)
+        return packed
+
+    def cache(self, like: PackedPrompts, length: int) -> SlotCache:
+        """The slots, with room for `length` positions in each; allocated again only to grow."""
+        if self._cache is None or self._cache.length < length:
+            self._cache = None  # before its successor is allocated
+            self._cache = SlotCache(like, self.settings.slots, length)
+        return self._cache
+
+    def completion(self, tokens: Tensor, log_behavior: Tensor, sampling: Sampling, interrupted: bool) -> Completion:
+        """The completion in a row: [T] tokens and log-probabilities, cut where it ended."""
+        ids: list[int] = tokens.tolist()
+        ends = next((i + 1 for i, token in enumerate(ids) if token in self._eos), None)
+        n, text, stopped = self._stop.cut(ids[:ends])
+        if stopped:
+            reason = StopReason.STOP_STRING
+        elif ends is not None:
+            reason = StopReason.EOS
+        else:
+            reason = StopReason.INTERRUPTED if interrupted else StopReason.LENGTH
+        return Completion(
+            tokens=np.array(ids[:n], dtype=np.int32),
+            text=text,
+            stop_reason=reason,
+            versions=(self._version, self._version),
+            sampling=sampling,
+            log_behavior=log_behavior[:n].numpy().copy(),
+        )
+
+
+class _Call:
+    """One call of `generate`: its queue of requests, and which of them each row holds.
+
+    Rows 0 .. extent - 1 are in use, but for those in `free`. Request i is sample i % count of prompt i // count.
+    """
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+    ) -> None:
+        self.engine, self.settings, self.rows = engine, engine.settings, engine._rows
+        self.prompts, self.count, self.sampling, self.rng = prompts, count, sampling, rng
+        self.total = len(prompts) * count
+        self.results: list[Completion | None] = [None] * self.total
+        self.next_request = 0
+        self.positions = max(len(p.tokens) + engine.limit(p) for p in prompts)
+        self.packed_from = self.packed_to = 0  # the prompts that `packed` holds
+        self.extent = min(self.settings.slots, self.total)
+        self.free = list(range(self.extent))
+        self.request_R = np.zeros(self.extent, dtype=np.int64)
+        self.prompt_R = np.zeros(self.extent, dtype=np.int64)  # prompt tokens
+        self.count_R = np.zeros(
+            self.extent, dtype=np.int64
+        )  # completion tokens so far, as in `rows` but without waiting
+        self.limit_R = np.zeros(self.extent, dtype=np.int64)
+        self.device = self.rows.eos_V.device
+        looks_are_cheap = self.device.type == "cpu" and not self.settings.stop_strings
+        self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
+
+    def run(self, interrupted: Callable[[], bool] | None) -> None:
+        """Consumes the queue; returns when no row is left, or what is left when `interrupted` says so."""
+        steps = _STEPS_BETWEEN_ASKING
+        while self.next_request < self.total or len(self.free) < self.extent:
+            self._fill()
+            if self._retire(self._finished()):
+                continue  # a first token can be the last: fill again before computing
+            if steps >= _STEPS_BETWEEN_ASKING and interrupted is not None:
+                steps = 0
+                if interrupted():
+                    self._retire(np.arange(self.extent), interrupted=True)
+                    return
+            steps += self._grow()
+
+    def _fill(self) -> None:
+        """Give free rows to the next requests; when there are none, close the gaps."""
+        while self.free and self.next_request < self.total:
+            if self.next_request >= self.packed_to * self.count:
+                self._read()
+            n = min(len(self.free), self.packed_to * self.count - self.next_request)
+            admitted, self.free = self.free[:n], self.free[n:]
+            self._admit(admitted)
+        if self.free:
+            self._close_gaps()
+
+    def _read(self) -> None:
+        """Run the next prompts through the model."""
+        start, tokens = self.packed_to, 0
+        while self.packed_to < len(self.prompts):
+            tokens += len(self.prompts[self.packed_to].tokens)
+            if tokens > self.settings.prefill_tokens and self.packed_to > start:
+                break
+            self.packed_to += 1
+        self.packed_from = start
+        self.packed = self.engine.read(self.prompts[start : self.packed_to])
+        self.cache = self.engine.cache(self.packed, self.positions)
+
+    def _admit(self, rows: list[int]) -> None:
+        """Start the next requests in `rows` (ascending), all of prompts that are packed."""
+        requests = np.arange(self.next_request, self.next_request + len(rows))
+        self.next_request += len(rows)
+        prompts = requests // self.count
+        for p in range(prompts[0], prompts[-1] + 1):
+            mine = [row for row, prompt in zip(rows, prompts, strict=True) if prompt == p]
+            self.cache.fill(mine, self.packed, p - self.packed_from)
+            self.prompt_R[mine] = len(self.prompts[p].tokens)
+            self.limit_R[mine] = self.engine.limit(self.prompts[p])
+        self.request_R[rows] = requests
+        self.count_R[rows] = 1
+        shape = (len(rows), self.settings.max_completion_tokens)
+        uniform = np.zeros(shape, np.float32) if self.sampling.temperature == 0 else self.rng.random(shape, np.float32)
+        self.rows.admit(
+            torch.tensor(rows, device=self.device),
+            torch.from_numpy(self.prompt_R[rows]).to(self.device),
+            torch.from_numpy(uniform).to(self.device),
+            self.packed.logits_PV[torch.from_numpy(prompts - self.packed_from).to(self.device)],
+            self.sampling,
+        )
+
+    def _close_gaps(self) -> None:
+        """Move the last rows into the free ones, and forget the rest."""
+        extent = self.extent - len(self.free)
+        target = [row for row in self.free if row < extent]
+        source = sorted(set(range(extent, self.extent)).difference(self.free))
+        self.extent, self.free = extent, []
+        if not source:
+            return
+        for state in (self.request_R, self.prompt_R, self.count_R, self.limit_R):
+            state[target] = state[source]
+        source_R, target_R = torch.tensor([source, target], device=self.device)
+        self.rows.move(source_R, target_R)
+        self.cache.move(source_R, target_R, int((self.prompt_R + self.count_R)[:extent].max()))
+
+    def _grow(self) -> int:
+        """One token more for every row, `stride` times if no row reaches its limit before; returns how often."""
+        n, rows = self.extent, self.rows
+        steps = min(self.stride, int((self.limit_R - self.count_R)[:n].min()))
+        for _ in range(steps):
+            position_R = rows.position_R[:n]
+            output = self.engine.model(
+                input_ids=rows.newest_R1[:n],
+                position_ids=position_R[:, None],
+                attention_mask=torch.ones_like(rows.newest_R1[:n]),  # nothing is padding; no mask is built from it
+                use_cache=False,
+                tba_slots=self.cache.at(position_R, int((self.prompt_R + self.count_R)[:n].max())),
+            )
+            rows.extend(output.logits[:, -1], self.sampling)
+            self.count_R[:n] += 1
+        return steps
+
+    def _finished(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Rows whose completion has ended. The one place that waits for the device."""
+        n = self.extent
+        done = self.rows.ended_R[:n].cpu().numpy() | (self.count_R >= self.limit_R)[:n]
+        if self.settings.stop_strings:
+            tokens = self.rows.token_RT[:n].cpu().numpy()
+            for row in np.flatnonzero(~done):
+                done[row] = self.engine._stop.may_be_near(tokens[row, : self.count_R[row]].tolist(), self.stride)
+        return np.flatnonzero(done)
+
+    def _retire(self, finished: np.ndarray[tuple[int], np.dtype[np.int64]], interrupted: bool = False) -> bool:
+        """Take the completions out of rows and free them; returns whether there were any."""
+        if not len(finished):
+            return False
+        rows = torch.from_numpy(finished).to(self.device)
+        token, log_behavior = self.rows.token_RT[rows].cpu(), self.rows.log_behavior_RT[rows].cpu()
+        for i, row in enumerate(finished):
+            n = self.count_R[row]
+            self.results[self.request_R[row]] = self.engine.completion(
+                token[i, :n], log_behavior[i, :n], self.sampling, interrupted
+            )
+        self.free = finished.tolist()
+        return True
+
+
+def _self_test(model: PreTrainedModel) -> int:
+    """Compare slots with the model's plain forward on two short prompts; returns the size of the logits.
+
+    Raises `UserError` for a model whose attention cannot go through the slots: better refused than sampled wrongly.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or []
+    if not model._supports_attention_backend or not {"full_attention", "sliding_attention"}.issuperset(kinds):
+        raise UserError(
+            f"{name} has layers that are no plain attention over keys and values: use the vllm engine for this model"
+        )
+    own_attention = config._attn_implementation
+    first = torch.arange(_PROBE, device=model.device) * 31 % config.vocab_size
+    prompts = [first, first[2:-1]]
+    with slot_attention(model):
+        packed = PackedPrompts([p[:-1] for p in prompts])
+        packed.run(model)
+        expected = kinds or ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
+        if any(e == "sliding_attention" and packed.kinds[layer].window is None for layer, e in enumerate(expected)):
+            raise UserError(f"{name} keeps its sliding window from the attention function: use the vllm engine for it")
+        if own_attention == "sdpa" and any(kind.softcap for kind in packed.kinds.values()):
+            raise UserError(
+                f"{name} caps its attention scores, which sdpa ignores: load it with attn_implementation=eager"
+            )
+        cache = SlotCache(packed, len(prompts), _PROBE)
+        for row in range(len(prompts)):
+            cache.fill([row], packed, row)
+        position_R = torch.tensor([len(p) - 1 for p in prompts], device=model.device)
+        newest_R1 = torch.stack([p[-1:] for p in prompts])
+        output = model(
+            input_ids=newest_R1,
+            position_ids=position_R[:, None],
+            attention_mask=torch.ones_like(newest_R1),
+            use_cache=False,
+            tba_slots=cache.at(position_R, _PROBE),
+        )
+    tolerance = 1e-4 if output.logits.dtype in (torch.float32, torch.float64) else 0.1
+    for row, prompt in enumerate(prompts):
+        plain = model(input_ids=prompt[None], attention_mask=torch.ones_like(prompt[None]), use_cache=False).logits[
+            0, -2:
+        ]
+        slots = torch.stack([packed.logits_PV[row], output.logits[row, -1]])
+        distance = (plain.float().softmax(-1) - slots.float().softmax(-1)).abs().sum(-1).max().item() / 2
+        if not distance <= tolerance:
+            raise UserError(
+                f"{name} gives other probabilities through the slots than by its own forward (total variation "
+                f"{distance:.2g}): use the vllm engine for this model"
+            )
+    return int(output.logits.shape[-1])
