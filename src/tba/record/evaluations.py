@@ -1,7 +1,7 @@
 """`evaluations.jsonl` and `answers.jsonl`: what each evaluation found, on disk as soon as it is found.
 
 Invariant: a figure here is one of `tba.types.Evaluation`, whole; the answers are those to the same first problems
-each time, so that before and after can be laid side by side. One writer: the part that evaluates.
+each time, so that before and after can be laid side by side. Without text (a setting) no answer is written.
 """
 
 from __future__ import annotations
@@ -49,13 +49,14 @@ class RecordedAnswer:
 class EvaluationWriter:
     """Appends the figures and the shown answers of each evaluation."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, text: bool = True) -> None:
+        self._text = text
         self._figures = JsonLines(directory / FILE)
         self._answers = JsonLines(directory / ANSWERS_FILE)
 
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
         """Those of one evaluation of one version."""
-        for a in answers if evaluations else ():
+        for a in answers if evaluations and self._text else ():
             first = evaluations[0]
             answer = RecordedAnswer(
                 first.version, first.wall_seconds, a.prompt, a.completion, a.reward, a.correct, a.metric

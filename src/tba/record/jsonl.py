@@ -1,27 +1,28 @@
 """Files of one JSON object per line, which a crash can only shorten.
 
-Invariant: every line but the last is whole; a line is one `write` to a file opened for appending, so a torn one can
-only be the last. Readers skip it; a writer cuts it off before it appends. One writer per file at a time.
+Invariant: every line but the last is whole. A line is one `write` under the file's lock, so a torn one can only be
+the last; readers skip it, and whoever appends next cuts it off first. Several processes may append to one file.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import math
 import os
 from collections.abc import Mapping
 from enum import Enum
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
 
 from tba.errors import UserError
 from tba.types import Json, Version
 
-TAIL_BYTES = 1 << 16
+BLOCK_BYTES = 1 << 16
 
 
 def plain(value: object) -> Json:
@@ -53,16 +54,19 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        cut_torn_line(path)
         self.path = path
-        self._file: BinaryIO = path.open("ab", buffering=0)
+        self._file: FileIO = path.open("a+b", buffering=0)
 
     def append(self, line: Mapping[str, object]) -> None:
         """Write one line; it survives this process from here on. Raises `OSError` when the disk is full."""
-        line_bytes = json.dumps(plain(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
-        if self._file.write(line_bytes) != len(line_bytes):
-            cut_torn_line(self.path)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        whole = json.dumps(plain(line), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace") + b"\n"
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            _cut_torn_line(self._file)
+            if self._file.write(whole) != len(whole):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
 
     def close(self) -> None:
         self._file.close()
@@ -74,22 +78,20 @@ class JsonLines:
         self.close()
 
 
-def cut_torn_line(path: Path) -> None:
-    """Drop what follows the last newline: a line that a crash left unfinished. No file, nothing to do."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        end = size = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - TAIL_BYTES)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        if end < size:
-            file.truncate(end)
+def _cut_torn_line(file: FileIO) -> None:
+    """Drop what follows the last newline: a line that a crash left unfinished."""
+    size = end = file.seek(0, os.SEEK_END)
+    width = 1  # nearly always the last byte is the newline
+    while end > 0:
+        start = max(0, end - width)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        if newline >= 0:
+            end = start + newline + 1
+            break
+        end, width = start, BLOCK_BYTES
+    if end < size:
+        file.truncate(end)
 
 
 def read_lines(path: Path) -> list[dict[str, Json]]:

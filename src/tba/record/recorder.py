@@ -1,7 +1,7 @@
 """Everything a run records step by step, behind one object.
 
-Invariant: the trainer's process owns it, so that each file has one writer; `metrics.jsonl` is always written first,
-and the rest is a copy of it for other eyes. The part that evaluates writes its own file (`evaluations`).
+Invariant: `metrics.jsonl` is always written, and first; the rest is a copy of it for other eyes. What an evaluation
+found is written by the part that evaluates (`evaluations`).
 """
 
 from __future__ import annotations
@@ -24,24 +24,30 @@ from tba.types import Evaluation, Json, Trajectory, Version
 class RecordSettings:
     """What a run records besides `metrics.jsonl`."""
 
-    samples_per_step: int = 2  # trajectories of each step's batch in samples.jsonl; 0: none
-    sample_text: bool = True  # write what was said; off: keys, lengths and numbers only
+    samples_every: int = 20  # steps between trajectories written to samples.jsonl; 0: none
+    samples: int = 4  # trajectories of the batch each time
     tensorboard: bool = True  # TensorBoard events in tensorboard/
-    wandb_project: str = ""  # W&B project to send the metrics to; empty: none
+    wandb: str | None = None  # W&B project to send the metrics to; None: none
+    hide_text: bool = False  # keep prompts and answers out of samples.jsonl, answers.jsonl and the terminal
     status_seconds: float = 10.0  # between two lines of progress when there is no terminal
 
     def __post_init__(self) -> None:
-        if self.samples_per_step < 0:
-            raise UserError(f"record: samples_per_step must not be negative, but is {self.samples_per_step}.")
+        for name in ("samples_every", "samples"):
+            if getattr(self, name) < 0:
+                raise UserError(f"record: {name} must not be negative, but is {getattr(self, name)}.")
         if self.status_seconds <= 0:
             raise UserError(f"record: status_seconds must be positive, but is {self.status_seconds}.")
 
     def start(self, directory: Path, recipe: Mapping[str, Json] | None = None) -> Recorder:
-        """Open the files of the run in `directory`; `recipe` is what W&B is told of it."""
-        wandb = WandbRun(self.wandb_project, directory, recipe or {}) if self.wandb_project else None
+        """Open the files of the run in `directory`; `recipe` is what W&B is told of it.
+
+        Raises `UserError` when W&B is asked for and not installed.
+        """
+        wandb = WandbRun(self.wandb, directory, recipe or {}) if self.wandb else None
+        wanted = self.samples_every > 0 and self.samples > 0
         return Recorder(
             metrics=MetricsWriter(directory),
-            samples=SampleWriter(directory, self.samples_per_step, self.sample_text) if self.samples_per_step else None,
+            samples=SampleWriter(directory, self.samples_every, self.samples, not self.hide_text) if wanted else None,
             tensorboard=TensorBoardEvents(directory) if self.tensorboard else None,
             wandb=wandb,
         )

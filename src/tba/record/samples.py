@@ -1,4 +1,4 @@
-"""`samples.jsonl`: a few trajectories of each step to look at.
+"""`samples.jsonl`: a few trajectories of some steps to look at.
 
 Invariant: what is written is what was trained on, unedited; without text (a setting) nothing of what was said is
 written, only keys, lengths and numbers.
@@ -16,16 +16,19 @@ FILE = "samples.jsonl"
 
 
 class SampleWriter:
-    """Appends up to `per_step` trajectories of a step's batch, spread evenly over its rows."""
+    """Appends `count` trajectories of every `every`th step's batch, the first step's included, spread over its rows."""
 
-    def __init__(self, directory: Path, per_step: int = 2, text: bool = True) -> None:
+    def __init__(self, directory: Path, every: int = 20, count: int = 4, text: bool = True) -> None:
         self._lines = JsonLines(directory / FILE)
-        self.per_step = per_step
+        self.every = every
+        self.count = count
         self.text = text
 
     def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
-        """The chosen ones of `trajectories`, the batch of optimizer step `step`."""
-        count = min(self.per_step, len(trajectories))
+        """The chosen ones of `trajectories`, the batch of optimizer step `step` (from 1), if it is its turn."""
+        if step != 1 and step % self.every:
+            return
+        count = min(self.count, len(trajectories))
         for i in range(count):
             self._lines.append(self._line(step, trajectories[i * len(trajectories) // count]))
 

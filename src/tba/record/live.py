@@ -1,0 +1,167 @@
+"""A run as it goes: a table on a terminal, a short line now and then when there is none.
+
+Invariant: shows snapshots that it is given and touches nothing of the run; a number nobody has yet is shown as `-`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tba.record.text import count, duration, percent
+
+NOT_YET = "-"
+
+
+@dataclass(frozen=True)
+class Status:
+    """One snapshot of a run. Shares are of wall-clock after warm-up, 0..1; None: not known yet."""
+
+    step: int
+    steps: int  # optimizer steps the run is to take
+    elapsed_seconds: float  # since the run began
+    training_seconds: float = 0.0  # of these, since the first optimizer step of this process
+    training_steps: int | None = None  # steps taken in training_seconds; None: all (a resumed run gives its own)
+    phase: str = "training"  # starting, warm-up, training, evaluating, stopping
+    reward: float | None = None  # mean of the newest batch
+    accuracy: Mapping[str, float] = field(default_factory=dict)  # newest held-out figures, by metric
+    log_ratio: float | None = None  # KL to the reference, nats per completion
+    lag: float | None = None  # trainer updates since sampling, mean of the newest batch
+    generated_rate: float | None = None  # completion tokens per second, all searchers
+    trained_rate: float | None = None  # completion tokens per second, every use counted
+    trainer_idle: float | None = None
+    trainer_paced: float | None = None
+    searcher_idle: float | None = None
+    note: str = ""  # something that went wrong and was survived
+
+    @property
+    def eta_seconds(self) -> float | None:
+        """Seconds to the last step at the mean pace so far; None before the first step."""
+        done = self.step if self.training_steps is None else self.training_steps
+        if done <= 0 or self.training_seconds <= 0:
+            return None
+        return (self.steps - self.step) * self.training_seconds / done
+
+
+class LiveView:
+    """A context manager; give it a `Status` as often as you like."""
+
+    def __init__(self, console: Console | None = None, every_seconds: float = 10.0, title: str = "") -> None:
+        self.console = console or Console()
+        self.every_seconds = every_seconds
+        self.title = title
+        self._table: Live | None = None
+        self._last: Status | None = None
+        self._printed: Status | None = None
+
+    def __enter__(self) -> LiveView:
+        if self.console.is_terminal:
+            self._table = Live(console=self.console, refresh_per_second=4)
+            self._table.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._table is not None:
+            self._table.stop()
+            self._table = None
+        elif self._last is not None and self._last is not self._printed:
+            self._print(self._last)
+
+    def update(self, status: Status) -> None:
+        """Show `status`; without a terminal, only the first, each new phase, and one every `every_seconds`."""
+        self._last = status
+        if self._table is not None:
+            self._table.update(table(status, self.title))
+            return
+        before = self._printed
+        if (
+            before is None
+            or status.phase != before.phase
+            or status.elapsed_seconds - before.elapsed_seconds >= self.every_seconds
+        ):
+            self._print(status)
+
+    def _print(self, status: Status) -> None:
+        self._printed = status
+        self.console.print(line(status), markup=False, highlight=False, soft_wrap=True)
+
+
+def line(status: Status) -> str:
+    """One short line of what is known by now."""
+    known = [
+        f"{duration(status.elapsed_seconds):>8}",
+        f"step {status.step}/{status.steps}",
+        "" if status.phase == "training" else status.phase,
+        _if_known("reward", _number(status.reward)),
+        _if_known("accuracy", _accuracy(status, ", ")),
+        _if_known("KL", _number(status.log_ratio, 2)),
+        _if_known("lag", _number(status.lag, 1)),
+        _if_known("generated", _rate(status.generated_rate), " tok/s"),
+        _if_known("trained", _rate(status.trained_rate), " tok/s"),
+        _if_known("trainer idle", _share(status.trainer_idle)),
+        _if_known("paced", _share(status.trainer_paced)),
+        _if_known("searchers idle", _share(status.searcher_idle)),
+        _if_known("ETA", _eta(status)),
+        status.note,
+    ]
+    return " | ".join(part for part in known if part)
+
+
+def table(status: Status, title: str = "") -> Group:
+    """The same for a terminal."""
+    grid = Table.grid(padding=(0, 2))
+    for _ in range(3):
+        grid.add_column(style="dim", no_wrap=True)
+        grid.add_column(no_wrap=True, min_width=12)
+    searchers = f"{_rate(status.generated_rate)} tok/s, idle {_share(status.searcher_idle)}"
+    trainer = (
+        f"{_rate(status.trained_rate)} tok/s, idle {_share(status.trainer_idle)}, paced {_share(status.trainer_paced)}"
+    )
+    grid.add_row("reward", _number(status.reward), "lag", f"{_number(status.lag, 1)} updates", "searchers", searchers)
+    grid.add_row("KL to reference", f"{_number(status.log_ratio, 2)} nats", "ETA", _eta(status), "trainer", trainer)
+    head = Table.grid(padding=(0, 2))
+    head.add_row(
+        Text(title or status.phase, style="bold"),
+        ProgressBar(total=max(1, status.steps), completed=status.step, width=30),
+        Text(f"step {status.step}/{status.steps}"),
+        Text(f"{duration(status.elapsed_seconds)}, {status.phase}", style="dim"),
+    )
+    parts: list[Table | Text] = [head, Text.assemble(("accuracy  ", "dim"), (_accuracy(status, "   "), "bold")), grid]
+    if status.note:
+        parts.append(Text(status.note, style="yellow"))
+    return Group(*parts)
+
+
+def _number(value: float | None, digits: int = 3) -> str:
+    return NOT_YET if value is None else f"{value:.{digits}f}"
+
+
+def _rate(value: float | None) -> str:
+    return NOT_YET if value is None else count(value)
+
+
+def _share(value: float | None) -> str:
+    return NOT_YET if value is None else percent(value)
+
+
+def _if_known(name: str, value: str, unit: str = "") -> str:
+    return "" if value == NOT_YET else f"{name} {value}{unit}"
+
+
+def _accuracy(status: Status, between: str) -> str:
+    return (
+        between.join(f"{name.removeprefix('pass@1/')} {percent(value)}" for name, value in status.accuracy.items())
+        or NOT_YET
+    )
+
+
+def _eta(status: Status) -> str:
+    eta = status.eta_seconds
+    return NOT_YET if eta is None else duration(eta)

@@ -1,0 +1,207 @@
+"""A run on a page: `tba show RUN`, and what the quickstart ends with.
+
+Invariant: made from what the run left on disk alone; what an unfinished run has not got is said to be missing, and an
+account that does not close is said not to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tba.evaluate.estimators import wilson_interval
+from tba.record import metrics
+from tba.record.evaluations import RecordedAnswer
+from tba.record.ledger import TERMS, Ledger
+from tba.record.run import RunRecord
+from tba.record.summary import Summary
+from tba.record.text import count, duration, named, percent, printable, size
+from tba.types import Evaluation, Json
+
+ANSWERS_SHOWN = 5
+
+
+def show(run: RunRecord) -> RenderableType:
+    """All that a run came to; so far, when it has not ended."""
+    parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run))]
+    if run.summary is None:
+        parts.append(_section("So far", _so_far(run)))
+    else:
+        parts.append(_section("What became of what was generated", ledger(run.summary)))
+        parts.append(_section("The run", _facts(run.summary)))
+    return Group(*parts)
+
+
+def closing_page(run: RunRecord, next_steps: Sequence[str] = ()) -> RenderableType:
+    """Accuracy before and after, problems answered before and after, what was trained, where it lies, what next."""
+    parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run))]
+    pairs = run.answers_before_after()[:ANSWERS_SHOWN]
+    if pairs:
+        parts.append(_section("The same held-out problems, before and after", answers(pairs)))
+    if run.summary is not None:
+        parts.append(_section("What it took", _cost(run.summary)))
+    where = Text.assemble(("The run lies in ", ""), (str(run.directory), "bold"), " (curves.png, summary.json).")
+    parts.append(Padding(where, (1, 0, 0, 0)))
+    if next_steps:
+        parts.append(_section("What to try next", Text("\n".join(next_steps))))
+    return Group(*parts)
+
+
+def accuracy(run: RunRecord) -> RenderableType:
+    """A row per metric: before, after, difference, with 95 % intervals of each."""
+    names = run.evaluated()
+    if not names:
+        return Text("not evaluated yet", style="dim")
+    table = _table("metric", "before", "after", "difference", "problems")
+    for name in names:
+        before, after = run.before_after(name)
+        change = f"{100 * (after.value - before.value):+.1f} points" if before and after else "-"
+        table.add_row(name, _figure(before), _figure(after), change, str(before.n if before else "-"))
+    return table
+
+
+def answers(pairs: Sequence[tuple[RecordedAnswer, RecordedAnswer]]) -> RenderableType:
+    """A row per problem: the question, the answer before and the answer after, marked."""
+    table = _table("problem", "before", "after", justify="left")
+    for before, after in pairs:
+        table.add_row(Text(printable(before.prompt, 300).strip()), _marked(before), _marked(after))
+    return table
+
+
+def ledger(summary: Summary) -> RenderableType:
+    """The account of tokens and of trajectories, and whether each closes."""
+    table = _table("", "tokens", "trajectories")
+    for name in TERMS:
+        table.add_row(
+            name.replace("_", " "),
+            f"{getattr(summary.tokens, name):,}",
+            f"{getattr(summary.trajectories, name):,}",
+        )
+    table.add_row("closes", _closes(summary.tokens), _closes(summary.trajectories))
+    return table
+
+
+def _heading(run: RunRecord) -> RenderableType:
+    summary = run.summary
+    if summary is None:
+        return Text.assemble(
+            (run.name, "bold"),
+            f"  step {run.steps}, {duration(run.wall_seconds)}; ",
+            ("no summary: it is running, or was killed", "yellow"),
+        )
+    return Text.assemble(
+        (run.name, "bold"),
+        f"  {summary.recipe}, seed {summary.seed}, {summary.steps} steps, {duration(summary.wall_seconds.total)}",
+    )
+
+
+def _so_far(run: RunRecord) -> RenderableType:
+    names = {
+        "reward": metrics.REWARD,
+        "KL to the reference": metrics.LOG_RATIO,
+        "lag": metrics.LAG,
+        "trainer idle": metrics.TRAINER_IDLE,
+        "trainer paced": metrics.TRAINER_PACED,
+        "searchers idle": metrics.SEARCHER_IDLE,
+        "tokens/s generated": metrics.GENERATED_RATE,
+        "tokens/s trained": metrics.TRAINED_RATE,
+    }
+    found = {label: value for label, name in names.items() if (value := run.latest(name)) is not None}
+    if not found:
+        return Text("no step recorded yet", style="dim")
+    return _pairs(
+        {label: percent(v) if "idle" in label or "paced" in label else f"{v:.4g}" for label, v in found.items()}
+    )
+
+
+def _facts(summary: Summary) -> RenderableType:
+    wall = summary.wall_seconds
+    return _pairs(
+        {
+            "wall-clock": f"{duration(wall.total)}: warm start {duration(wall.sft)}, warm-up {duration(wall.warm_up)}, "
+            f"training {duration(wall.train)}, evaluation {duration(wall.eval)}",
+            "idle after warm-up": _idle(summary),
+            "lag": _lag(summary),
+            "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}",
+            "faults": named(summary.faults),
+            "peak memory": named({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
+            "versions": named(summary.versions),
+            "machine": _machine(summary.machine),
+        }
+    )
+
+
+def _cost(summary: Summary) -> RenderableType:
+    tokens = summary.tokens
+    return _pairs(
+        {
+            "time": f"{duration(summary.wall_seconds.total)} for {summary.steps} steps",
+            "tokens trained": f"{percent(tokens.trained_share)} of the {count(tokens.generated)} generated, "
+            f"each used {tokens.mean_uses:.1f} times",
+            "lag": _lag(summary),
+            "idle after warm-up": _idle(summary),
+        }
+    )
+
+
+def _idle(summary: Summary) -> str:
+    return (
+        f"trainer {percent(summary.trainer_idle)} and paced {percent(summary.trainer_paced)}, "
+        f"searchers {percent(summary.searcher_idle)}"
+    )
+
+
+def _lag(summary: Summary) -> str:
+    lag = summary.lag
+    return f"{lag.mean:.1f} updates on average, 95 % within {lag.p95:.0f}, at most {lag.max:.0f}"
+
+
+def _machine(machine: dict[str, Json] | object) -> str:
+    found = machine if isinstance(machine, dict) else {}
+    memory = found.get("memory_bytes")
+    gpus = ", ".join(found.get("gpus") or ()) or "no GPU"
+    return printable(
+        f"{found.get('cpu', '?')}, {found.get('cores', '?')} cores, {size(memory) if memory else '?'}, {gpus}"
+    )
+
+
+def _closes(account: Ledger) -> Text:
+    if account.closes():
+        return Text("yes", style="green")
+    return Text(f"no: {account.difference:+,}", style="bold red")
+
+
+def _figure(evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        return "-"
+    interval = wilson_interval(evaluation.value * evaluation.n, evaluation.n)
+    return f"{percent(interval.estimate)} [{100 * interval.low:.1f}, {100 * interval.high:.1f}]"
+
+
+def _marked(answer: RecordedAnswer) -> Text:
+    mark = ("right ", "green") if answer.correct else ("wrong ", "red")
+    return Text.assemble(mark, printable(answer.completion, 300).strip() or "(nothing)")
+
+
+def _section(title: str, body: RenderableType) -> RenderableType:
+    return Padding(Group(Text(title, style="bold"), Padding(body, (0, 0, 0, 2))), (1, 0, 0, 0))
+
+
+def _table(*columns: str, justify: str = "right") -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i == 0 or justify == "left" else "right", overflow="fold")
+    return table
+
+
+def _pairs(facts: dict[str, str]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, Text(value))
+    return table
