@@ -176,7 +176,8 @@ def _behind(step: int) -> int:
 
 
 def _warm(step: int, warmup: int) -> float:
-    return min((_behind(step) + 1) / warmup, 1.0) if warmup else 1.0
+    made = _behind(step) + 1
+    return min(made / warmup, 1.0) if warmup else 1.0
 
 
 def _progress(step: int, held: int, decay: int) -> float:
