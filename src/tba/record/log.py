@@ -1,7 +1,7 @@
 """`logs/PART.log`: what each part of a run said, in plain text.
 
 Invariant: a part's file holds everything it logged, the traceback of the error it ended with, and the stack of a
-crash outside Python. A restarted part goes on in the same file.
+crash outside Python. A restarted part goes on in the same file; a line is never written twice.
 """
 
 from __future__ import annotations
@@ -25,40 +25,52 @@ def log_path(run: Path, part: str) -> Path:
     return run / "logs" / f"{part}.log"
 
 
-@contextmanager
-def log_to(path: Path, level: int = logging.INFO) -> Iterator[Path]:
-    """Inside, everything logged in this process goes to `path`; an exception that leaves is logged, then goes on."""
+def set_up_log(run: Path, part: str, level: int = logging.INFO) -> logging.FileHandler:
+    """From here on everything logged in this process, and every warning, goes to the part's log (times in UTC).
+
+    Doing it again for the same file changes nothing. Returns the handler, for whoever wants to take it off.
+    """
+    path = log_path(run, part).absolute()
+    root = logging.getLogger()
+    for there in root.handlers:
+        if isinstance(there, logging.FileHandler) and there.baseFilename == str(path):
+            return there
     path.parent.mkdir(parents=True, exist_ok=True)
-    stream = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
-    handler = logging.StreamHandler(stream)
+    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     formatter = logging.Formatter(LINE, datefmt="%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
-    root = logging.getLogger()
-    level_before = root.level
     root.addHandler(handler)
     root.setLevel(level)
     logging.captureWarnings(True)
-    crashes_here = not faulthandler.is_enabled()
-    if crashes_here:
-        faulthandler.enable(stream)
-    log.info("%s starts as process %d", path.stem, os.getpid())
+    if not faulthandler.is_enabled():
+        faulthandler.enable(handler.stream)
+    log.info("%s starts as process %d", part, os.getpid())
+    return handler
+
+
+@contextmanager
+def log_to(run: Path, part: str, level: int = logging.INFO) -> Iterator[Path]:
+    """The same for the length of a block; an exception that leaves it is logged with its traceback, and goes on."""
+    root = logging.getLogger()
+    level_before, crashes_elsewhere = root.level, faulthandler.is_enabled()
+    handler = set_up_log(run, part, level)
     try:
-        yield path
-        log.info("%s ends", path.stem)
+        yield log_path(run, part)
+        log.info("%s ends", part)
     except KeyboardInterrupt:
-        log.info("%s was interrupted", path.stem)
+        log.info("%s was interrupted", part)
         raise
     except BaseException:
-        log.exception("%s ends with an error", path.stem)
+        log.exception("%s ends with an error", part)
         raise
     finally:
-        if crashes_here:
+        if not crashes_elsewhere:
             faulthandler.disable()
         logging.captureWarnings(False)
         root.removeHandler(handler)
         root.setLevel(level_before)
-        stream.close()
+        handler.close()
 
 
 def tail(path: Path, lines: int = 30) -> str:
