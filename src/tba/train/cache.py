@@ -1,0 +1,57 @@
+"""A warm start is computed once: its result lies under a digest of everything that went into it.
+
+Invariant: a folder in the cache is whole, and its name is the digest of what it was made from; two processes that make
+the same at once end up with one of the two, whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from tba.train.supervised import Pair
+from tba.types import Json
+from tba.weights.beside import folder_beside
+
+FORMAT = b"1"  # raised when the same input is to give another result
+
+
+def cached_supervised(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
+    """The folder of `key` within `folder`; filled by `make`, which is given an empty one, unless it is there."""
+    path = folder / key
+    if not path.is_dir():
+        try:
+            with folder_beside(path, durable=True) as beside:
+                make(beside)
+        except FileExistsError:
+            if not path.is_dir():  # made by somebody else meanwhile: theirs is as good
+                raise
+    return path
+
+
+def supervised_key(
+    settings: Sequence[object], pairs: Sequence[Pair], weights: Mapping[str, Tensor] | None = None
+) -> str:
+    """32 hex digits of all that decides the result: settings (dataclasses or JSON), pairs, the weights it starts from."""
+    digest = hashlib.blake2b(FORMAT, digest_size=16)
+    digest.update(json.dumps([_plain(value) for value in settings], sort_keys=True, default=str).encode())
+    for pair in pairs:
+        for ids in (pair.prompt, pair.response):
+            digest.update(len(ids).to_bytes(8, "little"))
+            digest.update(np.asarray(ids, dtype="<i4").tobytes())
+    for name, tensor in sorted((weights or {}).items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().contiguous().cpu().float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _plain(value: object) -> Json:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__qualname__, {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}]
+    return value

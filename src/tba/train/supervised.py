@@ -1,0 +1,212 @@
+"""The supervised warm start: cross-entropy on responses, so that RL begins with a policy that succeeds now and then.
+
+Invariant: exactly the response's tokens are trained, its EOS among them (also where padding has the same id); equal
+settings, pairs and weights give equal weights on one machine.
+
+Shape legend: B pairs, T input positions, K positions from the first response token of any pair on, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tba.errors import NonFiniteLoss, UserError
+from tba.protocols import Tokenizer
+from tba.schedules import RateShape, WarmupConstant, WarmupCosine, WarmupLinear
+from tba.train.optimizer import OptimizerSettings
+
+IGNORED = -100  # torch's label for a position that is not trained
+POOL = 32  # batches whose pairs are sorted by length together
+
+Progress: TypeAlias = Callable[[int, int, float], None]  # (step, of how many, loss of its batch)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt and the response to learn, as token ids without EOS."""
+
+    prompt: Sequence[int]  # at least one token
+    response: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SupervisedSettings:
+    """How a warm start is run. Raises `UserError` when a field makes no sense."""
+
+    epochs: float = 1.0  # passes over the pairs
+    steps: int | None = None  # updates; None: as many as `epochs` give
+    batch_size: int = 128  # pairs
+    lr: float = 1e-3  # peak learning rate
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, down to 0
+    warmup: float = 0.03  # share of the updates in which the learning rate rises
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    clip_norm: float | None = 1.0  # largest norm of the gradient; None: it is not clipped
+    max_length: int = 1024  # tokens; longer pairs are left out
+    max_tokens_per_pass: int = 16384  # padded tokens of one forward and backward; larger batches go in parts
+    held_out: float = 0.0  # share of the pairs that is not trained, but measured at the end
+    seed: int = 0  # of the order of the pairs, of those held out and of dropout
+
+    def __post_init__(self) -> None:
+        if self.epochs <= 0 or (self.steps is not None and self.steps < 1):
+            raise UserError(f"a warm start of {self.epochs} epochs or {self.steps} steps trains nothing; give more")
+        for name in ("batch_size", "max_length", "max_tokens_per_pass"):
+            if getattr(self, name) < 1:
+                raise UserError(f"the warm start's {name} is {getattr(self, name)}, it must be at least 1")
+        if not 0 <= self.held_out < 1 or not 0 <= self.warmup <= 1:
+            raise UserError(f"held_out is {self.held_out} and warmup {self.warmup}, but these are shares; give 0 to 1")
+
+    def updates(self, pairs: int) -> int:
+        """Updates over so many trained pairs."""
+        return self.steps or max(1, round(self.epochs * pairs / self.batch_size))
+
+    def optimizer(self, updates: int) -> OptimizerSettings:
+        """AdamW with the rate's shape spread over `updates`."""
+        warmup = min(round(self.warmup * updates), updates - 1)
+        shapes: dict[str, RateShape] = {
+            "constant": WarmupConstant(warmup),
+            "linear": WarmupLinear(updates, warmup),
+            "cosine": WarmupCosine(updates, warmup),
+        }
+        return OptimizerSettings(
+            lr=self.lr,
+            schedule=shapes[self.schedule],
+            betas=self.betas,
+            weight_decay=self.weight_decay,
+            clip_norm=self.clip_norm,
+        )
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Cross-entropy in nats per trained token."""
+
+    steps: tuple[float, ...]  # of each update's batch, before the update
+    held_out: float | None  # of the pairs held out, after the last update
+    too_long: int  # pairs left out
+
+
+def supervise(
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    pairs: Sequence[Pair],
+    settings: SupervisedSettings,
+    progress: Progress | None = None,
+) -> Losses:
+    """Train `model` in place on the responses of `pairs`; it is left in evaluation mode.
+
+    Raises `UserError` when no pair is short enough or the tokenizer has no EOS, and `NonFiniteLoss` at the first loss
+    or gradient that is not finite (the weights are those before it).
+    """
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise UserError("the tokenizer has no EOS token, so that no response would ever end; give one that has it")
+    fitting = [(len(p.prompt), [*p.prompt, *p.response, eos]) for p in pairs if p.prompt]
+    rows = [_Row(start, ids) for start, ids in fitting if len(ids) <= settings.max_length]
+    rng = np.random.default_rng(settings.seed)
+    order = rng.permutation(len(rows))
+    held = [rows[i] for i in order[: round(settings.held_out * len(rows))]]
+    trained = [rows[i] for i in order[len(held) :]]
+    if not trained:
+        raise UserError(
+            f"none of the {len(pairs)} pairs can be trained on: each needs a prompt and at most {settings.max_length} "
+            "tokens; give other pairs or raise max_length"
+        )
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        model.train()
+        steps = _train(model, trained, settings, rng, progress)
+        model.eval()
+    return Losses(steps, _measure(model, held, settings) if held else None, len(pairs) - len(rows))
+
+
+@dataclass(frozen=True)
+class _Row:
+    start: int  # of the response, at least 1
+    ids: list[int]  # prompt, response, EOS
+
+    @property
+    def trained(self) -> int:
+        """Tokens that are trained."""
+        return len(self.ids) - self.start
+
+
+def _train(
+    model: PreTrainedModel,
+    rows: Sequence[_Row],
+    settings: SupervisedSettings,
+    rng: np.random.Generator,
+    progress: Progress | None,
+) -> tuple[float, ...]:
+    updates = settings.updates(len(rows))
+    optimizer = settings.optimizer(updates).start([p for p in model.parameters() if p.requires_grad])
+    batches = _batches(rows, settings.batch_size, rng)
+    losses = []
+    for step in range(1, updates + 1):
+        batch = next(batches)
+        tokens, loss = sum(row.trained for row in batch), 0.0
+        for part in _parts(batch, settings.max_tokens_per_pass):
+            share = _summed_loss(model, part) / tokens
+            share.backward()
+            loss += float(share)
+        if not math.isfinite(optimizer.step(step)):
+            raise NonFiniteLoss(f"the warm start's loss is {loss} at step {step} of {updates}; lower its lr")
+        losses.append(loss)
+        if progress is not None:
+            progress(step, updates, loss)
+    return tuple(losses)
+
+
+@torch.no_grad()
+def _measure(model: PreTrainedModel, rows: Sequence[_Row], settings: SupervisedSettings) -> float:
+    parts = _parts(rows, settings.max_tokens_per_pass)
+    return sum(float(_summed_loss(model, part)) for part in parts) / sum(row.trained for row in rows)
+
+
+def _batches(rows: Sequence[_Row], size: int, rng: np.random.Generator) -> Iterator[list[_Row]]:
+    """Without end: epochs of batches of similar length, each row once per epoch, in an order drawn anew."""
+    size = min(size, len(rows))
+    while True:
+        order = rng.permutation(len(rows))
+        for first in range(0, len(rows), POOL * size):
+            pool = sorted((rows[i] for i in order[first : first + POOL * size]), key=lambda row: len(row.ids))
+            batches = [pool[i : i + size] for i in range(0, len(pool), size)]
+            for i in rng.permutation(len(batches)):
+                yield batches[i]
+
+
+def _parts(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
+    """Rows by length, cut so that a part has at most `max_tokens` padded tokens (or is a single row)."""
+    part: list[_Row] = []
+    for row in sorted(rows, key=lambda row: len(row.ids)):
+        if part and (len(part) + 1) * len(row.ids) > max_tokens:
+            yield part
+            part = []
+        part.append(row)
+    yield part
+
+
+def _summed_loss(model: PreTrainedModel, rows: Sequence[_Row]) -> Tensor:
+    """Cross-entropy summed over the rows' trained tokens. Padding comes last, so causality hides it: no mask."""
+    longest = max(len(row.ids) for row in rows)
+    first = min(row.start for row in rows) - 1  # the position that predicts the first response token
+    ids = np.zeros((len(rows), longest), dtype=np.int64)
+    labels = np.full((len(rows), longest), IGNORED, dtype=np.int64)
+    for b, row in enumerate(rows):
+        ids[b, : len(row.ids)] = row.ids
+        labels[b, row.start : len(row.ids)] = row.ids[row.start :]
+    device = model.device
+    input_BT = torch.from_numpy(ids[:, :-1]).to(device)
+    label_BK = torch.from_numpy(labels[:, 1 + first :]).to(device)
+    logits_BKV = model(input_ids=input_BT, use_cache=False, logits_to_keep=label_BK.shape[1]).logits
+    return torch.nn.functional.cross_entropy(
+        logits_BKV.float().flatten(0, 1), label_BK.flatten(), ignore_index=IGNORED, reduction="sum"
+    )

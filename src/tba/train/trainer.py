@@ -1,0 +1,149 @@
+"""The trainer: one `step()` takes one batch in, makes one update, and every k steps sends weights out.
+
+Invariant: the version counts updates that were made. A step whose loss or gradient is not finite makes none: it is
+skipped, counted and reported; the third in a row saves its batch and ends the run with the weights untouched. The
+trainer holds no reference policy, and waits for nothing but its next batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import safetensors.torch
+import torch
+
+from tba.batch import Batch
+from tba.errors import NonFiniteLoss, UserError
+from tba.protocols import Objective, Policy, WeightPublisher
+from tba.train.batches import BatchSource
+from tba.train.gradients import backward
+from tba.train.optimizer import Optimizer
+from tba.types import Group, Json, Version
+
+Metrics: TypeAlias = dict[str, float]
+NON_FINITE_IN_A_ROW = 3
+
+
+def no_notes(version: Version) -> Mapping[str, Json]:
+    """Nothing beside the weights."""
+    return {}
+
+
+@dataclass
+class Trainer:
+    """Call `step()` by hand in a REPL, or let a runtime do it. `version` is of the weights as they are now.
+
+    Raises `UserError` when the objective needs a head that the policy does not have. A policy with heads names them
+    (`value`, `log_z`) in its attribute `heads`.
+    """
+
+    policy: Policy
+    objective: Objective
+    batches: BatchSource
+    weights: WeightPublisher
+    optimizer: Optimizer
+    sync_every: int  # k, updates between two publications
+    max_tokens_per_pass: int  # of one forward and backward pass
+    directory: Path  # where a batch that ended the run is saved
+    version: Version = Version()
+    notes: Callable[[Version], Mapping[str, Json]] = no_notes  # what lies beside a published version
+    groups: Sequence[Group] = ()  # those of the last step
+    published: Version | None = None  # the newest that was sent out
+    skipped: int = 0  # steps without an update
+    _skipped_in_a_row: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        missing = self.objective.needs - {"log_behavior"} - getattr(self.policy, "heads", frozenset())
+        if missing:
+            heads = " and ".join(sorted(missing))
+            raise UserError(
+                f"{type(self.objective).__name__} needs {heads} of the policy, but {type(self.policy).__name__} has no "
+                "such head; choose a policy that has it or another objective"
+            )
+        self._device = self.policy.parameters()[0].device
+
+    def step(self) -> Metrics:
+        """One batch in, one update; every `sync_every` updates, weights out. Waits for the batch only."""
+        began = time.perf_counter()
+        fetched = self.batches.next()
+        waited = time.perf_counter() - began
+        self.groups, batch = fetched.groups, fetched.batch.to(self._device)
+        metrics = self._counts(batch)
+        metrics |= self.backward(batch)
+        metrics |= self.update(batch, metrics["loss"])
+        if self.version != self.published and self.version.step % self.sync_every == 0:
+            self.publish()
+        return metrics | {"wait_seconds": waited, "seconds": time.perf_counter() - began}
+
+    def backward(self, batch: Batch) -> Metrics:
+        """Evaluate, objective, backpropagate: in one pass or slice by slice (`train.gradients`)."""
+        if "log_behavior" in self.objective.needs and batch.log_behavior_BT is None:
+            raise UserError(
+                f"{type(self.objective).__name__} needs the log-probabilities of the behaviour policy, but a "
+                "trajectory of this batch came without them; leave imported data out or choose trajectory balance"
+            )
+        step = self.version.step + 1
+        loss, metrics = backward(self.policy, self.objective, batch, step, self.max_tokens_per_pass)
+        return {**metrics, "loss": loss}
+
+    def update(self, batch: Batch, loss: float) -> Metrics:
+        """One optimizer step, unless the loss or the gradient is not finite."""
+        step = self.version.step + 1
+        if math.isfinite(loss):
+            grad_norm = self.optimizer.step(step)
+        else:
+            self.optimizer.drop()
+            grad_norm = math.nan
+        metrics = {"grad_norm": grad_norm, "lr": self.optimizer.rate(step)}
+        if math.isfinite(grad_norm):
+            self.version = dataclasses.replace(self.version, step=step)
+            self._skipped_in_a_row = 0
+        else:
+            self._skip(batch, loss, grad_norm)
+        return metrics | {"skipped": float(self.skipped)}
+
+    def publish(self) -> None:
+        """Send the weights out as they are, once per version; whoever resumes calls it at once."""
+        self.weights.publish(self.policy.weights(), self.version, self.notes(self.version))
+        self.published = self.version
+
+    def _counts(self, batch: Batch) -> Metrics:
+        """What can be said of the batch before it is used. Lag: updates since the weights that sampled a row."""
+        lags = [t.version.lag(self.version) for group in self.groups for t in group.trajectories]
+        return {
+            "reward": float(batch.reward_B.mean()),
+            "lag": sum(lags) / len(lags),
+            "lag_max": float(max(lags)),
+            "tokens": float(batch.length_B.sum()),
+            "trajectories": float(batch.rows),
+        }
+
+    def _skip(self, batch: Batch, loss: float, grad_norm: float) -> None:
+        self.skipped += 1
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row < NON_FINITE_IN_A_ROW:
+            return
+        path = self.directory / f"non-finite-{self.version}.safetensors"
+        save_batch(batch, path)
+        raise NonFiniteLoss(
+            f"{NON_FINITE_IN_A_ROW} steps in a row after version {self.version} had loss {loss} and gradient norm "
+            f"{grad_norm}; the weights are untouched and the last batch is in {path}"
+        )
+
+
+def save_batch(batch: Batch, path: Path) -> None:
+    """A batch's tensors by field name, as safetensors."""
+    named = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
+    tensors = {name: t.contiguous() for name, t in named.items() if isinstance(t, torch.Tensor)}
+    safetensors.torch.save_file(tensors, path)
+
+
+def load_batch(path: Path) -> Batch:
+    """The inverse of `save_batch`."""
+    return Batch(**safetensors.torch.load_file(path))

@@ -1,0 +1,79 @@
+"""Folders that appear whole or not at all: filled beside their place, then renamed into it.
+
+Invariant: whoever can see a folder by its own name sees all of it. What a crash leaves behind has a name that begins
+with a dot, and `remove_leftovers` takes it away.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def folder_beside(path: Path, durable: bool = False) -> Iterator[Path]:
+    """A new folder to fill, which becomes `path` in one rename when the block ends; if it raises, nothing stays.
+
+    With `durable` it outlives a power cut once the block has ended. Raises `FileExistsError` when `path` is a folder
+    with something in it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = _beside(path, "writing")
+    beside.mkdir()
+    try:
+        yield beside
+        if durable:
+            sync_folder(beside)
+        _rename(beside, path)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    if durable:
+        _sync(path.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Take a folder away at once: nobody sees it by its name half removed. Raises `FileNotFoundError` when gone."""
+    gone = _beside(path, "removed")
+    os.rename(path, gone)
+    shutil.rmtree(gone)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Take away what a crash left in `parent`. Only for its one writer, while it writes nothing there."""
+    for leftover in parent.glob(".*"):
+        if leftover.name.startswith((".writing-", ".removed-")):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the disk hold every file under `folder`, and the folders themselves."""
+    for root, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def _beside(path: Path, what: str) -> Path:
+    return path.with_name(f".{what}-{path.name}-{uuid.uuid4().hex[:12]}")
+
+
+def _rename(beside: Path, path: Path) -> None:
+    try:
+        os.replace(beside, path)
+    except OSError as error:  # "directory not empty", under whichever of its two names the system uses
+        if path.is_dir():
+            raise FileExistsError(f"{path} is there already") from error
+        raise
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
