@@ -1,0 +1,98 @@
+"""Short sums with a verifiable answer, made on the spot: the task of the quickstart.
+
+Invariant: a digest of the two operands, in either order and under whatever operation, decides the split, so training
+and evaluation never share a pair, also not by commutation.
+
+The format needs only the characters of `alphabet`: `345+678=` is answered by `3201`, the digits of 1023 with the least
+significant first (the order in which a sum is worked out, which is what a small model can learn).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.rewards.exact_text import ExactText
+from tba.tasks.held_out import check_share, is_held_out
+from tba.types import Problem, Split
+
+_RESULT = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """`a+b=`, answered by the digits of the result. Every operand has exactly `digits` digits."""
+
+    digits: int = 3  # of each operand, 1 to 9
+    operations: str = "+"  # any of + - *, each problem draws one of them
+    least_significant_first: bool = True  # write 1023 as 3201; a minus sign stays in front
+    train_problems: int = 20_000  # distinct ones, drawn by `seed`
+    eval_problems: int = 2_000
+    held_out: float = 0.1  # share of the operand pairs that only evaluation may use
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.digits <= 9:
+            raise UserError(f"arithmetic has digits {self.digits}: give a number from 1 to 9")
+        if (
+            not self.operations
+            or set(self.operations) - set(_RESULT)
+            or len(set(self.operations)) < len(self.operations)
+        ):
+            raise UserError(f"arithmetic has operations {self.operations!r}: give each of + - * at most once, as '+-'")
+        if min(self.train_problems, self.eval_problems) < 1:
+            raise UserError(
+                f"arithmetic has {self.train_problems} train_problems and {self.eval_problems} eval_problems: "
+                "give at least 1 of each"
+            )
+        check_share(self.held_out, "arithmetic's held_out")
+
+    @property
+    def name(self) -> str:
+        return "arithmetic"
+
+    @property
+    def alphabet(self) -> str:
+        """The characters of every prompt and answer (12 for sums: 14 tokens with EOS and padding)."""
+        return "0123456789" + self.operations + "="
+
+    def problems(self, split: Split) -> list[Problem]:
+        """Distinct problems in an order fixed by `seed`. Raises `UserError` when there are not that many."""
+        rng = np.random.default_rng([self.seed, split == "eval"])
+        pairs = self._pairs(split, rng)
+        drawn = rng.integers(len(self.operations), size=len(pairs))
+        return [self._problem(a, self.operations[o], b) for (a, b), o in zip(pairs, drawn, strict=True)]
+
+    def reward(self) -> ExactText:
+        return ExactText()
+
+    def _pairs(self, split: Split, rng: np.random.Generator) -> list[tuple[int, int]]:
+        low = 10 ** (self.digits - 1) if self.digits > 1 else 0
+        span = 10**self.digits - low
+        wanted, share = self.train_problems, 1 - self.held_out
+        if split == "eval":
+            wanted, share = self.eval_problems, self.held_out
+        candidates = int(1.1 * wanted / share) + 100
+        while True:
+            drawn = rng.choice(span**2, size=min(candidates, span**2), replace=False)
+            pairs = [(low + int(code) // span, low + int(code) % span) for code in drawn]
+            pairs = [p for p in pairs if is_held_out(f"{min(p)},{max(p)}", self.held_out) == (split == "eval")]
+            if len(pairs) >= wanted:
+                return pairs[:wanted]
+            if candidates >= span**2:
+                raise UserError(
+                    f"arithmetic has only {len(pairs)} {split} problems of {self.digits} digits, {wanted} are asked "
+                    f"for: raise digits, or lower {split}_problems"
+                )
+            candidates *= 2
+
+    def _problem(self, a: int, operation: str, b: int) -> Problem:
+        answer = self.written(_RESULT[operation](a, b))
+        return Problem(f"{a}{operation}{b}=", {"answer": answer}, answer)
+
+    def written(self, result: int) -> str:
+        """A result as the answer spells it."""
+        digits = str(abs(result))
+        return ("-" if result < 0 else "") + (digits[::-1] if self.least_significant_first else digits)

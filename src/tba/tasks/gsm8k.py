@@ -1,0 +1,124 @@
+"""GSM8K, grade-school word problems (Cobbe et al., arXiv 2110.14168; MIT licence): 7,473 to train, 1,319 to evaluate.
+
+Invariant: a prompt is one of the two texts that published models were trained on, to the character (method.md 2.1, 5
+item 6); the right answer is what follows `####` in the solution, without commas.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tba.errors import UserError
+from tba.rewards.exact_answer import MARK, ExactAnswer
+from tba.tasks.held_out import without
+from tba.tasks.rows import Row, read_rows
+from tba.types import Problem, Split
+
+Style = Literal["tba", "vineppo"]
+
+_PROMPT = {
+    "tba": "[MATH TASK] Problem:\n{question}\n\nSolution:\n",  # the official TBA code
+    "vineppo": "[MATH_TASK] Problem:\n{question}\n\nSolution:",  # VinePPO, async_rlhf, the rho-1b SFT model
+}
+_BEFORE_SOLUTION = {"tba": "", "vineppo": "\n"}  # that prompt ends before the line break
+_FILE = {"train": "train", "eval": "test"}
+_CALCULATION = re.compile(r"<<[^<>]*+>>")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Gsm8k:
+    """The real data set, or any file of `question` and `answer` written as it is."""
+
+    path: str = "openai/gsm8k"  # a Hub name, a folder with train.jsonl and test.jsonl, or the training file itself
+    eval_path: str | None = None  # the evaluation file, where `path` is the training file
+    style: Style = "tba"  # "vineppo" is what realtreetune/rho-1b-sft-GSM8K was trained with
+    strict: bool = False  # read the number after #### only, not the last one of the text
+    calculator: bool = False  # keep the <<48/2=24>> of the file in the demonstrations
+
+    @property
+    def name(self) -> str:
+        return "gsm8k"
+
+    def problems(self, split: Split) -> list[Problem]:
+        """All problems in the file's order; what is also in the evaluation file is left out of training.
+
+        Raises `UserError` for a missing or malformed file, naming its line.
+        """
+        rows = self._rows(split)
+        if split == "train" and self._has_eval():
+            rows = without(rows, self._rows("eval"), lambda row: row.text("question").strip())
+        return [self._problem(row) for row in rows]
+
+    def reward(self) -> ExactAnswer:
+        return ExactAnswer(self.strict)
+
+    def _has_eval(self) -> bool:
+        return self.eval_path is not None or not Path(self.path).is_file()
+
+    def _rows(self, split: Split) -> list[Row]:
+        path = Path(self.path)
+        if split == "eval" and self.eval_path is not None:
+            return read_rows(Path(self.eval_path))
+        if path.is_dir():
+            return read_rows(path / f"{_FILE[split]}.jsonl")
+        if path.is_file():
+            if split == "eval":
+                raise UserError(
+                    f"gsm8k has the training file {path} but nothing to evaluate on: give eval_path, "
+                    "or as path a folder with train.jsonl and test.jsonl"
+                )
+            return read_rows(path)
+        return _from_hub(self.path, split)
+
+    def _problem(self, row: Row) -> Problem:
+        question, solution = row.text("question").strip(), row.text("answer").strip()
+        reasoning, mark, final = solution.rpartition(MARK)
+        answer = final.strip().replace(",", "")
+        if not mark or not answer:
+            raise UserError(
+                f"{row.place} has a field 'answer' without '{MARK} number' at its end: write it as GSM8K does"
+            )
+        if not self.calculator:
+            reasoning = _CALCULATION.sub("", reasoning)
+        return Problem(
+            prompt_text(question, self.style),
+            {"question": question, "answer": answer},
+            demonstration_text(reasoning, answer, self.style),
+        )
+
+
+def prompt_text(question: str, style: Style) -> str:
+    """The question as the model sees it."""
+    return _PROMPT[style].replace("{question}", question)
+
+
+def demonstration_text(reasoning: str, answer: str, style: Style) -> str:
+    """A worked solution as the model is to write it, its last line `#### answer`."""
+    lines = [reasoning.strip()] if reasoning.strip() else []
+    return _BEFORE_SOLUTION[style] + "\n".join([*lines, f"{MARK} {answer}"])
+
+
+def _from_hub(name: str, split: Split) -> list[Row]:
+    if not _HUB_NAME.fullmatch(name) or name.endswith((".jsonl", ".json")):
+        raise UserError(
+            f"gsm8k has path {name!r}, which does not exist: give a folder, a JSON Lines file or a Hub name"
+        )
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"gsm8k has path {name!r}, which is no local folder or file, and a Hub name needs `pip install datasets`: "
+            "install it, or give a folder with train.jsonl and test.jsonl"
+        ) from error
+    try:
+        rows = datasets.load_dataset(name, "main", split=_FILE[split])
+    except (OSError, ValueError) as error:  # no network, no such data set, no such configuration
+        raise UserError(
+            f"gsm8k could not load {name!r} from the Hub ({type(error).__name__}: {error}): check the name and the "
+            "network, or give a folder with train.jsonl and test.jsonl"
+        ) from error
+    return [Row(dict(row), f"row {n} of {name} ({_FILE[split]})") for n, row in enumerate(rows)]

@@ -1,0 +1,33 @@
+"""Which problems are held out for evaluation.
+
+Invariant: it is decided by a digest of the problem itself, so that it never depends on order, seed, machine or what
+else is in the file, and a problem that appears twice is on one side only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from tba.errors import UserError
+
+T = TypeVar("T")
+
+
+def is_held_out(problem: str, share: float) -> bool:
+    """Whether `problem` is among the `share` (0 to 1) held out."""
+    digest = hashlib.blake2b(problem.encode(), digest_size=8, person=b"tba held out").digest()
+    return int.from_bytes(digest, "little") < share * 2.0**64
+
+
+def check_share(share: float, field: str) -> None:
+    """Raises `UserError` unless something is left on both sides."""
+    if not 0 < share < 1:
+        raise UserError(f"{field} is {share}: give the share of problems to hold out, above 0 and below 1")
+
+
+def without(train: Sequence[T], held_out: Sequence[T], key: Callable[[T], object]) -> list[T]:
+    """`train` less what is also held out."""
+    seen = {key(problem) for problem in held_out}
+    return [problem for problem in train if key(problem) not in seen]

@@ -1,0 +1,51 @@
+"""JSON Lines files of a task: one JSON object a line, empty lines aside.
+
+Invariant: what cannot be read ends in one sentence with the file and the line.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.types import Json
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a file: its object, and where it stands for errors."""
+
+    values: dict[str, Json]
+    place: str  # "line 3 of data/train.jsonl"
+
+    def text(self, field: str) -> str:
+        """The text under `field`. Raises `UserError` when it is missing, empty or something else."""
+        value = self.values.get(field)
+        if not isinstance(value, str) or not value.strip():
+            given = f"has {value!r} as its field" if field in self.values else "has no field"
+            raise UserError(f"{self.place} {given} {field!r}: give it a text")
+        return value
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All rows of a file. Raises `UserError` when it is missing or empty, or a line is not a JSON object."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): give the path of a JSON Lines file") from error
+    rows = [_row(line, f"line {n} of {path}") for n, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise UserError(f"{path} is empty: give a file with one JSON object a line")
+    return rows
+
+
+def _row(line: bytes, place: str) -> Row:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond reason
+        raise UserError(f"{place} is not JSON ({error}): each line must be one object such as {{...}}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{place} is JSON but no object ({type(values).__name__}): each line must be one {{...}}")
+    return Row(values, place)
