@@ -1,0 +1,138 @@
+"""AdamW against its equations, clipping, master weights, and what is kept across a restart."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tba.errors import UserError
+from tba.schedules import WarmupLinear
+from tba.train.optimizer import Optimizer, OptimizerSettings
+from torch.nn import Parameter
+
+
+def test_updates_are_those_of_the_equations_with_the_schedule_as_a_factor() -> None:
+    settings = OptimizerSettings(
+        lr=0.1, schedule=WarmupLinear(4), betas=(0.9, 0.99), weight_decay=0.01, clip_norm=None
+    )
+    parameter = Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
+    optimizer = settings.start([parameter])
+    x, m, v = parameter.detach().clone(), torch.zeros(2).double(), torch.zeros(2).double()
+    for step, g in enumerate(([0.5, -1.0], [0.1, 3.0], [-2.0, 0.0]), start=1):
+        parameter.grad = gradient = torch.tensor(g, dtype=torch.float64)
+        assert optimizer.step(step) == pytest.approx(math.hypot(*g))
+        lr = 0.1 * (1 - (step - 1) / 4)
+        m, v = 0.9 * m + 0.1 * gradient, 0.99 * v + 0.01 * gradient**2
+        x = x - lr * 0.01 * x - lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.99**step)).sqrt() + 1e-8)
+        torch.testing.assert_close(parameter.detach(), x, rtol=1e-12, atol=0)
+        assert parameter.grad is None
+        assert optimizer.rate(step) == pytest.approx(lr)
+
+
+def first_moment(settings: OptimizerSettings, gradient: list[float]) -> tuple[float, torch.Tensor]:
+    parameter = Parameter(torch.zeros(2))
+    optimizer = settings.start([parameter])
+    parameter.grad = torch.tensor(gradient)
+    norm = optimizer.step(1)
+    return norm, optimizer._adamw.state[parameter]["exp_avg"] / (1 - settings.betas[0])
+
+
+def test_the_gradient_is_clipped_to_the_norm_and_reported_as_it_was() -> None:
+    norm, taken = first_moment(OptimizerSettings(clip_norm=1.0), [3.0, 4.0])
+    assert norm == 5.0
+    torch.testing.assert_close(taken, torch.tensor([0.6, 0.8]))
+
+
+@pytest.mark.parametrize(("clip", "gradient"), [(None, [3.0, 4.0]), (1.0, [0.3, 0.4])])
+def test_without_a_limit_or_below_it_the_gradient_is_taken_as_it_is(clip: float | None, gradient: list[float]) -> None:
+    _, taken = first_moment(OptimizerSettings(clip_norm=clip), gradient)
+    torch.testing.assert_close(taken, torch.tensor(gradient))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments(bad: float) -> None:
+    parameter = Parameter(torch.ones(3))
+    optimizer = OptimizerSettings(lr=0.1).start([parameter])
+    parameter.grad = torch.ones(3)
+    optimizer.step(1)
+    weights = parameter.detach().clone()
+    state = {key: tensor.clone() for key, tensor in optimizer._adamw.state[parameter].items()}
+    parameter.grad = torch.tensor([0.0, bad, 0.0])
+    assert not math.isfinite(optimizer.step(2))
+    assert torch.equal(parameter, weights)
+    assert all(torch.equal(tensor, state[key]) for key, tensor in optimizer._adamw.state[parameter].items())
+    assert parameter.grad is None
+
+
+def test_steps_too_small_for_bfloat16_add_up_in_the_float32_master() -> None:
+    """One step of 1e-3 from 1.0 rounds back to 1.0 in bfloat16 (spacing 2^-8 below 1); sixteen steps do not."""
+    moved = {}
+    for master in (True, False):
+        parameter = Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = OptimizerSettings(lr=1e-3, master_weights=master).start([parameter])
+        for step in range(1, 17):
+            parameter.grad = torch.ones(1, dtype=torch.bfloat16)
+            optimizer.step(step)
+        moved[master] = 1 - parameter.item()
+    assert moved[True] == pytest.approx(0.016, abs=0.002)
+    assert moved[False] == 0.0
+
+
+def test_heads_have_a_rate_of_their_own() -> None:
+    body, head = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
+    optimizer = OptimizerSettings(lr=0.01, head_lr=0.5).start([body, head], heads=[head])
+    body.grad, head.grad = torch.ones(1), torch.ones(1)
+    optimizer.step(1)
+    assert (body.item(), head.item()) == pytest.approx((-0.01, -0.5))
+
+
+def trained(optimizer: Optimizer, parameters: list[Parameter], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+        optimizer.step(step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_state_goes_on_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
+    settings = OptimizerSettings(lr=0.03, head_lr=0.01, weight_decay=0.1)
+    through = [Parameter(torch.ones(3, 2, dtype=dtype)), Parameter(torch.ones(2, dtype=dtype))]
+    optimizer = settings.start(through, heads=through[:1])
+    trained(optimizer, through, range(1, 4))
+    optimizer.save(tmp_path)
+    resumed = [Parameter(p.detach().clone()) for p in through]
+    again = settings.start(resumed, heads=resumed[:1])
+    again.load(tmp_path)
+    trained(optimizer, through, range(4, 7))
+    trained(again, resumed, range(4, 7))
+    assert all(torch.equal(a, b) for a, b in zip(through, resumed, strict=True))
+    for mine, theirs in zip(optimizer._masters, again._masters, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_state_that_is_missing_damaged_or_of_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    parameter = Parameter(torch.ones(3))
+    optimizer = OptimizerSettings().start([parameter])
+    with pytest.raises(UserError, match="cannot be read"):
+        optimizer.load(tmp_path)
+    trained(optimizer, [parameter], range(1, 2))
+    optimizer.save(tmp_path)
+    with pytest.raises(UserError, match="another model"):
+        OptimizerSettings().start([Parameter(torch.ones(4))]).load(tmp_path)
+    with pytest.raises(UserError, match="another model"):
+        OptimizerSettings().start([Parameter(torch.ones(3, dtype=torch.bfloat16))]).load(tmp_path)
+    file = tmp_path / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(UserError, match="cannot be read"):
+        optimizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("lr", 0.0), ("lr", math.nan), ("clip_norm", -1.0), ("betas", (0.9, 1.0)), ("weight_decay", -1)]
+)
+def test_settings_that_cannot_work_are_refused(field: str, value: object) -> None:
+    with pytest.raises(UserError, match=field):
+        OptimizerSettings(**{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,173 @@
+"""The trainer's step: what it changes, what it reports, when it publishes, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from tba.batch import collate
+from tba.errors import NonFiniteLoss, UserError
+from tba.objectives.policy_gradient import Reinforce
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.tabular import WEIGHT, TabularPolicy
+from tba.schedules import WarmupLinear
+from tba.train.batches import Fetched
+from tba.train.optimizer import OptimizerSettings
+from tba.train.trainer import Trainer, load_batch
+from tba.types import Version
+from toys import BETA, TASK, LearnedBalance, PolicyWithHeads, Published, Scripted, groups_of, llama_policy, trainer_of
+
+
+def fetched(reward: float | None = None, versions: tuple[Version, ...] = (Version(),), seed: int = 0) -> Fetched:
+    groups = groups_of([4, 4], seed, versions)
+    batch = collate(groups)
+    if reward is not None:
+        batch.reward_B[:] = reward
+    return Fetched(groups, batch)
+
+
+def test_a_step_is_the_plain_loop_written_out(tmp_path: Path) -> None:
+    trainer = trainer_of(llama_policy(), TrajectoryBalance(BETA), tmp_path)
+    for _ in range(4):
+        trainer.step()
+
+    policy, groups = llama_policy(), groups_of([5] * 12)
+    adamw = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    for step in range(4):
+        batch = collate(groups[2 * step : 2 * step + 2])
+        loss, _ = TrajectoryBalance(BETA)(policy.evaluate(batch), batch, step + 1)
+        adamw.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        adamw.step()
+    mine, plain = trainer.policy.weights(), policy.weights()
+    assert all(torch.equal(mine[name], plain[name]) for name in plain)
+
+
+def test_weights_are_published_every_k_updates_as_they_are_then(tmp_path: Path) -> None:
+    published = Published()
+    notes = {Version(3, 2): {"reference": "3.0"}}
+    trainer = trainer_of(
+        TabularPolicy(TASK),
+        TrajectoryBalance(BETA),
+        tmp_path,
+        weights=published,
+        version=Version(3, 0),
+        notes=lambda version: notes.get(version, {}),
+    )
+    snapshots = []
+    for _ in range(5):
+        trainer.step()
+        snapshots.append(trainer.policy.weights()[WEIGHT].clone())
+    assert [version for version, _, _ in published.sent] == [Version(3, 2), Version(3, 4)]
+    assert [manifest for _, _, manifest in published.sent] == [{"reference": "3.0"}, {}]
+    assert torch.equal(published.sent[0][1][WEIGHT], snapshots[1])
+    assert torch.equal(published.sent[1][1][WEIGHT], snapshots[3])
+    assert trainer.version == Version(3, 5)
+    assert trainer.published == Version(3, 4)
+
+
+def test_metrics_say_what_the_step_did(tmp_path: Path) -> None:
+    versions = (Version(1, 7), Version(1, 3), Version(0, 9))
+    source = Scripted([fetched(versions=versions)])
+    optimizer = OptimizerSettings(lr=0.1, schedule=WarmupLinear(steps=20))
+    policy = TabularPolicy(TASK)
+    trainer = trainer_of(
+        policy,
+        TrajectoryBalance(BETA),
+        tmp_path,
+        batches=source,
+        version=Version(1, 10),
+        optimizer=optimizer.start(policy.parameters()),
+    )
+    batch = source.fetched[0].batch
+    metrics = trainer.step()
+    lags = [3, 7, 11] * 2 + [3, 7]  # of 1.7, 1.3 and an earlier incarnation, seen from 1.10
+    assert metrics["lag"] == pytest.approx(sum(lags) / 8)
+    assert metrics["lag_max"] == 11
+    assert metrics["reward"] == pytest.approx(float(batch.reward_B.mean()))
+    assert metrics["tokens"] == int(batch.length_B.sum())
+    assert metrics["trajectories"] == 8
+    assert metrics["lr"] == pytest.approx(0.1 * 0.5)  # update 11 of 20
+    assert metrics["beta"] == 0.5
+    assert metrics["log_ratio"] == pytest.approx(0.0, abs=1e-6)  # the toy's policy begins as its reference
+    assert metrics["grad_norm"] > 0
+    assert metrics["skipped"] == 0
+    assert metrics["seconds"] >= metrics["wait_seconds"] >= 0
+    assert len(trainer.groups) == 2
+
+
+def test_training_lowers_the_loss_on_stale_uniform_data(tmp_path: Path) -> None:
+    trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(BETA), tmp_path)
+    losses = [trainer.step()["loss"] for _ in range(60)]  # each group ten times
+    assert sum(losses[-6:]) < 0.1 * sum(losses[:6])
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_counted_and_a_good_one_starts_the_count_anew(tmp_path: Path) -> None:
+    script = [fetched(), fetched(math.nan), fetched(math.inf), fetched(), fetched(math.nan), fetched(math.nan)]
+    trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(BETA), tmp_path, batches=Scripted(script))
+    versions, skipped, weights = [], [], []
+    for _ in range(len(script)):
+        skipped.append(trainer.step()["skipped"])
+        versions.append(trainer.version.step)
+        weights.append(trainer.policy.weights()[WEIGHT].clone())
+    assert versions == [1, 1, 1, 2, 2, 2]
+    assert skipped == [0, 1, 2, 2, 3, 4]
+    assert torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[3], weights[5])
+    assert not torch.equal(weights[2], weights[3])
+    assert torch.isfinite(weights[5]).all()
+
+
+def test_the_third_in_a_row_saves_its_batch_and_ends_the_run_with_the_weights_untouched(tmp_path: Path) -> None:
+    bad = [fetched(math.nan, seed=seed) for seed in range(3)]
+    policy = TabularPolicy(TASK)
+    before = policy.weights()[WEIGHT].clone()
+    trainer = trainer_of(policy, TrajectoryBalance(BETA), tmp_path, batches=Scripted(bad.copy()))
+    trainer.step()
+    trainer.step()
+    with pytest.raises(NonFiniteLoss, match="3 steps in a row") as caught:
+        trainer.step()
+    (saved,) = tmp_path.glob("*.safetensors")
+    assert str(saved) in str(caught.value)
+    assert torch.equal(load_batch(saved).completion_BT, bad[2].batch.completion_BT)
+    assert torch.equal(policy.weights()[WEIGHT], before)
+
+
+def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too(tmp_path: Path) -> None:
+    policy = TabularPolicy(TASK)
+    policy.logits_QNV.register_hook(lambda gradient: gradient * math.inf)
+    trainer = trainer_of(policy, TrajectoryBalance(BETA), tmp_path)
+    before = policy.weights()[WEIGHT].clone()
+    metrics = trainer.step()
+    assert math.isfinite(metrics["loss"])
+    assert not math.isfinite(metrics["grad_norm"])
+    assert metrics["skipped"] == 1
+    assert torch.equal(policy.weights()[WEIGHT], before)
+    assert trainer.version == Version()
+
+
+def test_the_size_of_a_pass_does_not_change_what_is_learned(tmp_path: Path) -> None:
+    whole, cut = (
+        trainer_of(llama_policy(), TrajectoryBalance(BETA), tmp_path, max_tokens_per_pass=tokens)
+        for tokens in (10**6, 8)
+    )
+    for _ in range(3):
+        a, b = whole.step(), cut.step()
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
+
+
+def test_an_objective_that_needs_a_head_the_policy_lacks_is_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="LearnedBalance needs log_z and value of the policy, but TabularPolicy"):
+        trainer_of(TabularPolicy(TASK), LearnedBalance(), tmp_path)
+    trainer: Trainer = trainer_of(PolicyWithHeads(), LearnedBalance(), tmp_path)
+    assert math.isfinite(trainer.step()["loss"])
+
+
+def test_data_without_behaviour_log_probabilities_is_refused_when_the_objective_needs_them(tmp_path: Path) -> None:
+    trainer = trainer_of(TabularPolicy(TASK), Reinforce(BETA, penalised="behavior"), tmp_path)
+    with pytest.raises(UserError, match="Reinforce needs the log-probabilities of the behaviour"):
+        trainer.step()

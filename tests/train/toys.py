@@ -1,0 +1,179 @@
+"""Small real parts for the tests of training: groups of the enumerable toy, a small Llama, a policy with heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from tba.batch import Batch
+from tba.policy.causal import CausalPolicy
+from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
+from tba.protocols import Objective, Policy, PolicyOutput
+from tba.schedules import Constant
+from tba.train.batches import Fetched, Sampled
+from tba.train.optimizer import OptimizerSettings
+from tba.train.trainer import Trainer
+from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
+from transformers import LlamaConfig, LlamaForCausalLM
+
+TASK = TabularTask(symbols=3, length=4, prompts=4)
+VOCABULARY = 32  # holds the toy's tokens and its prompts'
+
+
+def groups_of(sizes: Sequence[int], seed: int = 0, versions: Sequence[Version] = (Version(),)) -> list[Group]:
+    """Uniformly random outcomes of the toy, a group of each size in turn; versions go round."""
+    rng = np.random.default_rng(seed)
+    reference, reward, groups, count = TabularReference(TASK), TASK.reward(), [], 0
+    for g, size in enumerate(sizes):
+        letter = g % TASK.prompts
+        prompt = Prompt("tabular", np.array([TASK.symbols + 1 + letter], np.int32), "abcd"[letter])
+        trajectories = []
+        for _ in range(size):
+            version = versions[count % len(versions)]
+            tokens = np.array(TASK.tokens(int(rng.integers(TASK.outcomes))), np.int32)
+            completion = Completion(tokens, "", StopReason.EXTERNAL, (version, version))
+            trajectories.append(
+                Trajectory(
+                    uid=f"{g}-{count}",
+                    prompt=prompt,
+                    completion=completion,
+                    reward=reward.judge([(prompt, completion)])[0].reward,
+                    log_reference=reference.log_probabilities(prompt, [completion])[0],
+                    reference=Version(),
+                )
+            )
+            count += 1
+        groups.append(Group.of(trajectories))
+    return groups
+
+
+def llama_policy(seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalPolicy:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    return CausalPolicy(LlamaForCausalLM(config).to(dtype))
+
+
+class PolicyWithHeads(TabularPolicy):
+    """The toy's policy with a learned log Z per prompt and a value per prompt and position."""
+
+    heads = frozenset({"value", "log_z"})
+
+    def __init__(self) -> None:
+        super().__init__(TASK)
+        generator = torch.Generator().manual_seed(1)
+        self.log_z_Q = torch.nn.Parameter(torch.randn(TASK.questions, generator=generator))
+        self.value_QT = torch.nn.Parameter(torch.randn(TASK.questions, 16, generator=generator))
+
+    def evaluate(self, batch: Batch) -> PolicyOutput:
+        question_G = batch.prompt_GP[:, 0] - self.task.symbols - 1
+        value_BT = self.value_QT[question_G[batch.group_B]][:, : batch.completion_BT.shape[1]]
+        return PolicyOutput(super().evaluate(batch).log_policy_BT, value_BT * batch.mask_BT, self.log_z_Q[question_G])
+
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        return [self.logits_QNV, self.log_z_Q, self.value_QT]
+
+
+@dataclass(frozen=True)
+class WhitenedPolicyGradient:
+    """Advantages normalised over the *whole batch*: no sum over groups, however it is cut."""
+
+    needs: frozenset[str] = frozenset()
+    by_group: bool = False
+
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+        log_policy_B = output.log_policy_BT.sum(1)
+        score_B = batch.reward_B - 0.1 * log_policy_B
+        white_B = (score_B - score_B.mean()) / score_B.std()
+        return (white_B * (log_policy_B - log_policy_B.mean())).square().mean(), {}
+
+
+@dataclass(frozen=True)
+class LearnedBalance:
+    """Trajectory Balance with a learned log Z, plus a regression of values on the reward."""
+
+    needs: frozenset[str] = frozenset({"log_z", "value"})
+    by_group: bool = False
+
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+        assert output.log_z_G is not None
+        assert output.value_BT is not None
+        log_ratio_B = (output.log_policy_BT - batch.log_reference_BT).sum(1)
+        residual_B = output.log_z_G[batch.group_B] + log_ratio_B - batch.reward_B / 0.5
+        miss_BT = (output.value_BT - batch.reward_B[:, None]) * batch.mask_BT
+        return residual_B.square().mean() + miss_BT.square().mean(), {}
+
+
+@dataclass
+class Counted:
+    """A policy whose forward passes are counted."""
+
+    policy: Policy
+    passes: int = 0
+
+    def evaluate(self, batch: Batch) -> PolicyOutput:
+        self.passes += 1
+        return self.policy.evaluate(batch)
+
+
+@dataclass
+class Recycled:
+    """A replay of fixed groups, in turn: step n always sees the same ones."""
+
+    groups: Sequence[Group]
+    asked: int = 0
+
+    def sample(self, groups: int, size: int) -> list[Group]:
+        chosen = [self.groups[(self.asked + i) % len(self.groups)] for i in range(groups)]
+        self.asked += groups
+        return chosen
+
+
+@dataclass
+class Published:
+    """Remembers what was published, as copies."""
+
+    sent: list[tuple[Version, dict[str, torch.Tensor], Mapping[str, Json]]] = field(default_factory=list)
+
+    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
+        self.sent.append((version, {name: tensor.clone() for name, tensor in weights.items()}, manifest))
+
+
+@dataclass
+class Scripted:
+    """A source that gives prepared batches."""
+
+    fetched: list[Fetched]
+
+    def next(self) -> Fetched:
+        return self.fetched.pop(0)
+
+
+def trainer_of(policy: Policy, objective: Objective, tmp_path: object, **changes: object) -> Trainer:
+    """A trainer over twelve fixed groups of the toy, two per step."""
+    given: dict[str, object] = {
+        "policy": policy,
+        "objective": objective,
+        "batches": Sampled(Recycled(groups_of([5] * 12)), 2, 5),
+        "weights": Published(),
+        "optimizer": OptimizerSettings(lr=1e-2).start(policy.parameters()),
+        "sync_every": 2,
+        "max_tokens_per_pass": 10**6,
+        "directory": tmp_path,
+    }
+    return Trainer(**{**given, **changes})  # type: ignore[arg-type]
+
+
+BETA = Constant(0.5)
