@@ -115,11 +115,11 @@ def read_lines(path: Path) -> list[dict[str, Json]]:
 
 def write_json(path: Path, value: object) -> None:
     """Write one JSON file beside and rename it: a reader sees the old one or the new one, never half of one."""
+    text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     with beside.open("w", encoding="utf-8") as file:
-        json.dump(plain(value), file, indent=2, ensure_ascii=False, allow_nan=False)
-        file.write("\n")
+        file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)

@@ -43,7 +43,7 @@ def set_up_log(run: Path, part: str, level: int = logging.INFO) -> logging.FileH
     root.addHandler(handler)
     root.setLevel(level)
     logging.captureWarnings(True)
-    if not faulthandler.is_enabled():
+    if not faulthandler.is_enabled() and handler.stream is not None:
         faulthandler.enable(handler.stream)
     log.info("%s starts as process %d", part, os.getpid())
     return handler

@@ -1,0 +1,91 @@
+"""Figures of accuracy against enumeration and closed forms."""
+
+from itertools import combinations
+from math import comb
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tba.evaluate.estimators import bootstrap_interval, paired_difference, pass_at_k, wilson_interval
+
+
+@given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_at_k_is_the_share_of_k_subsets_that_hold_a_correct_sample(case: tuple[int, int, int]) -> None:
+    n, c, k = case
+    subsets = list(combinations([True] * c + [False] * (n - c), k))
+    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "k", "p"), [(4, 2, 0.3), (7, 3, 0.05), (10, 10, 0.5)])
+def test_pass_at_k_is_unbiased(n: int, k: int, p: float) -> None:
+    expected = sum(comb(n, c) * p**c * (1 - p) ** (n - c) * pass_at_k(n, c, k) for c in range(n + 1))
+    assert expected == pytest.approx(1 - (1 - p) ** k, abs=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)])
+def test_pass_at_k_refuses_counts_that_cannot_be(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match=r"must lie|needs at least"):
+        pass_at_k(n, c, k)
+
+
+def test_wilson_bounds_are_the_roots_of_the_score_equation() -> None:
+    z = NormalDist().inv_cdf(0.975)
+    for correct, n in [(3, 10), (42, 50), (1, 2000)]:
+        interval = wilson_interval(correct, n)
+        for bound in (interval.low, interval.high):
+            assert (correct / n - bound) ** 2 == pytest.approx(z * z * bound * (1 - bound) / n, rel=1e-9)
+
+
+def test_wilson_keeps_within_0_and_1_and_holds_its_figure() -> None:
+    assert wilson_interval(0, 20).low == 0.0
+    assert wilson_interval(20, 20).high == 1.0
+    assert wilson_interval(0, 20).high == pytest.approx(0.1611, abs=1e-4)  # z^2 / (n + z^2)
+
+
+def test_the_bootstrap_of_a_mean_covers_it_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(5)
+    draws = rng.normal(1.5, 2.0, size=(400, 60))
+    covered = sum(not bootstrap_interval(row, resamples=400, seed=i).excludes(1.5) for i, row in enumerate(draws))
+    assert 0.915 <= covered / 400 <= 0.975  # 0.95 give or take 2.3 standard errors, less the bootstrap's small-n loss
+
+
+def test_bootstrap_bounds_agree_with_the_normal_ones_on_a_large_sample() -> None:
+    values = np.random.default_rng(0).random(4000) < 0.4
+    interval = bootstrap_interval(values, resamples=4000)
+    half = 1.96 * np.sqrt(values.mean() * (1 - values.mean()) / 4000)
+    assert interval.estimate == pytest.approx(values.mean())
+    assert interval.low == pytest.approx(values.mean() - half, abs=1.5e-3)
+    assert interval.high == pytest.approx(values.mean() + half, abs=1.5e-3)
+
+
+def test_equal_seeds_give_equal_bounds() -> None:
+    values = np.random.default_rng(1).random(50)
+    assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
+    assert bootstrap_interval(values, seed=3) != bootstrap_interval(values, seed=4)
+
+
+def test_pairing_sees_a_small_rise_that_the_spread_of_the_problems_hides() -> None:
+    rng = np.random.default_rng(2)
+    before = rng.random(200)  # how hard the problems are
+    after = before + 0.02 + rng.normal(0, 0.03, 200)
+    paired = paired_difference(before, after)
+    assert paired.estimate == pytest.approx((after - before).mean())
+    assert paired.excludes(0.0)
+    assert not bootstrap_interval(before).excludes(float(after.mean()))
+
+
+def test_no_change_at_all_does_not_exclude_0() -> None:
+    before = np.random.default_rng(2).random(30)
+    assert not paired_difference(before, before).excludes(0.0)
+
+
+def test_a_bootstrap_refuses_nothing_and_what_is_not_paired() -> None:
+    with pytest.raises(ValueError, match="at least one value"):
+        bootstrap_interval([])
+    with pytest.raises(ValueError, match="equal lengths"):
+        paired_difference([1.0], [1.0, 0.0])
+    with pytest.raises(ValueError, match="confidence"):
+        bootstrap_interval([1.0], confidence=95)

@@ -1,0 +1,68 @@
+"""Runs as they lie on disk, with numbers that can be checked."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tba.evaluate.accuracy import GREEDY, SAMPLED, Answer
+from tba.record.evaluations import EvaluationWriter
+from tba.record.ledger import Ledger
+from tba.record.metrics import MetricsWriter
+from tba.record.summary import Lag, Summary, WallSeconds
+from tba.types import Evaluation, Version
+
+STEPS = 40
+
+
+def evaluations(step: int, greedy: float, sampled: float) -> list[Evaluation]:
+    """Two figures over 500 problems, half a second of wall-clock per step after 10 s."""
+    version, wall = Version(0, step), 10 + 0.5 * step
+    return [Evaluation(version, wall, GREEDY, greedy, 500), Evaluation(version, wall, SAMPLED, sampled, 500)]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a run of 40 steps; its numbers are simple functions of the step."""
+
+    def make(name: str = "first", finished: bool = True, lost_tokens: int = 0) -> Path:
+        run = tmp_path / name
+        metrics, found = MetricsWriter(run), EvaluationWriter(run)
+        found.write(
+            evaluations(0, 0.5, 0.4),
+            [Answer(f"{n}+1=", "7", float(n == 6), n == 6, GREEDY) for n in range(1, 8)],
+        )
+        for step in range(1, STEPS + 1):
+            metrics.write(
+                Version(0, step),
+                10 + 0.5 * step,
+                {
+                    "reward": step / STEPS, "log_ratio": 2 * step / STEPS, "lag": 5.0, "lag_max": 9.0,
+                    "trainer_idle": 0.02, "trainer_paced": 0.01, "searcher_idle": 0.0,
+                    "generated_tokens_per_second": 2000.0, "trained_tokens_per_second": 6000.0,
+                },
+            )  # fmt: skip
+        found.write(
+            evaluations(STEPS, 0.9, 0.8),
+            [Answer(f"{n}+1=", str(n + 1), 1.0, True, GREEDY) for n in range(1, 8)],
+        )
+        metrics.close()
+        found.close()
+        if finished:
+            Summary(
+                recipe="quickstart",
+                seed=3,
+                steps=STEPS,
+                wall_seconds=WallSeconds(total=33.0, warm_up=10.0, train=20.0, eval=3.0),
+                evaluations=evaluations(0, 0.5, 0.4) + evaluations(STEPS, 0.9, 0.8),
+                trainer_idle=0.02,
+                trainer_paced=0.01,
+                tokens=Ledger(generated=10_000 + lost_tokens, trained_once=8_000, trained_total=24_000, waiting=2_000),
+                trajectories=Ledger(generated=1_000, trained_once=800, trained_total=2_400, waiting=200),
+                lag=Lag(5.0, 7.0, 9.0),
+                faults={"restarts": 1},
+                peak_memory_bytes={"searcher-0": 300 << 20, "trainer": 2 << 30},
+            ).write(run)
+        return run
+
+    return make

@@ -1,0 +1,156 @@
+"""Lines that a crash can only shorten."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tba.errors import UserError
+from tba.record.jsonl import JsonLines, plain, read_lines, write_json
+from tba.record.metrics import MetricsWriter, column, read_metrics
+from tba.types import StopReason, Version
+
+ROWS = [{"step": i, "text": f"zeile {i}\nä\u2028 end", "reward": i / 3} for i in range(4)]
+
+
+def written(path: Path) -> bytes:
+    with JsonLines(path) as lines:
+        for row in ROWS:
+            lines.append(row)
+    return path.read_bytes()
+
+
+def test_what_was_appended_is_read_back(tmp_path: Path) -> None:
+    written(tmp_path / "a.jsonl")
+    assert read_lines(tmp_path / "a.jsonl") == ROWS
+
+
+def test_a_line_is_on_disk_before_the_file_is_closed(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "a.jsonl") as lines:
+        lines.append(ROWS[0])
+        assert read_lines(tmp_path / "a.jsonl") == ROWS[:1]
+
+
+def test_a_file_cut_at_any_byte_reads_as_its_whole_lines_and_goes_on_after_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    whole = written(path)
+    for end in range(len(whole) + 1):
+        path.write_bytes(whole[:end])
+        kept = ROWS[: whole[:end].count(b"\n")]
+        assert read_lines(path) == kept
+        with JsonLines(path) as lines:
+            lines.append({"after": end})
+        assert read_lines(path) == [*kept, {"after": end}]
+
+
+def test_a_torn_line_longer_than_a_block_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b": "' + b"x" * 200_000)
+    with JsonLines(path) as lines:
+        lines.append({"c": 2})
+    assert path.read_bytes() == b'{"a": 1}\n{"c": 2}\n'
+
+
+def test_a_line_torn_by_one_writer_is_cut_off_by_another_that_was_open_already(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with JsonLines(path) as one:
+        one.append({"a": 1})
+        with path.open("ab") as killed:
+            killed.write(b'{"torn": ')
+        one.append({"b": 2})
+    assert read_lines(path) == [{"a": 1}, {"b": 2}]
+
+
+def _append_many(path: Path, writer: int) -> None:
+    with JsonLines(path) as lines:
+        for i in range(200):
+            lines.append({"writer": writer, "i": i, "text": "x" * (i * 7 % 300)})
+
+
+def test_several_processes_may_append_to_one_file(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=_append_many, args=(tmp_path / "a.jsonl", w)) for w in range(2)]
+    for process in writers:
+        process.start()
+    for process in writers:
+        process.join(60)
+    rows = read_lines(tmp_path / "a.jsonl")
+    for w in range(2):
+        assert [row["i"] for row in rows if row["writer"] == w] == list(range(200))
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\nnonsense\n{"b": 2}\n')
+    with pytest.raises(UserError, match="line 2"):
+        read_lines(path)
+
+
+def test_no_file_has_no_lines(tmp_path: Path) -> None:
+    assert read_lines(tmp_path / "none.jsonl") == []
+
+
+def test_numbers_of_numpy_become_numbers_and_what_is_not_finite_becomes_null() -> None:
+    values = {
+        "a": np.float32(0.5),
+        "b": np.int64(3),
+        "c": np.bool_(True),
+        "d": np.array([1.0, np.nan]),
+        "e": float("inf"),
+        "f": Version(1, 20),
+        "g": StopReason.EOS,
+        "h": (1, None),
+    }
+    assert plain(values) == {
+        "a": 0.5, "b": 3, "c": True, "d": [1.0, None], "e": None, "f": "1.20", "g": "eos", "h": [1, None],
+    }  # fmt: skip
+
+
+def test_what_has_no_plain_form_is_named() -> None:
+    with pytest.raises(TypeError, match="object has no plain JSON form"):
+        plain({"a": [object()]})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.dictionaries(st.text(), json_values))
+def test_what_json_can_hold_is_unchanged(value: dict[str, object]) -> None:
+    assert plain(value) == value
+    assert b"\n" not in json.dumps(plain(value)).encode()
+
+
+def test_a_json_file_is_replaced_whole_and_nothing_stays_beside_it(tmp_path: Path) -> None:
+    write_json(tmp_path / "s.json", {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "s.json", {"a": object()})
+    assert [p.name for p in tmp_path.iterdir()] == ["s.json"]
+    assert json.loads((tmp_path / "s.json").read_text()) == {"a": 1}
+    write_json(tmp_path / "s.json", {"a": float("nan")})
+    assert json.loads((tmp_path / "s.json").read_text()) == {"a": None}
+    assert [p.name for p in tmp_path.iterdir()] == ["s.json"]
+
+
+def test_a_metrics_line_holds_step_version_and_wall_clock_and_its_metrics(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path)
+    writer.write(Version(1, 20), 3.14159, {"reward": np.float32(0.5), "grad_norm": float("nan"), "step": 99.0})
+    writer.close()
+    assert read_metrics(tmp_path) == [
+        {"step": 20, "version": "1.20", "wall_seconds": 3.142, "reward": 0.5, "grad_norm": None}
+    ]
+
+
+def test_a_column_leaves_out_what_is_missing_or_not_finite() -> None:
+    rows = [{"wall_seconds": 1.0, "a": 5}, {"wall_seconds": 2.0}, {"wall_seconds": 3.0, "a": None}, {"a": 1}]
+    x, y = column(rows, "a")
+    assert (x.tolist(), y.tolist()) == ([1.0], [5.0])
+    assert column([], "a")[0].shape == (0,)

@@ -1,0 +1,180 @@
+"""Everything a run records, step by step."""
+
+import logging
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba.engines.tabular import sample_groups, tabular_prompts
+from tba.errors import UserError
+from tba.policy.tabular import TabularTask
+from tba.record import memory
+from tba.record.log import log_path, log_to, tail
+from tba.record.metrics import read_metrics
+from tba.record.recorder import RecordSettings
+from tba.record.samples import read_samples
+from tba.types import Evaluation, Sampling, Trajectory, Version
+
+
+def batch() -> list[Trajectory]:
+    task = TabularTask(seed=1)
+    groups = sample_groups(task, tabular_prompts(task), 6, Sampling(), np.random.default_rng(0))
+    return [t for group in groups for t in group.trajectories]
+
+
+def scalars(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    """What TensorBoard itself reads."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_a_step_reaches_every_file_under_the_same_names(tmp_path: Path) -> None:
+    with RecordSettings(samples_every=2, samples=3).start(tmp_path) as recorder:
+        for step in range(1, 5):
+            recorder.step(Version(0, step), 0.5 * step, {"reward": step / 4, "grad_norm": float("nan")}, batch())
+        recorder.evaluation(Evaluation(Version(0, 2), 1.0, "pass@1/greedy", 0.5, 100))
+    assert [row["reward"] for row in read_metrics(tmp_path)] == [0.25, 0.5, 0.75, 1.0]
+    assert [row["step"] for row in read_samples(tmp_path)] == [1, 1, 1, 2, 2, 2, 4, 4, 4]
+    assert scalars(tmp_path / "tensorboard") == {
+        "reward": [(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)],
+        "eval/pass@1/greedy": [(2, 0.5)],
+    }
+
+
+def test_samples_are_what_was_trained_on_spread_over_the_batch(tmp_path: Path) -> None:
+    trajectories = batch()
+    with RecordSettings(samples=4, tensorboard=False).start(tmp_path) as recorder:
+        recorder.step(Version(0, 1), 1.0, {}, trajectories)
+    rows = read_samples(tmp_path)
+    assert [row["uid"] for row in rows] == [trajectories[i].uid for i in (0, 3, 6, 9)]
+    t = trajectories[3]
+    assert rows[1]["completion"] == t.completion.text
+    assert rows[1]["prompt"] == t.prompt.text
+    assert rows[1]["reward"] == t.reward
+    assert rows[1]["length"] == t.length
+    assert rows[1]["log_reference"] == pytest.approx(float(t.log_reference.sum()))
+
+
+def test_hidden_text_is_written_nowhere(tmp_path: Path) -> None:
+    with RecordSettings(hide_text=True, tensorboard=False).start(tmp_path) as recorder:
+        recorder.step(Version(0, 1), 1.0, {"reward": 1.0}, batch())
+    rows = read_samples(tmp_path)
+    assert len(rows) == 4
+    assert not any({"prompt", "completion"} & row.keys() for row in rows)
+    assert all(isinstance(row["reward"], float) for row in rows)
+
+
+def test_what_was_not_asked_for_is_not_there(tmp_path: Path) -> None:
+    with RecordSettings(samples_every=0, tensorboard=False).start(tmp_path) as recorder:
+        recorder.step(Version(0, 1), 1.0, {"reward": 1.0}, batch())
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_wandb_that_is_not_installed_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(UserError, match=r"wandb is not installed; run `pip install 'tba\[wandb\]'`"):
+        RecordSettings(wandb="my-project").start(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{"samples": -1}, {"samples_every": -2}, {"status_seconds": 0.0}])
+def test_settings_that_make_no_sense_are_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="record: "):
+        RecordSettings(**fields)  # type: ignore[arg-type]
+
+
+def test_recording_and_reading_a_run_load_neither_torch_nor_a_display() -> None:
+    code = """
+import sys
+from pathlib import Path
+from tba.record import clock, evaluations, ledger, live, log, memory, metrics, recorder, report, run, show, summary
+memory.machine(), memory.versions(), memory.peak_gpu_memory_bytes()
+recorder.RecordSettings().start(Path(sys.argv[1])).close()
+heavy = {"torch", "transformers", "tensorflow", "matplotlib.pyplot", "wandb"} & set(sys.modules)
+sys.exit(f"loaded {heavy}" if heavy else 0)
+"""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_peak_memory_grows_with_what_is_touched_and_never_falls() -> None:
+    before = memory.peak_memory_bytes()
+    block = np.ones(1 << 25)  # 256 MiB
+    during = memory.peak_memory_bytes()
+    assert during >= before
+    assert during >= block.nbytes
+    del block
+    assert memory.peak_memory_bytes() >= during
+    resident = memory.resident_memory_bytes()
+    assert resident is None or 0 < resident <= during
+
+
+def test_the_machine_is_described_without_its_name() -> None:
+    import platform
+
+    found = memory.machine()
+    assert found["cores"] >= 1
+    assert found["memory_bytes"] is None or found["memory_bytes"] > 1 << 28
+    assert not platform.node() or platform.node() not in str(found).split()
+
+
+def test_a_part_s_log_has_its_lines_its_warnings_and_the_traceback_it_ended_with(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), log_to(tmp_path, "searcher-0"):
+        _fail()
+    text = (tmp_path / "logs" / "searcher-0.log").read_text()
+    assert "INFO    tba.searcher: round 3" in text
+    assert "a strange weight" in text
+    assert "Traceback (most recent call last)" in text
+    assert text.rstrip().endswith("ZeroDivisionError: division by zero")
+
+
+def _fail() -> float:
+    logging.getLogger("tba.searcher").info("round %d", 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("a strange weight", stacklevel=1)
+    return 1 / 0
+
+
+def test_a_part_that_starts_again_goes_on_in_its_log_and_nothing_is_logged_after_it_ended(tmp_path: Path) -> None:
+    for _ in range(2):
+        with log_to(tmp_path, "trainer"), log_to(tmp_path, "trainer"):
+            logging.getLogger("tba.trainer").info("a step")
+        logging.getLogger("tba.trainer").info("after the end")
+    text = log_path(tmp_path, "trainer").read_text()
+    assert text.count("a step") == 2
+    assert "after the end" not in text
+
+
+def test_a_crash_outside_python_leaves_its_stack_in_the_log(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from tba.record.log import set_up_log
+set_up_log(Path(sys.argv[1]), "searcher-1")
+import ctypes
+def read_nowhere():
+    ctypes.string_at(0)
+read_nowhere()
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, timeout=120)
+    assert done.returncode < 0
+    text = tail(log_path(tmp_path, "searcher-1"))
+    assert "Segmentation fault" in text
+    assert "read_nowhere" in text
+
+
+def test_the_tail_of_a_log_is_its_last_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.log"
+    assert tail(path) == ""
+    path.write_text("\n".join(str(i) for i in range(30_000)))
+    assert tail(path, 3) == "29997\n29998\n29999"
