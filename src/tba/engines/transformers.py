@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from tba.engines.rows import Rows
 from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
 from tba.engines.stopping import StopStrings, eos_ids
-from tba.errors import UserError
+from tba.errors import TbaError, UserError
 from tba.protocols import Tokenizer
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
@@ -151,6 +151,9 @@ class TransformersEngine:
 
     def completion(self, tokens: Tensor, log_behavior: Tensor, sampling: Sampling, interrupted: bool) -> Completion:
         """The completion in a row: [T] tokens and log-probabilities, cut where it ended."""
+        if not log_behavior.isfinite().all():
+            self._cache = None  # a NaN in a slot would outlive its row
+            raise TbaError(f"the weights of version {self._version} give probabilities that are no finite numbers")
         ids: list[int] = tokens.tolist()
         ends = next((i + 1 for i, token in enumerate(ids) if token in self._eos), None)
         n, text, stopped = self._stop.cut(ids[:ends])

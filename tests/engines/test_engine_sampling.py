@@ -1,0 +1,108 @@
+"""The draw: inverse cumulative distribution, temperature, top-p, and the log-probability that goes with it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tba.engines.sampling import draw
+from tba.types import Sampling
+
+FOUR = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
+
+
+def test_uniforms_select_tokens_by_the_cumulative_distribution() -> None:
+    uniform = torch.tensor([0.0, 0.499, 0.501, 0.749, 0.751, 0.874, 0.876, 1 - 2**-24])
+    token, log_behavior = draw(FOUR.expand(8, 4), uniform, Sampling())
+    assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    np.testing.assert_allclose(log_behavior.exp(), [0.5, 0.5, 0.25, 0.25, 0.125, 0.125, 0.125, 0.125], rtol=1e-6)
+
+
+def test_temperature_one_half_squares_and_renormalises_the_probabilities() -> None:
+    token, log_behavior = draw(FOUR.expand(3, 4), torch.tensor([0.1, 0.8, 0.97]), Sampling(temperature=0.5))
+    squares = torch.tensor([16.0, 4.0, 1.0, 1.0]) / 22
+    assert token.tolist() == [0, 1, 3]
+    np.testing.assert_allclose(log_behavior, squares[token].log(), rtol=1e-6)
+
+
+def test_top_p_keeps_the_fewest_tokens_that_hold_it_and_renormalises_over_them() -> None:
+    shuffled = FOUR[[2, 0, 3, 1]]  # probabilities 1/8, 1/2, 1/8, 1/4
+    uniform = torch.linspace(0, 1 - 2**-24, 101)
+    token, log_behavior = draw(shuffled.expand(101, 4), uniform, Sampling(top_p=0.7))
+    assert set(token.tolist()) == {1, 3}
+    np.testing.assert_allclose(log_behavior.exp(), torch.where(token == 1, 2 / 3, 1 / 3), rtol=1e-6)
+
+
+def test_top_p_is_taken_after_temperature() -> None:
+    # At T = 1/2 the best token alone holds 16/22 > 0.7, at T = 1 it takes two.
+    token, log_behavior = draw(FOUR.expand(50, 4), torch.linspace(0, 0.99, 50), Sampling(temperature=0.5, top_p=0.7))
+    assert token.unique().tolist() == [0]
+    assert log_behavior.abs().max() == 0
+
+
+def test_temperature_zero_takes_the_best_token_with_certainty() -> None:
+    token, log_behavior = draw(FOUR.flip(0).expand(2, 4), torch.tensor([0.0, 0.99]), Sampling(temperature=0))
+    assert token.tolist() == [3, 3]
+    assert log_behavior.tolist() == [0.0, 0.0]
+
+
+def test_a_nucleus_wider_than_the_first_candidates_is_exact() -> None:
+    vocabulary, top_p = 1000, 0.9
+    logits = torch.zeros(4000, vocabulary)
+    logits[:, ::2] += math.log(3)  # 500 tokens of 3/2000, 500 of 1/2000: 0.9 needs all the first and 300 of the others
+    token, log_behavior = draw(logits, torch.linspace(0, 1 - 2**-24, 4000), Sampling(top_p=top_p))
+    assert len(token.unique()) == pytest.approx(800, abs=1)
+    expected = torch.where(token % 2 == 0, 3 / 2000 / top_p, 1 / 2000 / top_p)
+    np.testing.assert_allclose(log_behavior.exp(), expected, rtol=2e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(1, 200),
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.5]),
+    top_p=st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.999, 1.0]),
+)
+def test_log_behavior_is_the_sorted_definition_of_the_nucleus(
+    seed: int, size: int, temperature: float, top_p: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, size).astype(np.float32)
+    weight = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    probability = weight / weight.sum()
+    order = np.argsort(-probability)
+    before = np.cumsum(probability[order]) - probability[order]
+    kept = order[(before < top_p) | (np.arange(size) == 0)] if top_p < 1 else order
+    if top_p < 1 and np.abs(before - top_p).min() < 1e-5:
+        return  # float32 may settle the border either way
+    uniform = torch.from_numpy(rng.random(64, np.float32))
+    token, log_behavior = draw(torch.from_numpy(logits).expand(64, -1), uniform, Sampling(temperature, top_p))
+    assert set(token.tolist()) <= set(kept.tolist())
+    np.testing.assert_allclose(log_behavior, np.log(probability[token] / probability[kept].sum()), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7), Sampling(1.0, 0.8)], ids=["T=1", "T=0.7", "top_p=0.8"])
+def test_frequencies_match_the_probabilities(sampling: Sampling) -> None:
+    logits = torch.linspace(-1.5, 1.5, 8)
+    n = 200_000
+    uniform = torch.from_numpy(np.random.default_rng(0).random(n, np.float32))
+    token, log_behavior = draw(logits.expand(n, -1), uniform, sampling)
+    seen = token.unique()
+    probability = torch.stack([log_behavior[token == t][0].exp() for t in seen])
+    assert probability.sum().item() == pytest.approx(1, abs=1e-5)
+    expected = probability.double() * n
+    observed = torch.bincount(token, minlength=8)[seen]
+    chi_square = ((observed - expected).square() / expected).sum().item()
+    assert chi_square < 24.3  # the 0.999 quantile at 7 degrees of freedom
+
+
+def test_log_behavior_is_exact_to_1e_4_over_a_vocabulary_of_32000() -> None:
+    logits = torch.randn(16, 32_000, generator=torch.Generator().manual_seed(0)) * 4
+    token, log_behavior = draw(logits, torch.linspace(0, 1 - 2**-24, 16), Sampling())
+    exact = torch.log_softmax(logits.double(), -1).gather(1, token[:, None])[:, 0]
+    np.testing.assert_allclose(log_behavior, exact, atol=1e-4)

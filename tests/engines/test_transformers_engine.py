@@ -1,0 +1,364 @@
+"""The engine on transformers models against their plain forward, their `generate`, and itself at other slot counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from engine_families import (
+    EOS,
+    FAMILIES,
+    VOCABULARY,
+    WINDOW,
+    Letters,
+    build,
+    plain_log_probabilities,
+    ragged_prompts,
+)
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
+
+from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.errors import TbaError, UserError
+from tba.protocols import Engine
+from tba.types import Completion, Prompt, Sampling, StopReason, Version
+
+
+def engine_of(model: PreTrainedModel, **settings: object) -> TransformersEngine:
+    defaults: dict[str, object] = {"slots": 5, "max_completion_tokens": 20, "prefill_tokens": 16}
+    return TransformersEngine(model, Letters(), EngineSettings(**(defaults | settings)), Version(0, 3))
+
+
+def tokens_of(completions: list[list[Completion]]) -> list[list[int]]:
+    return [c.tokens.tolist() for c in chain.from_iterable(completions)]
+
+
+def never_ending(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with an EOS that is none of its tokens."""
+    model.config.eos_token_id = model.generation_config.eos_token_id = VOCABULARY + 5
+    return model
+
+
+class NoEnd(Letters):
+    eos_token_id = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_behavior_is_the_plain_forwards_log_softmax_to_1e_4(family: str, temperature: float) -> None:
+    model = build(family)
+    prompts = ragged_prompts(3, 9, 1, 9, 12, 3)  # 24 requests on 5 slots: rows are refilled many times
+    completions = engine_of(model).generate(prompts, 4, Sampling(temperature), np.random.default_rng(0))
+    longest = 0
+    for prompt, group in zip(prompts, completions, strict=True):
+        assert len(group) == 4
+        for completion in group:
+            rows = plain_log_probabilities(model, prompt, completion.tokens, temperature)
+            expected = rows[torch.arange(len(rows)), torch.from_numpy(completion.tokens.astype(np.int64))]
+            np.testing.assert_allclose(completion.log_behavior, expected, atol=1e-4)
+            longest = max(longest, len(prompt.tokens) + len(completion.tokens))
+    assert longest > 4 * WINDOW
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_completions_are_those_of_generate(family: str) -> None:
+    model = build(family)
+    prompts = ragged_prompts(3, 9, 1, 9, 12, 3)
+    completions = engine_of(model, slots=4).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    for prompt, (completion,) in zip(prompts, completions, strict=True):
+        ids = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
+        whole = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+        )
+        assert completion.tokens.tolist() == whole[0, len(prompt.tokens) :].tolist()
+        assert completion.log_behavior is not None
+        assert completion.log_behavior.tolist() == [0.0] * len(completion.tokens)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 24, 100])
+def test_a_request_gives_the_same_completion_at_any_number_of_slots(slots: int) -> None:
+    model, prompts = build("llama"), ragged_prompts(3, 9, 1, 9, 12, 3)
+    reference = engine_of(model, slots=7).generate(prompts, 4, Sampling(top_p=0.95), np.random.default_rng(1))
+    engine = engine_of(model, slots=slots, prefill_tokens=1)
+    assert tokens_of(engine.generate(prompts, 4, Sampling(top_p=0.95), np.random.default_rng(1))) == tokens_of(
+        reference
+    )
+
+
+def test_what_an_earlier_call_left_in_the_slots_changes_nothing() -> None:
+    model, prompts = build("qwen3"), ragged_prompts(2, 5, 3)
+    used = engine_of(model)
+    used.generate(ragged_prompts(30, 25, 31, seed=9), 4, Sampling(1.5), np.random.default_rng(5))
+    fresh = engine_of(model)
+    again = [e.generate(prompts, 3, Sampling(), np.random.default_rng(2)) for e in (used, fresh, used)]
+    assert tokens_of(again[0]) == tokens_of(again[1]) == tokens_of(again[2])
+
+
+def test_samples_of_one_prompt_are_not_copies_and_the_seed_decides_them() -> None:
+    engine, prompts = engine_of(build("llama")), ragged_prompts(4)
+    first = tokens_of(engine.generate(prompts, 12, Sampling(), np.random.default_rng(0)))
+    other = tokens_of(engine.generate(prompts, 12, Sampling(), np.random.default_rng(1)))
+    assert len({tuple(t) for t in first}) == 12
+    assert first != other
+
+
+def test_first_token_frequencies_match_the_models_probabilities() -> None:
+    model, (prompt,) = build("llama"), ragged_prompts(6)
+    engine = engine_of(model, slots=256, max_completion_tokens=1)
+    n = 20_000
+    (group,) = engine.generate([prompt], n, Sampling(), np.random.default_rng(0))
+    probability = plain_log_probabilities(model, prompt, np.array([0])).exp()[0].double().numpy()
+    observed = np.bincount([c.tokens[0] for c in group], minlength=VOCABULARY)
+    chi_square = ((observed - n * probability) ** 2 / (n * probability)).sum()
+    assert chi_square < 56.9  # the 0.999 quantile at 28 degrees of freedom
+
+
+def test_every_prompt_is_read_once_and_no_finished_row_is_computed() -> None:
+    model, prompts = build("llama"), ragged_prompts(3, 9, 1, 9, 12, 3)
+    engine = engine_of(model)
+    computed = 0
+
+    def count(_module: object, _args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        nonlocal computed
+        computed += kwargs["input_ids"].numel()
+
+    hook = model.register_forward_pre_hook(count, with_kwargs=True)
+    completions = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    hook.remove()
+    # The last token of a completion is never fed to the model.
+    assert computed == 3 + 9 + 1 + 9 + 12 + 3 + sum(len(t) - 1 for t in tokens_of(completions))
+    assert len({len(t) for t in tokens_of(completions)}) > 3
+
+
+def test_eos_is_the_last_token_and_every_configured_eos_ends_a_completion() -> None:
+    model, prompts = build("llama"), ragged_prompts(4, 7)
+    model.generation_config.eos_token_id = [7, 8]
+    model.config.eos_token_id = 9
+    completions = engine_of(model).generate(prompts, 40, Sampling(), np.random.default_rng(0))
+    ends = {EOS, 7, 8, 9}
+    last = set()
+    for completion in chain.from_iterable(completions):
+        assert not ends.intersection(completion.tokens[:-1].tolist())
+        assert (completion.tokens[-1] in ends) == (completion.stop_reason is StopReason.EOS)
+        assert completion.stop_reason is StopReason.EOS or len(completion.tokens) == 20
+        last.add(int(completion.tokens[-1]))
+    assert ends <= last
+
+
+def test_completions_carry_text_version_and_sampling() -> None:
+    engine = engine_of(build("gpt2"))
+    assert isinstance(engine, TransformersEngine)
+    as_protocol: Engine = engine
+    assert as_protocol.version == Version(0, 3)
+    ((completion,),) = engine.generate(ragged_prompts(4), 1, Sampling(0.9, 0.95), np.random.default_rng(0))
+    assert completion.text == Letters().decode(completion.tokens.tolist())
+    assert completion.versions == (Version(0, 3), Version(0, 3))
+    assert completion.sampling == Sampling(0.9, 0.95)
+    assert completion.tokens.dtype == np.int32
+    assert completion.log_behavior is not None
+    assert completion.log_behavior.dtype == np.float32
+
+
+def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it() -> None:
+    model, prompts = never_ending(build("llama")), ragged_prompts(4, 7)
+    plain = TransformersEngine(model, NoEnd(), EngineSettings(slots=6, max_completion_tokens=20))
+    free = list(chain.from_iterable(plain.generate(prompts, 20, Sampling(), np.random.default_rng(0))))
+    strings = (free[3].text[4:6], free[8].text[10:13])  # pieces that do occur, the second across several looks
+    stopping = TransformersEngine(
+        model, NoEnd(), EngineSettings(slots=6, max_completion_tokens=20, stop_strings=strings)
+    )
+    stopped = list(chain.from_iterable(stopping.generate(prompts, 20, Sampling(), np.random.default_rng(0))))
+    seen = 0
+    for whole, cut in zip(free, stopped, strict=True):
+        found = [(at + len(s), at) for s in strings if (at := whole.text.find(s)) >= 0]
+        if not found:
+            assert cut.stop_reason is StopReason.LENGTH
+            assert cut.tokens.tolist() == whole.tokens.tolist()
+            continue
+        letters, begin = min(found)
+        end = next(n for n in range(21) if len(Letters().decode(whole.tokens[:n].tolist())) == letters)
+        assert cut.stop_reason is StopReason.STOP_STRING
+        assert cut.text == whole.text[:begin]
+        assert cut.tokens.tolist() == whole.tokens[:end].tolist()
+        assert cut.log_behavior is not None
+        assert len(cut.log_behavior) == end
+        seen += 1
+    assert seen >= 2
+
+
+def test_an_interruption_returns_what_was_begun_and_leaves_out_the_rest() -> None:
+    model, prompts = never_ending(build("llama")), ragged_prompts(4, 7, 5)
+    engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=5, max_completion_tokens=30))
+    whole = engine.generate(prompts, 3, Sampling(), np.random.default_rng(0))
+    asked = 0
+
+    def third_time() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked == 3
+
+    part = engine.generate(prompts, 3, Sampling(), np.random.default_rng(0), third_time)
+    assert [len(group) for group in part] == [3, 2, 0]  # five slots, none of which had finished
+    for complete, begun in zip(chain(whole[0], whole[1][:2]), chain.from_iterable(part), strict=True):
+        assert begun.stop_reason is StopReason.INTERRUPTED
+        assert begun.tokens.tolist() == complete.tokens[: len(begun.tokens)].tolist()
+        assert 1 <= len(begun.tokens) < 30
+    assert tokens_of(engine.generate(prompts, 3, Sampling(), np.random.default_rng(0))) == tokens_of(whole)
+
+
+def test_length_ends_at_the_limit_or_at_the_models_last_position() -> None:
+    model = never_ending(build("gpt2"))  # 64 positions
+    engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=3, max_completion_tokens=20))
+    completions = engine.generate(ragged_prompts(63, 10, 50), 2, Sampling(), np.random.default_rng(0))
+    assert [len(t) for t in tokens_of(completions)] == [1, 1, 20, 20, 14, 14]
+    assert {c.stop_reason for c in chain.from_iterable(completions)} == {StopReason.LENGTH}
+
+
+def test_no_prompts_or_no_samples_give_no_completions() -> None:
+    engine = engine_of(build("llama"))
+    assert engine.generate([], 3, Sampling(), np.random.default_rng(0)) == []
+    assert engine.generate(ragged_prompts(3, 4), 0, Sampling(), np.random.default_rng(0)) == [[], []]
+
+
+def test_loading_weights_in_place_gives_the_new_models_completions() -> None:
+    old, new, prompts = build("llama", seed=0), build("llama", seed=1), ragged_prompts(4, 7)
+    engine = engine_of(old)
+    before = tokens_of(engine.generate(prompts, 5, Sampling(), np.random.default_rng(0)))
+    address = old.model.embed_tokens.weight.data_ptr()
+    engine.load({name: p.detach() for name, p in new.named_parameters()}, Version(1, 8))
+    after = engine.generate(prompts, 5, Sampling(), np.random.default_rng(0))
+    assert old.model.embed_tokens.weight.data_ptr() == address
+    assert tokens_of(after) != before
+    assert tokens_of(after) == tokens_of(engine_of(new).generate(prompts, 5, Sampling(), np.random.default_rng(0)))
+    assert engine.version == after[0][0].versions[0] == Version(1, 8)
+
+
+@pytest.mark.parametrize("name", ["transformer.wte.weight", "lm_head.weight"])
+def test_a_tied_weight_may_be_given_under_either_of_its_names(name: str) -> None:
+    old, new = build("gpt2", seed=0), build("gpt2", seed=1)
+    weights = {n: p.detach() for n, p in new.named_parameters()}
+    weights[name] = weights.pop("transformer.wte.weight")
+    engine = engine_of(old)
+    engine.load(weights, Version(0, 4))
+    assert torch.equal(old.transformer.wte.weight, new.transformer.wte.weight)
+    assert torch.equal(old.lm_head.weight, new.transformer.wte.weight)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda w: w.pop("model.norm.weight"), KeyError, "model.norm.weight"),
+        (lambda w: w.update(extra=torch.zeros(1)), KeyError, "extra"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(3)}), ValueError, r"\(3,\), the model's \(32,\)"),
+    ],
+    ids=["missing", "unknown", "shape"],
+)
+def test_weights_that_do_not_fit_raise_and_copy_nothing(
+    change: Callable[[dict[str, torch.Tensor]], None], error: type[Exception], message: str
+) -> None:
+    model = build("llama")
+    engine = engine_of(model)
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    weights = {name: p.detach() + 1 for name, p in model.named_parameters()}
+    change(weights)
+    with pytest.raises(error, match=message):
+        engine.load(weights, Version(0, 4))
+    assert engine.version == Version(0, 3)
+    assert all(torch.equal(p, kept[name]) for name, p in model.named_parameters())
+
+
+def test_outside_of_generate_the_model_keeps_its_own_attention() -> None:
+    model = build("gemma3")
+    engine = engine_of(model)
+    assert model.config._attn_implementation == "sdpa"
+    engine.generate(ragged_prompts(4), 1, Sampling(), np.random.default_rng(0))
+    assert model.config._attn_implementation == "sdpa"
+
+    def fails() -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(ragged_prompts(4), 1, Sampling(), np.random.default_rng(0), fails)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_weights_that_are_not_finite_raise_and_leave_no_trace() -> None:
+    model, prompts = build("llama"), ragged_prompts(4, 7)
+    engine = engine_of(model)
+    good = {name: p.detach().clone() for name, p in model.named_parameters()}
+    expected = tokens_of(engine.generate(prompts, 5, Sampling(), np.random.default_rng(0)))
+    engine.load(good | {"model.norm.weight": torch.full((32,), torch.nan)}, Version(0, 4))
+    with pytest.raises(TbaError, match=r"version 0\.4 give probabilities that are no finite numbers"):
+        engine.generate(prompts, 5, Sampling(), np.random.default_rng(0))
+    engine.load(good, Version(0, 5))
+    assert tokens_of(engine.generate(prompts, 5, Sampling(), np.random.default_rng(0))) == expected
+
+
+def test_a_prompt_that_is_too_long_or_empty_is_refused_with_its_length() -> None:
+    model = build("llama")
+    with pytest.raises(UserError, match="9 tokens, more than max_prompt_tokens = 8"):
+        engine_of(model, max_prompt_tokens=8).generate(ragged_prompts(3, 9), 1, Sampling(), np.random.default_rng(0))
+    with pytest.raises(UserError, match="64 tokens, which leaves no room for an answer in the model's 64 positions"):
+        engine_of(model).generate(ragged_prompts(64), 1, Sampling(), np.random.default_rng(0))
+    with pytest.raises(UserError, match="no tokens"):
+        engine_of(model).generate([Prompt("t", np.zeros(0, np.int32))], 1, Sampling(), np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"slots": 0}, "slots is 0"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0"),
+        ({"stop_strings": ("",)}, "empty"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        EngineSettings(**settings)  # type: ignore[arg-type]
+
+
+def recurrent() -> PreTrainedModel:
+    return MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=VOCABULARY, state_size=4))
+
+
+def with_sinks() -> PreTrainedModel:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2, "num_local_experts": 2}
+    return GptOssForCausalLM(GptOssConfig(**heads, **sizes, vocab_size=VOCABULARY, pad_token_id=None))
+
+
+def capped_through_sdpa() -> PreTrainedModel:
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    return Gemma2ForCausalLM(Gemma2Config(**heads, **sizes, vocab_size=VOCABULARY, attn_implementation="sdpa"))
+
+
+def looking_ahead() -> PreTrainedModel:
+    """A Llama whose layers mix in the mean over all tokens of the pass, which no cache of keys can know."""
+    model = build("llama")
+    model.model.layers[1].register_forward_hook(lambda _m, _i, out: out + 0.1 * out.mean(1, keepdim=True))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (recurrent, "no plain attention"),
+        (with_sinks, "attention sinks"),
+        (capped_through_sdpa, "attn_implementation=eager"),
+        (looking_ahead, "other probabilities through the slots"),
+    ],
+)
+def test_a_model_that_the_slots_cannot_serve_is_refused(make: Callable[[], PreTrainedModel], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine_of(make())
