@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.objectives.reduce import group_mean, group_sizes, leave_one_out_mean, masked_sum, row_means
@@ -10,6 +10,7 @@ from tba.objectives.reduce import group_mean, group_sizes, leave_one_out_mean, m
 rows_of_groups = st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100)), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(rows_of_groups)
 def test_means_over_a_group_are_those_of_a_plain_loop_whatever_the_order_of_the_rows(
     rows: list[tuple[int, float]],

@@ -91,7 +91,7 @@ def test_the_gradient_is_the_papers_advantage_times_the_score(form: str, factor:
     torch.testing.assert_close(gradient(objective, policy, batch), expected, rtol=1e-6, atol=1e-7)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.lists(st.integers(0, TASK.outcomes - 1), min_size=1, max_size=9), min_size=4, max_size=4),
     st.sampled_from([0.1, 0.25, 1.0]),
