@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from tba.errors import UserError
 from tba.rewards.number_text import numbers, plain, quantity
@@ -40,17 +41,13 @@ _BEFORE_LAST_WORDS = frozenset(" :=.!?\"'*_`$([{>—")
 
 def grade(response: str, answer: str, strict: bool = False) -> bool:
     """Whether `response` gives `answer`. Never raises, whatever the texts."""
-    marked = _after_mark(response) if strict else _marked(response)
-    if marked is not None and not marked.strip():
-        marked = None
-    if marked is None and strict:
-        return False
+    place = _after_mark(response) if strict else _marked(response)
     right = quantity(plain(answer))
     if right is None:
-        return _same_text(marked, response, answer, strict)
-    if marked is not None and (strict or not _HEADING.match(marked)):
-        return _marked_value(plain(marked)) == right
-    return _last_value(plain(response)) == right
+        return _same_text(place, response, _words(answer), strict)
+    if place is not None and (strict or not place.heading):
+        return _marked_value(plain(place.text)) == right
+    return not strict and _last_value(plain(response)) == right
 
 
 @dataclass(frozen=True)
@@ -75,17 +72,26 @@ def right_answer(prompt: Prompt) -> str:
     return str(answer)
 
 
-def _marked(response: str) -> str | None:
-    """What the last mark of either kind holds; None without a mark."""
-    boxed = _last_boxed(response)
-    if boxed is None or response.rfind(MARK) > boxed[0]:
-        return _after_mark(response)
-    return response[boxed[0] : boxed[1]]
+class _Place(NamedTuple):
+    """What stands at a mark, never empty, and whether it may be a mere heading."""
+
+    text: str
+    heading: bool
 
 
-def _after_mark(response: str) -> str | None:
-    at = response.rfind(MARK)
-    return None if at < 0 else response[at + len(MARK) :].strip().partition("\n")[0]
+def _marked(response: str) -> _Place | None:
+    """The last mark of either kind; None without one that holds anything."""
+    after, boxed = _after_mark(response), _last_boxed(response)
+    if boxed is None or (after is not None and response.rfind(MARK) > boxed[0]):
+        return after
+    text = response[boxed[0] : boxed[1]].strip()
+    return _Place(text, heading=False) if text else after
+
+
+def _after_mark(response: str) -> _Place | None:
+    _, mark, after = response.rpartition(MARK)
+    text = after.strip().partition("\n")[0] if mark else ""
+    return _Place(text, bool(_HEADING.match(text))) if text else None
 
 
 def _last_boxed(response: str) -> tuple[int, int] | None:
@@ -115,12 +121,13 @@ def _last_value(text: str) -> Fraction | None:
     return last[0] if last else None
 
 
-def _same_text(marked: str | None, response: str, answer: str, strict: bool) -> bool:
-    wanted = _words(answer)
+def _same_text(place: _Place | None, response: str, wanted: str, strict: bool) -> bool:
     if not wanted:
         return False
-    if marked is not None and (strict or not _HEADING.match(marked) or _words(marked) == wanted):
-        return _words(marked) == wanted
+    if place is not None and _words(place.text) == wanted:
+        return True
+    if strict or (place is not None and not place.heading):
+        return False
     given = _words(response)
     before = len(given) - len(wanted)
     return given.endswith(wanted) and (before == 0 or given[before - 1] in _BEFORE_LAST_WORDS)

@@ -3,7 +3,8 @@
 Invariant: a digest of the two operands, in either order and under whatever operation, decides the split, so training
 and evaluation never share a pair, also not by commutation.
 
-The format needs only the characters of `alphabet`: `345+678=` is answered by `3201`, the digits of 1023 with the least
+Demonstrations can be careless (`forgotten_carries`): a base policy that was shown them has a bad habit, which the
+reward then has to break. The format needs only the characters of `alphabet`: `345+678=` is answered by `3201`, the digits of 1023 with the least
 significant first (the order in which a sum is worked out, which is what a small model can learn).
 """
 
@@ -31,16 +32,13 @@ class Arithmetic:
     train_problems: int = 20_000  # distinct ones, drawn by `seed`
     eval_problems: int = 2_000
     held_out: float = 0.1  # share of the operand pairs that only evaluation may use
+    forgotten_carries: float = 0.0  # share of the carries that demonstrations forget: a bad habit to be unlearnt by RL
     seed: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= 9:
             raise UserError(f"arithmetic has digits {self.digits}: give a number from 1 to 9")
-        if (
-            not self.operations
-            or set(self.operations) - set(_RESULT)
-            or len(set(self.operations)) < len(self.operations)
-        ):
+        if not self.operations or sorted(self.operations) != sorted(set(self.operations) & set(_RESULT)):
             raise UserError(f"arithmetic has operations {self.operations!r}: give each of + - * at most once, as '+-'")
         if min(self.train_problems, self.eval_problems) < 1:
             raise UserError(
@@ -48,6 +46,11 @@ class Arithmetic:
                 "give at least 1 of each"
             )
         check_share(self.held_out, "arithmetic's held_out")
+        if self.forgotten_carries and (self.operations != "+" or not 0 <= self.forgotten_carries <= 1):
+            raise UserError(
+                f"arithmetic has forgotten_carries {self.forgotten_carries} with operations {self.operations!r}: "
+                "give a share from 0 to 1, for sums only"
+            )
 
     @property
     def name(self) -> str:
@@ -63,7 +66,7 @@ class Arithmetic:
         rng = np.random.default_rng([self.seed, split == "eval"])
         pairs = self._pairs(split, rng)
         drawn = rng.integers(len(self.operations), size=len(pairs))
-        return [self._problem(a, self.operations[o], b) for (a, b), o in zip(pairs, drawn, strict=True)]
+        return [self._problem(a, self.operations[o], b, rng) for (a, b), o in zip(pairs, drawn, strict=True)]
 
     def reward(self) -> ExactText:
         return ExactText()
@@ -88,9 +91,19 @@ class Arithmetic:
                 )
             candidates *= 2
 
-    def _problem(self, a: int, operation: str, b: int) -> Problem:
+    def _problem(self, a: int, operation: str, b: int, rng: np.random.Generator) -> Problem:
         answer = self.written(_RESULT[operation](a, b))
-        return Problem(f"{a}{operation}{b}=", {"answer": answer}, answer)
+        shown = self.written(self._careless_sum(a, b, rng)) if self.forgotten_carries else answer
+        return Problem(f"{a}{operation}{b}=", {"answer": answer}, shown)
+
+    def _careless_sum(self, a: int, b: int, rng: np.random.Generator) -> int:
+        """a + b worked out digit by digit, where each carry is forgotten with probability `forgotten_carries`."""
+        total, carry = 0, 0
+        for place in range(self.digits):
+            column = a // 10**place % 10 + b // 10**place % 10 + carry
+            total += column % 10 * 10**place
+            carry = int(column >= 10 and rng.random() >= self.forgotten_carries)
+        return total + carry * 10**self.digits
 
     def written(self, result: int) -> str:
         """A result as the answer spells it."""
