@@ -39,7 +39,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
                 {
                     "reward": step / STEPS, "log_ratio": 2 * step / STEPS, "lag": 5.0, "lag_max": 9.0,
                     "trainer_idle": 0.02, "trainer_paced": 0.01, "searcher_idle": 0.0,
-                    "generated_tokens_per_second": 2000.0, "trained_tokens_per_second": 6000.0,
+                    "generated_tokens": 1000.0 * step, "tokens": 3000.0,
                 },
             )  # fmt: skip
         found.write(

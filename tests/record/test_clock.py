@@ -44,6 +44,19 @@ def test_a_state_ends_with_an_exception_too() -> None:
     assert clock.seconds() == {"paced": 3, "busy": 5}
 
 
+def test_a_wait_may_change_its_reason_while_it_lasts() -> None:
+    hand = Hand()
+    clock = ShareClock(now=hand)
+    with clock.state("idle"):
+        hand.time += 1
+        clock.reclassify("paced")
+        hand.time += 2
+    hand.time += 4
+    clock.reclassify("idle")
+    hand.time += 8
+    assert clock.seconds() == {"idle": 1 + 8, "paced": 2, "busy": 4}
+
+
 def test_time_before_the_end_of_warm_up_is_warm_up_whatever_the_state() -> None:
     hand = Hand()
     clock = ShareClock(warming_up=True, now=hand)

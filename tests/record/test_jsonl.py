@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.record.jsonl import JsonLines, plain, read_lines, write_json
-from tba.record.metrics import MetricsWriter, column, read_metrics
+from tba.record.jsonl import JsonLines, plain, read_last_line, read_lines, write_json
+from tba.record.metrics import MetricsWriter, column, rates, read_last, read_metrics
 from tba.types import StopReason, Version
 
 ROWS = [{"step": i, "text": f"zeile {i}\nä\u2028 end", "reward": i / 3} for i in range(4)]
@@ -42,6 +42,7 @@ def test_a_file_cut_at_any_byte_reads_as_its_whole_lines_and_goes_on_after_them(
         path.write_bytes(whole[:end])
         kept = ROWS[: whole[:end].count(b"\n")]
         assert read_lines(path) == kept
+        assert read_last_line(path) == (kept[-1] if kept else None)
         with JsonLines(path) as lines:
             lines.append({"after": end})
         assert read_lines(path) == [*kept, {"after": end}]
@@ -88,10 +89,22 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path.write_bytes(b'{"a": 1}\nnonsense\n{"b": 2}\n')
     with pytest.raises(UserError, match="line 2"):
         read_lines(path)
+    assert read_last_line(path) == {"b": 2}
+    path.write_bytes(b'{"a": 1}\n[]\n')
+    with pytest.raises(UserError, match="the last line"):
+        read_last_line(path)
+
+
+def test_the_last_line_is_found_though_it_is_longer_than_a_block(tmp_path: Path) -> None:
+    with JsonLines(tmp_path / "a.jsonl") as lines:
+        lines.append({"a": 1})
+        lines.append({"b": "x" * 200_000})
+    assert read_last_line(tmp_path / "a.jsonl") == {"b": "x" * 200_000}
 
 
 def test_no_file_has_no_lines(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "none.jsonl") == []
+    assert read_last_line(tmp_path / "none.jsonl") is None
 
 
 def test_numbers_of_numpy_become_numbers_and_what_is_not_finite_becomes_null() -> None:
@@ -144,9 +157,11 @@ def test_a_metrics_line_holds_step_version_and_wall_clock_and_its_metrics(tmp_pa
     writer = MetricsWriter(tmp_path)
     writer.write(Version(1, 20), 3.14159, {"reward": np.float32(0.5), "grad_norm": float("nan"), "step": 99.0})
     writer.close()
-    assert read_metrics(tmp_path) == [
-        {"step": 20, "version": "1.20", "wall_seconds": 3.142, "reward": 0.5, "grad_norm": None}
-    ]
+    assert (
+        [read_last(tmp_path)]
+        == read_metrics(tmp_path)
+        == [{"step": 20, "version": "1.20", "wall_seconds": 3.142, "reward": 0.5, "grad_norm": None}]
+    )
 
 
 def test_a_column_leaves_out_what_is_missing_or_not_finite() -> None:
@@ -154,3 +169,21 @@ def test_a_column_leaves_out_what_is_missing_or_not_finite() -> None:
     x, y = column(rows, "a")
     assert (x.tolist(), y.tolist()) == ([1.0], [5.0])
     assert column([], "a")[0].shape == (0,)
+
+
+def test_rates_are_tokens_per_second_of_wall_clock() -> None:
+    rows = [{"wall_seconds": 10 + 0.5 * i, "generated_tokens": 1000 * i, "tokens": 300} for i in range(101)]
+    found = rates(rows)
+    assert found["generated"][1] == pytest.approx(np.full(20, 2000.0))
+    assert found["trained"][1] == pytest.approx(np.full(20, 600.0))
+    assert found["trained"][0][[0, -1]] == pytest.approx([11.25, 58.75])  # the middles of 20 spans of 2.5 s
+    slower = [*rows, {"wall_seconds": 110.0, "generated_tokens": 101_000, "tokens": 300}]
+    x, y = rates(slower)["generated"]
+    assert (y * (x[1] - x[0])).sum() == pytest.approx(101_000)  # nothing is lost between the points
+
+
+def test_what_was_not_recorded_has_no_rate() -> None:
+    found = rates([{"wall_seconds": 1.0, "tokens": 5}, {"wall_seconds": 2.0, "tokens": 5}])
+    assert len(found["generated"][1]) == 0
+    assert found["trained"][1] == pytest.approx([5.0])
+    assert all(len(y) == 0 for _, y in rates([]).values())

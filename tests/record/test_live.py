@@ -116,6 +116,7 @@ def test_an_unfinished_run_is_shown_as_far_as_it_got(make_run: MakeRun) -> None:
     assert "40.0 % [35.8, 44.4]" in text
     assert "KL to the reference 2 \n" in text
     assert "trainer idle 2.0 %" in text
+    assert "tokens/s trained 6000" in text
 
 
 def test_a_run_with_nothing_but_its_recipe_can_be_shown(tmp_path: Path) -> None:

@@ -33,6 +33,8 @@ def test_there_is_a_panel_for_each_thing_to_watch_with_the_run_s_own_numbers(mak
     assert list(labelled(idle)) == ["trainer", "trainer, paced", "searchers"]
     assert np.allclose(labelled(idle)["trainer"].get_ydata(), 2.0)  # type: ignore[attr-defined]
     assert list(labelled(rates)) == ["generated", "trained"]
+    assert np.allclose(labelled(rates)["generated"].get_ydata(), 2000)  # type: ignore[attr-defined]
+    assert np.allclose(labelled(rates)["trained"].get_ydata(), 6000)  # type: ignore[attr-defined]
 
 
 def test_accuracy_carries_its_95_percent_interval(make_run: MakeRun) -> None:

@@ -33,6 +33,10 @@ class ShareClock:
         finally:
             self._switch(outer)
 
+    def reclassify(self, name: State) -> None:
+        """From here on time counts as `name`: for a wait whose reason changes while it lasts."""
+        self._switch(name)
+
     def end_warm_up(self) -> None:
         """From here on time counts as the state it is in. Once is enough; more does nothing."""
         self._settle()

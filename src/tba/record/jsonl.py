@@ -101,16 +101,32 @@ def read_lines(path: Path) -> list[dict[str, Json]]:
     """
     if not path.exists():
         return []
-    rows: list[dict[str, Json]] = []
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            row = None
-        if not isinstance(row, dict):
-            raise UserError(f"{path}, line {number}: wanted a JSON object, but it is not one; remove that line.")
-        rows.append(row)
-    return rows
+    lines = path.read_bytes().split(b"\n")[:-1]
+    return [_parsed(line, path, f"line {number}") for number, line in enumerate(lines, start=1)]
+
+
+def read_last_line(path: Path) -> dict[str, Json] | None:
+    """The last whole line, without reading the others; None when there is none. Raises `UserError` as `read_lines`."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        start, tail = file.seek(0, os.SEEK_END), b""
+        while start > 0 and tail.count(b"\n") < 2:
+            end, start = start, max(0, start - BLOCK_BYTES)
+            file.seek(start)
+            tail = file.read(end - start) + tail
+    whole = tail.split(b"\n")[:-1]
+    return _parsed(whole[-1], path, "the last line") if whole else None
+
+
+def _parsed(line: bytes, path: Path, place: str) -> dict[str, Json]:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        raise UserError(f"{path}, {place}: wanted a JSON object, but it is not one; remove that line.")
+    return row
 
 
 def write_json(path: Path, value: object) -> None:

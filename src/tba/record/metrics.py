@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from tba.record.jsonl import JsonLines, read_lines
+from tba.record.jsonl import JsonLines, read_last_line, read_lines
 from tba.types import Json, Version
 
 FILE = "metrics.jsonl"
@@ -26,8 +26,11 @@ LAG_MAX = "lag_max"
 TRAINER_IDLE = "trainer_idle"  # shares of wall-clock after warm-up, so far, in 0..1
 TRAINER_PACED = "trainer_paced"
 SEARCHER_IDLE = "searcher_idle"
-GENERATED_RATE = "generated_tokens_per_second"  # by all searchers, lately
-TRAINED_RATE = "trained_tokens_per_second"  # by the trainer, lately, each use counted
+GENERATED_TOKENS = "generated_tokens"  # by all searchers, since the run began
+TRAINED_TOKENS = "tokens"  # in this step's batch
+
+RATE_POINTS = 60  # at most, over a run
+STEPS_PER_RATE_POINT = 5  # at least
 
 
 class MetricsWriter:
@@ -50,6 +53,11 @@ def read_metrics(directory: Path) -> list[dict[str, Json]]:
     return read_lines(directory / FILE)
 
 
+def read_last(directory: Path) -> dict[str, Json] | None:
+    """The newest line of a run, without reading the others; None when it has no metrics yet."""
+    return read_last_line(directory / FILE)
+
+
 def column(
     rows: Sequence[Mapping[str, Json]], name: str, over: str = "wall_seconds"
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -57,6 +65,26 @@ def column(
     pairs = [(r[over], r[name]) for r in rows if _is_number(r.get(over)) and _is_number(r.get(name))]
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
+
+
+def rates(rows: Sequence[Mapping[str, Json]]) -> dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
+    """(wall-clock, completion tokens per second of wall-clock) of each half: `generated`, and `trained` (every use).
+
+    Each point is the mean over an equal span of wall-clock. Empty for a half whose tokens were not recorded.
+    """
+    x, generated = column(rows, GENERATED_TOKENS)
+    y, trained = column(rows, TRAINED_TOKENS)
+    return {"generated": _rate(x, generated), "trained": _rate(y, np.cumsum(trained))}
+
+
+def _rate(
+    x: npt.NDArray[np.float64], total: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The slope of a running total at the middles of equal spans of x."""
+    if len(x) < 2 or x[-1] <= x[0]:
+        return np.empty(0), np.empty(0)
+    edges = np.linspace(x[0], x[-1], 1 + min(RATE_POINTS, max(1, len(x) // STEPS_PER_RATE_POINT)))
+    return (edges[1:] + edges[:-1]) / 2, np.diff(np.interp(edges, x, total)) / np.diff(edges)
 
 
 def _is_number(value: Json) -> bool:

@@ -41,6 +41,7 @@ class Panel:
 
 
 ACCURACY = Panel("Accuracy", "held-out problems, 95 % interval", percent=True)
+RATES = Panel("Tokens per second", "completion tokens, of wall-clock; every use counted")
 PANELS = (
     Panel("Reward", "mean of the trained batch", ((metrics.REWARD, "reward"),)),
     ACCURACY,
@@ -56,7 +57,7 @@ PANELS = (
         ),
         percent=True,
     ),
-    Panel("Tokens per second", "each half", ((metrics.GENERATED_RATE, "generated"), (metrics.TRAINED_RATE, "trained"))),
+    RATES,
 )
 
 
@@ -111,7 +112,7 @@ def smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def _draw(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, seconds_per_unit: float) -> bool:
     """One run's part of a panel; whether there was any."""
-    draw: Callable[..., bool] = _draw_accuracy if panel is ACCURACY else _draw_series
+    draw: Callable[..., bool] = {ACCURACY: _draw_accuracy, RATES: _draw_rates}.get(panel, _draw_series)
     if runs == 1 and run.summary is not None:
         before = (run.summary.wall_seconds.sft + run.summary.wall_seconds.warm_up) / seconds_per_unit
         axes.axvspan(0, before, color="#f3f4f6", lw=0, zorder=0)
@@ -133,6 +134,16 @@ def _draw_series(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int,
                 axes.plot(x, y, color=look["color"], lw=0.7, alpha=0.28)
             y = smooth(y)
         axes.plot(x, y, lw=1.8, label=label if index == 0 else None, **look)
+    return drawn
+
+
+def _draw_rates(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, seconds_per_unit: float) -> bool:
+    drawn = False
+    for i, (label, (x, y)) in enumerate(metrics.rates(run.metrics).items()):
+        if len(x):
+            drawn = True
+            look = _look(index, i, runs)
+            axes.plot(x / seconds_per_unit, y, lw=1.8, label=label if index == 0 else None, **look)
     return drawn
 
 

@@ -107,10 +107,9 @@ def _so_far(run: RunRecord) -> RenderableType:
         "trainer idle": metrics.TRAINER_IDLE,
         "trainer paced": metrics.TRAINER_PACED,
         "searchers idle": metrics.SEARCHER_IDLE,
-        "tokens/s generated": metrics.GENERATED_RATE,
-        "tokens/s trained": metrics.TRAINED_RATE,
     }
     found = {label: value for label, name in names.items() if (value := run.latest(name)) is not None}
+    found |= {f"tokens/s {half}": float(y[-1]) for half, (_, y) in metrics.rates(run.metrics).items() if len(y)}
     if not found:
         return Text("no step recorded yet", style="dim")
     return _pairs(
