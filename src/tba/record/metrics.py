@@ -29,7 +29,7 @@ SEARCHER_IDLE = "searcher_idle"
 GENERATED_TOKENS = "generated_tokens"  # by all searchers, since the run began
 TRAINED_TOKENS = "tokens"  # in this step's batch
 
-RATE_POINTS = 60  # at most, over a run
+RATE_POINTS = 40  # at most, over a run
 STEPS_PER_RATE_POINT = 5  # at least
 
 

@@ -129,7 +129,7 @@ def _draw_series(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int,
         x = x / seconds_per_unit
         y = y * 100 if panel.percent else y
         look = _look(index, i, runs)
-        if len(y) >= FEWEST_TO_SMOOTH:
+        if len(y) >= FEWEST_TO_SMOOTH and not panel.percent:  # shares are running means already
             if runs == 1:
                 axes.plot(x, y, color=look["color"], lw=0.7, alpha=0.28)
             y = smooth(y)
