@@ -144,7 +144,10 @@ class Policy(Protocol):
 
 
 class Objective(Protocol):
-    """(policy output, batch, step) -> (scalar to minimise, metrics). Pure: no process, file or model class."""
+    """(policy output, batch, step) -> (scalar to minimise, metrics). Pure: no process, file or model class.
+
+    `step` counts optimizer updates from 1, the one that is being made. With `by_group` metrics are means over rows.
+    """
 
     @property
     def needs(self) -> frozenset[str]:
@@ -201,7 +204,9 @@ class WeightSource(Protocol):
 class TrajectoryStore(Protocol):
     """What a selector may read: the distinct trajectories in memory, by prompt key, oldest first."""
 
-    def prompts(self) -> Sequence[str]: ...
+    def prompts(self, size: int = 1) -> Sequence[str]:
+        """Prompts with at least `size` distinct trajectories."""
+        ...
 
     def of(self, prompt: str) -> Sequence[Trajectory]: ...
 

@@ -1,0 +1,216 @@
+"""The trajectories in the trainer's memory: by prompt, the newest distinct ones, oldest out first.
+
+Invariant: every trajectory that was added is exactly one of trained (used at least once), waiting (in memory, never
+used), evicted (left by the capacity rule, never used) or duplicate (replaced by a newer copy, never used), each counted
+at its own event. Only trajectories of the current reference can be sampled; those of others wait.
+
+"Newer" is by arrival, the one order on which all searchers agree. "Recent" is by the weights that sampled.
+No operation scans the memory, but moving to another reference or incarnation.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from tba.errors import UserError
+from tba.replay.shelf import Listing, Shelf
+from tba.types import Trajectory, Version
+
+
+@dataclass(frozen=True)
+class BufferSettings:
+    """How much the trainer's memory holds."""
+
+    per_prompt: int = 100  # distinct trajectories of a prompt (paper: 100)
+    total: int = 100_000  # trajectories in all (paper, red-teaming: 100k to 150k)
+
+    def __post_init__(self) -> None:
+        for name in ("per_prompt", "total"):
+            if getattr(self, name) < 2:
+                raise UserError(
+                    f"--replay.buffer.{name.replace('_', '-')} is {getattr(self, name)}, a group needs at least 2"
+                )
+
+
+@dataclass(slots=True)
+class Amount:
+    """How many trajectories, and how many completion tokens they have."""
+
+    trajectories: int = 0
+    tokens: int = 0
+
+    def add(self, trajectory: Trajectory) -> None:
+        self.trajectories += 1
+        self.tokens += trajectory.length
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What became of everything that was added: received = trained_once + waiting + evicted + duplicate."""
+
+    received: Amount
+    trained_once: Amount
+    trained_total: Amount  # every use counted
+    waiting: Amount
+    evicted: Amount
+    duplicate: Amount
+
+
+class Buffer:
+    """A `TrajectoryStore` (see protocols).
+
+    recent_window: trainer updates within which a trajectory counts as recent.
+    """
+
+    def __init__(self, settings: BufferSettings, recent_window: int, reference: Version = Version()) -> None:  # noqa: B008 - frozen
+        self._settings = settings
+        self._window = recent_window
+        self._reference = reference
+        self._now = Version()
+        self._all: OrderedDict[str, Trajectory] = OrderedDict()  # by uid, oldest first
+        self._shelves: dict[Version, Shelf] = {reference: Shelf()}
+        self._recent = Shelf()
+        self._recent_by_step: dict[int, set[str]] = {}  # step that sampled -> uids on the recent shelf
+        self._uses: dict[str, int] = {}  # of the trajectories in memory that were used
+        self._waiting: dict[str, int] = {}  # uid -> tokens, of those in memory that never were
+        self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
+        self._evicted, self._duplicate = Amount(), Amount()
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, trajectory: Trajectory, uses: int = 0) -> None:
+        """Take it in as the newest; `uses` is how often it was used before (on resume).
+
+        An earlier copy of the same completion is replaced, and the oldest leave what is over capacity. Raises
+        `ValueError` when this very trajectory is in memory already.
+        """
+        uid, prompt = trajectory.uid, trajectory.prompt.key
+        if uid in self._all:
+            raise ValueError(f"trajectory {uid} was added twice: a source gives each of its trajectories once")
+        shelf = self._shelves.setdefault(trajectory.reference, Shelf())
+        if (copy := shelf.get(prompt, trajectory.completion.digest)) is not None:
+            self._remove(copy, self._duplicate)
+        elif shelf.count(prompt) >= self._settings.per_prompt:
+            self._remove(shelf.oldest(prompt), self._evicted)
+        self._received.add(trajectory)
+        self._all[uid] = trajectory
+        shelf.add(trajectory)
+        self._waiting[uid] = trajectory.length
+        for _ in range(uses):
+            self._use(trajectory)
+        if trajectory.reference == self._reference and self._is_recent(trajectory):
+            self._add_recent(trajectory)
+        if len(self._all) > self._settings.total:
+            self._remove(next(iter(self._all.values())), self._evicted)
+
+    def use(self, trajectories: Iterable[Trajectory]) -> None:
+        """Count one use of each. Raises `KeyError` for one that is not in memory."""
+        for trajectory in trajectories:
+            if trajectory.uid not in self._all:
+                raise KeyError(f"trajectory {trajectory.uid} is not in memory")
+            self._use(trajectory)
+
+    def uses(self, uid: str) -> int:
+        """How often a trajectory in memory was used."""
+        return self._uses.get(uid, 0)
+
+    def counts(self) -> Counts:
+        """A copy of the counts."""
+        waiting = Amount(len(self._waiting), sum(self._waiting.values()))
+        amounts = (self._received, self._trained_once, self._trained_total, waiting, self._evicted, self._duplicate)
+        return Counts(*(Amount(a.trajectories, a.tokens) for a in amounts))
+
+    @property
+    def received(self) -> int:
+        """Trajectories ever added."""
+        return self._received.trajectories
+
+    @property
+    def trained_total(self) -> int:
+        """Uses of all trajectories ever added."""
+        return self._trained_total.trajectories
+
+    @property
+    def now(self) -> Version:
+        """The trainer's version, by which it is told what is recent."""
+        return self._now
+
+    @now.setter
+    def now(self, now: Version) -> None:
+        later = now.incarnation == self._now.incarnation and now.step >= self._now.step
+        self._now = now
+        if not later:
+            self._rebuild_recent()
+            return
+        for step in [s for s in self._recent_by_step if s < now.step - self._window]:
+            for uid in self._recent_by_step.pop(step):
+                self._recent.remove(self._all[uid])
+
+    @property
+    def reference(self) -> Version:
+        """The reference whose trajectories can be sampled."""
+        return self._reference
+
+    @reference.setter
+    def reference(self, reference: Version) -> None:
+        if reference != self._reference:
+            self._reference = reference
+            self._shelves.setdefault(reference, Shelf())
+            self._rebuild_recent()
+
+    def prompts(self, size: int = 1) -> Listing:
+        """Prompts with at least `size` distinct trajectories."""
+        return self._shelves[self._reference].prompts(size)
+
+    def of(self, prompt: str) -> Sequence[Trajectory]:
+        """The distinct trajectories of `prompt`, oldest first."""
+        return self._shelves[self._reference].of(prompt)
+
+    def recent(self, prompt: str) -> Sequence[Trajectory]:
+        """Those of `prompt` within the recent window, oldest first."""
+        return self._recent.of(prompt)
+
+    def recent_prompts(self, size: int) -> Listing:
+        """Prompts with at least `size` distinct recent trajectories."""
+        return self._recent.prompts(size)
+
+    def _use(self, trajectory: Trajectory) -> None:
+        uid = trajectory.uid
+        self._trained_total.add(trajectory)
+        if uid in self._waiting:
+            del self._waiting[uid]
+            self._trained_once.add(trajectory)
+        self._uses[uid] = self._uses.get(uid, 0) + 1
+
+    def _remove(self, trajectory: Trajectory, unused: Amount) -> None:
+        """It leaves memory; counted under `unused` if it was never used."""
+        uid = trajectory.uid
+        del self._all[uid]
+        self._shelves[trajectory.reference].remove(trajectory)
+        uids = self._recent_by_step.get(trajectory.version.step, ())
+        if uid in uids:
+            self._recent_by_step[trajectory.version.step].remove(uid)
+            self._recent.remove(trajectory)
+        if uid in self._waiting:
+            del self._waiting[uid]
+            unused.add(trajectory)
+        else:
+            del self._uses[uid]
+
+    def _is_recent(self, trajectory: Trajectory) -> bool:
+        """By its own sampling version; what an earlier incarnation sampled never is."""
+        version = trajectory.version
+        return version.incarnation == self._now.incarnation and version.lag(self._now) <= self._window
+
+    def _add_recent(self, trajectory: Trajectory) -> None:
+        self._recent_by_step.setdefault(trajectory.version.step, set()).add(trajectory.uid)
+        self._recent.add(trajectory)
+
+    def _rebuild_recent(self) -> None:
+        self._recent, self._recent_by_step = Shelf(), {}
+        for trajectory in self._all.values():
+            if trajectory.reference == self._reference and self._is_recent(trajectory):
+                self._add_recent(trajectory)

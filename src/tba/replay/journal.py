@@ -1,0 +1,366 @@
+"""The journal: where searchers and trainer meet on disk. Many writers, one follower.
+
+Invariant: what was acknowledged is on disk in full (synchronous = FULL) and is seen by the follower exactly once, in
+the order of acknowledgement; what was not acknowledged left no trace. Exactly one connection checkpoints the
+write-ahead log: that of the follower that holds the lock beside the file. (SQLite also does it for whoever closes the
+file last, when nobody else has it open.) The follower holds no read transaction between calls.
+
+Prompts are leased here by position (0, 1, 2, ...), evaluation jobs are claimed here, and each owner's counts are kept
+here, in the transaction of what they count.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self, TypeAlias
+
+from tba.errors import DeadlineExceeded, UserError
+from tba.replay.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
+from tba.replay.database import Database
+from tba.replay.filesystem import network_filesystem
+from tba.types import Evaluation, Prompt, Trajectory, Version
+
+_KIND = 0x54424131  # "TBA1" in the file's header
+_VERSION = 1
+_LAST = 2**63 - 1  # no position is larger
+_PATIENCE = 0.1  # seconds that housekeeping may keep the trainer
+_SCHEMA = """
+CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE trajectories (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, prompt INTEGER NOT NULL, tokens INTEGER NOT NULL, body BLOB NOT NULL
+);
+CREATE TABLE uids (uid TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE leases (position INTEGER PRIMARY KEY, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL);
+CREATE TABLE jobs (
+    job TEXT PRIMARY KEY, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL, done INTEGER NOT NULL
+);
+CREATE TABLE evaluations (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, version TEXT NOT NULL, wall_seconds REAL NOT NULL,
+    metric TEXT NOT NULL, value REAL NOT NULL, n INTEGER NOT NULL, seconds REAL NOT NULL, tokens INTEGER NOT NULL
+);
+CREATE TABLE counters (owner TEXT, name TEXT, value INTEGER NOT NULL, PRIMARY KEY (owner, name)) WITHOUT ROWID;
+CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('retired_rows', 0), ('retired_tokens', 0), ('positions', 0)
+"""
+_Row: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What was ever appended, and what retention has deleted of it; tokens are completion tokens."""
+
+    rows: int
+    tokens: int
+    retired_rows: int
+    retired_tokens: int
+
+
+class JournalWriter:
+    """A writing end. Any number of them, in any process; one may be shared by the threads of a process.
+
+    `owner` names who writes: its counts are kept under this name. Raises `UserError` on a network filesystem,
+    `DeadlineExceeded` when other writers keep the file locked for `deadline_s` seconds.
+    """
+
+    def __init__(
+        self, path: Path, owner: str, deadline_s: float = 30.0, clock: Callable[[], float] = time.time
+    ) -> None:
+        self.owner = owner
+        self._clock = clock
+        self._database = _open(path, deadline_s)
+
+    def put(
+        self,
+        trajectories: Sequence[Trajectory],
+        leases: Sequence[int] = (),
+        counters: Mapping[str, int] | None = None,
+    ) -> None:
+        """One transaction: append the trajectories, give the leases back as done, add the counters.
+
+        A repeated call changes nothing: a uid that is there already is ignored, and when all of them are, so are the
+        counters. Raises `ValueError` for arrays that do not fit their completion.
+        """
+        prompts: dict[int, tuple[int, bytes]] = {}
+        rows = []
+        for t in trajectories:
+            if id(t.prompt) not in prompts:
+                body = encode_prompt(t.prompt)
+                prompts[id(t.prompt)] = (_content_id(body), body)
+            rows.append((t.uid, prompts[id(t.prompt)][0], t.length, encode_trajectory(t)))
+        with self._database.transaction() as connection:
+            connection.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompts.values())
+            tokens = [row[2] for row in rows if _append(connection, *row)]
+            connection.executemany("DELETE FROM leases WHERE position = ?", [(position,) for position in leases])
+            _add(connection, {"rows": len(tokens), "tokens": sum(tokens)})
+            if counters and (tokens or not rows):
+                self._count(connection, counters)
+
+    def lease(self, count: int, seconds: float) -> list[int]:
+        """`count` prompt positions for the next `seconds`: first those whose lease ran out, then new ones.
+
+        A position that is leased and has not run out is never handed out again.
+        """
+        with self._database.transaction() as connection:
+            now = self._now(connection, "leases")
+            expired = connection.execute(
+                "SELECT position FROM leases WHERE issued + seconds <= ? ORDER BY position LIMIT ?", (now, count)
+            ).fetchall()
+            positions = [row[0] for row in expired]
+            (next_new,) = connection.execute("SELECT value FROM totals WHERE name = 'positions'").fetchone()
+            new = count - len(positions)
+            positions.extend(range(next_new, next_new + new))
+            _add(connection, {"positions": new})
+            connection.executemany(
+                "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", [(p, self.owner, now, seconds) for p in positions]
+            )
+        return positions
+
+    def count(self, **increments: int) -> None:
+        """Add to this owner's counts."""
+        with self._database.transaction() as connection:
+            self._count(connection, increments)
+
+    def claim(self, job: str, seconds: float) -> bool:
+        """True for exactly one claimant, whose the job then is until it is done or `seconds` are over."""
+        with self._database.transaction() as connection:
+            now = self._now(connection, "jobs")
+            claimed = connection.execute(
+                "INSERT INTO jobs VALUES (?1, ?2, ?3, ?4, 0) ON CONFLICT (job) DO UPDATE "
+                "SET owner = ?2, issued = ?3, seconds = ?4 WHERE NOT done AND issued + seconds <= ?3",
+                (job, self.owner, now, seconds),
+            )
+            return claimed.rowcount == 1
+
+    def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
+        """The job is done, with its results; those of a job that somebody else has finished are ignored."""
+        with self._database.transaction() as connection:
+            finished = connection.execute(
+                "INSERT INTO jobs VALUES (?1, ?2, ?3, 0, 1) ON CONFLICT (job) DO UPDATE "
+                "SET owner = ?2, done = 1 WHERE NOT done",
+                (job, self.owner, self._clock()),
+            )
+            if finished.rowcount == 1:
+                connection.executemany(
+                    "INSERT INTO evaluations (job, version, wall_seconds, metric, value, n, seconds, tokens) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    [
+                        (job, str(e.version), e.wall_seconds, e.metric, e.value, e.n, e.seconds, e.tokens)
+                        for e in evaluations
+                    ],
+                )
+
+    def _count(self, connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
+        connection.executemany(
+            "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
+            [(self.owner, name, int(increment)) for name, increment in increments.items()],
+        )
+
+    def _now(self, connection: sqlite3.Connection, table: str) -> float:
+        """The time. What was issued in the future (the clock has been set back) counts as issued now: it stays live,
+        and runs out after its own length at the latest.
+        """
+        now = self._clock()
+        connection.execute(f"UPDATE {table} SET issued = ?1 WHERE issued > ?1", (now,))  # noqa: S608 - our own names
+        return now
+
+    def close(self) -> None:
+        """No more writing; leases that were not given back run out."""
+        self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class JournalFollower:
+    """The reading end: a `TrajectorySource` that remembers its `position` (settable, to resume).
+
+    keep_rows: drained rows beyond the newest so many are deleted, and counted (None: all are kept). Deleting and
+    checkpointing are done by one follower only, the first that is open; any other just reads.
+    wal_bytes: the write-ahead log is truncated when it is larger than this.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        position: int = 0,
+        keep_rows: int | None = None,
+        wal_bytes: int = 16 << 20,
+        deadline_s: float = 30.0,
+    ) -> None:
+        if keep_rows is not None and keep_rows < 0:
+            raise UserError(f"the journal cannot keep {keep_rows} rows: give 0 or more, or None to keep all")
+        self.position = position
+        self._keep_rows = keep_rows
+        self._wal_bytes = wal_bytes
+        self._database = _open(path, deadline_s)
+        self._lock_path = Path(f"{path}-follower")
+        self._lock: IO[str] | None = None
+        self._prompts: dict[int, Prompt] = {}
+        self._evaluation = 0
+
+    def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]:
+        """What is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never waits."""
+        rows: list[_Row] = self._database.rows(
+            "SELECT seq, prompt, body FROM trajectories WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?",
+            self.position,
+            _LAST if until is None else until,
+            -1 if limit is None else limit,
+        )
+        trajectories = [decode_trajectory(body, self._prompt(prompt)) for _, prompt, body in rows]
+        if rows:
+            self.position = rows[-1][0]
+            self._retire()
+            if self.wal_size > self._wal_bytes:
+                self.checkpoint()
+        return trajectories
+
+    def undrained(self) -> dict[str, int]:
+        """{"trajectories", "tokens"} after the position."""
+        ((rows, tokens),) = self._database.rows(
+            "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE seq > ?", self.position
+        )
+        return {"trajectories": rows, "tokens": tokens}
+
+    def totals(self) -> Totals:
+        """What was ever appended and deleted."""
+        values = dict(self._database.rows("SELECT name, value FROM totals WHERE name != 'positions'"))
+        return Totals(**values)
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Each owner's counts."""
+        counters: dict[str, dict[str, int]] = {}
+        for owner, name, value in self._database.rows("SELECT owner, name, value FROM counters"):
+            counters.setdefault(owner, {})[name] = value
+        return counters
+
+    def evaluations(self) -> list[Evaluation]:
+        """Those recorded since last asked, oldest first."""
+        rows: list[_Row] = self._database.rows(
+            "SELECT seq, version, wall_seconds, metric, value, n, seconds, tokens FROM evaluations "
+            "WHERE seq > ? ORDER BY seq",
+            self._evaluation,
+        )
+        if rows:
+            self._evaluation = rows[-1][0]
+        return [Evaluation(Version.parse(version), *rest) for _, version, *rest in rows]
+
+    def job_done(self, job: str) -> bool:
+        """Whether the evaluation job has been finished."""
+        return bool(self._database.rows("SELECT 1 FROM jobs WHERE job = ? AND done", job))
+
+    def jobs_done(self) -> set[str]:
+        """The evaluation jobs that have been finished."""
+        return {job for (job,) in self._database.rows("SELECT job FROM jobs WHERE done")}
+
+    @property
+    def wal_size(self) -> int:
+        """Bytes of the write-ahead log on disk."""
+        return self._database.wal_size
+
+    def checkpoint(self) -> bool:
+        """Move the log into the file and truncate it; False when somebody was in the way (it is tried again later)."""
+        if not self._holds_lock():
+            return False
+        with self._database.patience(_PATIENCE):
+            return self._database.checkpoint()
+
+    def _retire(self) -> None:
+        """Delete drained rows beyond the newest `keep_rows`, an eighth at a time: each time costs a disk flush."""
+        if self._keep_rows is None or not self._holds_lock():
+            return
+        ((newest, oldest),) = self._database.rows(
+            "SELECT coalesce((SELECT seq FROM trajectories ORDER BY seq DESC LIMIT 1), 0), "
+            "coalesce((SELECT seq FROM trajectories ORDER BY seq LIMIT 1), 0)"
+        )
+        last = min(self.position, newest - self._keep_rows)
+        if last - oldest + 1 <= self._keep_rows // 8:
+            return
+        with (
+            suppress(DeadlineExceeded),  # tried again at the next drain
+            self._database.patience(_PATIENCE),
+            self._database.transaction() as connection,
+        ):
+            rows, tokens = connection.execute(
+                "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE seq <= ?", (last,)
+            ).fetchone()
+            connection.execute("DELETE FROM trajectories WHERE seq <= ?", (last,))
+            _add(connection, {"retired_rows": rows, "retired_tokens": tokens})
+
+    def _prompt(self, content_id: int) -> Prompt:
+        """One object for each prompt, however many trajectories it has."""
+        prompt = self._prompts.get(content_id)
+        if prompt is None:
+            ((body,),) = self._database.rows("SELECT body FROM prompts WHERE id = ?", content_id)
+            if len(self._prompts) >= 1 << 16:
+                self._prompts.clear()
+            prompt = self._prompts[content_id] = decode_prompt(body)
+        return prompt
+
+    def _holds_lock(self) -> bool:
+        if self._lock is None:
+            lock = self._lock_path.open("a")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                return False
+            self._lock = lock
+        return True
+
+    def close(self) -> None:
+        """Truncates the log if nobody is in the way, and closes. Rows stay."""
+        self.checkpoint()
+        self._database.close()
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _open(path: Path, deadline_s: float) -> Database:
+    kind = network_filesystem(Path(path).absolute().parent)
+    if kind is not None:
+        raise UserError(
+            f"the journal {path} would lie on a network filesystem ({kind}), where SQLite loses data: "
+            f"give a folder on a local disk with --journal-dir"
+        )
+    return Database(path, _KIND, _VERSION, _SCHEMA, deadline_s)
+
+
+def _append(connection: sqlite3.Connection, uid: str, prompt: int, tokens: int, body: bytes) -> bool:
+    """Whether the uid was new. Uids outlive their rows, so a repeat is known even after retention."""
+    if connection.execute("INSERT OR IGNORE INTO uids VALUES (?)", (uid,)).rowcount == 0:
+        return False
+    connection.execute("INSERT INTO trajectories (prompt, tokens, body) VALUES (?, ?, ?)", (prompt, tokens, body))
+    return True
+
+
+def _add(connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
+    connection.executemany(
+        "UPDATE totals SET value = value + ? WHERE name = ?", [(by, name) for name, by in increments.items()]
+    )
+
+
+def _content_id(body: bytes) -> int:
+    """64 bits of the content, as SQLite's signed integer."""
+    return int.from_bytes(hashlib.blake2b(body, digest_size=8).digest(), "little", signed=True)

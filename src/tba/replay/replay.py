@@ -1,0 +1,216 @@
+"""Replay: takes trajectories in, keeps them by prompt, says when a batch may be sampled, and samples it.
+
+Invariant: nothing is dropped for being old; what leaves leaves by the capacity rule, and is counted. Mean uses per
+trajectory stay within the limit. Safe to share between the trainer's threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.protocols import TrajectorySource
+from tba.replay.buffer import Buffer, BufferSettings
+from tba.replay.pacing import Held, Pacing
+from tba.replay.selection import SMALLEST_GROUP, RecencyReward, Selection
+from tba.replay.uses import UseLog, cut_uses, read_uses
+from tba.types import Group, Json, Trajectory, Version
+
+_CHUNK = 4096  # rows drained at a time
+_PAPERS_WINDOW = 2  # 2k at k = 1
+
+NotReady: TypeAlias = Held | Literal["empty"]
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """What is kept, what is drawn and when."""
+
+    selection: Selection = field(default_factory=RecencyReward)
+    pacing: Pacing = field(default_factory=Pacing)
+    buffer: BufferSettings = field(default_factory=BufferSettings)
+    recent_window: int | None = None  # trainer updates within which data is recent; None: 2 x sync_every
+    take_in: Literal["always", "sync"] = "always"  # new data at once, or only at weight syncs (the paper's own way)
+    keep_rows: int | None = None  # newest trajectories kept in the journal on disk; None: all
+
+    def __post_init__(self) -> None:
+        if self.recent_window is not None and self.recent_window < 0:
+            raise UserError(f"--replay.recent-window is {self.recent_window}: give a number of updates, 0 or more")
+
+
+@runtime_checkable
+class ResumableSource(Protocol):
+    """A `TrajectorySource` that remembers how far it has been drained, such as the journal's follower."""
+
+    position: int
+
+    def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]: ...
+
+
+class Replay:
+    """What the trainer asks for groups. Set `now` to the trainer's version before each batch.
+
+    recent_window: overrides the setting (the recipe gives 2 x sync_every there). uses: where to record what was used;
+    without it nothing is recorded, and the replay cannot be resumed.
+    """
+
+    def __init__(
+        self,
+        source: TrajectorySource,
+        settings: ReplaySettings,
+        recent_window: int | None = None,
+        *,
+        seed: int = 0,
+        uses: Path | None = None,
+    ) -> None:
+        window = settings.recent_window if recent_window is None else recent_window
+        self.settings = settings
+        self.buffer = Buffer(settings.buffer, _PAPERS_WINDOW if window is None else window)
+        self.selector = settings.selection.start()
+        self._source = source
+        self._rng = np.random.default_rng([seed, 0x5E1EC7])  # apart from the searchers' streams of the same seed
+        self._uses_path = uses
+        self._uses = None if uses is None else UseLog(uses)
+        self._lock = threading.RLock()
+
+    @property
+    def now(self) -> Version:
+        """The trainer's version: what is recent is counted back from it."""
+        return self.buffer.now
+
+    @now.setter
+    def now(self, now: Version) -> None:
+        with self._lock:
+            self.buffer.now = now
+
+    @property
+    def reference(self) -> Version:
+        """The reference whose trajectories are sampled; the others wait."""
+        return self.buffer.reference
+
+    @reference.setter
+    def reference(self, reference: Version) -> None:
+        with self._lock:
+            self.buffer.reference = reference
+
+    def drain(self) -> int:
+        """Take in all that the source has; how many trajectories that were. Never waits."""
+        taken = 0
+        with self._lock:
+            while chunk := self._source.drain(_CHUNK):
+                for trajectory in chunk:
+                    self.buffer.add(trajectory)
+                taken += len(chunk)
+                if len(chunk) < _CHUNK:
+                    break
+        return taken
+
+    def sync(self) -> None:
+        """A weight sync has happened: with `take_in = "sync"` this is when new data comes in."""
+        self.drain()
+
+    def ready(self, groups: int, size: int) -> NotReady | None:
+        """Why a batch of `groups` x `size` may not be sampled now, or None: it may.
+
+        Takes new data in, if the settings say so. While no batch may be sampled it always does: a trainer that is
+        held back is at a sync point, and would wait for ever otherwise.
+        """
+        with self._lock:
+            if self.settings.take_in == "always" or self._held(groups, size) is not None:
+                self.drain()
+            return self._held(groups, size)
+
+    def sample(self, groups: int, size: int) -> list[Group]:
+        """One batch, whose uses are counted. Raises `RuntimeError` unless `ready` would answer None."""
+        with self._lock:
+            if (reason := self._held(groups, size)) is not None:
+                raise RuntimeError(f"no batch may be sampled now ({reason}): wait until ready() answers None")
+            chosen = self.selector.select(self.buffer, groups, size, self._rng)
+            trajectories = [t for group in chosen for t in group.trajectories]
+            self.buffer.use(trajectories)
+            if self._uses is not None:
+                self._uses.record([t.uid for t in trajectories])
+            return chosen
+
+    @property
+    def samples_per_insert(self) -> float:
+        """Mean uses of the trajectories received (0 before the first)."""
+        return self.buffer.trained_total / max(1, self.buffer.received)
+
+    def ledger(self) -> dict[str, int]:
+        """What became of all that was taken in: received, trained_once, trained_total, waiting, evicted and duplicate,
+        each as `<term>_trajectories` and `<term>_tokens`. What is still in the source is not in it.
+        """
+        with self._lock:
+            counts = self.buffer.counts()
+        terms = {f.name: getattr(counts, f.name) for f in fields(counts)}
+        return {f"{name}_{unit}": getattr(amount, unit) for name, amount in terms.items() for unit in _UNITS}
+
+    def metrics(self) -> dict[str, float]:
+        """For the step's line: sizes, reuse, and what was drawn so far (groups)."""
+        with self._lock:
+            sizes = {
+                "replay_trajectories": float(len(self.buffer)),
+                "replay_prompts": float(len(self.buffer.prompts(SMALLEST_GROUP))),
+                "samples_per_insert": self.samples_per_insert,
+            }
+            return sizes | {f"groups_{name}": float(count) for name, count in self.selector.counts.items()}
+
+    def state(self) -> Json:
+        """What `restore` needs besides the source and the record of uses. Raises `ValueError` when there is neither."""
+        if not isinstance(self._source, ResumableSource) or self._uses is None:
+            raise ValueError("replay can be resumed only from a source with a position and with a record of uses")
+        with self._lock:
+            return {
+                "position": self._source.position,
+                "uses_bytes": self._uses.size,
+                "now": str(self.now),
+                "reference": str(self.reference),
+                "rng": self._rng.bit_generator.state,
+                "selector": self.selector.state(),
+            }
+
+    def restore(self, state: Json) -> None:
+        """Rebuild a fresh replay as it was at `state()`: it then samples exactly as that would have.
+
+        Reads the source again from its beginning. What was used after the state was taken counts as never used: the
+        weights that it trained are gone. Raises `ValueError` when this replay is not fresh, or as `state` does.
+        """
+        if not isinstance(self._source, ResumableSource) or self._uses is None or self._uses_path is None:
+            raise ValueError("replay can be resumed only from a source with a position and with a record of uses")
+        if self.buffer.received:
+            raise ValueError("only a fresh replay can be restored: this one has taken in trajectories")
+        with self._lock:
+            self._uses.close()
+            cut_uses(self._uses_path, state["uses_bytes"])
+            uses = read_uses(self._uses_path)
+            self._uses = UseLog(self._uses_path)
+            self.now, self.reference = Version.parse(state["now"]), Version.parse(state["reference"])
+            self._source.position = 0
+            while chunk := self._source.drain(_CHUNK, state["position"]):
+                for trajectory in chunk:
+                    self.buffer.add(trajectory, uses[trajectory.uid])
+            self._source.position = state["position"]
+            self._rng.bit_generator.state = state["rng"]
+            self.selector.restore(state["selector"])
+
+    def close(self) -> None:
+        """Returns once the record of uses is on disk. The source stays open: it is the caller's."""
+        if self._uses is not None:
+            self._uses.close()
+
+    def _held(self, groups: int, size: int) -> NotReady | None:
+        reason = self.settings.pacing.held(self.buffer.received, self.buffer.trained_total, groups * size)
+        if reason == "warm_up":
+            return reason
+        if not self.buffer.prompts(SMALLEST_GROUP):
+            return "empty"
+        return reason
+
+
+_UNITS = ("trajectories", "tokens")

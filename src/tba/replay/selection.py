@@ -1,0 +1,160 @@
+"""Which prompts, and which of their trajectories, go into a batch: the paper's recency / reward selection.
+
+Invariant: no trajectory is twice in a group, prompts are drawn without replacement epoch by epoch, and a reward only
+ever decides between the responses of one prompt. The paper's m lives here and nowhere else.
+
+Shape legend: N the trajectories of one prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.errors import UserError
+from tba.protocols import TrajectoryStore
+from tba.replay.deck import Deck
+from tba.types import Group, Json
+
+SMALLEST_GROUP = 2  # log Z of a single trajectory is its own residual: it teaches nothing
+
+
+class RunningSelector(Protocol):
+    """A `Selector` (see protocols) that counts what it drew and can be resumed."""
+
+    @property
+    def counts(self) -> Mapping[str, int]: ...
+
+    def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]: ...
+
+    def state(self) -> Json: ...
+
+    def restore(self, state: Json) -> None: ...
+
+
+class Selection(Protocol):
+    """The settings of a selector."""
+
+    def start(self) -> RunningSelector: ...
+
+
+@dataclass(frozen=True)
+class RecencyReward:
+    """Each group is, independently, recent with probability m, else drawn by reward (paper, section 4 and 1.6)."""
+
+    m: float = 0.95  # the paper's most-on-policy probability
+    inverse_temperature: float = 0.0  # of softmax(reward x this) over a prompt's responses; 0 = uniform
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.m <= 1:
+            raise UserError(f"--replay.selection.m is {self.m}, it is a probability: give 0 to 1")
+        if not (self.inverse_temperature >= 0 and math.isfinite(self.inverse_temperature)):
+            raise UserError(
+                f"--replay.selection.inverse-temperature is {self.inverse_temperature}: give 0 (uniform) or more"
+            )
+
+    def start(self) -> RecencyRewardSelector:
+        """A selector at the beginning of its first epoch."""
+        return RecencyRewardSelector(self)
+
+
+class RecencyRewardSelector:
+    """Draws groups; keeps the two epochs (of recent prompts, of all prompts) and the counts.
+
+    counts: groups "recent" and "reward" as they came out; "recent_shortfall", meant to be recent but no further prompt
+    had K recent trajectories; "ragged", smaller than K; "repeated", of a prompt that the batch had already.
+    """
+
+    def __init__(self, settings: RecencyReward) -> None:
+        self.settings = settings
+        self.counts: Counter[str] = Counter(recent=0, reward=0, recent_shortfall=0, ragged=0, repeated=0)
+        self._recent = Deck()
+        self._all = Deck()
+
+    def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
+        """`groups` groups of `size` distinct trajectories each; fewer (at least 2) where a prompt has no more.
+
+        A prompt comes twice only when every prompt is in the batch already. Raises `ValueError` when no prompt has 2
+        distinct trajectories.
+        """
+        chosen: list[Group] = []
+        batch: set[str] = set()
+        for recent in rng.random(groups) < self.settings.m:
+            prompt, is_recent = self._prompt(store, size, bool(recent), batch, rng)
+            trajectories = store.recent(prompt) if is_recent else store.of(prompt)
+            if is_recent or self.settings.inverse_temperature == 0:
+                rows = uniform(len(trajectories), size, rng)
+            else:
+                reward_N = np.array([t.reward for t in trajectories], dtype=np.float64)
+                rows = softmax_without_replacement(reward_N, self.settings.inverse_temperature, size, rng)
+            group = Group(tuple(trajectories[i] for i in rows))
+            self._count(group, size, is_recent, bool(recent), prompt in batch)
+            batch.add(prompt)
+            chosen.append(group)
+        return chosen
+
+    def state(self) -> Json:
+        """What `restore` takes."""
+        return {"recent": self._recent.state(), "all": self._all.state(), "counts": dict(self.counts)}
+
+    def restore(self, state: Json) -> None:
+        """Go on where `state` was taken."""
+        self._recent.restore(state["recent"])
+        self._all.restore(state["all"])
+        self.counts = Counter(state["counts"])
+
+    def _prompt(
+        self, store: TrajectoryStore, size: int, recent: bool, batch: set[str], rng: np.random.Generator
+    ) -> tuple[str, bool]:
+        """(a prompt, whether it is drawn as recent): first one that is not in the batch, recent if it was meant so."""
+        everything: frozenset[str] = frozenset()
+        for avoid in (batch, everything):
+            if recent:
+                listed = store.recent_prompts(size)
+                prompt = self._recent.draw(listed, lambda p: len(store.recent(p)) >= size, avoid, rng)
+                if prompt is not None:
+                    return prompt, True
+            listed = store.prompts(SMALLEST_GROUP)
+            prompt = self._all.draw(listed, lambda p: len(store.of(p)) >= SMALLEST_GROUP, avoid, rng)
+            if prompt is not None:
+                return prompt, False
+        raise ValueError(f"no prompt has {SMALLEST_GROUP} distinct trajectories to make a group of")
+
+    def _count(self, group: Group, size: int, is_recent: bool, meant_recent: bool, repeated: bool) -> None:
+        self.counts["recent" if is_recent else "reward"] += 1
+        self.counts["recent_shortfall"] += meant_recent and not is_recent
+        self.counts["ragged"] += len(group) < size
+        self.counts["repeated"] += repeated
+
+
+def uniform(count: int, size: int, rng: np.random.Generator) -> Sequence[int]:
+    """`size` of `count` indices, all subsets equally likely; all of them when there are no more."""
+    if count <= size:
+        return range(count)
+    chosen: list[int] = rng.choice(count, size, replace=False, shuffle=False).tolist()
+    return chosen
+
+
+def softmax_without_replacement(
+    reward_N: npt.NDArray[np.float64], inverse_temperature: float, size: int, rng: np.random.Generator
+) -> list[int]:
+    """`size` indices drawn one after another from softmax(reward x inverse_temperature), without replacement.
+
+    By Gumbel top-k (Vieira 2014; Kool et al. 2019): the `size` largest of logit + Gumbel noise are exactly such a
+    draw. In log space nothing underflows; what is infinitely less likely than the best comes last, in random order.
+    """
+    count = len(reward_N)
+    if count <= size:
+        return list(range(count))
+    order_N = rng.permutation(count)  # equal keys are taken by position, which is hereby random
+    with np.errstate(over="ignore"):
+        logit_N = (reward_N[order_N] - reward_N.max()) * inverse_temperature
+    key_N = logit_N + rng.gumbel(size=count)
+    chosen: list[int] = order_N[np.argpartition(-key_N, size - 1)[:size]].tolist()
+    return chosen
