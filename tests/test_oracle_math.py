@@ -165,7 +165,7 @@ def elsewhere() -> TabularPolicy:
     """A policy that does not start at the reference."""
     policy = TabularPolicy(TASK)
     with torch.no_grad():
-        policy.logits_QNV += torch.randn(policy.logits_QNV.shape, generator=torch.Generator().manual_seed(5))
+        policy.logits_QNV.add_(torch.randn(policy.logits_QNV.shape, generator=torch.Generator().manual_seed(5)))
     return policy
 
 

@@ -43,8 +43,8 @@ def test_on_policy_trajectory_balance_is_reinforce_with_a_mean_baseline_and_k_mi
     batch = sampled(policy, Sampling())
     balance = gradient(TrajectoryBalance(BETA), policy, batch)
     for penalised in ("policy", "behavior"):  # on-policy it is the same
-        mean = Reinforce(BETA, "mean", penalised)  # type: ignore[arg-type]
-        leave_one_out = Reinforce(BETA, "leave_one_out", penalised)  # type: ignore[arg-type]
+        mean = Reinforce(BETA, "mean", penalised)
+        leave_one_out = Reinforce(BETA, "leave_one_out", penalised)
         torch.testing.assert_close(gradient(mean, policy, batch), balance, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close((K - 1) / K * gradient(leave_one_out, policy, batch), balance, rtol=1e-5, atol=1e-6)
 
@@ -54,8 +54,7 @@ def test_off_policy_it_is_the_penalty_on_the_current_policy_that_makes_them_equa
     batch = sampled(policy, Sampling(temperature=3.0))
     balance = gradient(TrajectoryBalance(BETA), policy, batch)
     of_policy, of_behavior = (
-        gradient(Reinforce(BETA, "mean", penalised), policy, batch)
-        for penalised in ("policy", "behavior")  # type: ignore[arg-type]
+        gradient(Reinforce(BETA, "mean", penalised), policy, batch) for penalised in ("policy", "behavior")
     )
     torch.testing.assert_close(of_policy, balance, rtol=1e-5, atol=1e-6)
     assert (of_behavior - balance).norm() > 0.1 * balance.norm()

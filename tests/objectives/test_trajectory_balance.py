@@ -215,6 +215,20 @@ def test_a_group_of_one_contributes_nothing_and_is_counted() -> None:
     assert objective(policy.evaluate(with_lone), with_lone, 1)[1]["degenerate"] == pytest.approx(2 / 13)
 
 
+def test_tokens_the_policy_did_not_sample_count_for_nothing() -> None:
+    """Whatever the model says of padding, or of positions that someone else wrote."""
+    batch, policy, objective = ragged_batch(), perturbed(), TrajectoryBalance(Constant(0.3))
+    log_policy_BT = policy.evaluate(batch).log_policy_BT.detach()
+    loss, _ = objective(PolicyOutput(log_policy_BT), batch, 1)
+    garbage_BT = torch.where(batch.mask_BT, log_policy_BT, torch.nan).requires_grad_()
+    same, _ = objective(PolicyOutput(garbage_BT), batch, 1)
+    (slope_BT,) = torch.autograd.grad(same, garbage_BT)
+    assert same.item() == loss.item()
+    assert not batch.mask_BT.all()
+    assert not slope_BT[~batch.mask_BT].any()
+    assert (slope_BT[batch.mask_BT] != 0).all()
+
+
 def test_metrics_are_means_over_rows() -> None:
     batch, policy = ragged_batch(), perturbed()
     objective = TrajectoryBalance(Linear(0.6, 0.2, 10))

@@ -21,7 +21,7 @@ from tba.policy.tabular import (
     ideal,
     total_variation,
 )
-from tba.types import Prompt, Sampling
+from tba.types import Prompt, Sampling, Version
 
 TASK = TabularTask()
 
@@ -102,6 +102,15 @@ def test_at_version_0_every_log_ratio_to_the_reference_is_zero() -> None:
         )
         batch = collate(groups)
         torch.testing.assert_close(policy.evaluate(batch).log_policy_BT, batch.log_reference_BT)
+
+
+def test_a_later_reference_is_the_policy_of_its_weights() -> None:
+    policy = perturbed()
+    later = TabularReference(TASK, 1.0, Version(0, 50), policy.weights())
+    groups = sample_groups(TASK, tabular_prompts(TASK), 20, Sampling(), np.random.default_rng(0), None, later)
+    batch = collate(groups)
+    assert {g.reference for g in groups} == {Version(0, 50)}
+    torch.testing.assert_close(batch.log_reference_BT, policy.evaluate(batch).log_policy_BT.float())
 
 
 def test_a_policy_can_become_any_distribution() -> None:
