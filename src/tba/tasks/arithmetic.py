@@ -3,9 +3,11 @@
 Invariant: a digest of the two operands, in either order and under whatever operation, decides the split, so training
 and evaluation never share a pair, also not by commutation.
 
-Demonstrations can be careless (`forgotten_carries`): a base policy that was shown them has a bad habit, which the
-reward then has to break. The format needs only the characters of `alphabet`: `345+678=` is answered by `3201`, the digits of 1023 with the least
+The format needs only the characters of `alphabet`: `345+678=` is answered by `3201`, the digits of 1023 with the least
 significant first (the order in which a sum is worked out, which is what a small model can learn).
+
+Demonstrations can be careless (`forgotten_carries`): a base policy that was shown them has a bad habit, which the
+reward then has to break. The field `answer`, and with it the reward, is always right.
 """
 
 from __future__ import annotations
