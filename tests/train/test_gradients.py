@@ -8,13 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from toys import BETA, TASK, Counted, LearnedBalance, PolicyWithHeads, WhitenedPolicyGradient, groups_of, llama_policy
+
 from tba.batch import Batch, collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularPolicy
 from tba.protocols import Objective, Policy
 from tba.train.gradients import backward
-from torch import Tensor
-from toys import BETA, TASK, Counted, LearnedBalance, PolicyWithHeads, WhitenedPolicyGradient, groups_of, llama_policy
 
 RAGGED = [5, 1, 8, 3]
 WHOLE = 10**6

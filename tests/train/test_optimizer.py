@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import Parameter
+
 from tba.errors import UserError
 from tba.schedules import WarmupLinear
 from tba.train.optimizer import Optimizer, OptimizerSettings
-from torch.nn import Parameter
 
 
 def test_updates_are_those_of_the_equations_with_the_schedule_as_a_factor() -> None:
-    settings = OptimizerSettings(
-        lr=0.1, schedule=WarmupLinear(4), betas=(0.9, 0.99), weight_decay=0.01, clip_norm=None
-    )
+    settings = OptimizerSettings(lr=0.1, schedule=WarmupLinear(4), betas=(0.9, 0.99), weight_decay=0.01, clip_norm=None)
     parameter = Parameter(torch.tensor([1.0, -2.0], dtype=torch.float64))
     optimizer = settings.start([parameter])
     x, m, v = parameter.detach().clone(), torch.zeros(2).double(), torch.zeros(2).double()
@@ -131,7 +130,8 @@ def test_a_state_that_is_missing_damaged_or_of_another_model_is_refused_in_one_s
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("lr", 0.0), ("lr", math.nan), ("clip_norm", -1.0), ("betas", (0.9, 1.0)), ("weight_decay", -1)]
+    ("field", "value"),
+    [("lr", 0.0), ("lr", math.nan), ("clip_norm", -1.0), ("betas", (0.9, 1.0)), ("weight_decay", -1)],
 )
 def test_settings_that_cannot_work_are_refused(field: str, value: object) -> None:
     with pytest.raises(UserError, match=field):

@@ -6,11 +6,12 @@ import threading
 from dataclasses import dataclass, field
 
 import pytest
+from toys import groups_of
+
 from tba.batch import collate
 from tba.errors import DeadlineExceeded, UserError
 from tba.train.batches import Fetched
 from tba.train.prefetch import Prefetch
-from toys import groups_of
 
 LONG = 60.0
 

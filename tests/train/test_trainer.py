@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from toys import BETA, TASK, LearnedBalance, PolicyWithHeads, Published, Scripted, groups_of, llama_policy, trainer_of
+
 from tba.batch import collate
 from tba.errors import NonFiniteLoss, UserError
 from tba.objectives.policy_gradient import Reinforce
@@ -17,7 +19,6 @@ from tba.train.batches import Fetched
 from tba.train.optimizer import OptimizerSettings
 from tba.train.trainer import Trainer, load_batch
 from tba.types import Version
-from toys import BETA, TASK, LearnedBalance, PolicyWithHeads, Published, Scripted, groups_of, llama_policy, trainer_of
 
 
 def fetched(reward: float | None = None, versions: tuple[Version, ...] = (Version(),), seed: int = 0) -> Fetched:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
 from tba.batch import Batch
 from tba.policy.causal import CausalPolicy
 from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
@@ -16,7 +18,6 @@ from tba.train.batches import Fetched, Sampled
 from tba.train.optimizer import OptimizerSettings
 from tba.train.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
-from transformers import LlamaConfig, LlamaForCausalLM
 
 TASK = TabularTask(symbols=3, length=4, prompts=4)
 VOCABULARY = 32  # holds the toy's tokens and its prompts'
@@ -63,7 +64,7 @@ def llama_policy(seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalPol
         bos_token_id=None,
         eos_token_id=0,
     )
-    return CausalPolicy(LlamaForCausalLM(config).to(dtype))
+    return CausalPolicy(AutoModelForCausalLM.from_config(config, dtype=dtype))
 
 
 class PolicyWithHeads(TabularPolicy):

@@ -20,7 +20,7 @@ from tba.types import Json, Version
 from tba.weights.beside import folder_beside, remove_folder, remove_leftovers
 
 RUN = "run.json"
-STEP = re.compile(r"step-(\d+)")
+STEP = re.compile(r"step-\d+")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Checkpoint:
 
     path: Path
     version: Version
-    state: Mapping[str, Json]  # what was given to `save`: generators, cursors
+    state: Mapping[str, Json]  # what was given to `save_checkpoint`: generators, cursors
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
@@ -43,49 +43,44 @@ class Checkpoint:
             raise UserError(f"the checkpoint at {path} is damaged ({RUN}: {error}); give an older one") from error
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """The checkpoints of one run. Raises `UserError` when `keep` is less than 1."""
+def save_checkpoint(
+    folder: Path,
+    version: Version,
+    save_model: Callable[[Path], None],
+    optimizer: Optimizer,
+    state: Mapping[str, Json] | None = None,
+    keep: int = 2,
+) -> Checkpoint:
+    """Write `folder`/step-N and take away all but the newest `keep`; one of the same step is replaced.
 
-    path: Path
-    keep: int = 2
+    `save_model` writes the model (and its tokenizer) into the folder it is given; `state` is what JSON can hold.
+    Raises `UserError` when `keep` is less than 1.
+    """
+    if keep < 1:
+        raise UserError(f"{keep} checkpoints are to be kept, but the newest always is; give 1 or more")
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    path = folder / f"step-{version.step}"
+    with folder_beside(path, durable=True) as beside:
+        save_model(beside)
+        optimizer.save(beside)
+        (beside / RUN).write_text(json.dumps({"version": str(version), "state": dict(state or {})}))
+        if path.exists():
+            remove_folder(path)
+    for old in _folders(folder)[:-keep]:
+        remove_folder(old)
+    return Checkpoint.load(path)
 
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise UserError(f"{self.keep} checkpoints are to be kept, but the newest always is; give 1 or more")
 
-    def save(
-        self,
-        version: Version,
-        save_model: Callable[[Path], None],
-        optimizer: Optimizer,
-        state: Mapping[str, Json],
-    ) -> Checkpoint:
-        """Write step-N; one of the same step is replaced, as after a resume.
+def newest_checkpoint(folder: Path) -> Checkpoint | None:
+    """That of the latest version, None when there is none. Raises `UserError` when one is damaged."""
+    folders = _folders(folder)
+    return Checkpoint.load(folders[-1]) if folders else None
 
-        `save_model` writes the model (and its tokenizer) into the folder it is given; `state` is JSON.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.path)
-        folder = self.path / f"step-{version.step}"
-        with folder_beside(folder, durable=True) as beside:
-            save_model(beside)
-            optimizer.save(beside)
-            (beside / RUN).write_text(json.dumps({"version": str(version), "state": dict(state)}))
-            if folder.exists():
-                remove_folder(folder)
-        for old in self._folders()[: -self.keep]:
-            remove_folder(old)
-        return Checkpoint(folder, version, state)
 
-    def newest(self) -> Checkpoint | None:
-        """The checkpoint of the latest version, None when there is none. Raises `UserError` when it is damaged."""
-        folders = self._folders()
-        return Checkpoint.load(folders[-1]) if folders else None
-
-    def _folders(self) -> list[Path]:
-        """Oldest version first: a resume may have gone back to an earlier step."""
-        if not self.path.is_dir():
-            return []
-        named = [folder for folder in self.path.iterdir() if STEP.fullmatch(folder.name)]
-        return sorted(named, key=lambda folder: Checkpoint.load(folder).version)
+def _folders(folder: Path) -> list[Path]:
+    """Oldest version first: by steps alone, a resume from an earlier step would count as older."""
+    if not folder.is_dir():
+        return []
+    named = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
+    return sorted(named, key=lambda path: Checkpoint.load(path).version)

@@ -19,6 +19,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,7 +49,7 @@ def backward(
 def _whole(policy: Policy, objective: Objective, batch: Batch, step: int) -> tuple[float, dict[str, float]]:
     output = policy.evaluate(batch)
     loss, metrics = objective(output, batch, step)
-    value = float(loss)
+    value = loss.item()
     if math.isfinite(value):
         loss.backward()
     return value, {"log_ratio": _log_ratio(output, batch), **metrics}
@@ -62,8 +64,7 @@ def _by_groups(
         share = part.rows / batch.rows
         output = policy.evaluate(part)
         loss, metrics = objective(output, part, step)
-        value = float(loss)
-        total += share * value
+        total += share * loss.item()
         for name, metric in {"log_ratio": _log_ratio(output, part), **metrics}.items():
             averages[name] += share * metric
         if not math.isfinite(total):
@@ -75,67 +76,82 @@ def _by_groups(
 def _by_slices(
     policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor]
 ) -> tuple[float, dict[str, float]]:
-    leaves = _evaluate_without_gradient(policy, batch, parts)
-    with torch.enable_grad():
-        loss, metrics = objective(leaves, batch, step)
-    value = float(loss)
+    slices = [_Slice.of(batch, rows_N) for rows_N in parts]
+    leaves = _evaluate_without_gradient(policy, batch, slices)
+    loss, metrics = objective(leaves, batch, step)
+    value = loss.item()
     metrics = {"log_ratio": _log_ratio(leaves, batch), **metrics}
     if not math.isfinite(value):
         return value, metrics
     loss.backward()
     done_G = torch.zeros(batch.groups, dtype=torch.bool, device=batch.group_B.device)
-    for rows_N in parts:
-        part = batch.select(rows_N)
-        groups = torch.unique(batch.group_B[rows_N])
-        pairs = _slices(policy.evaluate(part), leaves, rows_N, groups, done_G)
+    for part in slices:
+        pairs = part.derivatives(policy.evaluate(part.batch), leaves, done_G)
         if pairs:
-            outputs, gradients = zip(*pairs, strict=True)
-            torch.autograd.backward(outputs, gradients)
-        done_G[groups] = True
+            outputs, derivatives = zip(*pairs, strict=True)
+            torch.autograd.backward(outputs, derivatives)
+        done_G[part.group_index] = True
     return value, metrics
 
 
-def _evaluate_without_gradient(policy: Policy, batch: Batch, parts: Sequence[Tensor]) -> PolicyOutput:
-    """The output for the whole batch, put together from its micro-batches, as leaves that take a gradient."""
-    log_policy_BT = torch.zeros_like(batch.log_reference_BT)
-    value_BT: Tensor | None = None
-    log_z_G: Tensor | None = None
+@dataclass(frozen=True)
+class _Slice:
+    """One micro-batch and its place in the whole batch."""
+
+    batch: Batch
+    row_index: Tensor  # [N] into the B rows
+    group_index: Tensor  # into the G groups
+
+    @classmethod
+    def of(cls, batch: Batch, rows_N: Tensor) -> _Slice:
+        return cls(batch.select(rows_N), rows_N, torch.unique(batch.group_B[rows_N]))
+
+    @property
+    def place_BT(self) -> tuple[Tensor, slice]:
+        """Where its rows lie in a tensor of shape [B, T]."""
+        return self.row_index, slice(0, self.batch.completion_BT.shape[1])
+
+    def derivatives(self, output: PolicyOutput, leaves: PolicyOutput, done_G: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(what the policy gave, the loss's derivative with respect to it), for each output that the loss uses.
+
+        log Z belongs to a group, and a group may be split: its derivative goes with the first slice that has it.
+        """
+        pairs = []
+        for made, leaf in ((output.log_policy_BT, leaves.log_policy_BT), (output.value_BT, leaves.value_BT)):
+            if made is not None and leaf is not None and leaf.grad is not None:
+                pairs.append((made, leaf.grad[self.place_BT]))
+        if output.log_z_G is not None and leaves.log_z_G is not None and leaves.log_z_G.grad is not None:
+            derivative = leaves.log_z_G.grad[self.group_index].masked_fill(done_G[self.group_index], 0.0)
+            pairs.append((output.log_z_G, derivative))
+        return pairs
+
+
+def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[_Slice]) -> PolicyOutput:
+    """The output for the whole batch, put together from its slices, as leaves that take a gradient."""
     with torch.no_grad():
-        for rows_N in parts:
-            part = batch.select(rows_N)
-            width = part.completion_BT.shape[1]
-            output = policy.evaluate(part)
-            log_policy_BT[rows_N, :width] = output.log_policy_BT.to(log_policy_BT.dtype)
-            if output.value_BT is not None:
-                value_BT = torch.zeros_like(log_policy_BT) if value_BT is None else value_BT
-                value_BT[rows_N, :width] = output.value_BT.to(value_BT.dtype)
-            if output.log_z_G is not None:
-                log_z_G = log_policy_BT.new_zeros(batch.groups) if log_z_G is None else log_z_G
-                log_z_G[torch.unique(batch.group_B[rows_N])] = output.log_z_G.to(log_z_G.dtype)
-    for leaf in (log_policy_BT, value_BT, log_z_G):
-        if leaf is not None:
-            leaf.requires_grad_()
-    return PolicyOutput(log_policy_BT, value_BT, log_z_G)
+        outputs = [policy.evaluate(part.batch) for part in slices]
+    rows = [part.place_BT for part in slices]
+    shape_BT = tuple(batch.completion_BT.shape)
+    log_policy_BT = _put_together([o.log_policy_BT for o in outputs], rows, shape_BT)
+    assert log_policy_BT is not None
+    return PolicyOutput(
+        log_policy_BT,
+        _put_together([o.value_BT for o in outputs], rows, shape_BT),
+        _put_together([o.log_z_G for o in outputs], [part.group_index for part in slices], (batch.groups,)),
+    )
 
 
-def _slices(
-    output: PolicyOutput, leaves: PolicyOutput, rows_N: Tensor, groups: Tensor, done_G: Tensor
-) -> list[tuple[Tensor, Tensor]]:
-    """(what the policy gave for one micro-batch, its slice of the loss's derivative) of each output in use.
-
-    log Z belongs to a group and a group may be split: its derivative goes with the first micro-batch that has it.
-    """
-    width = output.log_policy_BT.shape[1]
-    pairs = []
-    for made_NT, leaf_BT in ((output.log_policy_BT, leaves.log_policy_BT), (output.value_BT, leaves.value_BT)):
-        if made_NT is not None and leaf_BT is not None and leaf_BT.grad is not None:
-            pairs.append((made_NT, leaf_BT.grad[rows_N, :width].to(made_NT.dtype)))
-    if output.log_z_G is not None and leaves.log_z_G is not None and leaves.log_z_G.grad is not None:
-        slice_G = leaves.log_z_G.grad[groups].masked_fill(done_G[groups], 0.0)
-        pairs.append((output.log_z_G, slice_G.to(output.log_z_G.dtype)))
-    return pairs
+def _put_together(made: Sequence[Tensor | None], places: Sequence[Any], shape: tuple[int, ...]) -> Tensor | None:
+    """A leaf of `shape` with every tensor in its place; None when there are none."""
+    whole: Tensor | None = None
+    for tensor, place in zip(made, places, strict=True):
+        if tensor is None:
+            return None
+        whole = tensor.new_zeros(shape) if whole is None else whole
+        whole[place] = tensor
+    return None if whole is None else whole.requires_grad_()
 
 
 def _log_ratio(output: PolicyOutput, batch: Batch) -> float:
     """Mean over rows of log pi - log pi_ref, for objectives that do not report it themselves."""
-    return float((output.log_policy_BT.detach() - batch.log_reference_BT).sum() / batch.rows)
+    return ((output.log_policy_BT.detach() - batch.log_reference_BT).sum() / batch.rows).item()

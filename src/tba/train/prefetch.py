@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from queue import SimpleQueue
 
 from tba.errors import DeadlineExceeded
@@ -47,6 +47,11 @@ class Prefetch:
             ) from error
         self._ahead = self._request()
         return fetched
+
+    def ready(self, seconds: float) -> bool:
+        """Whether `next` would give a batch, or raise what the source raised, at once; waits so long to find out."""
+        wait([self._ahead], seconds)
+        return self._ahead.done()
 
     def close(self) -> None:
         """End the thread; the batch fetched ahead is dropped. Raises `DeadlineExceeded` when the source holds on."""

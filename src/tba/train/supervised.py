@@ -156,7 +156,7 @@ def _train(
         for part in _parts(batch, settings.max_tokens_per_pass):
             share = _summed_loss(model, part) / tokens
             share.backward()
-            loss += float(share)
+            loss += share.item()
         if not math.isfinite(optimizer.step(step)):
             raise NonFiniteLoss(f"the warm start's loss is {loss} at step {step} of {updates}; lower its lr")
         losses.append(loss)

@@ -27,13 +27,15 @@ def folder_beside(path: Path, durable: bool = False) -> Iterator[Path]:
     try:
         yield beside
         if durable:
-            sync_folder(beside)
+            for root, _, names in os.walk(beside):
+                for written in (*names, "."):
+                    sync(Path(root) / written)
         _rename(beside, path)
     except BaseException:
         shutil.rmtree(beside, ignore_errors=True)
         raise
     if durable:
-        _sync(path.parent)
+        sync(path.parent)
 
 
 def remove_folder(path: Path) -> None:
@@ -50,12 +52,13 @@ def remove_leftovers(parent: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Have the disk hold every file under `folder`, and the folders themselves."""
-    for root, _, names in os.walk(folder):
-        for name in names:
-            _sync(Path(root) / name)
-        _sync(Path(root))
+def sync(path: Path) -> None:
+    """Have the disk hold a file, or a folder's list of names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _beside(path: Path, what: str) -> Path:
@@ -69,11 +72,3 @@ def _rename(beside: Path, path: Path) -> None:
         if path.is_dir():
             raise FileExistsError(f"{path} is there already") from error
         raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

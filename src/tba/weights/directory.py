@@ -1,11 +1,11 @@
-"""The arrow up, on one machine: a folder of safetensors, one version of the weights in each subfolder.
+"""The arrow up, on one machine: a folder of safetensors, each version of the weights with its manifest.
 
-    weights/0.12/   weights.safetensors   manifest.json   pins.json (while it is pinned)
+    weights/   0.12.safetensors   0.12.json (its manifest)   0.12.pins (while it is pinned: why)
 
-Invariant: the rename of a version's folder *is* its publication, so that a listing of the folder is the whole truth
-and a reader sees a version entirely or not at all. One process publishes, pins and prunes; any number read. The
-newest `keep` versions and every pinned one are kept. What `newer_than` and `at` hand out is open already: it can be
-read even after its version has been pruned.
+Invariant: a version is published while its manifest is there, which is renamed into place after the tensors and is
+taken away before them. So a listing of the folder is the whole truth, and a reader sees a version entirely or not at
+all. One process publishes, pins and prunes; any number read. The newest `keep` versions and every pinned one are kept.
+What `newer_than` and `at` hand out is open already: it can be read even after its version has been pruned.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import safetensors.torch
 from tba.errors import UserError
 from tba.protocols import PublishedWeights
 from tba.types import Json, Version
-from tba.weights.beside import folder_beside, remove_folder, remove_leftovers, sync_folder
+from tba.weights.beside import sync
 
 if TYPE_CHECKING:
     import torch
 
-TENSORS = "weights.safetensors"
-MANIFEST = "manifest.json"
-PINS = "pins.json"
-VERSION = re.compile(r"\d+\.\d+")  # a published one's folder; what is being written or removed begins with a dot
+TENSORS = ".safetensors"
+MANIFEST = ".json"
+PINS = ".pins"
+NAME = re.compile(r"(\d+\.\d+)\.json")  # what is still being written begins with a dot
 
 
 class WeightDirectory:
@@ -53,17 +53,18 @@ class WeightDirectory:
 
         Raises `ValueError` unless `version` is newer than all that are there: no two sets of weights share a name.
         """
-        if not self._clean:
-            remove_leftovers(self.path)
-            self._clean = True
         newest = self.newest()
         if newest is not None and version <= newest:
             raise ValueError(f"version {version} cannot be published after {newest}: versions only rise")
-        with folder_beside(self._folder(version)) as folder:
-            tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
-            safetensors.torch.save_file(tensors, folder / TENSORS)
-            head = {"version": str(version), "names": sorted(tensors), "notes": dict(manifest)}
-            (folder / MANIFEST).write_text(json.dumps(head, indent=1))
+        if not self._clean:
+            self._remove_leftovers()
+            self._clean = True
+        tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+        beside = self.path / f".{version}{TENSORS}"
+        safetensors.torch.save_file(tensors, beside)
+        os.replace(beside, self._file(version, TENSORS))
+        head = {"version": str(version), "names": sorted(tensors), "notes": dict(manifest)}
+        self._write(version, MANIFEST, head)
         self._prune()
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
@@ -84,12 +85,15 @@ class WeightDirectory:
         published = self._open(version)
         if published is None:
             there = ", ".join(map(str, self.versions())) or "none"
-            raise UserError(f"{self.path} does not hold version {version} of the weights; it holds {there}")
+            raise UserError(
+                f"{self.path} does not hold version {version} of the weights, but {there}; give one of these"
+            )
         return published
 
     def versions(self) -> list[Version]:
         """What is published and kept, oldest first."""
-        return sorted(Version.parse(name) for name in os.listdir(self.path) if VERSION.fullmatch(name))
+        names = map(NAME.fullmatch, os.listdir(self.path))
+        return sorted(Version.parse(name[1]) for name in names if name)
 
     def newest(self) -> Version | None:
         """The newest published version, None before the first."""
@@ -100,10 +104,12 @@ class WeightDirectory:
 
         Raises `UserError` when it is not there.
         """
-        if not self._folder(version).is_dir():
+        if not self._file(version, MANIFEST).exists():
             raise UserError(f"version {version} cannot be pinned: {self.path} does not hold it (any longer)")
-        self._write_pins(version, [*self.pins(version), why])
-        sync_folder(self._folder(version))
+        self._write(version, PINS, [*self.pins(version), why])
+        for suffix in (TENSORS, MANIFEST, PINS):
+            sync(self._file(version, suffix))
+        sync(self.path)
 
     def unpin(self, version: Version, why: str) -> None:
         """Take back one `pin` of the same reason; with the last of them the version may be pruned.
@@ -114,43 +120,53 @@ class WeightDirectory:
         if why not in reasons:
             raise ValueError(f"version {version} is not pinned for {why!r}, but for {reasons}")
         reasons.remove(why)
-        self._write_pins(version, reasons)
+        if reasons:
+            self._write(version, PINS, reasons)
+        else:
+            self._file(version, PINS).unlink()
         self._prune()
 
     def pins(self, version: Version) -> list[str]:
         """Why `version` is pinned; empty when it is not."""
         try:
-            reasons: list[str] = json.loads((self._folder(version) / PINS).read_text())
+            reasons: list[str] = json.loads(self._file(version, PINS).read_text())
         except FileNotFoundError:
             return []
         return reasons
 
-    def _folder(self, version: Version) -> Path:
-        return self.path / str(version)
+    def _file(self, version: Version, suffix: str) -> Path:
+        return self.path / f"{version}{suffix}"
 
-    def _write_pins(self, version: Version, reasons: list[str]) -> None:
-        file = self._folder(version) / PINS
-        if not reasons:
-            file.unlink()
-            return
-        beside = file.with_name(f".{PINS}")
-        beside.write_text(json.dumps(reasons))
-        os.replace(beside, file)
+    def _write(self, version: Version, suffix: str, value: Json) -> None:
+        """A small file, beside and renamed."""
+        beside = self.path / f".{version}{suffix}"
+        beside.write_text(json.dumps(value))
+        os.replace(beside, self._file(version, suffix))
 
     def _prune(self) -> None:
         for version in self.versions()[: -self.keep]:
             if not self.pins(version):
-                remove_folder(self._folder(version))
+                self._file(version, MANIFEST).unlink()
+                self._file(version, TENSORS).unlink()
+
+    def _remove_leftovers(self) -> None:
+        """What a crash left: files begun, and tensors whose manifest is not there yet or not any longer."""
+        for tensors in self.path.glob(f"*{TENSORS}"):
+            if not tensors.with_suffix(MANIFEST).exists():
+                tensors.unlink()
+        for suffix in (TENSORS, MANIFEST, PINS):
+            for begun in self.path.glob(f".*{suffix}"):
+                begun.unlink(missing_ok=True)
 
     def _open(self, version: Version) -> PublishedWeights | None:
         """A version with its tensors mapped, or None when it has been pruned."""
-        folder = self._folder(version)
+        manifest = self._file(version, MANIFEST)
         try:
-            notes = json.loads((folder / MANIFEST).read_text())["notes"]
-            tensors = safetensors.safe_open(folder / TENSORS, framework="pt")
-        except (OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
-            if folder.is_dir():
-                raise UserError(f"the weights in {folder} are damaged ({error}); remove that folder") from error
+            notes = json.loads(manifest.read_text())["notes"]
+            tensors = safetensors.safe_open(self._file(version, TENSORS), framework="pt")
+        except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
+            if manifest.exists():
+                raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
             return None
 
         def read() -> dict[str, torch.Tensor]:
