@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from tba.errors import UserError
 from tba.evaluate.accuracy import EvaluationSettings
 from tba.protocols import Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
+from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.search.prompts import PromptSettings
 from tba.train.optimizer import OptimizerSettings
@@ -46,9 +47,9 @@ class Model(Protocol):
 class RuntimeSettings:
     """How the parts are run, and how long they may take over what."""
 
-    start_deadline: float = 600.0  # seconds for a part to come up
     idle_deadline: float = 1800.0  # seconds the trainer may wait for one batch
     stop_deadline: float = 60.0  # seconds a part has to stop cleanly
+    evaluation_deadline: float = 3600.0  # seconds for the last evaluation
     lease_seconds: float = 1800.0  # a prompt not answered by then is handed out again
     restarts: int = 3  # of each searcher that dies
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
@@ -57,17 +58,6 @@ class RuntimeSettings:
     checkpoints: int = 2  # how many are kept
     checkpoint_every: int = 0  # steps; 0 = at the end only
     prefetch: bool = True  # fetch the next batch while this one is computed (processes only)
-
-
-@dataclass(frozen=True)
-class RecordSettings:
-    """What a run leaves behind besides its weights."""
-
-    samples_every: int = 20  # steps between answers written to samples.jsonl
-    samples: int = 4
-    tensorboard: bool = True
-    wandb: str | None = None  # project name: log to Weights & Biases too
-    hide_text: bool = False  # keep prompts and answers out of samples.jsonl and the terminal
 
 
 @dataclass(frozen=True)

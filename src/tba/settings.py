@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import io
 import pkgutil
+import sys
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,7 +34,9 @@ def find(name: str) -> Recipe:
     if name not in names():
         near = difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {near[0]!r}?" if near else "`tba recipes` lists them."
-        raise UserError(f"there is no recipe {name!r}; give one of {', '.join(names())} or a path to a .py file; {hint}")
+        raise UserError(
+            f"there is no recipe {name!r}; give one of {', '.join(names())} or a path to a .py file; {hint}"
+        )
     return _recipe_in(importlib.import_module(f"tba.recipes.{name}"), name)
 
 
@@ -51,8 +54,6 @@ def _from_file(path: Path) -> Recipe:
     if spec is None or spec.loader is None:
         raise UserError(f"{path} cannot be read as a Python module: give a .py file that defines `recipe`")
     module = importlib.util.module_from_spec(spec)
-    import sys
-
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
     spec.loader.exec_module(module)
     return _recipe_in(module, str(path))
@@ -85,6 +86,23 @@ def override(default: T, arguments: Sequence[str], program: str) -> T:
     except SystemExit as error:
         raise UserError(_one_sentence(said.getvalue(), arguments, program)) from error
     return typing.cast(T, _back(default, parsed))
+
+
+def split_options(options: T, arguments: Sequence[str], program: str) -> tuple[T, list[str]]:
+    """The command's own options taken out of `arguments`; what is left sets the recipe's fields."""
+    own, rest, mine = set(flags(options)), [], []
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument.split("=")[0].replace("_", "-") not in own:
+            rest.append(argument)
+            continue
+        mine.append(argument)
+        if "=" not in argument:
+            value = next(waiting, None)
+            if value is None:
+                raise UserError(f"{program} {argument} needs a value")
+            mine.append(value)
+    return override(options, mine, program), rest
 
 
 def flags(default: Any, prefix: str = "--") -> list[str]:

@@ -25,7 +25,7 @@ from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError
 from tba.protocols import Tokenizer
-from tba.types import Completion, Prompt, Sampling, StopReason, Version
+from tba.types import Completion, FloatArray, Prompt, Sampling, StopReason, Version
 
 _STEPS_BETWEEN_LOOKS = 4  # where looking at the tokens costs more than a step: on an accelerator, for stop strings
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
@@ -149,12 +149,8 @@ class TransformersEngine:
             self._cache = SlotCache(like, self.settings.slots, length)
         return self._cache
 
-    def completion(self, tokens: Tensor, log_behavior: Tensor, sampling: Sampling, interrupted: bool) -> Completion:
-        """The completion in a row: [T] tokens and log-probabilities, cut where it ended."""
-        if not log_behavior.isfinite().all():
-            self._cache = None  # a NaN in a slot would outlive its row
-            raise TbaError(f"the weights of version {self._version} give probabilities that are no finite numbers")
-        ids: list[int] = tokens.tolist()
+    def completion(self, ids: list[int], log_behavior: FloatArray, sampling: Sampling, interrupted: bool) -> Completion:
+        """The completion in a row: its tokens and their log-probabilities [T], cut where it ended."""
         ends = next((i + 1 for i, token in enumerate(ids) if token in self._eos), None)
         n, text, stopped = self._stop.cut(ids[:ends])
         if stopped:
@@ -163,14 +159,8 @@ class TransformersEngine:
             reason = StopReason.EOS
         else:
             reason = StopReason.INTERRUPTED if interrupted else StopReason.LENGTH
-        return Completion(
-            tokens=np.array(ids[:n], dtype=np.int32),
-            text=text,
-            stop_reason=reason,
-            versions=(self._version, self._version),
-            sampling=sampling,
-            log_behavior=log_behavior[:n].numpy().copy(),
-        )
+        versions = (self._version, self._version)
+        return Completion(np.array(ids[:n], dtype=np.int32), text, reason, versions, sampling, log_behavior[:n].copy())
 
 
 class _Call:
@@ -310,12 +300,13 @@ class _Call:
         """Take the completions out of rows and free them; returns whether there were any."""
         if not len(finished):
             return False
+        self._check_finite()
         rows = torch.from_numpy(finished).to(self.device)
-        token, log_behavior = self.rows.token_RT[rows].cpu(), self.rows.log_behavior_RT[rows].cpu()
-        for i, row in enumerate(finished):
+        ids, log_behavior = self.rows.token_RT[rows].tolist(), self.rows.log_behavior_RT[rows].cpu().numpy()
+        for i, row in enumerate(finished.tolist()):
             n = self.count_R[row]
             self.results[self.request_R[row]] = self.engine.completion(
-                token[i, :n], log_behavior[i, :n], self.sampling, interrupted
+                ids[i][:n], log_behavior[i, :n], self.sampling, interrupted
             )
         self.free = finished.tolist()
         return True

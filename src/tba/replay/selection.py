@@ -137,7 +137,7 @@ def uniform(count: int, size: int, rng: np.random.Generator) -> Sequence[int]:
     """`size` of `count` indices, all subsets equally likely; all of them when there are no more."""
     if count <= size:
         return range(count)
-    chosen: list[int] = rng.choice(count, size, replace=False, shuffle=False).tolist()
+    chosen: list[int] = rng.permutation(count)[:size].tolist()
     return chosen
 
 

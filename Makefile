@@ -1,0 +1,51 @@
+# make quickstart   set up, then the main job: asynchronous TBA on two CPU processes, before and after
+# make test         set up, then the tests
+# make check        lint and types          make smoke   a one-minute run          make clean   remove .venv and runs
+#
+# PYTHON=python3.12     another Python (3.11 to 3.13)
+# TORCH=cpu             Linux without a GPU: the CPU build of torch (about 0.2 GB instead of 3 GB)
+# TORCH=cu128           the build for that CUDA release
+# WHEELS=URL            another index for torch
+
+PYTHON ?= python3
+TORCH ?= default
+VENV := .venv
+BIN := $(VENV)/bin
+ifeq ($(TORCH),default)
+INDEX :=
+else
+INDEX := --index-url $(or $(WHEELS),https://download.pytorch.org/whl/$(TORCH))
+endif
+export HF_HUB_DISABLE_TELEMETRY := 1
+export TOKENIZERS_PARALLELISM := false
+
+.PHONY: quickstart test check smoke clean format
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+
+$(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
+	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q --disable-pip-version-check $(INDEX) -c constraints.txt torch
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: $(VENV)/installed
+	@$(BIN)/tba train quickstart
+
+test: $(VENV)/installed
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+check: $(VENV)/installed
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+smoke: $(VENV)/installed
+	@$(BIN)/tba train quickstart --steps 60 --evaluation.every 0 --evaluation.problems 300
+
+format: $(VENV)/installed
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build src/*.egg-info

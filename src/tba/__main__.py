@@ -1,0 +1,152 @@
+"""The command line: train, sft, eval, recipes, show, check.
+
+Invariant: bad input ends in one sentence on standard error and exit code 2, without a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+USAGE = """\
+tba: asynchronous, off-policy RL post-training of language models (Trajectory Balance with Asynchrony)
+
+  tba train RECIPE [--run-name NAME] [--runs DIR] [--field value ...]   run a recipe (a name, or a path to a .py file)
+  tba check RECIPE [--field value ...]      resolve, validate, estimate memory and time; run nothing
+  tba sft RECIPE --out DIR [--field value ...]    the recipe's supervised warm start
+  tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response
+  tba eval RECIPE [--checkpoint DIR] [--split eval] [--out FILE] [--field value ...]
+  tba recipes                               the recipes there are
+  tba show RUN                              a run so far, or its summary; redraws its curves
+
+`tba train RECIPE --help` lists every field of a recipe.
+"""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Where a run goes."""
+
+    run_name: str | None = None
+    runs: Path = Path("runs")
+
+
+@dataclass(frozen=True)
+class OutOptions:
+    """Where a model goes."""
+
+    out: Path | None = None
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What is evaluated."""
+
+    checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
+    split: str = "eval"
+    out: Path | None = None  # per-problem scores as JSON
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    from tba.errors import TbaError, UserError
+
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0
+    try:
+        return _command(arguments[0])(arguments[1:])
+    except UserError as error:
+        print(f"tba: {error}", file=sys.stderr)
+        return 2
+    except TbaError as error:
+        print(f"tba: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("tba: stopped", file=sys.stderr)
+        return 130
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    from tba.errors import UserError
+
+    commands = {"train": train, "check": check, "sft": sft, "eval": evaluate, "recipes": recipes, "show": show}
+    if name not in commands:
+        raise UserError(f"there is no command {name!r}: use one of {', '.join(commands)}; `tba --help` shows how")
+    return commands[name]
+
+
+def train(arguments: list[str]) -> int:
+    """`tba train RECIPE`."""
+    from tba.command.train import run_recipe
+    from tba.settings import split_options
+
+    name, rest = _named(arguments, "tba train RECIPE", "a recipe's name or a path to a .py file")
+    options, overrides = split_options(TrainOptions(), rest, "tba train")
+    return run_recipe(name, overrides, options.runs, options.run_name)
+
+
+def check(arguments: list[str]) -> int:
+    """`tba check RECIPE`."""
+    from tba.command.check import check_recipe
+
+    name, overrides = _named(arguments, "tba check RECIPE", "a recipe's name or a path to a .py file")
+    return check_recipe(name, overrides)
+
+
+def sft(arguments: list[str]) -> int:
+    """`tba sft RECIPE|FILE --out DIR`."""
+    from tba.command.sft import make_model
+    from tba.errors import UserError
+    from tba.settings import split_options
+
+    name, rest = _named(arguments, "tba sft RECIPE --out DIR", "a recipe, or a .jsonl file of prompt and response")
+    options, overrides = split_options(OutOptions(), rest, "tba sft")
+    if options.out is None:
+        raise UserError("tba sft needs --out DIR: the folder to write the model to")
+    return make_model(name, overrides, options.out)
+
+
+def evaluate(arguments: list[str]) -> int:
+    """`tba eval RECIPE`."""
+    from tba.command.evaluate import evaluate_model
+    from tba.settings import split_options
+
+    name, rest = _named(arguments, "tba eval RECIPE", "a recipe's name or a path to a .py file")
+    options, overrides = split_options(EvalOptions(), rest, "tba eval")
+    return evaluate_model(name, overrides, options.checkpoint, options.split, options.out)
+
+
+def recipes(arguments: list[str]) -> int:
+    """`tba recipes`."""
+    from tba.settings import find, names
+
+    for name in names():
+        print(f"{name:12} {find(name).description}")
+    return 0
+
+
+def show(arguments: list[str]) -> int:
+    """`tba show RUN`."""
+    from tba.command.show import show_run
+
+    name, _ = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
+    return show_run(Path(name))
+
+
+def _named(arguments: list[str], usage: str, what: str) -> tuple[str, list[str]]:
+    from tba.errors import UserError
+
+    if not arguments or arguments[0].startswith("--"):
+        raise UserError(f"`{usage}` needs {what} first")
+    return arguments[0], arguments[1:]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

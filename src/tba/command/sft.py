@@ -1,0 +1,57 @@
+"""`tba sft`: a supervised warm start, from a recipe's own demonstrations or from lines of prompt and response."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from tba.errors import UserError
+from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, warm_started
+from tba.protocols import Task
+from tba.settings import find, override
+from tba.tasks.jsonl import Jsonl
+
+
+@dataclass(frozen=True)
+class SftOptions:
+    """`tba sft FILE.jsonl`: which model, and how it is trained."""
+
+    model: str = ""  # a folder or a Hub name to go on from; empty: a new small one
+    warm_start: WarmStart = field(default_factory=WarmStart)
+
+
+def make_model(name: str, overrides: list[str], out: Path) -> int:
+    """Writes the model, its tokenizer and what it was made of to `out`. Raises `UserError` when `out` has a model."""
+    if (out / "config.json").exists():
+        raise UserError(f"{out} holds a model already: choose another --out, or remove it")
+    console = Console()
+    task, start, path = _from_file(name, overrides) if name.endswith(".jsonl") else _from_recipe(name, overrides)
+    made = (
+        continued(path, start.sft, task, console.print)
+        if path
+        else warm_started(replace(start, shipped=None), task, console.print)
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    for file in made.iterdir():
+        shutil.copy2(file, out / file.name)
+    console.print(f"model in {out} ({(out / FACTS).read_text().strip()})", highlight=False)
+    return 0
+
+
+def _from_file(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]:
+    options = override(SftOptions(), overrides, f"tba sft {name}")
+    return Jsonl(train=Path(name)), options.warm_start, options.model
+
+
+def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]:
+    recipe = override(find(name), overrides, f"tba sft {name}")
+    model = recipe.model
+    if not isinstance(model, HuggingFace) or model.warm_start is None:
+        raise UserError(
+            f"recipe {name} has no warm start: give one to its model, or a .jsonl file of prompt and response"
+        )
+    chosen = model.path if "--model.path" in [a.split("=")[0] for a in overrides] else ""
+    return recipe.task, model.warm_start, chosen

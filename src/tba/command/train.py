@@ -1,0 +1,96 @@
+"""`tba train`: a recipe to a finished run, with a live view, a summary, curves and a closing page."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+
+from tba.command.check import validate
+from tba.recipe import Recipe
+from tba.record.live import LiveView
+from tba.record.report import draw_curves
+from tba.record.run import RunRecord
+from tba.record.show import closing_page
+from tba.record.summary import Summary
+from tba.runtime.directory import RunDirectory, new_path
+from tba.runtime.driver import Progress, summarise
+from tba.runtime.inline import Inline
+from tba.runtime.processes import Processes
+from tba.settings import find, override
+
+_LOOK = 0.5  # seconds between two looks at the run's files
+_BUSY = 0.5  # load per core, before we begin, from which the machine counts as busy
+
+
+def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None) -> int:
+    """Exit code 0 when the run finished or was stopped on purpose."""
+    console = Console()
+    recipe = override(find(name), overrides, f"tba train {name}")
+    for warning in validate(recipe):
+        console.print(f"note: {warning}", style="yellow")
+    console.print(f"{recipe.name}: {recipe.description}", highlight=False)
+    busy = os.getloadavg()[0] / (os.cpu_count() or 1)
+    if busy > _BUSY:
+        console.print(
+            f"note: this machine is busy (load {busy:.1f} per core): expect it to take longer", style="yellow"
+        )
+    run, summary, stopped = carry_out(recipe, name, overrides, new_path(runs, recipe.name, run_name), console)
+    draw_curves([RunRecord.read(run.path)], run.path / "curves.png")
+    console.print(closing_page(RunRecord.read(run.path), next_steps(recipe, run, stopped)))
+    for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
+        if not ledger.closes():
+            console.print(f"the ledger of {unit} does not close: {ledger.difference} unaccounted for", style="red")
+    return 0
+
+
+def carry_out(
+    recipe: Recipe, name: str, overrides: list[str], path: Path, console: Console
+) -> tuple[RunDirectory, Summary, bool]:
+    """One run, from the warm start to its summary."""
+    began = time.time()
+    prepared = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
+    sft_seconds = time.time() - began
+    found = getattr(prepared, "path", "")
+    if found and not getattr(recipe.model, "path", ""):
+        overrides = [*overrides, "--model.path", found]  # so that every part finds the same weights
+        recipe = override(find(name), overrides, f"tba train {name}")
+    run = RunDirectory.create(path, name, overrides, recipe)
+    console.print(f"run {run.path}", highlight=False)
+    progress = Progress(recipe, run)
+    with LiveView(console, recipe.record.status_seconds, recipe.name) as view:
+        tell = Throttled(lambda phase, note: view.update(progress.status(phase, note)))
+        runtime = (Inline if recipe.runtime == "inline" else Processes)(recipe, run, tell)
+        faults = runtime.go()
+    summary = summarise(recipe, run, runtime.searchers, faults, sft_seconds)
+    return run, summary, runtime.stopped
+
+
+@dataclass
+class Throttled:
+    """Calls through at most twice a second: reading the run's files costs more than a tiny step."""
+
+    view: Callable[[str, str], None]
+    _next: float = field(default=0.0)
+
+    def __call__(self, phase: str, note: str) -> None:
+        now = time.monotonic()
+        if now >= self._next:
+            self._next = now + _LOOK
+            self.view(phase, note)
+
+
+def next_steps(recipe: Recipe, run: RunDirectory, stopped: bool) -> list[str]:
+    """What to try next, as commands."""
+    first = ["the run was stopped before its last step"] if stopped else []
+    return [
+        *first,
+        f"tba show {run.path}                      this page again, all counts, and the curves",
+        f"tba eval {recipe.name} --checkpoint {run.path}    any figure on its newest checkpoint",
+        f"tba train {recipe.name} --runtime inline       the same in one process, taking turns",
+        "tba train examples/my_task.py             your own task: copy that file",
+    ]

@@ -1,0 +1,203 @@
+"""A Hugging Face causal language model as a recipe's model: an engine and a reference here, a policy there.
+
+Invariant: all three begin from the same weights at the same precision, so that at version 0 every log-ratio to the
+reference is 0. Where there are no weights yet, a supervised warm start makes them, once per setting (cached).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoTokenizer
+
+from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.errors import UserError
+from tba.policy.causal import CausalPolicy, load_model
+from tba.policy.reference import FrozenReference
+from tba.protocols import Policy, Task
+from tba.tasks.characters import character_tokenizer
+from tba.train.cache import cached_supervised, supervised_key
+from tba.train.scratch import ScratchModel, train_bpe_tokenizer
+from tba.train.supervised import Pair, SupervisedSettings, supervise
+from tba.types import Json, Problem, Version
+
+FACTS = "warm_start.json"
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One part of a warm start: the task's demonstrations, perhaps with some of its fields changed."""
+
+    settings: SupervisedSettings
+    task_fields: Mapping[str, Json] = field(default_factory=dict)
+
+    def pairs(self, task: Task, tokenizer: Any) -> list[Pair]:
+        taught = replace(task, **self.task_fields) if self.task_fields else task  # type: ignore[type-var]
+        return list(pairs_of(_demonstrated(taught), tokenizer))
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """A small policy from nothing, taught the task's own demonstrations."""
+
+    scratch: ScratchModel = field(default_factory=ScratchModel)
+    tokenizer: Literal["characters", "bpe"] = "bpe"  # of the task's characters, or byte-level BPE trained on its texts
+    vocab_size: int = 2048  # of the BPE tokenizer
+    sft: SupervisedSettings = field(default_factory=SupervisedSettings)
+    before: tuple[Lesson, ...] = ()  # lessons that come before it
+    shipped: Path | None = None  # a folder that may hold the result already
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """Which model, where, and how each half uses it."""
+
+    path: str = ""  # a folder, or a name on the Hub; empty: what the warm start gives
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, float32 elsewhere
+    generation: EngineSettings = field(default_factory=EngineSettings)
+    share_prompt: bool = True  # run each prompt once per group (models that cannot take the plain path)
+    gradient_checkpointing: bool = False
+    warm_start: WarmStart | None = None
+
+    def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:
+        """The same, with a path: given, shipped, cached, or trained now.
+
+        Raises `UserError` when there is neither a path nor a warm start, or no demonstrations to start from.
+        """
+        if self.path:
+            return self
+        if self.warm_start is None:
+            raise UserError("the recipe has no model: give --model.path a folder or a Hugging Face Hub name")
+        return replace(self, path=str(warm_started(self.warm_start, task, log)))
+
+    def tokenizer(self) -> Any:
+        try:
+            return AutoTokenizer.from_pretrained(self.path)
+        except (OSError, ValueError) as error:
+            reason = str(error).strip().split("\n")[0]
+            raise UserError(
+                f"cannot load a tokenizer from '{self.path}' ({reason}); give a folder or a Hub name"
+            ) from error
+
+    def policy(self, temperature: float) -> CausalPolicy:
+        model, _ = load_model(self.path, self._device, torch.float32)  # the weights that AdamW keeps
+        return CausalPolicy(
+            model, temperature, share_prompt=self.share_prompt, gradient_checkpointing=self.gradient_checkpointing
+        )
+
+    def engine(self, version: Version) -> TransformersEngine:
+        model, tokenizer = load_model(self.path, self._device, self._dtype)
+        return TransformersEngine(model, tokenizer, self.generation, version)
+
+    def reference(self, temperature: float, version: Version) -> FrozenReference:
+        model, _ = load_model(self.path, self._device, self._dtype)
+        return FrozenReference(model, version, temperature)
+
+    def save(self, policy: Policy, path: Path) -> None:
+        assert isinstance(policy, CausalPolicy)
+        policy.save(path, self.tokenizer())
+
+    @property
+    def _device(self) -> torch.device:
+        if self.device != "auto":
+            return torch.device(self.device)
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        if self.dtype == "auto":
+            return torch.bfloat16 if self._device.type == "cuda" else torch.float32
+        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+
+
+def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Path:
+    """The folder of the warm start's result for this task: shipped, cached, or made now."""
+    tokenizer = tokenizer_for(start, _demonstrated(task))
+    lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*start.before, Lesson(start.sft))]
+    settings = [start.scratch, *(settings for settings, _ in lessons)]
+    key = supervised_key(settings, [pair for _, pairs in lessons for pair in pairs])
+    if start.shipped is not None and _is_result_of(start.shipped, key):
+        return start.shipped
+    folder = _cache()
+    if not (folder / key).is_dir():
+        log(f"supervised warm start on the demonstrations of {task.name}, once for these settings: {folder / key}")
+
+    def make(path: Path) -> None:
+        teach(start.scratch.start(tokenizer), tokenizer, lessons, key, path, log)
+
+    return cached_supervised(folder, key, make)
+
+
+def _demonstrated(task: Task) -> list[Problem]:
+    problems = [p for p in task.problems("train") if p.demonstration is not None]
+    if not problems:
+        raise UserError(f"task {task.name} has no demonstrations to start from: give --model.path a trained model")
+    return problems
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("TBA_CACHE", Path.home() / ".cache" / "tba")) / "warm-starts"
+
+
+def continued(path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None]) -> Path:
+    """The model at `path` taught the task's demonstrations: cached, or made now."""
+    model, tokenizer = load_model(path, "cpu", torch.float32)
+    pairs = list(pairs_of(_demonstrated(task), tokenizer))
+    key = supervised_key([settings], pairs, dict(model.state_dict()))
+    return cached_supervised(_cache(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log))
+
+
+def teach(
+    model: Any,
+    tokenizer: Any,
+    lessons: Sequence[tuple[SupervisedSettings, list[Pair]]],
+    key: str,
+    path: Path,
+    log: Callable[[str], None],
+) -> None:
+    """Train, lesson by lesson, and save into `path`, with the key of what it was made from."""
+
+    def progress(step: int, steps: int, loss: float) -> None:
+        if step % max(1, steps // 10) == 0:
+            log(f"sft step {step} of {steps}, loss {loss:.3f}")
+
+    found = [supervise(model, tokenizer, pairs, settings, progress) for settings, pairs in lessons]
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    last = found[-1]
+    facts = {"key": key, "loss": last.steps[-1], "held_out_loss": last.held_out, "too_long": last.too_long}
+    (path / FACTS).write_text(json.dumps(facts) + "\n")
+
+
+def tokenizer_for(start: WarmStart, problems: list[Problem]) -> Any:
+    """Of the characters that occur, or BPE trained on the texts."""
+    texts = [text for p in problems for text in (str(p.prompt), p.demonstration or "")]
+    if start.tokenizer == "characters":
+        return character_tokenizer("".join(sorted(set("".join(texts)))))
+    return train_bpe_tokenizer(texts, start.vocab_size)
+
+
+def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
+    """Problem -> (prompt, response) token ids."""
+    for problem in problems:
+        prompt = problem.prompt
+        if not isinstance(prompt, str):
+            prompt = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
+        yield Pair(
+            tokenizer.encode(prompt, add_special_tokens=False),
+            tokenizer.encode(problem.demonstration or "", add_special_tokens=False),
+        )
+
+
+def _is_result_of(folder: Path, key: str) -> bool:
+    facts = folder / FACTS
+    return facts.is_file() and json.loads(facts.read_text()).get("key") == key

@@ -1,0 +1,63 @@
+"""GSM8K as in the paper (Table 2): RhoMath-1B, 7 prompts x 20 responses, beta 0.012 -> 0.004, m = 0.95, k = 2.
+
+Departures from the paper, each with the field that undoes it:
+
+- the gradient is clipped to norm 1                      `--optimizer.clip-norm None`
+- the advantage form, (beta/2) L                         `--objective.form raw`
+- float32 master weights under bfloat16                  `--optimizer.master-weights False`
+- the prompt the SFT model was trained with              `--task.style tba`
+- AdamW in float32 on the CPU, bfloat16 engines on GPUs  `--model.dtype float32`
+
+The paper's reading of answers (the last number anywhere) is the default here too; `--task.strict True` wants `####`.
+For a small policy from nothing on one's own machine see docs/gsm8k.md.
+"""
+
+from __future__ import annotations
+
+from tba.engines.transformers import EngineSettings
+from tba.evaluate.accuracy import EvaluationSettings
+from tba.models.huggingface import HuggingFace, WarmStart
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipe import Recipe
+from tba.replay.pacing import Pacing
+from tba.replay.replay import ReplaySettings
+from tba.replay.selection import RecencyReward
+from tba.schedules import WarmupStableDecay, gsm8k_anneal
+from tba.search.exploration import Fixed
+from tba.search.prompts import PromptSettings
+from tba.tasks.gsm8k import Gsm8k
+from tba.train.optimizer import OptimizerSettings
+from tba.train.scratch import ScratchModel
+from tba.train.supervised import SupervisedSettings
+
+recipe = Recipe(
+    name="gsm8k",
+    description="the paper's math reasoning run: GSM8K from realtreetune/rho-1b-sft-GSM8K",
+    task=Gsm8k(path="openai/gsm8k", style="vineppo"),
+    model=HuggingFace(
+        path="realtreetune/rho-1b-sft-GSM8K",
+        generation=EngineSettings(slots=72, max_completion_tokens=512),
+        warm_start=WarmStart(  # what `tba sft gsm8k` makes: a small policy from nothing
+            scratch=ScratchModel(
+                hidden_size=256, layers=6, heads=4, kv_heads=2, ff_size=704, max_positions=1024, tie_embeddings=False
+            ),
+            tokenizer="bpe",
+            vocab_size=2048,
+            sft=SupervisedSettings(epochs=1.0, batch_size=16, lr=1e-3, weight_decay=0.01),
+        ),
+    ),
+    objective=TrajectoryBalance(beta=gsm8k_anneal()),
+    exploration=Fixed(temperature=0.7),
+    optimizer=OptimizerSettings(lr=1e-5, schedule=WarmupStableDecay(50, 450, 500)),
+    replay=ReplaySettings(selection=RecencyReward(m=0.95, inverse_temperature=0.0), pacing=Pacing(warm_up=500)),
+    evaluation=EvaluationSettings(every=0, problems=0, chunk=64),
+    prompts=PromptSettings(max_tokens=512),
+    steps=1000,
+    groups_per_step=7,
+    group_size=20,
+    samples_per_prompt=24,
+    prompts_per_round=3,
+    sync_every=2,
+    policy_temperature=0.7,
+    searchers=3,
+)

@@ -1,0 +1,100 @@
+"""What every runtime does around its parts: the summary at the end, the status while it goes.
+
+Invariant: every figure of the summary was counted at its own place (searchers and journal: the journal's counters;
+replay and trainer: their result files); nothing here is found by subtraction.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tba.recipe import Recipe
+from tba.record.clock import share_of
+from tba.record.evaluations import read_evaluations
+from tba.record.ledger import Ledger
+from tba.record.live import Status
+from tba.record.metrics import rates, read_metrics
+from tba.record.summary import Lag, Summary, WallSeconds
+from tba.replay.journal import JournalFollower
+from tba.runtime.directory import RunDirectory
+
+
+@dataclass
+class Progress:
+    """Snapshots of a run from its files, for the live view."""
+
+    recipe: Recipe
+    run: RunDirectory
+    started: float = field(default_factory=time.time)
+
+    def status(self, phase: str, note: str = "") -> Status:
+        """What the files say now."""
+        rows = read_metrics(self.run.path)
+        row: Mapping[str, Any] = rows[-1] if rows else {}
+        rate = {half: float(values[1][-1]) if len(values[1]) else None for half, values in rates(rows).items()}
+        first = rows[0]["wall_seconds"] if rows else 0.0
+        return Status(
+            step=int(row.get("step", 0)),
+            steps=self.recipe.steps,
+            elapsed_seconds=time.time() - self.started,
+            training_seconds=row["wall_seconds"] - first if rows else 0.0,
+            phase="warm-up" if phase == "training" and not rows else phase,
+            reward=row.get("reward"),
+            accuracy={e.metric: e.value for e in read_evaluations(self.run.path)},
+            log_ratio=row.get("log_ratio"),
+            lag=row.get("lag"),
+            generated_rate=rate.get("generated"),
+            trained_rate=rate.get("trained"),
+            trainer_idle=row.get("trainer_idle"),
+            trainer_paced=row.get("trainer_paced"),
+            note=note,
+        )
+
+
+def summarise(
+    recipe: Recipe, run: RunDirectory, searchers: list[str], faults: Mapping[str, Any], sft_seconds: float
+) -> Summary:
+    """summary.json of a run whose parts have ended."""
+    trainer = json.loads(run.result("trainer").read_text())
+    halves = [json.loads(run.result(name).read_text()) for name in searchers if run.result(name).exists()]
+    with JournalFollower(run.journal(recipe), position=trainer["position"]) as journal:
+        owners = journal.counters()
+        undrained = journal.undrained()
+    ledgers = {}
+    for unit in ("tokens", "trajectories"):
+        own = Ledger.gather(owners, unit)
+        replayed = Ledger.of_counters({**trainer["ledger"]}, unit)
+        waiting = Ledger.of({"waiting": undrained[unit]})
+        ledgers[unit] = own + replayed + waiting
+    evaluations = read_evaluations(run.path)
+    clocks = [half["clock"] for half in halves]
+    summary = Summary(
+        recipe=recipe.name,
+        seed=recipe.seed,
+        steps=trainer["steps"],
+        wall_seconds=WallSeconds(
+            total=time.time() - run.facts["started"],
+            sft=sft_seconds,
+            warm_up=trainer["warm_up_seconds"] or 0.0,
+            train=trainer["train_seconds"],
+            eval=sum(e.seconds for e in evaluations),
+        ),
+        evaluations=evaluations,
+        trainer_idle=share_of([trainer["clock"]], "idle"),
+        trainer_paced=share_of([trainer["clock"]], "paced"),
+        searcher_idle=share_of(clocks, "idle"),
+        tokens=ledgers["tokens"],
+        trajectories=ledgers["trajectories"],
+        lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
+        faults={**faults, "skipped_steps": trainer["skipped"]},
+        peak_memory_bytes={
+            "trainer": trainer["peak_memory_bytes"],
+            **{name: half["peak_memory_bytes"] for name, half in zip(searchers, halves, strict=False)},
+        },
+    )
+    summary.write(run.path)
+    return summary

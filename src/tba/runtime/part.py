@@ -1,0 +1,116 @@
+"""One part of a run in its own process: `python -m tba.runtime.part searcher-0 RUN`. Started by the driver.
+
+Invariant: a part ends when its driver is gone. The driver holds the other end of this process's standard input and
+never writes to it; end of file means that the driver has died, however it died.
+
+Exit codes: 0 done or asked to stop, 1 an error of its own (left in logs/PART.error.json), 2 input it cannot use.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+ORPHANED = 3  # exit code of a part whose driver is gone
+_GRACE = 5.0  # seconds an orphan has to end by itself
+
+
+class Stop:
+    """Asked to stop: by the driver's signal, or because the driver is gone."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __call__(self) -> bool:
+        return self._event.is_set()
+
+    def listen(self) -> None:
+        """Install the signal and the watch on standard input. SIGINT is the driver's business, not ours."""
+        signal.signal(signal.SIGTERM, lambda *_: self._event.set())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=self._watch, name="driver-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while os.read(0, 4096):
+            pass
+        self._event.set()
+        threading.Event().wait(_GRACE)
+        os._exit(ORPHANED)
+
+
+def main(part: str, path: Path) -> int:
+    """Run `part` (`trainer` or `searcher-N`) of the run at `path` until it is done."""
+    stop = Stop()
+    stop.listen()
+    faulthandler.register(signal.SIGUSR1)  # a look at where it is, in its log
+    from tba.errors import UserError
+    from tba.record.log import set_up_log
+    from tba.runtime.directory import RunDirectory, write_json
+
+    run = RunDirectory.open(path)
+    set_up_log(path, part)
+    try:
+        _body(part)(run, stop)
+    except UserError as error:
+        write_json(run.error(part), {"kind": "UserError", "message": str(error), "traceback": ""})
+        return 2
+    except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows it as its own
+        text = traceback.format_exc()
+        write_json(run.error(part), {"kind": type(error).__name__, "message": str(error), "traceback": text})
+        print(text, file=sys.stderr)  # noqa: T201 - standard error is the part's log
+        return 1
+    return 0
+
+
+def _body(part: str) -> Callable[[object, Stop], None]:
+    if part == "trainer":
+        return _train
+    return lambda run, stop: _search(part, run, stop)
+
+
+def _search(part: str, run: object, stop: Stop) -> None:
+    """Rounds until told to stop. Consumes prompts and weights, waits for nothing."""
+    import torch
+
+    from tba.runtime.directory import RunDirectory
+    from tba.runtime.searching import start_searching
+
+    assert isinstance(run, RunDirectory)
+    recipe = run.recipe()
+    torch.set_num_threads(recipe.run.threads)
+    attempt = int(os.environ.get("TBA_ATTEMPT", "0"))
+    half = start_searching(recipe, run, int(part.removeprefix("searcher-")), attempt, stop)
+    try:
+        while not stop() and not half.evaluate():
+            half.round()
+    finally:
+        half.close()
+
+
+def _train(run: object, stop: Stop) -> None:
+    """Steps until all are done or told to stop. Waits for batches; searchers unblock it."""
+    import torch
+
+    from tba.runtime.directory import RunDirectory
+    from tba.runtime.training import start_training
+
+    assert isinstance(run, RunDirectory)
+    recipe = run.recipe()
+    torch.set_num_threads(recipe.run.threads)
+    half = start_training(recipe, run, stop, prefetch=recipe.run.prefetch)
+    try:
+        while not half.finished and not stop():
+            half.step()
+        half.finish()
+    finally:
+        half.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

@@ -1,0 +1,174 @@
+"""The `processes` runtime: the trainer and each searcher in its own process on this machine. The embedded default.
+
+Down through the journal, up through versioned safetensors; nothing listens on a port. The driver (this process) starts
+the parts, restarts a searcher that dies (bounded), and ends them. Its loop consumes exit codes and waits for nothing
+else; every phase of it has a deadline that names what it waits for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO
+
+from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.recipe import Recipe
+from tba.record.log import tail
+from tba.runtime.directory import RunDirectory
+
+_POLL = 0.05  # seconds between two looks at the parts
+
+
+@dataclass
+class Part:
+    """A child process. It lives as long as it wants to and at most as long as its driver."""
+
+    name: str
+    run: RunDirectory
+    threads: int
+    attempt: int = 0
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        environment = {**os.environ, "TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
+        log: IO[bytes]
+        with self.run.log(self.name).open("ab") as log:
+            self.process = subprocess.Popen(  # noqa: S603 - our own module, our own arguments
+                [sys.executable, "-m", "tba.runtime.part", self.name, str(self.run.path)],
+                stdin=subprocess.PIPE,  # its end of file tells the part that we are gone
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the driver only, which ends the parts in order
+            )
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, None while it runs; negative: killed by that signal."""
+        return self.process.poll()
+
+    def ask_to_stop(self) -> None:
+        if self.code is None:
+            self.process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self.code is None:
+            self.process.kill()
+        self.process.wait()
+
+    def failure(self) -> Exception:
+        """Why it ended, as the driver's own error."""
+        file = self.run.error(self.name)
+        log = self.run.log(self.name)
+        if file.exists():
+            error = json.loads(file.read_text())
+            if error["kind"] == "UserError":
+                return UserError(error["message"])
+            return PartFailed(f"{self.name} ended with {error['kind']}; its log is {log}\n{error['traceback']}")
+        code = self.code or 0
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return PartFailed(f"{self.name} (process {self.process.pid}) {how}; its log is {log}\n{tail(log, 15)}")
+
+
+@dataclass
+class Processes:
+    """One run: `go()` until it is finished, stopped or failed."""
+
+    recipe: Recipe
+    run: RunDirectory
+    tell: Callable[[str, str], None]  # (phase, note), a few times a second
+    restarts: int = 0
+    stopped: bool = False
+    _note: str = ""
+
+    def go(self) -> dict[str, object]:
+        """Runs to the end; the faults it survived. Raises what a part ended with."""
+        previous = signal.signal(signal.SIGTERM, _interrupt)
+        trainer = Part("trainer", self.run, self.recipe.run.threads)
+        searchers = [Part(name, self.run, self.recipe.run.threads) for name in self.searchers]
+        try:
+            try:
+                self._train(trainer, searchers)
+                self._evaluate(searchers)
+            except KeyboardInterrupt:
+                self.stopped = True
+                self._note = "stopping: the trainer writes a checkpoint"
+            self._stop([trainer], "a checkpoint")
+            self._stop(searchers, "their last round")
+            if trainer.code != 0:
+                raise trainer.failure()
+        finally:
+            for part in (trainer, *searchers):
+                part.kill()
+            signal.signal(signal.SIGTERM, previous)
+        return {"searcher_restarts": self.restarts, "stopped": self.stopped}
+
+    @property
+    def searchers(self) -> list[str]:
+        return [f"searcher-{i}" for i in range(self.recipe.searchers)]
+
+    def _train(self, trainer: Part, searchers: list[Part]) -> None:
+        """Until the trainer has ended. It has its own deadline for a batch."""
+        while trainer.code is None:
+            self._watch(searchers)
+            self.tell("training", self._note)
+            time.sleep(_POLL)
+        if trainer.code != 0:
+            raise trainer.failure()
+
+    def _evaluate(self, searchers: list[Part]) -> None:
+        """Until the searchers have seen that the trainer is done, and evaluated its last version."""
+        deadline = time.monotonic() + self.recipe.run.evaluation_deadline
+        while any(part.code is None for part in searchers):
+            self._watch(searchers)
+            self.tell("evaluating", self._note)
+            if time.monotonic() > deadline:
+                waiting = ", ".join(f"{p.name} (process {p.process.pid})" for p in searchers if p.code is None)
+                raise DeadlineExceeded(
+                    f"waited {self.recipe.run.evaluation_deadline:g} s for the last evaluation by {waiting}; "
+                    f"look at {self.run.path / 'logs'}"
+                )
+            time.sleep(_POLL)
+
+    def _watch(self, searchers: list[Part]) -> None:
+        """A searcher that raises ends the run; one that dies is started again, a bounded number of times."""
+        for part in searchers:
+            code = part.code
+            if code is None or code == 0:
+                continue
+            if code > 0 or part.attempt >= self.recipe.run.restarts:
+                raise part.failure()
+            self.restarts += 1
+            part.attempt += 1
+            self._note = f"{part.name} was killed by signal {-code} and started again"
+            part.start()
+
+    def _stop(self, parts: list[Part], what: str) -> None:
+        """Ask, wait, and at the deadline kill."""
+        deadline = time.monotonic() + self.recipe.run.stop_deadline
+        for part in parts:
+            part.ask_to_stop()
+        while any(part.code is None for part in parts) and time.monotonic() < deadline:
+            self.tell("stopping", self._note or f"waiting for {what}")
+            time.sleep(_POLL)
+        for part in parts:
+            if part.code is None:
+                part.kill()
+                raise DeadlineExceeded(
+                    f"{part.name} (process {part.process.pid}) had not finished {what} after "
+                    f"{self.recipe.run.stop_deadline:g} s and was killed; its log is {self.run.log(part.name)}"
+                )
+
+
+def _interrupt(*_: object) -> None:
+    """SIGTERM to the driver is Ctrl-C."""
+    raise KeyboardInterrupt

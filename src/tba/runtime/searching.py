@@ -1,0 +1,123 @@
+"""The searching half of a run, built from its directory: the same in every runtime.
+
+Invariant: nothing here waits. A searcher takes what is there (weights, prompts, requests to evaluate) and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tba.protocols import Tokenizer
+from tba.recipe import Recipe
+from tba.record.clock import ShareClock
+from tba.record.evaluations import EvaluationWriter
+from tba.record.memory import peak_memory_bytes
+from tba.replay.journal import JournalWriter
+from tba.runtime.directory import RunDirectory, write_json
+from tba.runtime.evaluation import Examiner
+from tba.search.prompts import PromptStream, encode
+from tba.search.searcher import Searcher
+from tba.types import Prompt, Split, Version
+from tba.weights.directory import WeightDirectory
+
+log = logging.getLogger("tba.searcher")
+
+
+@dataclass
+class SearchHalf:
+    """A searcher with its evaluation duty, its clock and its journal end."""
+
+    searcher: Searcher
+    examiner: Examiner
+    journal: JournalWriter
+    weights: WeightDirectory
+    clock: ShareClock
+    run: RunDirectory
+
+    def evaluate(self) -> bool:
+        """Evaluate what is asked for beside the newest weights; whether the trainer has said stop."""
+        newest = self.weights.newer_than(None)
+        if newest is None:
+            return False
+        self.examiner.answer(newest.manifest)
+        return bool(newest.manifest.get("stop"))
+
+    def round(self) -> None:
+        """One round, and the time it took."""
+        began = time.perf_counter()
+        self.searcher.round()
+        self.journal.count(searching_milliseconds=round(1000 * (time.perf_counter() - began)))
+
+    def close(self) -> None:
+        """Leave what the summary needs."""
+        self.examiner.writer.close()
+        self.journal.close()
+        result = {
+            "clock": self.clock.seconds(),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "rounds": self.searcher.rounds,
+        }
+        write_json(self.run.result(self.searcher.name), result)
+
+
+def start_searching(
+    recipe: Recipe, run: RunDirectory, index: int, attempt: int = 0, interrupted: Callable[[], bool] | None = None
+) -> SearchHalf:
+    """Searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two share a seed."""
+    name = f"searcher-{index}"
+    model = recipe.model.prepared(recipe.task)
+    tokenizer = model.tokenizer()
+    prompts = prompts_of(recipe, tokenizer, "train")
+    journal = JournalWriter(run.journal(recipe), name)
+    weights = WeightDirectory(run.weights)
+    engine, reward = model.engine(Version()), recipe.task.reward()
+    clock = ShareClock()
+    seeds = [recipe.seed, 1 + index, attempt]
+    searcher = Searcher(
+        name=name,
+        engine=engine,
+        reference=model.reference(recipe.policy_temperature, Version()),
+        reward=reward,
+        exploration=recipe.exploration,
+        prompts=PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, recipe.run.lease_seconds)),
+        sink=journal,
+        weights=weights,
+        samples_per_prompt=recipe.samples_per_prompt,
+        prompts_per_round=recipe.prompts_per_round,
+        rng=np.random.default_rng(seeds),
+        interrupted=interrupted,
+    )
+    examiner = Examiner(
+        engine=engine,
+        prompts=prompts_of(recipe, tokenizer, "eval"),
+        reward=reward,
+        settings=recipe.evaluation,
+        policy_temperature=recipe.policy_temperature,
+        jobs=journal,
+        weights=weights,
+        writer=EvaluationWriter(run.path, text=not recipe.record.hide_text),
+        seed=recipe.seed,
+        lease_seconds=recipe.run.lease_seconds,
+        clock=clock,
+        interrupted=interrupted,
+    )
+    return SearchHalf(searcher, examiner, journal, weights, clock, run)
+
+
+def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
+    """The prompts of a split, as the recipe's settings encode them."""
+    problems = recipe.task.problems(split)
+    limit = recipe.prompts.limit if split == "train" else recipe.evaluation.problems or None
+    settings = recipe.prompts if split == "train" else replace(recipe.prompts, limit=None)
+    encoded = encode(problems[:limit] if limit else problems, recipe.task.name, tokenizer, settings)
+    if encoded.dropped or encoded.truncated:
+        log.warning(
+            "%s prompts of %s: %d longer than %d tokens were dropped, %d truncated",
+            split, recipe.task.name, encoded.dropped, recipe.prompts.max_tokens, encoded.truncated,
+        )  # fmt: skip
+    return encoded.prompts

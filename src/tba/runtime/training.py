@@ -1,0 +1,260 @@
+"""The training half of a run, built from its directory: the same in every runtime.
+
+Invariant: it waits for one thing only, its next batch; `ready` says why (warm-up, empty, paced), a searcher's round
+unblocks it, and the wait has a deadline. Trajectories come up from the journal, weights go out to the directory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from tba.errors import DeadlineExceeded
+from tba.recipe import Recipe
+from tba.record.clock import ShareClock
+from tba.record.memory import peak_memory_bytes
+from tba.record.recorder import Recorder
+from tba.replay.journal import JournalFollower
+from tba.replay.replay import Replay
+from tba.runtime.directory import RunDirectory, write_json
+from tba.train.batches import BatchSource, Fetched, Sampled
+from tba.train.checkpoint import save_checkpoint
+from tba.train.prefetch import Prefetch
+from tba.train.trainer import Trainer
+from tba.types import Json, Version
+from tba.weights.directory import WeightDirectory
+
+_POLL = 0.004  # seconds between two looks at the journal while there is no batch
+_COUNTERS = 1.0  # seconds between two looks at the searchers' counts
+
+
+class Stopped(Exception):
+    """Told to stop while waiting for a batch."""
+
+
+@dataclass
+class ReplayWait:
+    """A batch source that waits until replay can give a batch. `fill` is what to do meanwhile (inline: a round)."""
+
+    replay: Replay
+    source: Sampled
+    version: Callable[[], Version]
+    stop: Callable[[], bool]
+    deadline: float  # seconds
+    fill: Callable[[], object]
+    reason: str | None = "warm_up"
+
+    def next(self) -> Fetched:
+        """Raises `Stopped`, or `DeadlineExceeded` when searchers bring nothing for too long."""
+        began = time.monotonic()
+        while True:
+            self.replay.now = self.version()
+            self.reason = self.replay.ready(self.source.groups_per_step, self.source.group_size)
+            if self.reason is None:
+                return self.source.next()
+            if self.stop():
+                raise Stopped
+            if time.monotonic() - began > self.deadline:
+                raise DeadlineExceeded(
+                    f"the trainer waited {self.deadline:g} s for a batch ({self.reason}): "
+                    "look at logs/searcher-*.log for why no trajectories come"
+                )
+            self.fill()
+
+
+@dataclass
+class Timed:
+    """The trainer's end of a batch source: its waiting is accounted as idle or paced, by the reason given."""
+
+    source: Prefetch | ReplayWait
+    wait: ReplayWait
+    clock: ShareClock
+
+    def next(self) -> Fetched:
+        if isinstance(self.source, Prefetch) and not self.source.ready(0.0):
+            with self.clock.state("idle"):
+                while not self.source.ready(_POLL * 5):
+                    self.clock.reclassify("paced" if self.wait.reason == "paced" else "idle")
+        fetched = self.source.next()
+        self.clock.end_warm_up()
+        return fetched
+
+
+@dataclass
+class TrainHalf:
+    """A trainer with its replay, its journal end, its records and its clock."""
+
+    recipe: Recipe
+    run: RunDirectory
+    trainer: Trainer
+    replay: Replay
+    journal: JournalFollower
+    weights: WeightDirectory
+    recorder: Recorder
+    clock: ShareClock
+    source: BatchSource
+    elapsed: Callable[[], float]  # seconds since the run began, evaluation apart
+    lags: Counter[int] = field(default_factory=Counter)
+    pending: dict[Version, float] = field(default_factory=dict)  # to be evaluated -> when the run had these weights
+    began_training: float | None = None
+    stopping: bool = False
+    _searched: dict[str, float] = field(default_factory=dict)
+    _looked: float = -_COUNTERS
+
+    @property
+    def finished(self) -> bool:
+        return self.trainer.version.step >= self.recipe.steps
+
+    def step(self) -> None:
+        """One optimizer step and what is recorded of it."""
+        try:
+            metrics = self.trainer.step()
+        except Stopped:
+            self.stopping = True
+            return
+        self._pin()
+        if self.began_training is None:
+            self.began_training = self.elapsed() - metrics["seconds"] + metrics["wait_seconds"]
+        trajectories = [t for group in self.trainer.groups for t in group.trajectories]
+        self.lags.update(t.version.lag(self.trainer.version) for t in trajectories)
+        self._look()
+        own = {
+            "trainer_idle": self.clock.share("idle"),
+            "trainer_paced": self.clock.share("paced"),
+            **self.replay.metrics(),
+            **self._searched,
+        }
+        self.recorder.step(self.trainer.version, self.elapsed(), metrics | own, trajectories)
+        every = self.recipe.run.checkpoint_every
+        if every and self.trainer.version.step % every == 0:
+            self.checkpoint()
+
+    def notes(self, version: Version) -> Mapping[str, Json]:
+        """What lies beside a published version: which are to be evaluated, and whether to stop."""
+        for done in [v for v in self.pending if self.journal.job_done(f"evaluate {v}")]:
+            del self.pending[done]
+            self.weights.unpin(done, "evaluate")
+        every, k = self.recipe.evaluation.every, self.recipe.sync_every
+        due = every and version.step // every > max(0, version.step - k) // every
+        if version.step == 0 or self.finished or due:
+            self.pending[version] = self.elapsed()
+        requests = [{"version": str(v), "wall_seconds": s} for v, s in self.pending.items()]
+        return {"evaluate": requests, "stop": self.finished}
+
+    def publish(self) -> None:
+        """The weights as they are."""
+        self.trainer.publish()
+        self._pin()
+
+    def _pin(self) -> None:
+        """Keep versions until they have been evaluated. Only this process prunes: after publishing is soon enough."""
+        for version in self.pending:
+            if not self.weights.pins(version):
+                self.weights.pin(version, "evaluate")
+
+    def checkpoint(self) -> None:
+        """Model, optimizer and step in the Hugging Face layout."""
+        save_checkpoint(
+            self.run.checkpoints,
+            self.trainer.version,
+            lambda folder: self.recipe.model.save(self.trainer.policy, folder),
+            self.trainer.optimizer,
+            keep=self.recipe.run.checkpoints,
+        )
+
+    def finish(self) -> None:
+        """The last version out, and a checkpoint of it."""
+        if self.trainer.published != self.trainer.version:
+            self.publish()
+        self.checkpoint()
+
+    def close(self) -> None:
+        """Leave what the summary needs; end the threads."""
+        if isinstance(self.source, Timed) and isinstance(self.source.source, Prefetch):
+            self.source.source.close()
+        self.replay.drain()
+        write_json(
+            self.run.result("trainer"),
+            {
+                "clock": self.clock.seconds(),
+                "peak_memory_bytes": peak_memory_bytes(),
+                "steps": self.trainer.version.step,
+                "version": str(self.trainer.version),
+                "skipped": self.trainer.skipped,
+                "ledger": self.replay.ledger(),
+                "position": self.journal.position,
+                "lags": dict(self.lags),
+                "warm_up_seconds": self.began_training,
+                "train_seconds": self.elapsed() - (self.began_training or 0.0),
+            },
+        )
+        self.recorder.close()
+        self.replay.close()
+        self.journal.close()
+
+    def _look(self) -> None:
+        """The searchers' own counts, now and then."""
+        now = time.monotonic()
+        if now - self._looked < _COUNTERS:
+            return
+        self._looked = now
+        owners = self.journal.counters().values()
+        self._searched = {
+            "generated_tokens": float(sum(o.get("generated_tokens", 0) for o in owners)),
+            "searching_seconds": sum(o.get("searching_milliseconds", 0) for o in owners) / 1000,
+        }
+
+
+def start_training(
+    recipe: Recipe,
+    run: RunDirectory,
+    stop: Callable[[], bool],
+    prefetch: bool,
+    fill: Callable[[], object] | None = None,
+    elapsed: Callable[[], float] | None = None,
+) -> TrainHalf:
+    """The trainer of the run at `run`, its first version published."""
+    model = recipe.model.prepared(recipe.task)
+    policy = model.policy(recipe.policy_temperature)
+    journal = JournalFollower(run.journal(recipe))
+    replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
+    weights = WeightDirectory(run.weights)
+    clock = ShareClock(warming_up=True)
+    started = run.facts["started"]
+    sampled = Sampled(replay, recipe.groups_per_step, recipe.group_size)
+    wait = ReplayWait(
+        replay=replay,
+        source=sampled,
+        version=lambda: trainer.version,
+        stop=stop,
+        deadline=recipe.run.idle_deadline,
+        fill=fill or (lambda: time.sleep(_POLL)),
+    )
+    trainer = Trainer(
+        policy=policy,
+        objective=recipe.objective,
+        batches=wait,
+        weights=weights,
+        optimizer=recipe.optimizer.start(policy.parameters()),
+        sync_every=recipe.sync_every,
+        max_tokens_per_pass=recipe.max_tokens_per_pass,
+        directory=run.path,
+        notes=lambda version: half.notes(version),
+    )
+    trainer.batches = source = Timed(Prefetch(wait, recipe.run.idle_deadline) if prefetch else wait, wait, clock)
+    half = TrainHalf(
+        recipe=recipe,
+        run=run,
+        trainer=trainer,
+        replay=replay,
+        journal=journal,
+        weights=weights,
+        recorder=recipe.record.start(run.path, run.facts["resolved"]),
+        clock=clock,
+        source=source,
+        elapsed=elapsed or (lambda: time.time() - started),
+    )
+    half.publish()
+    return half

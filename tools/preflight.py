@@ -1,0 +1,55 @@
+"""Before anything is installed: what will happen, and what this machine lacks. Standard library of any Python 3 only."""
+
+import argparse
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+
+NEEDED_GB = {"cpu": 2.0, "default": 2.0 if platform.system() == "Darwin" else 8.0}
+
+
+def main():
+    """Print the plan; exit with 2 and one sentence when it cannot work."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--torch", default="default")
+    parser.add_argument("--venv", default=".venv")
+    arguments = parser.parse_args()
+    if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+        fail(
+            "this is Python %d.%d, and 3.11 to 3.13 is wanted: run `make ... PYTHON=python3.12`" % sys.version_info[:2]
+        )
+    for module in ("venv", "ensurepip"):
+        if importlib.util.find_spec(module) is None:
+            fail(
+                "this Python has no %s module: install it (Debian: `apt install python3-venv`) or choose another with "
+                "PYTHON=..." % module
+            )
+    build_has_gpu = arguments.torch not in ("cpu",)
+    needed = NEEDED_GB.get(arguments.torch, 8.0)
+    free = shutil.disk_usage(".").free / 1e9
+    small = 2.0  # what the CPU build needs: less than that is hopeless
+    if free < small or (free < needed and arguments.torch != "default"):
+        fail("%.1f GB are free on this disk, and %.0f GB are needed: make room, or try TORCH=cpu" % (free, needed))
+    print(
+        "This sets up %s once (Python %s, %d cores):" % (arguments.venv, platform.python_version(), os.cpu_count() or 1)
+    )
+    print("  downloads  torch, transformers and what they need: about 0.4 GB with the CPU build of torch,")
+    if build_has_gpu and platform.system() == "Linux":
+        print("             about 3.5 GB with the CUDA build, which pip takes on Linux unless you say TORCH=cpu")
+    print("  disk       1.5 GB (CPU build) to 8 GB (CUDA build); %.0f GB are free" % free)
+    print(
+        "  minutes    1 to 3 to install; then a few for the job itself. Nothing is downloaded while it runs.",
+        flush=True,
+    )
+
+
+def fail(sentence):
+    """One clear sentence, exit code 2."""
+    sys.stderr.write("preflight: %s\n" % sentence)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main()
