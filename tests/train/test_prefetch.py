@@ -62,6 +62,17 @@ def test_batches_come_in_the_order_of_the_source_and_exactly_one_is_ahead() -> N
     assert closed(prefetch)
 
 
+def test_whether_a_batch_or_an_error_is_there_can_be_asked_without_taking_it() -> None:
+    source = Silent()
+    prefetch = Prefetch(source, LONG)
+    assert not prefetch.ready(0.001)
+    source.released.set()
+    assert prefetch.ready(LONG)
+    with pytest.raises(UserError, match="interrupted"):
+        prefetch.next()
+    prefetch.close()
+
+
 def test_what_the_source_raises_is_raised_to_the_caller_and_stays_raised() -> None:
     source = Silent()
     source.released.set()

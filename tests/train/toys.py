@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tba.batch import Batch
 from tba.policy.causal import CausalPolicy
@@ -50,7 +50,7 @@ def groups_of(sizes: Sequence[int], seed: int = 0, versions: Sequence[Version] =
     return groups
 
 
-def llama_policy(seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalPolicy:
+def llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -64,7 +64,11 @@ def llama_policy(seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalPol
         bos_token_id=None,
         eos_token_id=0,
     )
-    return CausalPolicy(AutoModelForCausalLM.from_config(config, dtype=dtype))
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def llama_policy(seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalPolicy:
+    return CausalPolicy(llama(seed, dtype))
 
 
 class PolicyWithHeads(TabularPolicy):
