@@ -298,7 +298,7 @@ def test_weights_that_are_not_finite_raise_and_leave_no_trace() -> None:
     good = {name: p.detach().clone() for name, p in model.named_parameters()}
     expected = tokens_of(engine.generate(prompts, 5, Sampling(), np.random.default_rng(0)))
     engine.load(good | {"model.norm.weight": torch.full((32,), torch.nan)}, Version(0, 4))
-    with pytest.raises(TbaError, match=r"version 0\.4 give probabilities that are no finite numbers"):
+    with pytest.raises(TbaError, match=r"version 0\.4 give probabilities that are not finite"):
         engine.generate(prompts, 5, Sampling(), np.random.default_rng(0))
     engine.load(good, Version(0, 5))
     assert tokens_of(engine.generate(prompts, 5, Sampling(), np.random.default_rng(0))) == expected

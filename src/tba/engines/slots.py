@@ -182,7 +182,7 @@ class SlotCache:
     def __init__(self, like: PackedPrompts, slots: int, length: int) -> None:
         """Room for `slots` rows of `length` positions, of the layers and heads that `like` was computed with."""
         layers, heads, _, width = like.keys_LHND.shape
-        self.slots, self.length = slots, -(-length // 64) * 64
+        self.length = -(-length // _ALIGNMENT) * _ALIGNMENT
         shape = (layers, slots, heads, self.length)
         self.keys = like.keys_LHND.new_zeros((*shape, width))  # zeros: a masked NaN would still poison its row
         self.values = like.values_LHND.new_zeros((*shape, like.values_LHND.shape[-1]))

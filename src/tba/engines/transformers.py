@@ -300,11 +300,13 @@ class _Call:
         """Take the completions out of rows and free them; returns whether there were any."""
         if not len(finished):
             return False
-        self._check_finite()
         rows = torch.from_numpy(finished).to(self.device)
         ids, log_behavior = self.rows.token_RT[rows].tolist(), self.rows.log_behavior_RT[rows].cpu().numpy()
-        for i, row in enumerate(finished.tolist()):
-            n = self.count_R[row]
+        count = self.count_R[finished]
+        if not np.isfinite(log_behavior[np.arange(log_behavior.shape[1]) < count[:, None]]).all():
+            self.engine._cache = None  # a NaN in a slot would outlive its row
+            raise TbaError(f"the weights of version {self.engine.version} give probabilities that are not finite")
+        for i, (row, n) in enumerate(zip(finished.tolist(), count.tolist(), strict=True)):
             self.results[self.request_R[row]] = self.engine.completion(
                 ids[i][:n], log_behavior[i, :n], self.sampling, interrupted
             )
