@@ -18,6 +18,8 @@ from tba.errors import UserError
 from tba.replay.shelf import Listing, Shelf
 from tba.types import Trajectory, Version
 
+_FIRST = Version()
+
 
 @dataclass(frozen=True)
 class BufferSettings:
@@ -64,7 +66,7 @@ class Buffer:
     recent_window: trainer updates within which a trajectory counts as recent.
     """
 
-    def __init__(self, settings: BufferSettings, recent_window: int, reference: Version = Version()) -> None:  # noqa: B008 - frozen
+    def __init__(self, settings: BufferSettings, recent_window: int, reference: Version = _FIRST) -> None:
         self._settings = settings
         self._window = recent_window
         self._reference = reference

@@ -1,7 +1,7 @@
 """Prompts and trajectories as bytes: a JSON header, then raw little-endian arrays. No pickle.
 
-Invariant: `decode_trajectory(encode_trajectory(t), prompt)` equals `t` exactly, floats bit for bit. Decoded arrays are
-read-only views of the bytes they came from: nothing is copied.
+Invariant: `decode_trajectory(encode_trajectory(t), prompt)` equals `t` exactly, arrays and floats bit for bit (a scalar
+NaN stays a NaN, whichever it was). Decoded arrays are read-only views of the bytes they came from.
 
 Layout: header length (uint32), header (ASCII JSON), zeros up to a multiple of 8; then each array, padded to 8 bytes.
 """

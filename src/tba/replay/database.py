@@ -19,6 +19,12 @@ from tba.errors import DeadlineExceeded, UserError
 
 T = TypeVar("T")
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
+_MEND = {
+    sqlite3.SQLITE_FULL: "cannot grow, its disk is full: free some space, or move the run",
+    sqlite3.SQLITE_CANTOPEN: "cannot be opened: choose a place that can be written",
+    sqlite3.SQLITE_READONLY: "may not be written: choose a place that can be",
+    sqlite3.SQLITE_NOTADB: "is not a SQLite file: choose another place for the run",
+}
 _PAUSE = 0.005  # seconds between tries where SQLite itself does not wait
 
 
@@ -29,26 +35,26 @@ class Database:
     keep it locked for longer than `deadline_s` seconds.
     """
 
-    def __init__(
-        self, path: Path, kind: int, version: int, schema: str, deadline_s: float = 30.0, synchronous: str = "FULL"
-    ) -> None:
+    def __init__(self, path: Path, kind: int, version: int, schema: str, deadline_s: float = 30.0) -> None:
         self.path = Path(path)
         self.deadline_s = deadline_s
         self.lock = threading.RLock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._connection = sqlite3.connect(
-            self.path, timeout=deadline_s, isolation_level=None, check_same_thread=False, cached_statements=64
-        )
+        with self._explained():
+            self._connection = sqlite3.connect(
+                self.path, timeout=deadline_s, isolation_level=None, check_same_thread=False
+            )
         try:
-            self._waiting(lambda: self._prepare(kind, version, schema, synchronous))
+            with self._explained():
+                self._waiting(lambda: self._prepare(kind, version, schema))
         except BaseException:
             self._connection.close()
             raise
 
-    def _prepare(self, kind: int, version: int, schema: str, synchronous: str) -> None:
+    def _prepare(self, kind: int, version: int, schema: str) -> None:
         self._connection.execute("PRAGMA journal_mode = WAL")  # may be refused while another process does the same
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
-        self._connection.execute(f"PRAGMA synchronous = {synchronous}")
+        self._connection.execute("PRAGMA synchronous = FULL")
         with self.transaction() as connection:
             found_kind = connection.execute("PRAGMA application_id").fetchone()[0]
             found = connection.execute("PRAGMA user_version").fetchone()[0]
@@ -69,7 +75,7 @@ class Database:
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """BEGIN IMMEDIATE ... COMMIT; rolled back when the block raises."""
-        with self.lock:
+        with self.lock, self._explained():
             self._waiting(lambda: self._connection.execute("BEGIN IMMEDIATE"))
             try:
                 yield self._connection
@@ -93,7 +99,7 @@ class Database:
 
     def rows(self, query: str, *parameters: object) -> list[tuple[Any, ...]]:
         """All rows of a query; the read transaction is over when this returns."""
-        with self.lock:
+        with self.lock, self._explained():
             return self._waiting(lambda: self._connection.execute(query, parameters).fetchall())
 
     @property
@@ -115,22 +121,24 @@ class Database:
             try:
                 return act()
             except sqlite3.OperationalError as error:
-                code = error.sqlite_errorcode & 0xFF
-                if code == sqlite3.SQLITE_FULL:
-                    raise UserError(f"the disk of {self.path} is full: free some space, or move the run") from error
-                if code == sqlite3.SQLITE_CANTOPEN:
-                    raise UserError(f"{self.path} cannot be opened: choose a place that can be written") from error
-                if code not in _BUSY:
+                if error.sqlite_errorcode & 0xFF not in _BUSY:
                     raise
                 if time.monotonic() >= limit:
                     raise DeadlineExceeded(
                         f"waited {self.deadline_s:g} s for the write lock of {self.path}, which another process holds"
                     ) from error
-            except sqlite3.DatabaseError as error:
-                if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_NOTADB:
-                    raise UserError(f"{self.path} is not a SQLite file: choose another place for the run") from error
-                raise
             time.sleep(_PAUSE)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """What the user can mend, in one sentence."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            mend = _MEND.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+            if mend is None:
+                raise
+            raise UserError(f"{self.path} {mend}") from error
 
     def close(self) -> None:
         """Closed for good; what was committed stays."""

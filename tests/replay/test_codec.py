@@ -1,0 +1,83 @@
+"""Trajectories as bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from trajectory_cases import prompt, same, trajectory
+
+from tba.replay.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
+from tba.types import Completion, Prompt, Sampling, StopReason, Trajectory, Version
+
+VERSIONS = st.builds(Version, st.integers(0, 99), st.integers(0, 10**6))
+TEXT = st.text(max_size=8) | st.just("\ud800 a lone surrogate")
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+PLAIN_ARRAYS = hnp.arrays(
+    st.sampled_from(["<i4", "<i8", "<f4", "<f8", "<f2", "|u1", "|b1", "<c8"]), hnp.array_shapes(min_dims=0, min_side=0)
+)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(1, 9))
+    logs = hnp.arrays(np.float32, length, elements=st.floats(width=32))
+    completion = Completion(
+        tokens=draw(hnp.arrays(np.int32, length)),
+        text=draw(TEXT),
+        stop_reason=draw(st.sampled_from(StopReason)),
+        versions=(draw(VERSIONS), draw(VERSIONS)),
+        sampling=draw(st.none() | st.builds(Sampling, st.floats(0, 2), st.floats(0, 1))),
+        log_behavior=draw(st.none() | logs),
+        mask=draw(st.none() | hnp.arrays(np.bool_, length)),
+    )
+    return Trajectory(
+        uid=draw(TEXT),
+        prompt=prompt(0),
+        completion=completion,
+        reward=draw(st.floats()),
+        log_reference=draw(logs),
+        reference=draw(VERSIONS),
+        reward_parts=draw(st.dictionaries(TEXT, st.floats(allow_nan=False), max_size=3)),
+        arrays=draw(st.dictionaries(TEXT, PLAIN_ARRAYS, max_size=3)),
+        provenance=draw(st.dictionaries(TEXT, JSON, max_size=3)),
+        created=draw(st.floats(allow_nan=False)),
+    )
+
+
+@settings(deadline=None, max_examples=200)
+@given(trajectories())
+def test_a_trajectory_comes_back_bit_for_bit(original: Trajectory) -> None:
+    assert same(decode_trajectory(encode_trajectory(original), original.prompt), original)
+
+
+@settings(deadline=None)
+@given(st.builds(Prompt, TEXT, hnp.arrays(np.int32, st.integers(1, 9)), TEXT, st.dictionaries(TEXT, JSON, max_size=3)))
+def test_a_prompt_comes_back_with_what_its_key_leaves_out(original: Prompt) -> None:
+    assert same(decode_prompt(encode_prompt(original)), original)
+
+
+def test_what_is_read_cannot_be_changed() -> None:
+    read = decode_trajectory(encode_trajectory(trajectory()), prompt(0))
+    with pytest.raises(ValueError, match="read-only"):
+        read.completion.tokens[0] = 5
+
+
+def test_an_array_that_would_need_pickle_is_refused() -> None:
+    original = trajectory()
+    odd = Trajectory(**{**vars(original), "arrays": {"steps": np.array([{"no": "pickle"}])}})
+    with pytest.raises(ValueError, match="'steps' is of object"):
+        encode_trajectory(odd)
+
+
+def test_reference_log_probabilities_of_another_length_are_refused() -> None:
+    original = trajectory(tokens=(1, 2, 3))
+    odd = Trajectory(**{**vars(original), "log_reference": np.zeros(2, dtype=np.float32)})
+    with pytest.raises(ValueError, match=r"has 3 tokens, but an array of shape \(2,\)"):
+        encode_trajectory(odd)

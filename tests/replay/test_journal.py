@@ -1,0 +1,358 @@
+"""The journal: one file, many writers, one follower."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trajectory_cases import same, trajectory
+
+import tba.replay.journal
+from tba.errors import DeadlineExceeded, UserError
+from tba.replay.filesystem import network_filesystem
+from tba.replay.journal import JournalFollower, JournalWriter, Totals
+from tba.types import Evaluation, Trajectory, Version
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+@pytest.fixture
+def writer(path: Path) -> Iterator[JournalWriter]:
+    with JournalWriter(path, "searcher-0") as writer:
+        yield writer
+
+
+@pytest.fixture
+def follower(path: Path) -> Iterator[JournalFollower]:
+    with JournalFollower(path) as follower:
+        yield follower
+
+
+def uids(trajectories: list[Trajectory]) -> list[str]:
+    return [t.uid for t in trajectories]
+
+
+class Clock:
+    """A wall clock that can be set."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_is_put_is_drained_once_in_order_and_equal(writer: JournalWriter, follower: JournalFollower) -> None:
+    rows = [trajectory(i % 3, (i, 5), version=i) for i in range(10)]
+    writer.put(rows[:4])
+    writer.put(rows[4:])
+    assert follower.undrained() == {"trajectories": 10, "tokens": 20}
+    drained = follower.drain(limit=3) + follower.drain()
+    assert all(map(same, drained, rows))
+    assert len(drained) == 10
+    assert follower.drain() == []
+    assert follower.undrained() == {"trajectories": 0, "tokens": 0}
+    assert follower.totals() == Totals(rows=10, tokens=20, retired_rows=0, retired_tokens=0)
+
+
+def test_a_follower_set_back_to_a_position_sees_what_came_after_it(
+    writer: JournalWriter, follower: JournalFollower
+) -> None:
+    rows = [trajectory(tokens=(i,)) for i in range(6)]
+    writer.put(rows)
+    follower.drain(limit=2)
+    position = follower.position
+    follower.drain()
+    follower.position = position
+    assert uids(follower.drain(until=position + 3)) == uids(rows[2:5])
+
+
+def test_trajectories_of_one_prompt_share_one_prompt_in_memory(
+    writer: JournalWriter, follower: JournalFollower
+) -> None:
+    writer.put([trajectory(0, (i,)) for i in range(3)])
+    writer.put([trajectory(0, (9,))])
+    assert len({id(t.prompt) for t in follower.drain()}) == 1
+
+
+def test_prompts_with_the_same_tokens_keep_their_own_text(writer: JournalWriter, follower: JournalFollower) -> None:
+    one = trajectory()
+    other = replace(trajectory(tokens=(3,)), prompt=replace(one.prompt, text="asked otherwise"))
+    assert one.prompt.key == other.prompt.key
+    writer.put([one, other])
+    assert [t.prompt.text for t in follower.drain()] == [one.prompt.text, "asked otherwise"]
+
+
+def test_a_repeated_put_changes_nothing(writer: JournalWriter, follower: JournalFollower) -> None:
+    rows = [trajectory(tokens=(i,)) for i in range(3)]
+    for _ in range(3):
+        writer.put(rows, counters={"generated": 3})
+    assert uids(follower.drain()) == uids(rows)
+    assert follower.totals().rows == 3
+    assert follower.counters() == {"searcher-0": {"generated": 3}}
+
+
+def test_a_put_that_fails_leaves_no_trace(writer: JournalWriter, follower: JournalFollower) -> None:
+    (position,) = writer.lease(1, seconds=0)
+    broken = replace(trajectory(), log_reference=np.zeros(99, dtype=np.float32))
+    with pytest.raises(ValueError, match="shape"):
+        writer.put([trajectory(), broken], leases=[position], counters={"generated": 2})
+    assert follower.drain() == []
+    assert follower.counters() == {}
+    assert writer.lease(1, seconds=9) == [position]
+
+
+def test_counts_are_kept_by_owner_and_add_up(path: Path, follower: JournalFollower) -> None:
+    with JournalWriter(path, "a") as a, JournalWriter(path, "b") as b:
+        a.count(generated=2, rejected=1)
+        b.count(generated=5)
+        a.put([], counters={"generated": 3})
+    assert follower.counters() == {"a": {"generated": 5, "rejected": 1}, "b": {"generated": 5}}
+
+
+def test_one_writer_may_be_shared_by_threads(writer: JournalWriter, follower: JournalFollower) -> None:
+    rows = [[trajectory(tokens=(k, i)) for i in range(20)] for k in range(4)]
+    threads = [threading.Thread(target=lambda own=own: [writer.put([t]) for t in own]) for own in rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    drained = uids(follower.drain())
+    assert sorted(drained) == sorted(t.uid for own in rows for t in own)
+
+
+def test_positions_are_leased_in_order_and_none_twice(path: Path) -> None:
+    with JournalWriter(path, "a") as a, JournalWriter(path, "b") as b:
+        assert a.lease(3, seconds=1e6) == [0, 1, 2]
+        assert b.lease(2, seconds=1e6) == [3, 4]
+        a.put([], leases=[0, 1, 2])
+        assert a.lease(2, seconds=1e6) == [5, 6]
+
+
+def test_leases_that_ran_out_are_handed_out_again_first(path: Path) -> None:
+    clock = Clock()
+    with JournalWriter(path, "a", clock=clock) as a, JournalWriter(path, "b", clock=clock) as b:
+        assert a.lease(3, seconds=10) == [0, 1, 2]
+        a.put([], leases=[1])
+        clock.now += 10
+        assert b.lease(3, seconds=10) == [0, 2, 3]
+        assert a.lease(1, seconds=10) == [4]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(
+        st.tuples(st.just("lease"), st.integers(1, 3), st.integers(1, 20))
+        | st.tuples(st.just("pass"), st.integers(1, 15), st.just(0))
+        | st.tuples(st.just("set_back"), st.integers(1, 100), st.just(0))
+        | st.tuples(st.just("give_back"), st.integers(0, 9), st.just(0)),
+        max_size=25,
+    )
+)
+def test_no_live_position_is_leased_twice_even_when_the_clock_is_set_back(
+    operations: list[tuple[str, int, int]],
+) -> None:
+    clock, elapsed = Clock(), 0
+    ends: dict[int, int] = {}  # position -> when its lease ends, in time that really passed
+    done: set[int] = set()
+    with TemporaryDirectory() as folder, JournalWriter(Path(folder) / "j", "a", clock=clock) as writer:
+        for verb, number, seconds in operations:
+            if verb == "pass":
+                clock.now += number
+                elapsed += number
+            elif verb == "set_back":
+                clock.now -= number
+            elif verb == "give_back":
+                writer.put([], leases=[number])
+                if number in ends:
+                    done.add(number)
+            else:
+                positions = writer.lease(number, seconds)
+                assert len(set(positions)) == number
+                assert not done & set(positions)
+                assert all(ends.get(p, 0) <= elapsed for p in positions)
+                ends |= dict.fromkeys(positions, elapsed + seconds)
+        writer.lease(0, 1)  # sees that the clock was set back
+        clock.now += 20  # longer than any lease
+        assert set(writer.lease(len(ends), 1)) >= set(ends) - done
+
+
+def test_a_job_is_claimed_by_exactly_one(path: Path) -> None:
+    claims: list[bool] = []
+
+    def claim(owner: str) -> None:
+        with JournalWriter(path, owner) as writer:
+            claims.append(writer.claim("evaluate 0.4", seconds=1e6))
+
+    threads = [threading.Thread(target=claim, args=(f"searcher-{i}",)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(claims) == [False] * 5 + [True]
+
+
+def test_a_job_can_be_claimed_again_once_its_time_is_over_but_not_once_it_is_done(
+    path: Path, follower: JournalFollower
+) -> None:
+    clock = Clock()
+    first = Evaluation(Version(0, 4), 12.5, "pass@1/greedy", 0.5, 100, 1.5, 900)
+    late = replace(first, value=0.4)
+    with JournalWriter(path, "a", clock=clock) as a, JournalWriter(path, "b", clock=clock) as b:
+        assert a.claim("evaluate 0.4", seconds=10)
+        assert not b.claim("evaluate 0.4", seconds=10)
+        clock.now += 10
+        assert b.claim("evaluate 0.4", seconds=10)
+        assert not follower.job_done("evaluate 0.4")
+        b.finish("evaluate 0.4", [first])
+        a.finish("evaluate 0.4", [late])  # took too long: somebody else has done it
+        clock.now += 1000
+        assert not a.claim("evaluate 0.4", seconds=10)
+        assert follower.evaluations() == [first]
+        assert follower.evaluations() == []
+        assert follower.job_done("evaluate 0.4")
+        a.finish("evaluate 0.6", [replace(first, version=Version(0, 6))])
+    assert [e.version for e in follower.evaluations()] == [Version(0, 6)]
+    assert follower.jobs_done() == {"evaluate 0.4", "evaluate 0.6"}
+
+
+def test_retention_deletes_drained_rows_beyond_the_newest_and_counts_them(path: Path, writer: JournalWriter) -> None:
+    rows = [trajectory(tokens=(i, i)) for i in range(100)]
+    with JournalFollower(path, keep_rows=16) as follower:
+        writer.put(rows)
+        follower.drain(limit=40)
+        assert follower.totals() == Totals(rows=100, tokens=200, retired_rows=40, retired_tokens=80)
+        assert uids(follower.drain()) == uids(rows[40:])  # what was not drained yet is never deleted
+        assert follower.totals() == Totals(rows=100, tokens=200, retired_rows=84, retired_tokens=168)
+        follower.position = 0
+        assert uids(follower.drain()) == uids(rows[84:])
+        writer.put(rows[:3])  # a repeat is known even when the row has gone
+        assert follower.drain() == []
+
+
+def test_the_write_ahead_log_stays_bounded_while_a_follower_drains(path: Path, writer: JournalWriter) -> None:
+    bound = 256 << 10
+    with JournalFollower(path, wal_bytes=bound) as follower:
+        sizes = []
+        for n in range(40):
+            writer.put([trajectory(n, tuple(range(400))) for _ in range(10)])
+            follower.drain()
+            sizes.append(follower.wal_size)
+        assert max(sizes) <= bound
+        assert 0 in sizes  # it was truncated, not just never full
+        for n in range(40):
+            writer.put([trajectory(n, tuple(range(400))) for _ in range(10)])
+        assert follower.wal_size > bound  # writers never checkpoint
+        assert len(follower.drain()) == 400
+        assert follower.wal_size == 0
+
+
+def test_only_the_first_follower_checkpoints(path: Path, writer: JournalWriter) -> None:
+    with JournalFollower(path) as first, JournalFollower(path) as second:
+        writer.put([trajectory()])
+        assert first.checkpoint()
+        writer.put([trajectory(tokens=(3,))])
+        assert not second.checkpoint()
+        assert second.wal_size > 0
+        assert len(second.drain()) == 2
+
+
+def test_an_open_reader_elsewhere_holds_up_neither_writers_nor_the_follower(
+    path: Path, writer: JournalWriter, follower: JournalFollower
+) -> None:
+    writer.put([trajectory()])
+    reader = sqlite3.connect(path, isolation_level=None)
+    reader.execute("BEGIN")
+    reader.execute("SELECT count(*) FROM trajectories").fetchone()
+    writer.put([trajectory(tokens=(3,))])
+    assert len(follower.drain()) == 2
+    assert not follower.checkpoint()  # tried again later
+    reader.close()
+    assert follower.checkpoint()
+
+
+def test_a_lock_that_is_never_released_ends_in_an_error_that_names_the_file(path: Path) -> None:
+    with JournalWriter(path, "a", deadline_s=0.05) as writer:
+        hog = sqlite3.connect(path, isolation_level=None)
+        hog.execute("BEGIN IMMEDIATE")
+        with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the write lock of .*journal\.sqlite"):
+            writer.put([trajectory()])
+        hog.execute("ROLLBACK")
+        hog.close()
+        writer.put([trajectory()])  # it can be used as before
+
+
+def test_a_full_disk_is_said_in_one_sentence_and_leaves_the_journal_usable(
+    writer: JournalWriter, follower: JournalFollower
+) -> None:
+    connection = writer._database._connection
+    pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.execute(f"PRAGMA max_page_count = {pages + 2}")
+    with pytest.raises(UserError, match="its disk is full: free some space"):
+        writer.put([trajectory(tokens=tuple(range(20_000)))])
+    connection.execute("PRAGMA max_page_count = 100000")
+    writer.put([trajectory(uid="kept")])
+    assert uids(follower.drain()) == ["kept"]
+
+
+def test_a_network_filesystem_is_refused_in_one_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tba.replay.journal, "network_filesystem", lambda folder: "nfs4")
+    with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--journal-dir"):
+        JournalWriter(path, "a")
+    with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--journal-dir"):
+        JournalFollower(path)
+    assert not path.exists()
+
+
+def test_the_filesystem_of_a_path_is_that_of_the_longest_mount_point_above_it(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        "/dev/vda / ext4 rw 0 0\n"
+        "server:/home /home nfs4 rw 0 0\n"
+        "/dev/vdb /home/me/local ext4 rw 0 0\n"
+        "host:/x /mnt/my\\040share fuse.sshfs rw 0 0\n"
+        "/dev/vdc /hidden ext4 rw 0 0\n"
+        "//server/y /hidden cifs rw 0 0\n"
+    )
+    kinds = {
+        "/tmp/run": None,
+        "/home/me/run": "nfs4",
+        "/home/me/local/run": None,
+        "/homestead": None,
+        "/mnt/my share/run": "fuse.sshfs",
+        "/hidden/run": "cifs",
+    }
+    assert {p: network_filesystem(Path(p), mounts) for p in kinds} == kinds
+    assert network_filesystem(Path("/home/me/run"), tmp_path / "no mount table") is None
+
+
+def test_files_that_are_no_journal_of_this_version_are_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("these are not the bytes of any database" * 40)
+    with pytest.raises(UserError, match="not a SQLite file"):
+        JournalFollower(text)
+    other = tmp_path / "other.sqlite"
+    connection = sqlite3.connect(other)
+    connection.execute("CREATE TABLE recipes (name)")
+    connection.commit()
+    connection.close()
+    with pytest.raises(UserError, match="SQLite file of something else"):
+        JournalWriter(other, "a")
+    newer = tmp_path / "newer.sqlite"
+    JournalWriter(newer, "a").close()
+    connection = sqlite3.connect(newer)
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    with pytest.raises(UserError, match="schema version 99, this program reads version 1"):
+        JournalWriter(newer, "a")

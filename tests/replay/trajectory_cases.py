@@ -1,0 +1,73 @@
+"""Trajectories for the tests of replay, small and exactly comparable."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+
+from tba.replay.buffer import Buffer, BufferSettings
+from tba.types import Completion, Prompt, StopReason, Trajectory, Version
+
+FIRST = Version()
+_serial = itertools.count()
+
+
+def prompt(number: int) -> Prompt:
+    """Prompt number `number`."""
+    return Prompt("toy", np.array([number, 7], dtype=np.int32), f"question {number}", {"answer": str(number)})
+
+
+def trajectory(
+    of: Prompt | int = 0,
+    tokens: Sequence[int] = (1, 2),
+    version: Version | int = 0,
+    reward: float = 0.0,
+    uid: str | None = None,
+    reference: Version = FIRST,
+) -> Trajectory:
+    """One trajectory; `tokens` decide which are duplicates."""
+    version = Version(0, version) if isinstance(version, int) else version
+    completion = Completion(np.array(tokens, dtype=np.int32), "", StopReason.EOS, (version, version))
+    return Trajectory(
+        uid=uid or f"t{next(_serial)}",
+        prompt=of if isinstance(of, Prompt) else prompt(of),
+        completion=completion,
+        reward=reward,
+        log_reference=np.zeros(len(tokens), dtype=np.float32),
+        reference=reference,
+    )
+
+
+def store(
+    sizes: Sequence[int], recent: Sequence[int] | None = None, rewards: Sequence[float] | None = None, window: int = 2
+) -> Buffer:
+    """A buffer with `sizes[p]` distinct trajectories of prompt p, the last `recent[p]` of them recent (all)."""
+    buffer = Buffer(BufferSettings(), window)
+    for p, size in enumerate(sizes):
+        fresh = size if recent is None else recent[p]
+        for i in range(size):
+            reward = 0.0 if rewards is None else rewards[i]
+            buffer.add(trajectory(p, (1, 100 + i), version=10 if i >= size - fresh else 0, reward=reward))
+    buffer.now = Version(0, 10)
+    return buffer
+
+
+def same(left: Any, right: Any) -> bool:
+    """Equal in every field, arrays bit for bit and of the same type (a scalar NaN is a NaN)."""
+    if isinstance(left, np.ndarray):
+        return left.dtype == right.dtype and left.shape == right.shape and left.tobytes() == right.tobytes()
+    if is_dataclass(left):
+        return type(left) is type(right) and all(
+            same(getattr(left, f.name), getattr(right, f.name)) for f in fields(left)
+        )
+    if isinstance(left, dict):
+        return list(left) == list(right) and all(same(left[k], right[k]) for k in left)
+    if isinstance(left, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float):
+        return np.float64(left).tobytes() == np.float64(right).tobytes() or (np.isnan(left) and np.isnan(right))
+    return bool(left == right)
