@@ -1,0 +1,203 @@
+"""The trainer's memory, against a plain list that is searched from end to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trajectory_cases import prompt, trajectory
+
+from tba.errors import UserError
+from tba.replay.buffer import Amount, Buffer, BufferSettings
+from tba.replay.shelf import Listing
+from tba.types import Trajectory, Version
+
+WINDOW = 3
+
+
+@dataclass
+class PlainBuffer:
+    """The same rules, each written as a search through everything."""
+
+    per_prompt: int
+    total: int
+    now: Version = field(default_factory=Version)
+    reference: Version = field(default_factory=Version)
+    held: list[Trajectory] = field(default_factory=list)
+    everything: list[Trajectory] = field(default_factory=list)
+    uses: dict[str, int] = field(default_factory=dict)
+    fate: dict[str, str] = field(default_factory=dict)  # of those that left unused
+
+    def add(self, new: Trajectory) -> None:
+        self.everything.append(new)
+        own = [t for t in self.held if t.prompt.key == new.prompt.key and t.reference == new.reference]
+        copies = [t for t in own if t.completion.digest == new.completion.digest]
+        if copies:
+            self._leave(copies[0], "duplicate")
+        elif len(own) == self.per_prompt:
+            self._leave(own[0], "evicted")
+        self.held.append(new)
+        if len(self.held) > self.total:
+            self._leave(self.held[0], "evicted")
+
+    def _leave(self, old: Trajectory, fate: str) -> None:
+        self.held.remove(old)
+        if old.uid not in self.uses:
+            self.fate[old.uid] = fate
+
+    def of(self, key: str) -> list[Trajectory]:
+        return [t for t in self.held if t.prompt.key == key and t.reference == self.reference]
+
+    def recent(self, key: str) -> list[Trajectory]:
+        now = self.now
+        return [
+            t for t in self.of(key) if t.version.incarnation == now.incarnation and now.step - t.version.step <= WINDOW
+        ]
+
+    def amounts(self) -> dict[str, tuple[int, int]]:
+        groups = {
+            "received": self.everything,
+            "trained_once": [t for t in self.everything if t.uid in self.uses],
+            "trained_total": [t for t in self.everything for _ in range(self.uses.get(t.uid, 0))],
+            "waiting": [t for t in self.held if t.uid not in self.uses],
+            "evicted": [t for t in self.everything if self.fate.get(t.uid) == "evicted"],
+            "duplicate": [t for t in self.everything if self.fate.get(t.uid) == "duplicate"],
+        }
+        return {name: (len(ts), sum(t.length for t in ts)) for name, ts in groups.items()}
+
+
+VERSIONS = st.builds(Version, st.integers(0, 1), st.integers(0, 8))
+OPERATIONS = st.lists(
+    st.tuples(st.just("add"), st.integers(0, 3), st.integers(0, 5), VERSIONS, st.integers(0, 4).map(lambda n: n == 0))
+    | st.tuples(st.just("use"), st.integers(0, 99))
+    | st.tuples(st.just("now"), VERSIONS)
+    | st.tuples(st.just("reference"), st.booleans()),
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(OPERATIONS, st.integers(2, 4), st.integers(2, 9))
+def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger_closes(
+    operations: list[tuple[object, ...]], per_prompt: int, total: int
+) -> None:
+    buffer, plain = Buffer(BufferSettings(per_prompt, total), WINDOW), PlainBuffer(per_prompt, total)
+    keys = [prompt(p).key for p in range(4)]
+    for verb, *values in operations:
+        if verb == "add":
+            p, completion, version, other_reference = values
+            tokens = (int(completion),) * (1 + int(completion))
+            new = trajectory(int(p), tokens, version, reference=Version(0, int(other_reference)))
+            buffer.add(new)
+            plain.add(new)
+        elif verb == "use" and plain.held:
+            used = plain.held[int(values[0]) % len(plain.held)]
+            buffer.use([used])
+            plain.uses[used.uid] = plain.uses.get(used.uid, 0) + 1
+            assert buffer.uses(used.uid) == plain.uses[used.uid]
+        elif verb == "now":
+            buffer.now = plain.now = values[0]
+        elif verb == "reference":
+            buffer.reference = plain.reference = Version(0, int(values[0]))
+        for size in (1, 2, 3):
+            assert set(buffer.prompts(size)) == {k for k in keys if len(plain.of(k)) >= size}
+            assert set(buffer.recent_prompts(size)) == {k for k in keys if len(plain.recent(k)) >= size}
+    for key in keys:
+        assert list(buffer.of(key)) == plain.of(key)
+        assert list(buffer.recent(key)) == plain.recent(key)
+    counts, expected = buffer.counts(), plain.amounts()
+    assert {n: (getattr(counts, n).trajectories, getattr(counts, n).tokens) for n in expected} == expected
+    for unit in ("trajectories", "tokens"):
+        terms = [getattr(a, unit) for a in (counts.trained_once, counts.waiting, counts.evicted, counts.duplicate)]
+        assert getattr(counts.received, unit) == sum(terms)
+    assert len(buffer) == len(plain.held) <= total
+
+
+def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:
+    buffer = Buffer(BufferSettings(), WINDOW)
+    old, other, copy = trajectory(tokens=(1,), uid="old"), trajectory(tokens=(2,)), trajectory(tokens=(1,), uid="copy")
+    for t in (old, other, copy):
+        buffer.add(t)
+    assert list(buffer.of(old.prompt.key)) == [other, copy]
+    assert buffer.counts().duplicate == Amount(1, 1)
+
+
+def test_a_copy_under_another_reference_is_no_duplicate() -> None:
+    buffer = Buffer(BufferSettings(), WINDOW)
+    first, second = trajectory(), trajectory(reference=Version(0, 50))
+    buffer.add(first)
+    buffer.add(second)
+    assert list(buffer.of(first.prompt.key)) == [first]
+    buffer.reference = Version(0, 50)
+    assert list(buffer.of(first.prompt.key)) == [second]
+    assert buffer.counts().waiting.trajectories == 2
+
+
+def test_what_was_used_and_leaves_is_counted_as_trained_and_not_as_evicted() -> None:
+    buffer = Buffer(BufferSettings(per_prompt=2), WINDOW)
+    rows = [trajectory(tokens=(i,)) for i in range(4)]
+    buffer.add(rows[0])
+    buffer.use([rows[0], rows[0]])
+    for t in rows[1:]:
+        buffer.add(t)
+    counts = buffer.counts()
+    assert (counts.trained_once, counts.trained_total) == (Amount(1, 1), Amount(2, 2))
+    assert (counts.evicted, counts.waiting) == (Amount(1, 1), Amount(2, 2))
+    with pytest.raises(KeyError, match="not in memory"):
+        buffer.use([rows[0]])
+
+
+def test_recent_is_counted_from_the_oldest_weights_that_had_a_hand_in_it() -> None:
+    buffer = Buffer(BufferSettings(), recent_window=2)
+    t = trajectory(version=3)
+    buffer.add(t)
+    for step, recent in ((3, [t]), (5, [t]), (6, []), (5, [t])):
+        buffer.now = Version(0, step)
+        assert list(buffer.recent(t.prompt.key)) == recent
+
+
+def test_what_an_earlier_incarnation_sampled_is_never_recent() -> None:
+    buffer = Buffer(BufferSettings(), recent_window=5)
+    old = trajectory(tokens=(1,), version=Version(0, 2))
+    buffer.add(old)
+    buffer.now = Version(1, 2)
+    fresh = trajectory(tokens=(2,), version=Version(1, 0))
+    buffer.add(fresh)
+    assert list(buffer.recent(old.prompt.key)) == [fresh]
+    assert list(buffer.of(old.prompt.key)) == [old, fresh]
+
+
+def test_the_same_trajectory_given_twice_is_an_error() -> None:
+    buffer = Buffer(BufferSettings(), WINDOW)
+    t = trajectory(uid="t")
+    buffer.add(t)
+    with pytest.raises(ValueError, match="trajectory t was added twice"):
+        buffer.add(t)
+
+
+def test_a_capacity_that_holds_no_group_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--replay\.buffer\.per-prompt is 1"):
+        BufferSettings(per_prompt=1)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), max_size=400))
+def test_a_listing_tells_every_key_added_since_any_earlier_look(operations: list[tuple[int, int]]) -> None:
+    listing, cursor, members, unseen = Listing(), 0, set[str](), set[str]()
+    for number, kind in operations:
+        key = str(number)
+        if kind == 0:
+            cursor, told = listing.since(cursor)
+            assert unseen & members <= set(told)
+            unseen = set()
+        elif key in members:
+            members.remove(key)
+            listing.remove(key)
+        else:
+            members.add(key)
+            unseen.add(key)
+            listing.add(key)
+        assert sorted(listing) == sorted(members)
+        assert (key in listing) == (key in members)

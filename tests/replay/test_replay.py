@@ -1,0 +1,324 @@
+"""Replay as the trainer sees it: when a batch may be sampled, what it counts, how it resumes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trajectory_cases import prompt, trajectory
+
+from tba.errors import UserError
+from tba.replay.buffer import BufferSettings
+from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.pacing import Pacing
+from tba.replay.replay import Replay, ReplaySettings
+from tba.replay.selection import RecencyReward
+from tba.replay.uses import UseLog, cut_uses, read_uses
+from tba.types import Group, Trajectory, Version
+
+
+class Pile:
+    """The plainest source: what is laid on it comes off, once."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Trajectory] = []
+
+    def drain(self, limit: int | None = None) -> list[Trajectory]:
+        taken, self.waiting = self.waiting[:limit], self.waiting[len(self.waiting[:limit]) :]
+        return taken
+
+
+def rows(prompts: Sequence[int], each: int, version: int = 0, first: int = 0) -> list[Trajectory]:
+    return [trajectory(p, (p, first + i), version, reward=float(i)) for p in prompts for i in range(each)]
+
+
+def settings_of(warm_up: int = 0, max_mean_uses: float = 8.0, **rest: object) -> ReplaySettings:
+    return replace(ReplaySettings(pacing=Pacing(warm_up, max_mean_uses)), **rest)  # type: ignore[arg-type]
+
+
+def uids(groups: list[Group]) -> list[str]:
+    return [t.uid for g in groups for t in g.trajectories]
+
+
+def assert_closes(ledger: dict[str, int]) -> None:
+    for unit in ("trajectories", "tokens"):
+        parts = sum(ledger[f"{term}_{unit}"] for term in ("trained_once", "waiting", "evicted", "duplicate"))
+        assert ledger[f"received_{unit}"] == parts
+
+
+def test_a_batch_may_be_sampled_after_the_warm_up_and_until_reuse_reaches_its_limit() -> None:
+    pile = Pile()
+    replay = Replay(pile, settings_of(warm_up=8, max_mean_uses=2.0))
+    assert replay.ready(2, 4) == "warm_up"
+    pile.waiting += rows([0], 7)
+    assert replay.ready(2, 4) == "warm_up"
+    pile.waiting += rows([1], 7)
+    for uses in (8, 16, 24):
+        assert replay.ready(2, 4) is None
+        replay.sample(2, 4)
+        assert replay.samples_per_insert == uses / 14
+    assert replay.ready(2, 4) == "paced"  # 32 uses of 14 trajectories would be more than 2 each
+    with pytest.raises(RuntimeError, match=r"no batch may be sampled now \(paced\)"):
+        replay.sample(2, 4)
+    pile.waiting += rows([2], 2)
+    assert replay.ready(2, 4) is None
+
+
+def test_without_two_trajectories_of_a_prompt_there_is_nothing_to_sample() -> None:
+    pile = Pile()
+    replay = Replay(pile, settings_of())
+    assert replay.ready(1, 2) == "empty"
+    pile.waiting += rows([0, 1, 2], 1)
+    assert replay.ready(1, 2) == "empty"
+    pile.waiting += rows([0], 1, first=5)
+    assert replay.ready(1, 2) is None
+    assert {g.prompt.key for g in replay.sample(1, 2)} == {prompt(0).key}
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=30),
+    st.sampled_from([0.5, 1.0, 4.0]),
+    st.integers(4, 30),
+)
+def test_mean_uses_never_exceed_the_limit_and_the_ledger_closes_at_every_moment(
+    turns: list[tuple[int, int]], max_mean_uses: float, total: int
+) -> None:
+    pile = Pile()
+    replay = Replay(pile, settings_of(max_mean_uses=max_mean_uses, buffer=BufferSettings(4, total)))
+    used: Counter[str] = Counter()
+    received = 0
+    for step, (p, count) in enumerate(turns):
+        pile.waiting += rows([p], count, step)
+        received += count
+        replay.now = Version(0, step)
+        if replay.ready(2, 3) is None:
+            used.update(uids(replay.sample(2, 3)))
+        ledger = replay.ledger()
+        assert_closes(ledger)
+        assert ledger["received_trajectories"] == received
+        assert ledger["trained_once_trajectories"] == len(used)
+        assert ledger["trained_total_trajectories"] == used.total() <= max_mean_uses * received
+        assert ledger["trained_total_tokens"] == 2 * used.total()
+
+
+def test_new_data_comes_in_at_once_or_only_at_syncs() -> None:
+    for take_in, taken in (("always", 12), ("sync", 6)):
+        pile = Pile()
+        replay = Replay(pile, settings_of(take_in=take_in))
+        pile.waiting += rows([0], 6)
+        assert replay.ready(1, 2) is None
+        pile.waiting += rows([1], 6)
+        assert replay.ready(1, 2) is None
+        assert replay.ledger()["received_trajectories"] == taken
+        replay.sync()
+        assert replay.ledger()["received_trajectories"] == 12
+
+
+def test_a_trainer_that_is_held_back_takes_new_data_in_whatever_the_setting() -> None:
+    pile = Pile()
+    replay = Replay(pile, settings_of(warm_up=4, max_mean_uses=1.0, take_in="sync"))
+    pile.waiting += rows([0], 4)
+    assert replay.ready(1, 4) is None
+    replay.sample(1, 4)
+    assert replay.ready(1, 4) == "paced"
+    pile.waiting += rows([1], 4)
+    assert replay.ready(1, 4) is None
+
+
+def test_the_recent_window_counts_back_from_the_trainers_version() -> None:
+    pile = Pile()
+    only_recent = settings_of(selection=RecencyReward(m=1.0))
+    replay = Replay(pile, only_recent, recent_window=2)
+    pile.waiting += rows([0], 5, version=0) + rows([1], 5, version=3)
+    replay.now = Version(0, 4)
+    assert replay.ready(1, 5) is None
+    for _ in range(5):
+        assert {g.prompt.key for g in replay.sample(1, 5)} == {prompt(1).key}
+    assert replay.metrics()["groups_recent"] == 5
+    assert replay.metrics()["groups_recent_shortfall"] == 0
+
+
+def test_only_the_current_reference_is_sampled_and_the_others_wait() -> None:
+    pile = Pile()
+    replay = Replay(pile, settings_of())
+    later = Version(0, 50)
+    pile.waiting += rows([0], 4) + [replace(t, reference=later) for t in rows([0], 4)]
+    assert replay.ready(1, 8) is None
+    assert {g.reference for g in replay.sample(1, 8)} == {Version()}
+    replay.reference = later
+    (group,) = replay.sample(1, 8)
+    assert {t.reference for t in group.trajectories} == {later}
+    assert replay.ledger()["waiting_trajectories"] == 0
+
+
+def test_equal_seeds_sample_equally_and_others_do_not() -> None:
+    def run(seed: int) -> list[list[str]]:
+        pile = Pile()
+        pile.waiting = data.copy()
+        replay = Replay(pile, settings_of(), seed=seed)
+        assert replay.ready(3, 4) is None
+        return [uids(replay.sample(3, 4)) for _ in range(5)]
+
+    data = rows(range(8), 9)
+    assert run(1) == run(1) != run(2)
+
+
+def test_one_thread_may_sample_while_another_asks_for_the_ledger() -> None:
+    pile = Pile()
+    replay = Replay(pile, settings_of(max_mean_uses=1e9))
+    failures: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            while not stop.is_set():
+                assert_closes(replay.ledger())
+        except AssertionError as error:
+            failures.append(error)
+
+    stop = threading.Event()
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for step in range(60):
+        pile.waiting += rows([step % 5], 20, step)
+        replay.now = Version(0, step)
+        assert replay.ready(3, 8) is None
+        replay.sample(3, 8)
+    stop.set()
+    watcher.join(60)
+    assert failures == []
+
+
+def test_every_use_is_on_record_after_closing(tmp_path: Path) -> None:
+    pile = Pile()
+    pile.waiting += rows(range(3), 6)
+    replay = Replay(pile, settings_of(), uses=tmp_path / "uses")
+    assert replay.ready(2, 4) is None
+    used = Counter(uid for _ in range(10) for uid in uids(replay.sample(2, 4)))
+    replay.close()
+    assert read_uses(tmp_path / "uses") == used
+
+
+def test_a_record_of_uses_that_was_cut_off_by_a_crash_is_read_up_to_its_last_whole_batch(tmp_path: Path) -> None:
+    path = tmp_path / "uses"
+    log = UseLog(path)
+    log.record(["a", "b"])
+    after_one = log.size
+    log.record(["a"])
+    log.close()
+    assert path.stat().st_size == log.size
+    with path.open("ab") as file:
+        file.write(b'["a","b')
+    assert read_uses(path) == Counter(a=2, b=1)
+    cut_uses(path, after_one)
+    assert read_uses(path) == Counter(a=1, b=1)
+    with pytest.raises(ValueError, match="when the state was saved"):
+        cut_uses(path, 10_000)
+
+
+def test_a_record_of_uses_that_cannot_be_written_is_an_error_at_the_latest_on_closing(tmp_path: Path) -> None:
+    log = UseLog(tmp_path / "uses")
+    log._file.close()
+    log._file = open("/dev/full", "ab")  # noqa: SIM115 - closed by the log
+    log.record(["a"])
+    with pytest.raises(OSError, match="No space left"):
+        log.close()
+
+
+class SteppedFollower(JournalFollower):
+    """Sees no further than `until`, as if what comes after had not been put yet."""
+
+    until: int | None = None
+
+    def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]:
+        return super().drain(limit, self.until if until is None else until)
+
+
+class Run:
+    """One trainer's replay on its own journal, driven by a script."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.seed = folder, seed
+        self.sampled: list[list[str]] = []
+        self.open()
+
+    def open(self) -> None:
+        self.writer = JournalWriter(self.folder / "journal", "searcher-0")
+        self.follower = SteppedFollower(self.folder / "journal")
+        chosen = settings_of(
+            max_mean_uses=3.0, selection=RecencyReward(m=0.5, inverse_temperature=1.0), buffer=BufferSettings(6, 30)
+        )
+        self.replay = Replay(self.follower, chosen, recent_window=2, seed=self.seed, uses=self.folder / "uses")
+
+    def close(self) -> None:
+        self.replay.close()
+        self.follower.close()
+        self.writer.close()
+
+    def go(self, script: Sequence[tuple[int, int]], start: int, stop: int) -> None:
+        for step in range(start, stop):
+            p, count = script[step]
+            self.writer.put(
+                [trajectory(p, (p, i), step, reward=i / 3, uid=f"{step}-{i}") for i in range(count)]
+            )  # many of them duplicates; putting again what was put before the crash changes nothing
+            self.follower.until = sum(count for _, count in script[: step + 1])
+            self.replay.now = Version(0, step)
+            if self.replay.ready(2, 3) is None:
+                self.sampled.append(uids(self.replay.sample(2, 3)))
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 8)), min_size=8, max_size=20),
+    st.integers(0, 7),
+    st.integers(0, 3),
+    st.integers(0, 2**31),
+)
+def test_a_resumed_replay_samples_exactly_as_one_that_was_never_interrupted(
+    script: list[tuple[int, int]], saved_at: int, lost: int, seed: int
+) -> None:
+    with TemporaryDirectory() as one, TemporaryDirectory() as other:
+        whole, resumed = Run(Path(one), seed), Run(Path(other), seed)
+        whole.go(script, 0, len(script))
+        resumed.go(script, 0, saved_at)
+        kept = len(resumed.sampled)
+        state = json.loads(json.dumps(resumed.replay.state()))
+        resumed.go(script, saved_at, min(saved_at + lost, len(script)))  # trained, then lost: its weights are gone
+        resumed.close()
+        del resumed.sampled[kept:]
+        resumed.open()
+        resumed.replay.restore(state)
+        assert resumed.follower.position == state["position"]
+        resumed.go(script, saved_at, len(script))
+        assert resumed.sampled == whole.sampled
+        assert resumed.replay.ledger() == whole.replay.ledger()
+        assert resumed.replay.metrics() == whole.replay.metrics()
+        resumed.close()
+        whole.close()
+
+
+def test_only_a_fresh_replay_with_a_position_and_a_record_can_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="from a source with a position and with a record of uses"):
+        Replay(Pile(), settings_of()).state()
+    run = Run(tmp_path, 0)
+    run.go([(0, 4)], 0, 1)
+    with pytest.raises(ValueError, match="only a fresh replay can be restored"):
+        run.replay.restore(run.replay.state())
+    run.close()
+
+
+def test_pacing_out_of_range_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--replay\.pacing\.warm-up is -1"):
+        Pacing(warm_up=-1)
+    with pytest.raises(UserError, match=r"--replay\.pacing\.max-mean-uses is 0"):
+        Pacing(max_mean_uses=0)
+    with pytest.raises(UserError, match=r"--replay\.recent-window is -1"):
+        ReplaySettings(recent_window=-1)

@@ -1,0 +1,318 @@
+"""Which prompts and which of their trajectories: the paper's rules, and the defects its public code had."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trajectory_cases import prompt, store, trajectory
+
+from tba.batch import collate
+from tba.errors import UserError
+from tba.replay.buffer import Buffer, BufferSettings
+from tba.replay.deck import Deck
+from tba.replay.selection import RecencyReward, softmax_without_replacement, uniform
+from tba.replay.shelf import Listing
+from tba.types import Group, Version
+
+
+def select(
+    buffer: Buffer, groups: int, size: int, seed: int = 0, **settings: float
+) -> tuple[list[Group], Counter[str]]:
+    selector = RecencyReward(**settings).start()
+    return selector.select(buffer, groups, size, np.random.default_rng(seed)), selector.counts
+
+
+def keys(groups: list[Group]) -> list[str]:
+    return [group.prompt.key for group in groups]
+
+
+SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda sizes: max(sizes) >= 2)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    sizes=SIZES,
+    shares=st.lists(st.floats(0, 1), min_size=8, max_size=8),
+    groups=st.integers(1, 10),
+    size=st.integers(2, 8),
+    m=st.sampled_from([0.0, 0.5, 1.0]),
+    inverse_temperature=st.sampled_from([0.0, 1.0, 1e3]),
+    seed=st.integers(0, 2**31),
+)
+def test_every_batch_keeps_the_rules(
+    sizes: list[int], shares: list[float], groups: int, size: int, m: float, inverse_temperature: float, seed: int
+) -> None:
+    recent = [int(share * n) for share, n in zip(shares, sizes, strict=False)]
+    buffer = store(sizes, recent, rewards=[float(i % 3) for i in range(12)])
+    chosen, counts = select(buffer, groups, size, seed, m=m, inverse_temperature=inverse_temperature)
+    usable = {prompt(p).key: n for p, n in enumerate(sizes) if n >= 2}
+    assert len(chosen) == groups
+    for group in chosen:
+        digests = [t.completion.digest for t in group.trajectories]
+        assert len(set(digests)) == len(digests)  # no trajectory twice
+        assert len(group) == min(size, usable[group.prompt.key])  # ragged only where there is no more
+    # a prompt comes twice only once every prompt is there, in which case it is counted
+    if groups <= len(usable):
+        assert len(set(keys(chosen))) == groups
+    else:
+        assert set(keys(chosen)) == set(usable)
+    assert counts["repeated"] == groups - len(set(keys(chosen)))
+    assert counts["ragged"] == sum(len(g) < size for g in chosen)
+    assert counts["recent"] + counts["reward"] == groups
+    if m == 1:
+        assert counts["recent_shortfall"] == counts["reward"]
+
+
+def test_recent_groups_hold_recent_trajectories_only() -> None:
+    buffer = store([10, 10, 10], recent=[4, 5, 3])
+    for seed in range(20):
+        chosen, counts = select(buffer, 2, 4, seed, m=1.0)
+        assert set(keys(chosen)) == {prompt(0).key, prompt(1).key}  # prompt 2 has only 3 recent
+        assert all(t.version == Version(0, 10) for g in chosen for t in g.trajectories)
+        assert counts["recent"] == 2
+
+
+def test_what_recent_prompts_cannot_fill_comes_from_the_reward_half_and_is_counted() -> None:
+    buffer = store([6, 6, 6, 6], recent=[5, 0, 2, 0])
+    chosen, counts = select(buffer, 4, 5, m=1.0)
+    assert sorted(keys(chosen)) == sorted(prompt(p).key for p in range(4))
+    assert dict(counts) == {"recent": 1, "reward": 3, "recent_shortfall": 3, "ragged": 0, "repeated": 0}
+
+
+def test_each_group_is_recent_with_probability_m() -> None:
+    buffer = store([6] * 40)
+    selector = RecencyReward(m=0.3).start()
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        selector.select(buffer, 5, 4, rng)
+    # 2000 draws of probability 0.3: five standard deviations are 0.051
+    assert selector.counts["recent"] / 2000 == pytest.approx(0.3, abs=0.051)
+    assert selector.counts["recent_shortfall"] == 0
+
+
+@pytest.mark.parametrize("m", [0.0, 1.0])
+def test_each_epoch_draws_every_prompt_exactly_once(m: float) -> None:
+    buffer = store([4] * 12)
+    selector = RecencyReward(m=m).start()
+    rng = np.random.default_rng(1)
+    everything = sorted(buffer.prompts())
+    epochs = []
+    for _ in range(3):
+        drawn = [k for _ in range(4) for k in keys(selector.select(buffer, 3, 2, rng))]
+        assert sorted(drawn) == everything
+        epochs.append(drawn)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_a_prompt_that_arrives_joins_the_epoch_under_way() -> None:
+    buffer = store([3] * 6)
+    selector, rng = RecencyReward(m=0.0).start(), np.random.default_rng(2)
+    drawn = keys(selector.select(buffer, 3, 2, rng))
+    for tokens in ((1,), (2,), (3,)):
+        buffer.add(trajectory(6, tokens))
+    drawn += keys(selector.select(buffer, 4, 2, rng))
+    assert sorted(drawn) == sorted(prompt(p).key for p in range(7))
+
+
+def test_a_prompt_with_one_trajectory_waits_until_it_has_two() -> None:
+    buffer = store([3, 1])
+    assert set(keys(select(buffer, 2, 2)[0])) == {prompt(0).key}
+    buffer.add(trajectory(1, (9, 9)))
+    assert set(keys(select(buffer, 2, 2)[0])) == {prompt(0).key, prompt(1).key}
+
+
+def test_a_store_of_one_prompt_gives_batches_of_it_in_both_halves() -> None:
+    buffer = store([60], recent=[30])
+    chosen, counts = select(buffer, 200, 20, m=0.5)
+    assert len(chosen) == 200
+    assert counts["repeated"] == 199
+    assert 65 <= counts["recent"] <= 135  # a binomial(200, 1/2) within five standard deviations
+    assert counts["recent_shortfall"] == 0
+
+
+def test_a_store_without_two_trajectories_of_a_prompt_has_no_group() -> None:
+    with pytest.raises(ValueError, match="no prompt has 2 distinct trajectories"):
+        select(store([1, 1, 0]), 1, 2)
+
+
+def softmax_inclusion(logits: list[float], size: int) -> list[float]:
+    """The chance of each index to be among `size` drawn in turn without replacement, by enumeration."""
+    weights, chance = np.exp(logits), [0.0] * len(logits)
+    for order in itertools.permutations(range(len(logits)), size):
+        probability, left = 1.0, float(sum(weights))
+        for i in order:
+            probability *= weights[i] / left
+            left -= weights[i]
+        for i in order:
+            chance[i] += probability
+    return chance
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_responses_are_drawn_by_softmax_of_reward_without_replacement(size: int) -> None:
+    rewards, inverse_temperature, draws = [0.0, 0.5, 1.0, -1.0, 2.0], 1.5, 6000
+    rng, counts = np.random.default_rng(3), np.zeros(5)
+    for _ in range(draws):
+        counts[softmax_without_replacement(np.array(rewards), inverse_temperature, size, rng)] += 1
+    expected = np.array(softmax_inclusion([inverse_temperature * r for r in rewards], size))
+    deviation = np.sqrt(expected * (1 - expected) / draws)
+    assert np.all(np.abs(counts / draws - expected) <= 5 * deviation)
+
+
+def test_inverse_temperature_zero_is_uniform_whatever_the_rewards() -> None:
+    rng, counts, draws = np.random.default_rng(4), np.zeros(6), 6000
+    for _ in range(draws):
+        counts[uniform(6, 2, rng)] += 1
+    assert np.all(np.abs(counts / draws - 1 / 3) <= 5 * np.sqrt(2 / 9 / draws))
+    buffer = store([6], rewards=[0, 0, 0, 0, 0, 1e9])
+    best = sum(
+        any(t.reward > 0 for t in select(buffer, 1, 2, seed, m=0.0, inverse_temperature=0.0)[0][0].trajectories)
+        for seed in range(600)
+    )
+    assert best / 600 == pytest.approx(1 / 3, abs=5 * np.sqrt(2 / 9 / 600))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=12),
+    st.floats(0, 1e300, exclude_min=True),
+    st.integers(1, 12),
+    st.integers(0, 2**31),
+)
+def test_no_reward_and_no_temperature_is_too_extreme(
+    rewards: list[float], inverse_temperature: float, size: int, seed: int
+) -> None:
+    chosen = softmax_without_replacement(np.array(rewards), inverse_temperature, size, np.random.default_rng(seed))
+    assert len(set(chosen)) == len(chosen) == min(size, len(rewards))
+    assert set(chosen) <= set(range(len(rewards)))
+
+
+def test_at_a_large_inverse_temperature_the_best_are_taken_and_equals_are_taken_evenly() -> None:
+    rewards, rng, counts = np.array([5.0, 1.0, 1.0, 1.0, 1.0, 0.0]), np.random.default_rng(5), np.zeros(6)
+    for _ in range(2000):
+        counts[softmax_without_replacement(rewards, 1e300, 3, rng)] += 1
+    assert counts[0] == 2000
+    assert counts[5] == 0
+    assert np.all(np.abs(counts[1:5] / 2000 - 0.5) <= 5 * np.sqrt(0.25 / 2000))
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(UserError, match=r"--replay\.selection\.m is 1\.5"):
+        RecencyReward(m=1.5)
+    for bad in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(UserError, match=r"--replay\.selection\.inverse-temperature"):
+            RecencyReward(inverse_temperature=bad)
+
+
+def permutation(rows: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(6).permutation(rows))
+
+
+# Defects of the method's public code, which must not come back.
+
+
+def test_defect_1_rows_say_which_prompt_they_belong_to_so_no_layout_is_assumed() -> None:
+    buffer = store([5, 3, 5], rewards=[0.0, 1.0, 2.0, 3.0, 4.0])
+    chosen, _ = select(buffer, 3, 4, m=0.0)
+    batch = collate(chosen)
+    shuffled = batch.select(permutation(batch.rows))
+    for g, group in enumerate(chosen):
+        mean = np.mean([t.reward for t in group.trajectories])
+        assert shuffled.reward_B[shuffled.group_B == g].mean().item() == pytest.approx(mean)
+
+
+def test_defect_2_rewards_go_with_their_rows_in_any_slice_of_a_batch() -> None:
+    buffer = store([6, 6], rewards=[float(i) for i in range(6)])
+    chosen, _ = select(buffer, 2, 5, m=0.0)
+    batch = collate(chosen)
+    part = batch.select(permutation(batch.rows)[:4])
+    # in this store the second token is 100 + the reward
+    assert (part.completion_BT[:, 1] - 100).tolist() == part.reward_B.tolist()
+
+
+def test_defect_3_what_is_recent_does_not_depend_on_how_often_data_was_taken_in() -> None:
+    buffer = Buffer(BufferSettings(), recent_window=4)
+    for arrival in range(10):  # ten messages later, the same weights
+        buffer.now = Version(0, min(arrival, 4))
+        buffer.add(trajectory(0, (arrival,), version=0))
+    assert len(buffer.recent(prompt(0).key)) == 10
+    buffer.now = Version(0, 5)
+    assert len(buffer.recent(prompt(0).key)) == 0
+
+
+def test_defect_4_duplicates_and_what_capacity_cut_do_not_count_as_recent() -> None:
+    buffer = Buffer(BufferSettings(per_prompt=5), recent_window=4)
+    for tokens in [(1,), (2,), (3,), (4,), (5,), (6,), (7,), (8,), (7,), (8,)]:
+        buffer.add(trajectory(0, tokens))
+    assert [tuple(t.completion.tokens) for t in buffer.recent(prompt(0).key)] == [(4,), (5,), (6,), (7,), (8,)]
+    assert list(buffer.recent_prompts(5)) == [prompt(0).key]
+    assert list(buffer.recent_prompts(6)) == []
+    (group,), counts = select(buffer, 1, 6, m=1.0)
+    assert sorted(tuple(t.completion.tokens) for t in group.trajectories) == [(4,), (5,), (6,), (7,), (8,)]
+    assert counts["recent_shortfall"] == 1  # only five are distinct and recent: a ragged group, nothing twice
+
+
+def test_defect_5_a_softmax_that_underflows_still_gives_a_full_group() -> None:
+    buffer = store([12], rewards=[-(10.0**i) for i in range(12)])
+    (group,), _ = select(buffer, 1, 10, m=0.0, inverse_temperature=1e6)
+    # ten of twelve, and the two that are infinitely less likely than the rest are left out
+    assert sorted(t.reward for t in group.trajectories) == sorted(-(10.0**i) for i in range(10))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=80), st.integers(0, 2**31))
+def test_while_prompts_come_and_go_no_epoch_draws_one_twice_and_none_is_forgotten(
+    changes: list[tuple[int, bool]], seed: int
+) -> None:
+    deck, rng, listing = Deck(), np.random.default_rng(seed), Listing()
+    drawn: set[str] = set()
+    for number, draws in changes:
+        key = str(number)
+        if draws:
+            got = deck.draw(listing, listing.__contains__, (), rng)
+            assert (got is None) == (len(listing) == 0)
+            if got is not None:
+                assert got in listing
+                if got in drawn:  # a new epoch: there was nothing left
+                    assert set(listing) <= drawn
+                    drawn = set()
+                drawn.add(got)
+        elif key in listing:
+            listing.remove(key)
+        else:
+            listing.add(key)
+    # all that are there and not drawn yet come before any other comes again
+    left = set(listing) - drawn
+    assert {deck.draw(listing, listing.__contains__, (), rng) for _ in left} == left
+
+
+def test_each_prompt_is_equally_likely_to_come_first_also_when_it_arrived_late() -> None:
+    counts: Counter[str | None] = Counter()
+    rng = np.random.default_rng(7)
+    for _ in range(3000):
+        deck, listing = Deck(), Listing()
+        for number in range(4):
+            listing.add(str(number))
+        deck.draw(listing, listing.__contains__, ("0", "1", "2"), rng)  # draws 3
+        listing.add("late")
+        counts[deck.draw(listing, listing.__contains__, (), rng)] += 1
+    assert set(counts) == {"0", "1", "2", "late"}
+    assert all(abs(n / 3000 - 0.25) <= 5 * np.sqrt(0.1875 / 3000) for n in counts.values())
+
+
+def test_an_epoch_of_endlessly_new_prompts_does_not_grow_without_bound() -> None:
+    deck, listing, rng = Deck(), Listing(), np.random.default_rng(8)
+    for number in range(20_000):
+        listing.add(str(number))
+        if number >= 10:
+            listing.remove(str(number - 10))
+        if number % 4 == 0:
+            assert deck.draw(listing, listing.__contains__, (), rng) in listing
+    state = deck.state()
+    assert len(state["undrawn"]) + len(state["drawn"]) <= 1200
