@@ -59,6 +59,17 @@ class RuntimeSettings:
     checkpoint_every: int = 0  # steps; 0 = at the end only
     prefetch: bool = True  # fetch the next batch while this one is computed (processes only)
 
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            if not getattr(self, name) >= least:
+                raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, it must be at least {least}")
+        for name in ("idle_deadline", "stop_deadline", "evaluation_deadline", "lease_seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, give seconds above 0")
+
+
+_LEAST = {"restarts": 0, "inline_rounds_per_sync": 1, "threads": 1, "checkpoints": 1, "checkpoint_every": 0}
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -89,12 +100,14 @@ class Recipe:
     record: RecordSettings = field(default_factory=RecordSettings)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "groups_per_step", "samples_per_prompt", "prompts_per_round", "sync_every", "searchers"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be at least 1")
+        if self.seed < 0:
+            raise UserError(f"--seed is {self.seed}, it must not be negative")
         if self.group_size < 2:
             raise UserError(f"--group-size is {self.group_size}, log Z needs at least 2 responses of a prompt")
-        if self.policy_temperature <= 0:
+        if not self.policy_temperature > 0:
             raise UserError(f"--policy-temperature is {self.policy_temperature}, it must be positive")
         if self.runtime == "inline" and self.searchers != 1:
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
@@ -104,6 +117,12 @@ class Recipe:
         """Trainer updates within which data counts as recent: the setting, or 2k (paper: at most 2k-1 off-policy)."""
         window = self.replay.recent_window
         return 2 * self.sync_every if window is None else window
+
+
+_COUNTS = (
+    *("steps", "groups_per_step", "samples_per_prompt", "prompts_per_round", "sync_every", "searchers"),
+    "max_tokens_per_pass",
+)
 
 
 def resolved(value: Any) -> Json:

@@ -1,28 +1,31 @@
 """`tba check`: resolve a recipe, validate it, estimate its memory and time; run nothing.
 
-The estimate times a few rounds and steps of the recipe's own parts on made-up answers and multiplies: no run directory,
-no journal, no learning.
+The estimate times a few rounds and steps of the recipe's own parts, each half in a process of its own and both at the
+same time as in a run (`tba.command.probe`), and multiplies. No run directory, no journal, no learning.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
-from tba.errors import UserError
+from tba.errors import DeadlineExceeded, UserError
 from tba.recipe import Recipe
-from tba.record.memory import machine_memory_bytes, peak_memory_bytes, resident_memory_bytes
+from tba.record.memory import machine_memory_bytes
 from tba.record.text import duration, size
-from tba.runtime.searching import prompts_of
 from tba.settings import find, override
-from tba.types import Version
 
-_PROBES = 3  # steps timed, after one that warms up
+_ROUNDS = 5  # that a probe times
+_DEADLINE = 1800.0  # seconds for one half's probe
 
 
 def validate(recipe: Recipe) -> list[str]:
@@ -55,14 +58,15 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
     for warning in validate(recipe):
         console.print(f"warning: {warning}", style="yellow")
-    e = estimate(recipe)
+    recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
+    e = estimate(recipe, name, overrides)
     own = machine_memory_bytes()
     console.print(
-        f"a round generates {e.tokens_per_round:.0f} tokens in {duration(e.round_seconds)}, "
-        f"a step takes {duration(e.step_seconds)}\n"
-        f"uses per trajectory at these speeds: {e.uses:.1f} (limit {recipe.replay.pacing.max_mean_uses:g})\n"
+        f"a round generates {e.tokens_per_round:.0f} tokens in {e.round_seconds:.3f} s, "
+        f"a step takes {e.step_seconds:.3f} s\n"
+        f"mean uses per trajectory at these speeds: {e.uses:.1f} (limit {recipe.replay.pacing.max_mean_uses:g})\n"
         f"time: {duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
-        f"and evaluation {duration(e.evaluation_seconds)}\n"
+        f"and evaluations before and after {duration(e.evaluation_seconds)}\n"
         f"peak memory: trainer {size(e.trainer_bytes)}, each searcher {size(e.searcher_bytes)}"
         + (f"; this machine has {size(own)}" if own else ""),
         highlight=False,
@@ -80,56 +84,63 @@ def check_recipe(name: str, overrides: list[str]) -> int:
 class Estimate:
     """Seconds and bytes, measured on a few rounds and steps and multiplied."""
 
-    start_seconds: float
+    start_seconds: float  # until both halves are up
     round_seconds: float
     step_seconds: float
     tokens_per_round: float
-    evaluation_seconds: float
+    evaluation_seconds: float  # before and after; those in between overlap training
     total_seconds: float
     uses: float
     trainer_bytes: int
     searcher_bytes: int
 
 
-def estimate(recipe: Recipe) -> Estimate:
-    """Both halves in this process, one after the other. Raises `UserError` for a missing model, file or field."""
-    began = time.perf_counter()
-    torch.set_num_threads(recipe.run.threads)
-    model = recipe.model.prepared(recipe.task)
-    tokenizer = model.tokenizer()
-    prompts = prompts_of(recipe, tokenizer, "train")
-    prompts_of(recipe, tokenizer, "eval")
-    libraries = resident_memory_bytes() or 0
-    engine = model.engine(Version())
-    reference = model.reference(recipe.policy_temperature, Version())
-    start_seconds = time.perf_counter() - began + _IMPORT_SECONDS
-    rng = np.random.default_rng(0)
-    round_seconds, trajectories = _time_round(recipe, engine, reference, prompts, rng)
-    searcher_bytes = peak_memory_bytes()
-    batch_seconds, trainer_bytes = _time_step(recipe, prompts, trajectories, libraries)
-    tokens = sum(t.length for t in trajectories) / max(1, _PROBES)
+def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
+    """Both halves probed at the same time, after a first look at how long answers are."""
+    first = _probe("searcher", name, overrides, [])
+    with ThreadPoolExecutor(2) as pool:
+        searching = pool.submit(_probe, "searcher", name, overrides, [])
+        training = pool.submit(_probe, "trainer", name, overrides, first["lengths"])
+        searcher, trainer = searching.result(), training.result()
     per_round = recipe.prompts_per_round * recipe.samples_per_prompt
     per_step = recipe.groups_per_step * recipe.group_size
+    round_seconds, step_seconds = searcher["round_seconds"], trainer["step_seconds"]
+    start = searcher["seconds"] - _ROUNDS * round_seconds
     settings = recipe.evaluation
-    answers = (settings.problems or len(prompts)) * (int(settings.greedy) + settings.draws)
-    evaluations = 2 + (recipe.steps - 1) // settings.every if settings.every else 2
-    evaluation_seconds = evaluations * answers * round_seconds / per_round
-    warm_up = recipe.replay.pacing.warm_up / per_round * round_seconds
-    searching = recipe.steps * per_step / recipe.replay.pacing.max_mean_uses / per_round * round_seconds
+    answers = searcher["held_out"] * (int(settings.greedy) + settings.draws)
+    evaluation = answers * searcher["generation_seconds"] / per_round
+    limit = recipe.replay.pacing.max_mean_uses
     if recipe.runtime == "inline":
-        rounds = recipe.steps / recipe.sync_every * recipe.run.inline_rounds_per_sync
-        working = recipe.steps * batch_seconds + rounds * round_seconds + evaluation_seconds
+        turns = recipe.steps / recipe.sync_every * recipe.run.inline_rounds_per_sync
+        working = recipe.steps * step_seconds + turns * round_seconds
+        rate = turns * per_round / working
     else:
-        working = max(recipe.steps * batch_seconds, searching / recipe.searchers) + 2 * evaluation_seconds / evaluations
-    inserted = working / round_seconds * per_round * recipe.searchers
+        rate = recipe.searchers * per_round / round_seconds
+        working = recipe.steps * max(step_seconds, per_step / limit / rate)
+    warm_up = recipe.replay.pacing.warm_up / rate
     return Estimate(
-        start_seconds=start_seconds,
+        start_seconds=start,
         round_seconds=round_seconds,
-        step_seconds=batch_seconds,
-        tokens_per_round=tokens,
-        evaluation_seconds=evaluation_seconds,
-        total_seconds=start_seconds + warm_up + working,
-        uses=min(recipe.steps * per_step / max(inserted, 1), recipe.replay.pacing.max_mean_uses),
-        trainer_bytes=trainer_bytes,
-        searcher_bytes=searcher_bytes,
+        step_seconds=step_seconds,
+        tokens_per_round=sum(searcher["lengths"]) / _ROUNDS,
+        evaluation_seconds=2 * evaluation,
+        total_seconds=start + 2 * evaluation + warm_up + working,
+        uses=min(recipe.steps * per_step / (rate * working), limit),
+        trainer_bytes=trainer["peak_memory_bytes"],
+        searcher_bytes=searcher["peak_memory_bytes"],
     )
+
+
+def _probe(half: str, name: str, overrides: list[str], lengths: list[int]) -> dict[str, Any]:
+    """What one half measured; `seconds` is how long the process took in all."""
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "tba.command.probe", half, name, json.dumps(overrides), json.dumps(lengths)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE)  # noqa: S603 - our own module
+    except subprocess.TimeoutExpired as error:
+        raise DeadlineExceeded(f"the {half}'s probe had not ended after {_DEADLINE:g} s") from error
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        raise UserError(f"the {half} of {name} cannot be started: {last.partition(': ')[2] or last}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found | {"seconds": time.perf_counter() - began}

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.batch import Batch
 from tba.errors import UserError
-from tba.policy.head import Head, token_log_probabilities
+from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
 from tba.protocols import PolicyOutput
 
@@ -69,7 +69,7 @@ class CausalPolicy:
         temperature: float = 1.0,
         share_prompt: bool = True,
         vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as fit 16 MiB
-        kept_logits_bytes: int = 2**28,  # logits kept for the backward pass; beyond it they are computed again
+        kept_bytes: int = 2**28,  # vocabulary-wide rows kept for the backward pass; others are computed again
         gradient_checkpointing: bool = False,
     ) -> None:
         if temperature <= 0:
@@ -81,7 +81,7 @@ class CausalPolicy:
             model.set_attn_implementation("sdpa")
         self.model = model.eval()
         self.temperature = temperature
-        self.kept_logits_bytes = kept_logits_bytes
+        self._kept = KeptProbabilities(kept_bytes)
         self.vocab_chunk = vocab_chunk or max(16, _LOGITS_PER_CHUNK // config.vocab_size)
         self._checkpointed = gradient_checkpointing
         if gradient_checkpointing:
@@ -124,9 +124,7 @@ class CausalPolicy:
 
     def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> Tensor:
         assert self._head is not None
-        return token_log_probabilities(
-            hidden_MW, self._head, target_M, self.temperature, self.vocab_chunk, self.kept_logits_bytes
-        )
+        return token_log_probabilities(hidden_MW, self._head, target_M, self.temperature, self.vocab_chunk, self._kept)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """Those that are trained, each once."""

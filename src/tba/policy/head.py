@@ -2,10 +2,11 @@
 
 Invariant: equal to `log_softmax(head(hidden) / temperature)` in float32 at the target tokens, values and gradients.
 
-With u = exp(z - max z) and s = sum u, d log p_y / dz = onehot(y) - u / s, so both gradients are matrix products with
-the *unnormalised* u: it is kept as it is while that fits `kept_bytes`, and computed again beyond.
+With p = softmax(z), d log p_y / dz = onehot(y) - p, so both gradients are a gather and one matrix product with p.
+The probabilities of the first tokens are kept for them, as many as `KeptProbabilities` may hold; those of the others
+are computed again, a chunk at a time.
 
-Shape legend: M tokens, W hidden width, V vocabulary, C tokens of one chunk.
+Shape legend: M tokens, W hidden width, V vocabulary, C tokens of one block.
 """
 
 from __future__ import annotations
@@ -48,13 +49,41 @@ class Head:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
+class KeptProbabilities:
+    """At most `limit` bytes, lent by a forward to its backward and used again by the next.
+
+    New memory costs more than its first use (every page of it is a fault), so one buffer stays.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._spare: Tensor | None = None
+
+    def rows(self, weight_VW: Tensor) -> int:
+        """Tokens whose probabilities fit."""
+        return self._limit // (len(weight_VW) * weight_VW.element_size())
+
+    def take(self, rows: int, like_VW: Tensor) -> Tensor:
+        """[rows, V], of undefined content, with the weight's dtype and device."""
+        wanted, spare = rows * len(like_VW), self._spare
+        self._spare = None
+        if spare is None or len(spare) < wanted or (spare.dtype, spare.device) != (like_VW.dtype, like_VW.device):
+            spare = like_VW.new_empty(wanted)
+        return spare[:wanted].view(rows, len(like_VW))
+
+    def give_back(self, kept_KV: Tensor) -> None:
+        """Its content is no longer needed."""
+        whole = kept_KV._base if kept_KV._base is not None else kept_KV
+        if self._spare is None or len(self._spare) < whole.numel():
+            self._spare = whole.view(-1)
+
+
 def token_log_probabilities(
-    hidden_MW: Tensor, head: Head, target_M: Tensor, temperature: float, chunk: int, kept_bytes: int
+    hidden_MW: Tensor, head: Head, target_M: Tensor, temperature: float, chunk: int, kept: KeptProbabilities
 ) -> Tensor:
-    """float32 [M]: log p(target | hidden), `chunk` tokens at a time."""
+    """float32 [M]: log p(target | hidden). Beyond what is kept, `chunk` tokens' logits are there at a time."""
     if head.softcap is None:
-        bias = head.bias_V
-        return _TokenLogProbabilities.apply(hidden_MW, head.weight_VW, bias, target_M, temperature, chunk, kept_bytes)
+        return _TokenLogProbabilities.apply(hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, kept)
 
     def of_chunk(hidden_CW: Tensor, target_C: Tensor) -> Tensor:
         log_CV = torch.log_softmax(head.logits(hidden_CW) / temperature, dim=-1)
@@ -64,7 +93,7 @@ def token_log_probabilities(
         checkpoint(of_chunk, hidden, target, use_reentrant=False, preserve_rng_state=False)
         for hidden, target in zip(hidden_MW.split(chunk), target_M.split(chunk), strict=True)
     ]
-    return torch.cat(parts) if parts else hidden_MW.new_zeros(0, dtype=torch.float32)
+    return torch.cat(parts)
 
 
 class _TokenLogProbabilities(torch.autograd.Function):
@@ -79,67 +108,66 @@ class _TokenLogProbabilities(torch.autograd.Function):
         target_M: Tensor,
         temperature: float,
         chunk: int,
-        kept_bytes: int,
+        kept: KeptProbabilities,
     ) -> Tensor:
-        tokens, vocabulary = len(hidden_MW), len(weight_VW)
-        kept = 0
-        if any(ctx.needs_input_grad[:3]):
-            kept = min(tokens, kept_bytes // (vocabulary * hidden_MW.element_size())) // chunk * chunk
-            kept = tokens if kept + chunk > tokens else kept
-        kept_KV = hidden_MW.new_empty(kept, vocabulary)
+        tokens, wanted = len(hidden_MW), any(ctx.needs_input_grad[:3])
+        first = min(tokens, kept.rows(weight_VW)) if wanted else 0
+        kept_KV = kept.take(first, weight_VW)
+        room_CV = weight_VW.new_empty(min(chunk, tokens - first), len(weight_VW))
         log_M = hidden_MW.new_empty(tokens, dtype=torch.float32)
-        sum_M = torch.empty_like(log_M)
-        for start in range(0, tokens, chunk):
-            rows = slice(start, start + chunk)
-            out = kept_KV[rows] if start < kept else None
-            _, sum_M[rows], log_M[rows] = _exponentials(
-                hidden_MW[rows], weight_VW, bias_V, temperature, target_M[rows], out
-            )
-        ctx.save_for_backward(hidden_MW, weight_VW, bias_V, target_M, sum_M, kept_KV)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        for rows in _blocks(tokens, first, chunk):
+            out = kept_KV if rows.stop <= first else room_CV[: rows.stop - rows.start]
+            log_M[rows] = _probabilities(hidden_MW[rows], weight_VW, bias_V, temperature, target_M[rows], out)
+        ctx.save_for_backward(hidden_MW, weight_VW, bias_V, target_M)
+        ctx.temperature, ctx.chunk, ctx.kept, ctx.kept_KV = temperature, chunk, kept, kept_KV
         return log_M
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_MW, weight_VW, bias_V, target_M, sum_M, kept_KV = ctx.saved_tensors
-        scale_M = grad_M / ctx.temperature
+        hidden_MW, weight_VW, bias_V, target_M = ctx.saved_tensors
+        first, vocabulary = ctx.kept_KV.shape
+        scale_M1 = (grad_M / ctx.temperature).to(hidden_MW.dtype)[:, None]
+        scaled_MW = hidden_MW * scale_M1
         grad_hidden = torch.empty_like(hidden_MW)
-        grad_weight = torch.zeros_like(weight_VW)
-        grad_bias = None if bias_V is None else torch.zeros_like(bias_V)
-        step = ctx.chunk
-        for start in range(0, len(hidden_MW), step):
-            rows = slice(start, start + step)
-            hidden, target, scale = hidden_MW[rows], target_M[rows], scale_M[rows]
-            if start < len(kept_KV):
-                u_CV = kept_KV[rows]
+        grad_weight = torch.zeros_like(weight_VW).index_add_(0, target_M, scaled_MW)
+        grad_bias = None if bias_V is None else torch.zeros_like(bias_V).index_add_(0, target_M, scale_M1[:, 0])
+        room_CV = weight_VW.new_empty(min(ctx.chunk, len(hidden_MW) - first), vocabulary)
+        for rows in _blocks(len(hidden_MW), first, ctx.chunk):
+            if rows.stop <= first:
+                p_CV = ctx.kept_KV
             else:
-                u_CV, _, _ = _exponentials(hidden, weight_VW, bias_V, ctx.temperature, target, None)
-            share = (scale / sum_M[rows]).to(hidden.dtype)[:, None]
-            hit = scale.to(hidden.dtype)[:, None]
-            grad_hidden[rows] = weight_VW[target] * hit - (u_CV @ weight_VW) * share
-            grad_weight.addmm_(u_CV.T, hidden * share, alpha=-1)
-            grad_weight.index_add_(0, target, hidden * hit)
+                p_CV = room_CV[: rows.stop - rows.start]
+                _probabilities(hidden_MW[rows], weight_VW, bias_V, ctx.temperature, target_M[rows], p_CV)
+            torch.mm(p_CV, weight_VW, out=grad_hidden[rows])
+            grad_weight.addmm_(p_CV.T, scaled_MW[rows], alpha=-1)
             if grad_bias is not None:
-                grad_bias.addmv_(u_CV.T, share[:, 0], alpha=-1).index_add_(0, target, hit[:, 0])
+                grad_bias.addmv_(p_CV.T, scale_M1[rows, 0], alpha=-1)
+        ctx.kept.give_back(ctx.kept_KV)
+        grad_hidden = (weight_VW[target_M] - grad_hidden).mul_(scale_M1)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
-def _exponentials(
-    hidden_CW: Tensor,
-    weight_VW: Tensor,
-    bias_V: Tensor | None,
-    temperature: float,
-    target_C: Tensor,
-    out_CV: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """u = exp(z - max z) [C, V] (into `out`, if given), its row sums [C] and the targets' log-probabilities [C]."""
-    z_CV = torch.mm(hidden_CW, weight_VW.T, out=out_CV) if out_CV is not None else hidden_CW @ weight_VW.T
+def _blocks(tokens: int, kept: int, chunk: int) -> list[slice]:
+    """The kept tokens in one block, the others in chunks."""
+    starts = [0] * (kept > 0) + list(range(kept, tokens, chunk))
+    return [slice(a, b) for a, b in zip(starts, [*starts[1:], tokens], strict=True)]
+
+
+def _probabilities(
+    hidden_CW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, temperature: float, target_C: Tensor, out_CV: Tensor
+) -> Tensor:
+    """softmax(z) into `out_CV`; returns the targets' log-probabilities [C] in float32."""
+    z_CV = torch.mm(hidden_CW, weight_VW.T, out=out_CV)
     if bias_V is not None:
         z_CV += bias_V
+    if z_CV.dtype != torch.float32:
+        log_CV = torch.log_softmax(z_CV.float() / temperature, -1)
+        out_CV.copy_(log_CV.exp())
+        return log_CV.gather(1, target_C[:, None])[:, 0]
     if temperature != 1:
         z_CV /= temperature
-    z_CV -= z_CV.amax(-1, keepdim=True)
-    chosen_C = z_CV.gather(1, target_C[:, None])[:, 0].float()
-    sum_C = z_CV.exp_().sum(-1, dtype=torch.float32)
-    return z_CV, sum_C, chosen_C - sum_C.log()
+    top_C = z_CV.amax(-1)
+    chosen_C = z_CV.gather(1, target_C[:, None])[:, 0]
+    torch.softmax(z_CV, -1, out=out_CV)  # in place: it reads an element last when it writes it
+    return chosen_C - top_C + out_CV.amax(-1).log()  # the largest probability is 1 / sum exp(z - max z)

@@ -17,6 +17,7 @@ from tba.evaluate.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, Lesson, WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
+from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
@@ -39,15 +40,21 @@ recipe = Recipe(
                 hidden_size=96, layers=3, heads=4, ff_size=384, max_positions=32, tie_embeddings=False
             ),
             tokenizer="characters",
-            before=(Lesson(SupervisedSettings(steps=1100, batch_size=128, lr=2e-3), {"forgotten_carries": 0.0}),),
-            sft=SupervisedSettings(steps=300, batch_size=128, lr=1e-3),
+            before=(
+                Lesson(SupervisedSettings(steps=1000, batch_size=128, lr=2e-3, pool=1), {"forgotten_carries": 0.0}),
+            ),
+            sft=SupervisedSettings(steps=300, batch_size=128, lr=1e-3, pool=1),
             shipped=Path(__file__).parent / "quickstart_base",
         ),
     ),
     objective=TrajectoryBalance(beta=Constant(0.05)),
     exploration=Fixed(temperature=1.0),
     optimizer=OptimizerSettings(lr=3e-5, schedule=WarmupStableDecay(20, 400, 180)),
-    replay=ReplaySettings(selection=RecencyReward(m=0.95), pacing=Pacing(warm_up=280)),
+    replay=ReplaySettings(
+        selection=RecencyReward(m=0.95),
+        pacing=Pacing(warm_up=280),
+        buffer=BufferSettings(distinct=False),  # an answer has four digits: few are distinct
+    ),
     evaluation=EvaluationSettings(every=100, problems=2000, pass_k=0, chunk=500),
     steps=600,
     groups_per_step=7,

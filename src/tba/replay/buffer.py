@@ -25,8 +25,10 @@ _FIRST = Version()
 class BufferSettings:
     """How much the trainer's memory holds."""
 
-    per_prompt: int = 100  # distinct trajectories of a prompt (paper: 100)
+    per_prompt: int = 100  # trajectories of a prompt (paper: 100)
     total: int = 100_000  # trajectories in all (paper, red-teaming: 100k to 150k)
+    distinct: bool = True  # a completion that is there already replaces its earlier copy (paper); off: both stay, for
+    # answers of a few tokens, where a prompt has fewer than K distinct ones and repeats are how likely each is
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):
@@ -43,9 +45,9 @@ class Amount:
     trajectories: int = 0
     tokens: int = 0
 
-    def add(self, trajectory: Trajectory) -> None:
-        self.trajectories += 1
-        self.tokens += trajectory.length
+    def add(self, trajectory: Trajectory, times: int = 1) -> None:
+        self.trajectories += times
+        self.tokens += times * trajectory.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +74,8 @@ class Buffer:
         self._reference = reference
         self._now = Version()
         self._all: OrderedDict[str, Trajectory] = OrderedDict()  # by uid, oldest first
-        self._shelves: dict[Version, Shelf] = {reference: Shelf()}
-        self._recent = Shelf()
+        self._shelves: dict[Version, Shelf] = {reference: Shelf(settings.distinct)}
+        self._recent = Shelf(settings.distinct)
         self._recent_by_step: dict[int, set[str]] = {}  # step that sampled -> uids on the recent shelf
         self._uses: dict[str, int] = {}  # of the trajectories in memory that were used
         self._waiting: dict[str, int] = {}  # uid -> tokens, of those in memory that never were
@@ -92,8 +94,8 @@ class Buffer:
         uid, prompt = trajectory.uid, trajectory.prompt.key
         if uid in self._all:
             raise ValueError(f"trajectory {uid} was added twice: a source gives each of its trajectories once")
-        shelf = self._shelves.setdefault(trajectory.reference, Shelf())
-        if (copy := shelf.get(prompt, trajectory.completion.digest)) is not None:
+        shelf = self._shelves.setdefault(trajectory.reference, Shelf(self._settings.distinct))
+        if (copy := shelf.copy_of(trajectory)) is not None:
             self._remove(copy, self._duplicate)
         elif shelf.count(prompt) >= self._settings.per_prompt:
             self._remove(shelf.oldest(prompt), self._evicted)
@@ -114,6 +116,17 @@ class Buffer:
             if trajectory.uid not in self._all:
                 raise KeyError(f"trajectory {trajectory.uid} is not in memory")
             self._use(trajectory)
+
+    def take_back(self, trajectories: Iterable[Trajectory]) -> None:
+        """Undo one `use` of each: the batch was drawn and then not trained. Raises `KeyError` as `use` does."""
+        for trajectory in trajectories:
+            uid = trajectory.uid
+            self._trained_total.add(trajectory, -1)
+            self._uses[uid] -= 1
+            if not self._uses[uid]:
+                del self._uses[uid]
+                self._waiting[uid] = trajectory.length
+                self._trained_once.add(trajectory, -1)
 
     def uses(self, uid: str) -> int:
         """How often a trajectory in memory was used."""
@@ -160,7 +173,7 @@ class Buffer:
     def reference(self, reference: Version) -> None:
         if reference != self._reference:
             self._reference = reference
-            self._shelves.setdefault(reference, Shelf())
+            self._shelves.setdefault(reference, Shelf(self._settings.distinct))
             self._rebuild_recent()
 
     def prompts(self, size: int = 1) -> Listing:
@@ -212,7 +225,7 @@ class Buffer:
         self._recent.add(trajectory)
 
     def _rebuild_recent(self) -> None:
-        self._recent, self._recent_by_step = Shelf(), {}
+        self._recent, self._recent_by_step = Shelf(self._settings.distinct), {}
         for trajectory in self._all.values():
             if trajectory.reference == self._reference and self._is_recent(trajectory):
                 self._add_recent(trajectory)

@@ -157,6 +157,12 @@ class JournalWriter:
                     ],
                 )
 
+    def resume(self) -> None:
+        """Whoever had this owner's name before is dead: what it held, prompts and unfinished jobs, runs out now."""
+        with self._database.transaction() as connection:
+            connection.execute("UPDATE leases SET seconds = 0 WHERE owner = ?", (self.owner,))
+            connection.execute("UPDATE jobs SET seconds = 0 WHERE owner = ? AND NOT done", (self.owner,))
+
     def _count(self, connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
         connection.executemany(
             "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
@@ -342,7 +348,7 @@ def _open(path: Path, deadline_s: float) -> Database:
     if kind is not None:
         raise UserError(
             f"the journal {path} would lie on a network filesystem ({kind}), where SQLite loses data: "
-            f"give a folder on a local disk with --journal-dir"
+            f"give a folder on a local disk with --run.journal-dir"
         )
     return Database(path, _KIND, _VERSION, _SCHEMA, deadline_s)
 

@@ -7,6 +7,7 @@ trajectory stay within the limit. Safe to share between the trainer's threads.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
@@ -136,6 +137,17 @@ class Replay:
             if self._uses is not None:
                 self._uses.record([t.uid for t in trajectories])
             return chosen
+
+    def take_back(self, groups: Sequence[Group]) -> None:
+        """The newest batch was not trained after all (it was fetched ahead of the end): its uses do not count.
+
+        Nothing may have been taken in since it was sampled.
+        """
+        trajectories = [t for group in groups for t in group.trajectories]
+        with self._lock:
+            self.buffer.take_back(trajectories)
+            if self._uses is not None:
+                self._uses.take_back([t.uid for t in trajectories])
 
     @property
     def samples_per_insert(self) -> float:

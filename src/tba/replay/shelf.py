@@ -64,9 +64,10 @@ class Listing(Sequence[str]):
 
 
 class Shelf:
-    """Trajectories of one reference by prompt, oldest first, one for each completion digest."""
+    """Trajectories of one reference by prompt, oldest first; one for each completion digest if they are `distinct`."""
 
-    def __init__(self) -> None:
+    def __init__(self, distinct: bool = True) -> None:
+        self._distinct = distinct
         self._by_prompt: dict[str, OrderedDict[str, Trajectory]] = {}
         self._of: dict[str, list[Trajectory]] = {}  # what `of` answered; gone once the prompt changes
         self._listings: dict[int, Listing] = {}
@@ -80,10 +81,13 @@ class Shelf:
         """How many distinct trajectories the prompt has."""
         return len(self._by_prompt.get(prompt, ()))
 
-    def get(self, prompt: str, digest: str) -> Trajectory | None:
-        """The trajectory of this completion, if it is there."""
-        bucket = self._by_prompt.get(prompt)
-        return None if bucket is None else bucket.get(digest)
+    def copy_of(self, trajectory: Trajectory) -> Trajectory | None:
+        """What `trajectory` would replace, if that is there: the same completion of its prompt."""
+        bucket = self._by_prompt.get(trajectory.prompt.key)
+        return None if bucket is None else bucket.get(self._key(trajectory))
+
+    def _key(self, trajectory: Trajectory) -> str:
+        return trajectory.completion.digest if self._distinct else trajectory.uid
 
     def oldest(self, prompt: str) -> Trajectory:
         """The one that came first. Raises `KeyError` when there is none."""
@@ -93,7 +97,7 @@ class Shelf:
         """As the newest of its prompt. Its completion must not be there."""
         prompt = trajectory.prompt.key
         bucket = self._by_prompt.setdefault(prompt, OrderedDict())
-        bucket[trajectory.completion.digest] = trajectory
+        bucket[self._key(trajectory)] = trajectory
         self._of.pop(prompt, None)
         if (listing := self._listings.get(len(bucket))) is not None:
             listing.add(prompt)
@@ -104,7 +108,7 @@ class Shelf:
         bucket = self._by_prompt[prompt]
         if (listing := self._listings.get(len(bucket))) is not None:
             listing.remove(prompt)
-        del bucket[trajectory.completion.digest]
+        del bucket[self._key(trajectory)]
         self._of.pop(prompt, None)
         if not bucket:
             del self._by_prompt[prompt]

@@ -1,6 +1,7 @@
 """Which trajectories were used, batch by batch, in a file of the trainer's own.
 
-Invariant: one line per batch, a JSON list of uids (about 35 bytes per use), appended and flushed to disk in order by
+Invariant: one line per batch, a JSON list of uids (about 35 bytes per use; a batch that was not trained after all is
+taken back by an object that holds the list), appended and flushed to disk in order by
 one background thread, so that no optimizer step waits for the disk. A line that was cut off by a crash is no line.
 """
 
@@ -35,9 +36,16 @@ class UseLog:
 
     def record(self, uids: Sequence[str]) -> None:
         """One batch. Raises `OSError` when an earlier one could not be written, `DeadlineExceeded` on a stuck disk."""
+        self._append(list(uids))
+
+    def take_back(self, uids: Sequence[str]) -> None:
+        """A recorded batch that was not trained. Raises as `record` does."""
+        self._append({"taken_back": list(uids)})
+
+    def _append(self, batch: list[str] | dict[str, list[str]]) -> None:
         if self._error is not None:
             raise self._error
-        line = json.dumps(list(uids), separators=(",", ":")).encode() + b"\n"
+        line = json.dumps(batch, separators=(",", ":")).encode() + b"\n"
         self._put(line)
         self.size += len(line)
 
@@ -75,8 +83,13 @@ def read_uses(path: Path) -> Counter[str]:
     if path.exists():
         with path.open("rb") as file:
             for line in file:
-                if line.endswith(b"\n"):
-                    uses.update(json.loads(line))
+                if not line.endswith(b"\n"):
+                    continue
+                batch = json.loads(line)
+                if isinstance(batch, dict):
+                    uses.subtract(batch["taken_back"])
+                else:
+                    uses.update(batch)
     return uses
 
 

@@ -173,7 +173,9 @@ class TrainHalf:
     def close(self) -> None:
         """Leave what the summary needs; end the threads."""
         if isinstance(self.source, Timed) and isinstance(self.source.source, Prefetch):
-            self.source.source.close()
+            ahead = self.source.source.close()
+            if ahead is not None:
+                self.replay.take_back(ahead.groups)
         self.replay.drain()
         write_json(
             self.run.result("trainer"),

@@ -16,7 +16,7 @@ from tba.types import Sampling
 
 @dataclass(frozen=True)
 class Fixed:
-    """The same settings in every round."""
+    """The same settings in every round. Raises `UserError` for a temperature below 0 or a top-p outside (0, 1]."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -37,7 +37,8 @@ class RandomPerRound:
     """The paper's off-policy decoding (its future work, off by default there): one draw for each round.
 
     With probability `p_temperature` the temperature is uniform in [`temperature_low`, `temperature_high`], else
-    `temperature`; with probability `p_top_p` top-p is uniform in [`top_p_low`, 1], else 1.
+    `temperature`; with probability `p_top_p` top-p is uniform in [`top_p_low`, 1], else 1. Raises `UserError` for what
+    is out of range.
     """
 
     temperature: float = 1.0
@@ -48,8 +49,11 @@ class RandomPerRound:
     top_p_low: float = 0.7
 
     def __post_init__(self) -> None:
-        _check(self.temperature, self.temperature_high, 1.0)
+        _check(self.temperature, self.temperature, 1.0)
         _check(self.temperature_low, self.temperature_high, self.top_p_low)
+        for name in ("p_temperature", "p_top_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"exploration's {name} is {getattr(self, name)}, it is a probability: give 0 to 1")
 
     def draw(self, rng: np.random.Generator) -> Sampling:
         by_temperature, by_top_p = rng.random(2)  # always two draws, so that one setting does not shift the other
@@ -61,7 +65,8 @@ class RandomPerRound:
 
     @property
     def full_support(self) -> bool:
-        return self.p_top_p < 1 and self.temperature > 0
+        warm = (self.p_temperature < 1 and self.temperature > 0) or (self.p_temperature > 0 and self.temperature_high > 0)
+        return warm and (self.p_top_p < 1 or self.top_p_low >= 1)
 
 
 def _check(low: float, high: float, top_p: float) -> None:

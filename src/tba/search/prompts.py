@@ -27,6 +27,12 @@ class PromptSettings:
     overlong: Literal["drop", "truncate_left", "error"] = "drop"  # what happens to a longer one; drops are reported
     limit: int | None = None  # only the first so many problems of the training split
 
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--prompts.{name.replace('_', '-')} is {value}, it must be at least 1")
+
 
 @dataclass(frozen=True)
 class Encoded:

@@ -55,6 +55,7 @@ class Searcher:
 
     def round(self) -> int:
         """One round; the number of trajectories sent down."""
+        began = time.perf_counter()
         self.pull()
         positions, prompts = self.prompts.take(self.prompts_per_round)
         sampling = self.exploration.draw(self.rng)
@@ -62,8 +63,8 @@ class Searcher:
         finished, counts = self._sort(prompts, answered)
         trajectories = self._judge(finished, counts)
         self.rounds += 1
-        whole = counts["in_flight_trajectories"] == 0
-        self.sink.put(trajectories, positions if whole else (), counts)
+        counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - began))
+        self.sink.put(trajectories, self._answered(positions, answered), counts)
         return len(trajectories)
 
     def pull(self) -> Version:
@@ -73,6 +74,14 @@ class Searcher:
             self.engine.load(published.read(), published.version)
             self.manifest = published.manifest
         return self.engine.version
+
+    def _answered(self, positions: Sequence[int], answered: Sequence[Sequence[Completion]]) -> list[int]:
+        """The leases to give back: of prompts with all S completions, finished. The others run out and come again."""
+        return [
+            position
+            for position, row in zip(positions, answered, strict=True)
+            if sum(c.stop_reason is not StopReason.INTERRUPTED for c in row) == self.samples_per_prompt
+        ]
 
     def _sort(
         self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]]

@@ -53,14 +53,19 @@ class Prefetch:
         wait([self._ahead], seconds)
         return self._ahead.done()
 
-    def close(self) -> None:
-        """End the thread; the batch fetched ahead is dropped. Raises `DeadlineExceeded` when the source holds on."""
+    def close(self) -> Fetched | None:
+        """End the thread; the batch that was fetched ahead and is now dropped, if there is one.
+
+        Raises `DeadlineExceeded` when the source holds on.
+        """
         self._requests.put(None)
         if self._interrupt is not None:
             self._interrupt()
         self._thread.join(self.deadline)
         if self._thread.is_alive():
             raise DeadlineExceeded(f"{type(self.source).__name__} did not let go of a batch in {self.deadline:g} s")
+        ahead = self._ahead
+        return ahead.result() if ahead.done() and ahead.exception() is None else None
 
     def _request(self) -> Future[Fetched]:
         request: Future[Fetched] = Future()

@@ -24,7 +24,6 @@ from tba.schedules import RateShape, WarmupConstant, WarmupCosine, WarmupLinear
 from tba.train.optimizer import OptimizerSettings
 
 IGNORED = -100  # torch's label for a position that is not trained
-POOL = 32  # batches whose pairs are sorted by length together
 
 Progress: TypeAlias = Callable[[int, int, float], None]  # (step, of how many, loss of its batch)
 
@@ -52,13 +51,15 @@ class SupervisedSettings:
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: it is not clipped
     max_length: int = 1024  # tokens; longer pairs are left out
     max_tokens_per_pass: int = 16384  # padded tokens of one forward and backward; larger batches go in parts
+    pool: int = 32  # batches whose pairs are sorted by length together; 1: none are (batches of one length mislead
+    # where the length is part of the answer, as in sums)
     held_out: float = 0.0  # share of the pairs that is not trained, but measured at the end
     seed: int = 0  # of the order of the pairs, of those held out and of dropout
 
     def __post_init__(self) -> None:
         if self.epochs <= 0 or (self.steps is not None and self.steps < 1):
             raise UserError(f"a warm start of {self.epochs} epochs or {self.steps} steps trains nothing; give more")
-        for name in ("batch_size", "max_length", "max_tokens_per_pass"):
+        for name in ("batch_size", "max_length", "max_tokens_per_pass", "pool"):
             if getattr(self, name) < 1:
                 raise UserError(f"the warm start's {name} is {getattr(self, name)}, it must be at least 1")
         if not 0 <= self.held_out < 1 or not 0 <= self.warmup <= 1:
@@ -148,7 +149,7 @@ def _train(
 ) -> tuple[float, ...]:
     updates = settings.updates(len(rows))
     optimizer = settings.optimizer(updates).start([p for p in model.parameters() if p.requires_grad])
-    batches = _batches(rows, settings.batch_size, rng)
+    batches = _batches(rows, settings.batch_size, settings.pool, rng)
     losses = []
     for step in range(1, updates + 1):
         batch = next(batches)
@@ -171,13 +172,13 @@ def _measure(model: PreTrainedModel, rows: Sequence[_Row], settings: SupervisedS
     return sum(float(_summed_loss(model, part)) for part in parts) / sum(row.trained for row in rows)
 
 
-def _batches(rows: Sequence[_Row], size: int, rng: np.random.Generator) -> Iterator[list[_Row]]:
+def _batches(rows: Sequence[_Row], size: int, pooled: int, rng: np.random.Generator) -> Iterator[list[_Row]]:
     """Without end: epochs of batches of similar length, each row once per epoch, in an order drawn anew."""
     size = min(size, len(rows))
     while True:
         order = rng.permutation(len(rows))
-        for first in range(0, len(rows), POOL * size):
-            pool = sorted((rows[i] for i in order[first : first + POOL * size]), key=lambda row: len(row.ids))
+        for first in range(0, len(rows), pooled * size):
+            pool = sorted((rows[i] for i in order[first : first + pooled * size]), key=lambda row: len(row.ids))
             batches = [pool[i : i + size] for i in range(0, len(pool), size)]
             for i in rng.permutation(len(batches)):
                 yield batches[i]

@@ -1,0 +1,62 @@
+"""GSM8K on a laptop: the mixture for the warm start, and before against after with a paired bootstrap.
+
+    python benchmarks/gsm8k.py data --gsm8k DIR --out mixture.jsonl
+    python benchmarks/gsm8k.py compare before.json after.json
+
+`DIR` holds the real train.jsonl and test.jsonl. The commands between the two are in docs/gsm8k.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from tba.evaluate.estimators import paired_difference
+from tba.tasks.gsm8k import Gsm8k
+from tba.tasks.reasoning_gym import ReasoningGym
+
+
+def data(gsm8k: Path, symbolic: int, out: Path) -> None:
+    """Demonstrations of GSM8K train and of `symbolic` gsm_symbolic problems (numbers apart from the held-out ones)."""
+    tasks = [Gsm8k(path=str(gsm8k)), ReasoningGym(dataset="gsm_symbolic", train_problems=symbolic, style="tba")]
+    problems = [p for task in tasks for p in task.problems("train")]
+    lines = [json.dumps({"prompt": p.prompt, "response": p.demonstration, **p.fields}) for p in problems]
+    out.write_text("\n".join(lines) + "\n")
+    print(f"{len(lines)} demonstrations in {out}")
+
+
+def compare(before: Path, after: Path) -> None:
+    """Each metric before and after, with the paired bootstrap interval of the difference over problems."""
+    one, two = (json.loads(path.read_text())["scores"] for path in (before, after))
+    for metric in one:
+        d = paired_difference(np.array(one[metric]), np.array(two[metric]))
+        verdict = "rise" if d.low > 0 else "fall" if d.high < 0 else "no rise"
+        print(
+            f"{metric:16} {np.mean(one[metric]):7.2%} -> {np.mean(two[metric]):7.2%}   difference {d.estimate:+.2%} "
+            f"[{d.low:+.2%}, {d.high:+.2%}] over {len(one[metric])} problems: {verdict}"
+        )
+
+
+def main() -> None:
+    """The command line above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    first = commands.add_parser("data")
+    first.add_argument("--gsm8k", type=Path, required=True)
+    first.add_argument("--symbolic", type=int, default=6000)
+    first.add_argument("--out", type=Path, required=True)
+    second = commands.add_parser("compare")
+    second.add_argument("before", type=Path)
+    second.add_argument("after", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "data":
+        data(arguments.gsm8k, arguments.symbolic, arguments.out)
+    else:
+        compare(arguments.before, arguments.after)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The quickstart where judging an answer means waiting: 200 ms each, 16 at a time per scorer. A recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tba.evaluate.accuracy import EvaluationSettings
+from tba.protocols import Reward
+from tba.recipes.quickstart import recipe as quickstart
+from tba.rewards.delayed import Delayed
+from tba.tasks.arithmetic import Arithmetic
+
+
+@dataclass(frozen=True)
+class SlowlyJudged(Arithmetic):
+    """Arithmetic behind a judge that takes its time, as a model or a sandbox would."""
+
+    seconds: float = 0.2
+    concurrency: int = 16
+
+    def reward(self) -> Reward:  # type: ignore[override]
+        return Delayed(super().reward(), self.seconds, self.concurrency)
+
+
+recipe = replace(
+    quickstart,
+    name="slow_judge",
+    description="the quickstart with a judge that takes 200 ms per answer",
+    task=SlowlyJudged(digits=3, forgotten_carries=0.55),
+    evaluation=EvaluationSettings(every=20, problems=192, greedy=False, chunk=192),
+)

@@ -1,0 +1,119 @@
+"""One half of a recipe, timed in a process of its own: `python -m tba.command.probe searcher|trainer RECIPE ...`.
+
+A few rounds or steps on the recipe's own parts, with nothing written and nothing learnt that is kept. Prints one line
+of JSON: seconds and peak memory as the half itself would have them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tba.batch import collate
+from tba.recipe import Recipe
+from tba.record.memory import peak_memory_bytes
+from tba.runtime.searching import prompts_of
+from tba.settings import find, override
+from tba.train.batches import Fetched
+from tba.train.trainer import Trainer
+from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
+
+ROUNDS = 5  # timed rounds or steps, after one that warms up; `check` knows
+
+
+def search(recipe: Recipe) -> dict[str, Json]:
+    """Rounds: generate, judge, score under the reference."""
+    model = recipe.model.prepared(recipe.task)
+    prompts = prompts_of(recipe, model.tokenizer(), "train")
+    held_out = prompts_of(recipe, model.tokenizer(), "eval")
+    engine, reward = model.engine(Version()), recipe.task.reward()
+    reference = model.reference(recipe.policy_temperature, Version())
+    rng = np.random.default_rng(0)
+    seconds, generating, lengths = [], [], []
+    for i in range(ROUNDS + 1):
+        asked = [prompts[int(j)] for j in rng.integers(len(prompts), size=recipe.prompts_per_round)]
+        began = time.perf_counter()
+        answered = engine.generate(asked, recipe.samples_per_prompt, recipe.exploration.draw(rng), rng)
+        generating.append(time.perf_counter() - began)
+        reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row])
+        for prompt, row in zip(asked, answered, strict=True):
+            reference.log_probabilities(prompt, row)
+            lengths += [len(c.tokens) for c in row] if i else []
+        seconds.append(time.perf_counter() - began)
+    return {
+        "round_seconds": statistics.median(seconds[1:]),
+        "generation_seconds": statistics.median(generating[1:]),
+        "lengths": lengths,
+        "held_out": len(held_out),
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
+
+
+def train(recipe: Recipe, lengths: list[int]) -> dict[str, Json]:
+    """Steps on made-up answers of the given lengths, with rewards 0 and 1."""
+    model = recipe.model.prepared(recipe.task)
+    prompts = prompts_of(recipe, model.tokenizer(), "train")
+    policy = model.policy(recipe.policy_temperature)
+    trainer = Trainer(
+        policy=policy,
+        objective=recipe.objective,
+        batches=_MadeUp(recipe, prompts, lengths, np.random.default_rng(0)),
+        weights=_Nowhere(),
+        optimizer=recipe.optimizer.start(policy.parameters()),
+        sync_every=recipe.steps + 1,
+        max_tokens_per_pass=recipe.max_tokens_per_pass,
+        directory=Path(tempfile.gettempdir()),  # written to after three non-finite steps in a row only
+    )
+    seconds = [trainer.step()["seconds"] for _ in range(ROUNDS + 1)]
+    return {"step_seconds": statistics.median(seconds[1:]), "peak_memory_bytes": peak_memory_bytes()}
+
+
+@dataclass
+class _MadeUp:
+    """Batches of B prompts and K made-up answers."""
+
+    recipe: Recipe
+    prompts: list[Prompt]
+    lengths: list[int]
+    rng: np.random.Generator
+
+    def next(self) -> Fetched:
+        chosen = self.rng.choice(len(self.prompts), size=self.recipe.groups_per_step)
+        groups = [Group.of([self._answer(self.prompts[int(i)]) for _ in range(self.recipe.group_size)]) for i in chosen]
+        return Fetched(groups, collate(groups))
+
+    def _answer(self, prompt: Prompt) -> Trajectory:
+        n = int(self.rng.choice(self.lengths))
+        tokens = self.rng.choice(prompt.tokens, size=n).astype(np.int32)
+        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()))
+        uid = self.rng.bytes(16).hex()
+        return Trajectory(uid, prompt, completion, float(self.rng.integers(2)), np.full(n, -1.0, np.float32), Version())
+
+
+class _Nowhere:
+    """A weight publisher that drops what it is given."""
+
+    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
+        return None
+
+
+def main(arguments: list[str]) -> None:
+    """The half's figures as a line of JSON."""
+    half, name, overrides, lengths = arguments[0], arguments[1], json.loads(arguments[2]), json.loads(arguments[3])
+    recipe = override(find(name), overrides, f"tba check {name}")
+    torch.set_num_threads(recipe.run.threads)
+    found = search(recipe) if half == "searcher" else train(recipe, lengths)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
