@@ -308,9 +308,9 @@ def test_a_full_disk_is_said_in_one_sentence_and_leaves_the_journal_usable(
 
 def test_a_network_filesystem_is_refused_in_one_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tba.replay.journal, "network_filesystem", lambda folder: "nfs4")
-    with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--journal-dir"):
+    with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--run.journal-dir"):
         JournalWriter(path, "a")
-    with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--journal-dir"):
+    with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--run.journal-dir"):
         JournalFollower(path)
     assert not path.exists()
 

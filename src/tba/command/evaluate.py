@@ -15,7 +15,8 @@ from tba.evaluate.accuracy import evaluate
 from tba.evaluate.estimators import wilson_interval
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
-from tba.runtime.directory import RunDirectory, write_json
+from tba.record.jsonl import write_json
+from tba.runtime.directory import RunDirectory
 from tba.runtime.searching import prompts_of
 from tba.settings import find, override
 from tba.train.checkpoint import newest_checkpoint

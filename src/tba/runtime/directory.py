@@ -8,7 +8,6 @@ Invariant: `recipe.json` alone (a name or path, the overrides, the run's own fac
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Any
 import tba.settings
 from tba.errors import UserError
 from tba.recipe import Recipe, resolved
+from tba.record.jsonl import write_json
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,24 @@ class RunDirectory:
     path: Path
 
     @classmethod
-    def create(cls, path: Path, source: str, overrides: list[str], recipe: Recipe) -> RunDirectory:
-        """Makes the directory and writes recipe.json. Raises `UserError` when a run is there already."""
+    def create(
+        cls, path: Path, source: str, overrides: list[str], recipe: Recipe, started: float | None = None
+    ) -> RunDirectory:
+        """Makes the directory and writes recipe.json; `started` is when the run began (seconds since the epoch).
+
+        Raises `UserError` when a run is there already.
+        """
         if (path / "recipe.json").exists():
             raise UserError(f"{path} holds a run already: choose another --run-name, or remove it")
         for part in ("", "logs", "weights", "checkpoints"):
-            (path / part).mkdir(parents=True, exist_ok=True)
+            _make(path / part)
         run = cls(path)
         file = Path(source) if source.endswith(".py") else None
         facts = {
             "recipe": str(file.resolve()) if file else source,
             "digest": _digest(file) if file else None,
             "overrides": overrides,
-            "started": time.time(),
+            "started": time.time() if started is None else started,
             "resolved": resolved(recipe),
         }
         write_json(run.path / "recipe.json", facts)
@@ -73,13 +78,13 @@ class RunDirectory:
         folder = recipe.run.journal_dir
         if folder is None:
             return self.path / "journal.sqlite"
-        folder.mkdir(parents=True, exist_ok=True)
+        _make(folder)
         key = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
         return folder / f"{self.path.name}-{key}.sqlite"
 
     @property
     def uses(self) -> Path:
-        return self.path / "uses.sqlite"
+        return self.path / "uses.jsonl"
 
     @property
     def weights(self) -> Path:
@@ -119,19 +124,11 @@ def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
     return root / name
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Written beside and renamed."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(value, indent=2, default=_plain) + "\n")
-    os.replace(beside, path)
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    if hasattr(value, "item"):
-        return value.item()
-    return str(value)
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder} ({error.strerror}): choose another place") from error
 
 
 def _digest(path: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tba.recipe import Recipe
@@ -29,18 +29,17 @@ class Progress:
 
     recipe: Recipe
     run: RunDirectory
-    started: float = field(default_factory=time.time)
 
     def status(self, phase: str, note: str = "") -> Status:
         """What the files say now."""
         rows = read_metrics(self.run.path)
         row: Mapping[str, Any] = rows[-1] if rows else {}
-        rate = {half: float(values[1][-1]) if len(values[1]) else None for half, values in rates(rows).items()}
+        rate = {half: float(y[-4:].mean()) if len(y) else None for half, (_, y) in rates(rows).items()}
         first = rows[0]["wall_seconds"] if rows else 0.0
         return Status(
             step=int(row.get("step", 0)),
             steps=self.recipe.steps,
-            elapsed_seconds=time.time() - self.started,
+            elapsed_seconds=time.time() - self.run.facts["started"],
             training_seconds=row["wall_seconds"] - first if rows else 0.0,
             phase="warm-up" if phase == "training" and not rows else phase,
             reward=row.get("reward"),
@@ -60,7 +59,7 @@ def summarise(
 ) -> Summary:
     """summary.json of a run whose parts have ended."""
     trainer = json.loads(run.result("trainer").read_text())
-    halves = [json.loads(run.result(name).read_text()) for name in searchers if run.result(name).exists()]
+    halves = {name: json.loads(run.result(name).read_text()) for name in searchers if run.result(name).exists()}
     with JournalFollower(run.journal(recipe), position=trainer["position"]) as journal:
         owners = journal.counters()
         undrained = journal.undrained()
@@ -71,7 +70,6 @@ def summarise(
         waiting = Ledger.of({"waiting": undrained[unit]})
         ledgers[unit] = own + replayed + waiting
     evaluations = read_evaluations(run.path)
-    clocks = [half["clock"] for half in halves]
     summary = Summary(
         recipe=recipe.name,
         seed=recipe.seed,
@@ -79,21 +77,21 @@ def summarise(
         wall_seconds=WallSeconds(
             total=time.time() - run.facts["started"],
             sft=sft_seconds,
-            warm_up=trainer["warm_up_seconds"] or 0.0,
+            warm_up=max(0.0, trainer["warm_up_seconds"] - sft_seconds),
             train=trainer["train_seconds"],
             eval=sum(e.seconds for e in evaluations),
         ),
         evaluations=evaluations,
         trainer_idle=share_of([trainer["clock"]], "idle"),
         trainer_paced=share_of([trainer["clock"]], "paced"),
-        searcher_idle=share_of(clocks, "idle"),
+        searcher_idle=share_of([half["clock"] for half in halves.values()], "idle"),
         tokens=ledgers["tokens"],
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
         faults={**faults, "skipped_steps": trainer["skipped"]},
         peak_memory_bytes={
             "trainer": trainer["peak_memory_bytes"],
-            **{name: half["peak_memory_bytes"] for name, half in zip(searchers, halves, strict=False)},
+            **{name: half["peak_memory_bytes"] for name, half in halves.items()},
         },
     )
     summary.write(run.path)

@@ -51,7 +51,7 @@ class Examiner:
     weights: PinnedWeights
     writer: EvaluationWriter
     seed: int
-    lease_seconds: float
+    claim_seconds: float  # after which a version that was not finished may be evaluated by another searcher
     clock: ShareClock
     interrupted: Callable[[], bool] | None = None
     done: set[str] = field(default_factory=set)
@@ -60,11 +60,9 @@ class Examiner:
         """Evaluate the versions that `manifest` asks for and nobody has claimed."""
         for request in manifest.get("evaluate", ()):
             name = request["version"]
-            if name in self.done or not self.jobs.claim(f"evaluate {name}", self.lease_seconds):
-                self.done.add(name)
-                continue
-            with self.clock.state("eval"):
-                self.evaluate(Version.parse(name), float(request["wall_seconds"]))
+            if name not in self.done and self.jobs.claim(f"evaluate {name}", self.claim_seconds):
+                with self.clock.state("eval"):
+                    self.evaluate(Version.parse(name), float(request["wall_seconds"]))
 
     def evaluate(self, version: Version, wall_seconds: float) -> None:
         """One version on the held-out split; `wall_seconds` is when the run had these weights."""

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+import torch
+
 from tba.recipe import Recipe
+from tba.record.log import log_to
 from tba.runtime.directory import RunDirectory
 from tba.runtime.searching import SearchHalf, start_searching
+from tba.runtime.stopping import stop_requests
 from tba.runtime.training import TrainHalf, start_training
 
 
@@ -25,46 +30,50 @@ class Inline:
     tell: Callable[[str, str], None]
     searchers: list[str] = field(default_factory=lambda: ["searcher-0"])
     stopped: bool = False
-    _search: SearchHalf | None = None
-    _train: TrainHalf | None = None
 
     def go(self) -> dict[str, object]:
-        """Runs to the end; the faults it survived."""
-        search = self._search = start_searching(self.recipe, self.run, 0)
+        """Runs to the end; the faults it survived. Ctrl-C ends it between two tokens or steps, with a checkpoint."""
+        torch.set_num_threads(self.recipe.run.threads)
         started = self.run.facts["started"]
-        train = self._train = start_training(
-            self.recipe,
-            self.run,
-            stop=lambda: False,
-            prefetch=False,
-            fill=self._round,
-            elapsed=lambda: time.time() - started - search.clock.seconds().get("eval", 0.0),
-        )
-        try:
-            self._turns(search, train)
-        except KeyboardInterrupt:
-            self.stopped = True
-        train.finish()
-        if not self.stopped:
-            search.evaluate()
-        train.close()
-        search.close()
+        with log_to(self.run.path, "inline"), stop_requests() as stop, ExitStack() as ends:
+            search = start_searching(self.recipe, self.run, 0, interrupted=stop)
+            ends.callback(search.close)
+            train = start_training(
+                self.recipe,
+                self.run,
+                stop=stop,
+                prefetch=False,
+                fill=lambda: _round(search, train),
+                elapsed=lambda: time.time() - started - search.clock.seconds().get("eval", 0.0),
+            )
+            ends.callback(train.close)
+            self._turns(search, train, stop)
+            train.finish()
+            self.tell("evaluating", "")
+            _evaluate(search, train)
+            self.stopped = not train.finished
         return {"searcher_restarts": 0, "stopped": self.stopped}
 
-    def _turns(self, search: SearchHalf, train: TrainHalf) -> None:
-        search.evaluate()
-        while not train.finished:
+    def _turns(self, search: SearchHalf, train: TrainHalf, stop: Callable[[], bool]) -> None:
+        _evaluate(search, train)
+        while not train.finished and not stop():
             for _ in range(self.recipe.run.inline_rounds_per_sync):
-                self._round()
+                _round(search, train)
             published = train.trainer.published
-            while train.trainer.published == published and not train.finished:
-                train.step()
+            while train.trainer.published == published and not train.finished and not stop():
+                with search.clock.state("idle"):
+                    train.step()
                 self.tell("training", "")
-            search.evaluate()
+            _evaluate(search, train)
 
-    def _round(self) -> None:
-        """A searcher's round, on the trainer's clock counted as idle: it is what async saves."""
-        assert self._search is not None
-        assert self._train is not None
-        with self._train.clock.state("idle"):
-            self._search.round()
+
+def _round(search: SearchHalf, train: TrainHalf) -> None:
+    """A searcher's round, on the trainer's clock counted as idle: it is what async saves."""
+    with train.clock.state("idle"), search.clock.state("busy"):
+        search.searcher.round()
+
+
+def _evaluate(search: SearchHalf, train: TrainHalf) -> None:
+    """What the newest weights ask for, if anything; nobody trains meanwhile."""
+    with train.clock.state("eval"):
+        search.evaluate()

@@ -1,7 +1,8 @@
 """One part of a run in its own process: `python -m tba.runtime.part searcher-0 RUN`. Started by the driver.
 
-Invariant: a part ends when its driver is gone. The driver holds the other end of this process's standard input and
-never writes to it; end of file means that the driver has died, however it died.
+Invariant: a part ends when its driver is gone. The driver holds the other end of this process's standard input: a
+byte from it asks to stop (which is not lost, however early it comes), and end of file means that the driver has died,
+however it died.
 
 Exit codes: 0 done or asked to stop, 1 an error of its own (left in logs/PART.error.json), 2 input it cannot use.
 """
@@ -22,7 +23,7 @@ _GRACE = 5.0  # seconds an orphan has to end by itself
 
 
 class Stop:
-    """Asked to stop: by the driver's signal, or because the driver is gone."""
+    """Asked to stop: by the driver, by SIGTERM, or because the driver is gone."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -38,7 +39,7 @@ class Stop:
 
     def _watch(self) -> None:
         while os.read(0, 4096):
-            pass
+            self._event.set()
         self._event.set()
         threading.Event().wait(_GRACE)
         os._exit(ORPHANED)
@@ -50,21 +51,19 @@ def main(part: str, path: Path) -> int:
     stop.listen()
     faulthandler.register(signal.SIGUSR1)  # a look at where it is, in its log
     from tba.errors import UserError
+    from tba.record.jsonl import write_json
     from tba.record.log import set_up_log
-    from tba.runtime.directory import RunDirectory, write_json
+    from tba.runtime.directory import RunDirectory
 
     run = RunDirectory.open(path)
     set_up_log(path, part)
     try:
         _body(part)(run, stop)
-    except UserError as error:
-        write_json(run.error(part), {"kind": "UserError", "message": str(error), "traceback": ""})
-        return 2
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows it as its own
         text = traceback.format_exc()
         write_json(run.error(part), {"kind": type(error).__name__, "message": str(error), "traceback": text})
         print(text, file=sys.stderr)  # noqa: T201 - standard error is the part's log
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     return 0
 
 
@@ -88,7 +87,7 @@ def _search(part: str, run: object, stop: Stop) -> None:
     half = start_searching(recipe, run, int(part.removeprefix("searcher-")), attempt, stop)
     try:
         while not stop() and not half.evaluate():
-            half.round()
+            half.searcher.round()
     finally:
         half.close()
 

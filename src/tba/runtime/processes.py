@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -21,6 +21,7 @@ from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.recipe import Recipe
 from tba.record.log import tail
 from tba.runtime.directory import RunDirectory
+from tba.runtime.stopping import stop_requests
 
 _POLL = 0.05  # seconds between two looks at the parts
 
@@ -51,32 +52,45 @@ class Part:
                 start_new_session=True,  # Ctrl-C reaches the driver only, which ends the parts in order
             )
 
+    def start_again(self) -> None:
+        """After its death."""
+        self.kill()
+        self.attempt += 1
+        self.start()
+
     @property
     def code(self) -> int | None:
         """The exit code, None while it runs; negative: killed by that signal."""
         return self.process.poll()
 
     def ask_to_stop(self) -> None:
-        if self.code is None:
-            self.process.send_signal(signal.SIGTERM)
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended meanwhile
+            self.process.stdin.write(b"stop")
+            self.process.stdin.flush()
 
     def kill(self) -> None:
-        if self.code is None:
-            self.process.kill()
+        """End it, unless it has ended, and let go of it."""
+        self.process.kill()
         self.process.wait()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
 
     def failure(self) -> Exception:
         """Why it ended, as the driver's own error."""
-        file = self.run.error(self.name)
-        log = self.run.log(self.name)
+        file, log = self.run.error(self.name), self.run.log(self.name)
+        who = f"{self.name} (process {self.process.pid})"
         if file.exists():
             error = json.loads(file.read_text())
             if error["kind"] == "UserError":
                 return UserError(error["message"])
-            return PartFailed(f"{self.name} ended with {error['kind']}; its log is {log}\n{error['traceback']}")
+            if error["kind"] == "DeadlineExceeded":
+                return DeadlineExceeded(f"{who}: {error['message']}; its log is {log}")
+            return PartFailed(f"{who} ended with {error['kind']}; its log is {log}\n{error['traceback']}")
         code = self.code or 0
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return PartFailed(f"{self.name} (process {self.process.pid}) {how}; its log is {log}\n{tail(log, 15)}")
+        return PartFailed(f"{who} {how}; its log is {log}\n{tail(log, 15)}")
 
 
 @dataclass
@@ -92,43 +106,40 @@ class Processes:
 
     def go(self) -> dict[str, object]:
         """Runs to the end; the faults it survived. Raises what a part ended with."""
-        previous = signal.signal(signal.SIGTERM, _interrupt)
-        trainer = Part("trainer", self.run, self.recipe.run.threads)
-        searchers = [Part(name, self.run, self.recipe.run.threads) for name in self.searchers]
-        try:
-            try:
-                self._train(trainer, searchers)
-                self._evaluate(searchers)
-            except KeyboardInterrupt:
-                self.stopped = True
-                self._note = "stopping: the trainer writes a checkpoint"
+        with stop_requests() as stop, ExitStack() as ends:
+            trainer, *searchers = [self._start(name, ends) for name in ("trainer", *self.searchers)]
+            self._train(trainer, searchers, stop)
             self._stop([trainer], "a checkpoint")
-            self._stop(searchers, "their last round")
             if trainer.code != 0:
                 raise trainer.failure()
-        finally:
-            for part in (trainer, *searchers):
-                part.kill()
-            signal.signal(signal.SIGTERM, previous)
-        return {"searcher_restarts": self.restarts, "stopped": self.stopped}
+            steps = json.loads(self.run.result("trainer").read_text())["steps"]
+            self.stopped = stop() or steps < self.recipe.steps
+            if not self.stopped:
+                self._evaluate(searchers, stop)
+            self._stop(searchers, "their last round")
+            failed = [part.name for part in searchers if part.code != 0]
+        return {"searcher_restarts": self.restarts, "stopped": self.stopped, "failed_while_stopping": failed}
 
     @property
     def searchers(self) -> list[str]:
         return [f"searcher-{i}" for i in range(self.recipe.searchers)]
 
-    def _train(self, trainer: Part, searchers: list[Part]) -> None:
-        """Until the trainer has ended. It has its own deadline for a batch."""
-        while trainer.code is None:
+    def _start(self, name: str, ends: ExitStack) -> Part:
+        part = Part(name, self.run, self.recipe.run.threads)
+        ends.callback(part.kill)
+        return part
+
+    def _train(self, trainer: Part, searchers: list[Part], stop: Callable[[], bool]) -> None:
+        """Until the trainer has ended, or we are to stop. It has its own deadline for a batch."""
+        while trainer.code is None and not stop():
             self._watch(searchers)
             self.tell("training", self._note)
             time.sleep(_POLL)
-        if trainer.code != 0:
-            raise trainer.failure()
 
-    def _evaluate(self, searchers: list[Part]) -> None:
+    def _evaluate(self, searchers: list[Part], stop: Callable[[], bool]) -> None:
         """Until the searchers have seen that the trainer is done, and evaluated its last version."""
         deadline = time.monotonic() + self.recipe.run.evaluation_deadline
-        while any(part.code is None for part in searchers):
+        while any(part.code is None for part in searchers) and not stop():
             self._watch(searchers)
             self.tell("evaluating", self._note)
             if time.monotonic() > deadline:
@@ -148,9 +159,8 @@ class Processes:
             if code > 0 or part.attempt >= self.recipe.run.restarts:
                 raise part.failure()
             self.restarts += 1
-            part.attempt += 1
             self._note = f"{part.name} was killed by signal {-code} and started again"
-            part.start()
+            part.start_again()
 
     def _stop(self, parts: list[Part], what: str) -> None:
         """Ask, wait, and at the deadline kill."""
@@ -167,8 +177,3 @@ class Processes:
                     f"{part.name} (process {part.process.pid}) had not finished {what} after "
                     f"{self.recipe.run.stop_deadline:g} s and was killed; its log is {self.run.log(part.name)}"
                 )
-
-
-def _interrupt(*_: object) -> None:
-    """SIGTERM to the driver is Ctrl-C."""
-    raise KeyboardInterrupt

@@ -6,7 +6,6 @@ Invariant: nothing here waits. A searcher takes what is there (weights, prompts,
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,9 +15,10 @@ from tba.protocols import Tokenizer
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.evaluations import EvaluationWriter
+from tba.record.jsonl import write_json
 from tba.record.memory import peak_memory_bytes
 from tba.replay.journal import JournalWriter
-from tba.runtime.directory import RunDirectory, write_json
+from tba.runtime.directory import RunDirectory
 from tba.runtime.evaluation import Examiner
 from tba.search.prompts import PromptStream, encode
 from tba.search.searcher import Searcher
@@ -47,12 +47,6 @@ class SearchHalf:
         self.examiner.answer(newest.manifest)
         return bool(newest.manifest.get("stop"))
 
-    def round(self) -> None:
-        """One round, and the time it took."""
-        began = time.perf_counter()
-        self.searcher.round()
-        self.journal.count(searching_milliseconds=round(1000 * (time.perf_counter() - began)))
-
     def close(self) -> None:
         """Leave what the summary needs."""
         self.examiner.writer.close()
@@ -74,6 +68,7 @@ def start_searching(
     tokenizer = model.tokenizer()
     prompts = prompts_of(recipe, tokenizer, "train")
     journal = JournalWriter(run.journal(recipe), name)
+    journal.resume()
     weights = WeightDirectory(run.weights)
     engine, reward = model.engine(Version()), recipe.task.reward()
     clock = ShareClock()
@@ -102,7 +97,7 @@ def start_searching(
         weights=weights,
         writer=EvaluationWriter(run.path, text=not recipe.record.hide_text),
         seed=recipe.seed,
-        lease_seconds=recipe.run.lease_seconds,
+        claim_seconds=recipe.run.evaluation_deadline,
         clock=clock,
         interrupted=interrupted,
     )

@@ -9,17 +9,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tba.errors import DeadlineExceeded
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
+from tba.record.jsonl import write_json
 from tba.record.memory import peak_memory_bytes
 from tba.record.recorder import Recorder
 from tba.replay.journal import JournalFollower
 from tba.replay.replay import Replay
-from tba.runtime.directory import RunDirectory, write_json
-from tba.train.batches import BatchSource, Fetched, Sampled
+from tba.runtime.directory import RunDirectory
+from tba.runtime.waiting import ReplayWait, Stopped, Timed
+from tba.train.batches import Sampled
 from tba.train.checkpoint import save_checkpoint
 from tba.train.prefetch import Prefetch
 from tba.train.trainer import Trainer
@@ -28,58 +29,6 @@ from tba.weights.directory import WeightDirectory
 
 _POLL = 0.004  # seconds between two looks at the journal while there is no batch
 _COUNTERS = 1.0  # seconds between two looks at the searchers' counts
-
-
-class Stopped(Exception):
-    """Told to stop while waiting for a batch."""
-
-
-@dataclass
-class ReplayWait:
-    """A batch source that waits until replay can give a batch. `fill` is what to do meanwhile (inline: a round)."""
-
-    replay: Replay
-    source: Sampled
-    version: Callable[[], Version]
-    stop: Callable[[], bool]
-    deadline: float  # seconds
-    fill: Callable[[], object]
-    reason: str | None = "warm_up"
-
-    def next(self) -> Fetched:
-        """Raises `Stopped`, or `DeadlineExceeded` when searchers bring nothing for too long."""
-        began = time.monotonic()
-        while True:
-            self.replay.now = self.version()
-            self.reason = self.replay.ready(self.source.groups_per_step, self.source.group_size)
-            if self.reason is None:
-                return self.source.next()
-            if self.stop():
-                raise Stopped
-            if time.monotonic() - began > self.deadline:
-                raise DeadlineExceeded(
-                    f"the trainer waited {self.deadline:g} s for a batch ({self.reason}): "
-                    "look at logs/searcher-*.log for why no trajectories come"
-                )
-            self.fill()
-
-
-@dataclass
-class Timed:
-    """The trainer's end of a batch source: its waiting is accounted as idle or paced, by the reason given."""
-
-    source: Prefetch | ReplayWait
-    wait: ReplayWait
-    clock: ShareClock
-
-    def next(self) -> Fetched:
-        if isinstance(self.source, Prefetch) and not self.source.ready(0.0):
-            with self.clock.state("idle"):
-                while not self.source.ready(_POLL * 5):
-                    self.clock.reclassify("paced" if self.wait.reason == "paced" else "idle")
-        fetched = self.source.next()
-        self.clock.end_warm_up()
-        return fetched
 
 
 @dataclass
@@ -94,12 +43,12 @@ class TrainHalf:
     weights: WeightDirectory
     recorder: Recorder
     clock: ShareClock
-    source: BatchSource
+    source: Timed
     elapsed: Callable[[], float]  # seconds since the run began, evaluation apart
     lags: Counter[int] = field(default_factory=Counter)
     pending: dict[Version, float] = field(default_factory=dict)  # to be evaluated -> when the run had these weights
     began_training: float | None = None
-    stopping: bool = False
+    ended_training: float = 0.0
     _searched: dict[str, float] = field(default_factory=dict)
     _looked: float = -_COUNTERS
 
@@ -109,16 +58,17 @@ class TrainHalf:
 
     def step(self) -> None:
         """One optimizer step and what is recorded of it."""
+        before = self.trainer.version
         try:
             metrics = self.trainer.step()
         except Stopped:
-            self.stopping = True
             return
         self._pin()
+        self.ended_training = self.elapsed()
         if self.began_training is None:
-            self.began_training = self.elapsed() - metrics["seconds"] + metrics["wait_seconds"]
+            self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
         trajectories = [t for group in self.trainer.groups for t in group.trajectories]
-        self.lags.update(t.version.lag(self.trainer.version) for t in trajectories)
+        self.lags.update(t.version.lag(before) for t in trajectories)
         self._look()
         own = {
             "trainer_idle": self.clock.share("idle"),
@@ -126,7 +76,7 @@ class TrainHalf:
             **self.replay.metrics(),
             **self._searched,
         }
-        self.recorder.step(self.trainer.version, self.elapsed(), metrics | own, trajectories)
+        self.recorder.step(self.trainer.version, self.ended_training, metrics | own, trajectories)
         every = self.recipe.run.checkpoint_every
         if every and self.trainer.version.step % every == 0:
             self.checkpoint()
@@ -172,11 +122,12 @@ class TrainHalf:
 
     def close(self) -> None:
         """Leave what the summary needs; end the threads."""
-        if isinstance(self.source, Timed) and isinstance(self.source.source, Prefetch):
-            ahead = self.source.source.close()
-            if ahead is not None:
-                self.replay.take_back(ahead.groups)
+        ahead = self.source.close()
+        if ahead is not None:
+            self.replay.take_back(ahead.groups)
         self.replay.drain()
+        self._look_at_evaluations()
+        began = self.ended_training if self.began_training is None else self.began_training
         write_json(
             self.run.result("trainer"),
             {
@@ -188,8 +139,8 @@ class TrainHalf:
                 "ledger": self.replay.ledger(),
                 "position": self.journal.position,
                 "lags": dict(self.lags),
-                "warm_up_seconds": self.began_training,
-                "train_seconds": self.elapsed() - (self.began_training or 0.0),
+                "warm_up_seconds": self.elapsed() if self.began_training is None else self.began_training,
+                "train_seconds": self.ended_training - began,
             },
         )
         self.recorder.close()
@@ -202,11 +153,17 @@ class TrainHalf:
         if now - self._looked < _COUNTERS:
             return
         self._looked = now
+        self._look_at_evaluations()
         owners = self.journal.counters().values()
         self._searched = {
             "generated_tokens": float(sum(o.get("generated_tokens", 0) for o in owners)),
             "searching_seconds": sum(o.get("searching_milliseconds", 0) for o in owners) / 1000,
         }
+
+    def _look_at_evaluations(self) -> None:
+        """What searchers have found, for other eyes (their own files have it already)."""
+        for evaluation in self.journal.evaluations():
+            self.recorder.evaluation(evaluation)
 
 
 def start_training(
@@ -219,8 +176,9 @@ def start_training(
 ) -> TrainHalf:
     """The trainer of the run at `run`, its first version published."""
     model = recipe.model.prepared(recipe.task)
+    recipe = replace(recipe, model=model)
     policy = model.policy(recipe.policy_temperature)
-    journal = JournalFollower(run.journal(recipe))
+    journal = JournalFollower(run.journal(recipe), keep_rows=recipe.replay.keep_rows)
     replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
     weights = WeightDirectory(run.weights)
     clock = ShareClock(warming_up=True)
@@ -233,6 +191,7 @@ def start_training(
         stop=stop,
         deadline=recipe.run.idle_deadline,
         fill=fill or (lambda: time.sleep(_POLL)),
+        published=lambda: trainer.published,
     )
     trainer = Trainer(
         policy=policy,
@@ -245,7 +204,8 @@ def start_training(
         directory=run.path,
         notes=lambda version: half.notes(version),
     )
-    trainer.batches = source = Timed(Prefetch(wait, recipe.run.idle_deadline) if prefetch else wait, wait, clock)
+    ahead = Prefetch(wait, recipe.run.idle_deadline, wait.close) if prefetch else wait
+    trainer.batches = source = Timed(ahead, wait, clock)
     half = TrainHalf(
         recipe=recipe,
         run=run,

@@ -65,7 +65,9 @@ class RandomPerRound:
 
     @property
     def full_support(self) -> bool:
-        warm = (self.p_temperature < 1 and self.temperature > 0) or (self.p_temperature > 0 and self.temperature_high > 0)
+        warm = (self.p_temperature < 1 and self.temperature > 0) or (
+            self.p_temperature > 0 and self.temperature_high > 0
+        )
         return warm and (self.p_top_p < 1 or self.top_p_low >= 1)
 
 
