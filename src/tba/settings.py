@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import io
 import pkgutil
+import re
 import sys
 import typing
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from tba.errors import UserError
 from tba.recipe import Recipe
 
 T = TypeVar("T")
+_BOX = "│╭╰─╮╯-| "  # what tyro draws around its messages
 
 
 def find(name: str) -> Recipe:
@@ -161,8 +163,15 @@ def _back(default: Any, parsed: Any) -> Any:
 
 
 def _one_sentence(said: str, arguments: Sequence[str], program: str) -> str:
-    words = " ".join(line.strip("│╭╰─╮╯ ") for line in said.splitlines())
-    words = " ".join(words.split())
-    words = words.split("For full helptext")[0].split(" Unrecognized options:")[0].strip("─ ")
-    given = " ".join(arguments)
-    return f"{program} cannot take `{given}`: {words[:300]} (`{program} --help` lists all fields)"
+    """What tyro drew as a box, as a sentence."""
+    words = " ".join(" ".join(line.strip(_BOX) for line in said.splitlines()).split())
+    culprit = re.search(r"Error parsing (\S+): (.*?)(?: [-─]{3}| Argument helptext| For full helptext|$)", words)
+    wanted = re.search(r"Argument helptext: \S+ (\S+)", words)
+    if culprit is None:
+        given = " ".join(arguments)
+        words = words.removeprefix("Invalid choice ").split(" For full helptext")[0]
+        return f"{program} cannot take `{given}`: {words[:200]} (`{program} --help` lists all fields)"
+    kind = f", it wants {wanted[1]}" if wanted else ""
+    return (
+        f"{program} cannot take this {culprit[1]}: {culprit[2].rstrip('.')}{kind}; `{program} --help` lists all fields"
+    )

@@ -21,6 +21,7 @@ from tba.runtime.directory import RunDirectory, new_path
 from tba.runtime.driver import Progress, summarise
 from tba.runtime.inline import Inline
 from tba.runtime.processes import Processes
+from tba.runtime.searching import prompts_of
 from tba.settings import find, override
 
 _LOOK = 0.5  # seconds between two looks at the run's files
@@ -53,13 +54,20 @@ def carry_out(
 ) -> tuple[RunDirectory, Summary, bool]:
     """One run, from the warm start to its summary."""
     began = time.time()
-    prepared = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
-    sft_seconds = time.time() - began
+    said: list[str] = []  # a warm start that is made now says so
+
+    def say(line: str) -> None:
+        said.append(line)
+        console.print(line, highlight=False)
+
+    prepared = recipe.model.prepared(recipe.task, say)
+    sft_seconds = time.time() - began if said else 0.0
+    prompts_of(recipe, prepared.tokenizer(), "eval")  # a missing file or model ends here, before there is a run
     found = getattr(prepared, "path", "")
     if found and not getattr(recipe.model, "path", ""):
         overrides = [*overrides, "--model.path", found]  # so that every part finds the same weights
         recipe = override(find(name), overrides, f"tba train {name}")
-    run = RunDirectory.create(path, name, overrides, recipe)
+    run = RunDirectory.create(path, name, overrides, recipe, began)
     console.print(f"run {run.path}", highlight=False)
     progress = Progress(recipe, run)
     with LiveView(console, recipe.record.status_seconds, recipe.name) as view:

@@ -123,7 +123,7 @@ def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Pa
     """The folder of the warm start's result for this task: shipped, cached, or made now."""
     tokenizer = tokenizer_for(start, _demonstrated(task))
     lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*start.before, Lesson(start.sft))]
-    settings = [start.scratch, *(settings for settings, _ in lessons)]
+    settings = [start.scratch, tokenizer.get_vocab(), *(settings for settings, _ in lessons)]
     key = supervised_key(settings, [pair for _, pairs in lessons for pair in pairs])
     if start.shipped is not None and _is_result_of(start.shipped, key):
         return start.shipped
