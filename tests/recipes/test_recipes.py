@@ -1,0 +1,58 @@
+"""The recipes that come with the package: the shipped base is the one their settings make, the paper's values hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tba.command.check import validate
+from tba.models.huggingface import HuggingFace
+from tba.recipes.gsm8k import recipe as gsm8k
+from tba.recipes.quickstart import recipe as quickstart
+from tba.settings import find, names
+from tba.tasks.gsm8k import Gsm8k
+
+
+def test_every_recipe_is_found_by_its_own_name_and_says_what_it_is() -> None:
+    assert {"quickstart", "gsm8k"} <= set(names())
+    for name in names():
+        recipe = find(name)
+        assert recipe.name == name
+        assert recipe.description
+
+
+def test_the_shipped_base_is_what_the_quickstarts_settings_make_and_is_small() -> None:
+    model = quickstart.model
+    assert isinstance(model, HuggingFace)
+    assert model.warm_start is not None
+    shipped = model.warm_start.shipped
+    said: list[str] = []
+    assert model.prepared(quickstart.task, said.append).path == str(shipped)
+    assert said == []  # nothing was trained
+    assert shipped is not None
+    assert sum(f.stat().st_size for f in Path(shipped).iterdir()) <= 4_000_000
+
+
+def test_the_gsm8k_recipe_has_the_papers_table_2() -> None:
+    r = gsm8k
+    assert (r.groups_per_step, r.group_size, r.samples_per_prompt, r.sync_every) == (7, 20, 24, 2)
+    assert (r.steps, r.searchers, r.policy_temperature, r.prompts.max_tokens) == (1000, 3, 0.7, 512)
+    assert r.replay.selection.m == 0.95
+    assert r.replay.selection.inverse_temperature == 0.0
+    assert r.replay.pacing.warm_up == 500
+    assert [r.objective.beta(s) for s in (1, 501, 1000)] == pytest.approx([0.012, 0.004, 0.004])  # type: ignore[attr-defined]
+    rates = [r.optimizer.lr * r.optimizer.schedule(s) for s in (25, 50, 500, 1000)]
+    assert rates[:3] == pytest.approx([0.5e-5, 1e-5, 1e-5])
+    assert 0 < rates[3] < 1e-9
+    assert isinstance(r.task, Gsm8k)
+
+
+def test_a_recipe_without_full_support_is_warned_of() -> None:
+    from dataclasses import replace
+
+    from tba.search.exploration import Fixed
+
+    assert not any("full support" in w for w in validate(quickstart))
+    cut = replace(quickstart, exploration=Fixed(temperature=1.0, top_p=0.9))
+    assert any("full support" in w for w in validate(cut))
