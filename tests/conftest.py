@@ -1,0 +1,22 @@
+"""For all tests: one thread (tensors this small are slower on many), nothing from the Hub, no cache but their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Warm starts are cached for this session only, also by processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TBA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -1,0 +1,158 @@
+"""Imports point down: the layout of the package, held over its syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "src" / "tba"
+FILES = sorted(ROOT.rglob("*.py"))
+
+GROUND = {"errors", "types"}
+SEAMS = GROUND | {"protocols", "batch"}
+LEAVES = {"engines", "policy", "rewards", "tasks"}
+PARTS = {"search", "train", "replay", "weights", "evaluate", "record"}
+
+# What each part of the package may import of the others, below it.
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "types": set(),
+    "batch": {"types"},
+    "protocols": {"types", "batch"},  # batch for type checkers only
+    "schedules": {"errors"},
+    "policy": SEAMS,
+    "engines": SEAMS | {"policy"},
+    "rewards": SEAMS,
+    "tasks": SEAMS | {"rewards"},  # a task names the reward that marks it
+    "objectives": SEAMS | {"schedules"},
+    "replay": GROUND | {"protocols"},
+    "weights": GROUND | {"protocols"},
+    "evaluate": GROUND | {"protocols"},
+    "record": GROUND | {"protocols", "evaluate"},  # of evaluate the estimators, see below
+    "search": SEAMS,
+    "train": SEAMS | {"schedules", "weights"},  # of weights what writes a folder beside its place
+    "models": SEAMS | LEAVES | {"train"},
+    "recipe": SEAMS | PARTS,
+    "recipes": SEAMS | LEAVES | PARTS | {"models", "objectives", "schedules", "recipe"},
+    "settings": GROUND | {"recipe", "recipes"},
+    "runtime": SEAMS | PARTS | {"recipe", "settings"},
+    "command": SEAMS | LEAVES | PARTS | {"models", "objectives", "recipe", "settings", "runtime"},
+    "__main__": GROUND | {"command", "settings"},
+    "__init__": set(),
+}
+ONLY_IN = {"vllm": "engines/vllm.py", "ray": "runtime/cluster.py"}
+UNUSED_WORDS = {"agent", "worker", "manager", "handler", "helper", "utils", "common", "misc", "info"}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Full names of modules imported anywhere in the file, also within functions."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def inside(path: Path) -> Iterator[str]:
+    """Full names of this package's modules that the file imports."""
+    return (name for name in imported(path) if name.split(".")[0] == "tba")
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_imports_point_down(path: Path) -> None:
+    part = part_of(path)
+    reached = {name.split(".")[1] for name in inside(path)} - {part}
+    assert reached <= ALLOWED[part], f"{named(path)} imports {sorted(reached - ALLOWED[part])}"
+
+
+def test_the_rule_itself_has_no_cycle() -> None:
+    left = dict(ALLOWED)
+    while left:
+        lowest = {part for part, below in left.items() if not below & left.keys()}
+        assert lowest, f"these parts import each other: {sorted(left)}"
+        left = {part: below for part, below in left.items() if part not in lowest}
+
+
+def test_record_takes_nothing_but_estimators_from_evaluation_and_training_nothing_but_renames_from_weights() -> None:
+    for path in FILES:
+        for name in inside(path):
+            if part_of(path) == "record" and name.startswith("tba.evaluate"):
+                assert name.startswith("tba.evaluate.estimators.")
+            if part_of(path) == "train" and name.startswith("tba.weights"):
+                assert name.startswith("tba.weights.beside.")
+
+
+def test_replay_search_and_all_below_them_name_no_model_library_anywhere() -> None:
+    for path in FILES:
+        if part_of(path) in ("types", "errors", "schedules", "replay", "search", "rewards"):
+            assert not {n.split(".")[0] for n in imported(path)} & {"torch", "transformers"}, named(path)
+
+
+@pytest.mark.parametrize("package", ONLY_IN)
+def test_vllm_and_ray_each_have_one_home(package: str) -> None:
+    homes = {named(path) for path in FILES if any(name.split(".")[0] == package for name in imported(path))}
+    assert homes <= {ONLY_IN[package]}
+
+
+UNLOADED = """
+import importlib, pkgutil, sys
+import tba.types, tba.replay
+for module in pkgutil.iter_modules(tba.replay.__path__, "tba.replay."):
+    importlib.import_module(module.name)
+print("tba.replay.replay" in sys.modules, sorted({"torch", "transformers"} & sys.modules.keys()))
+"""
+
+
+def test_importing_types_and_all_of_replay_leaves_torch_unloaded() -> None:
+    ended = subprocess.run([sys.executable, "-c", UNLOADED], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.split("\n")[0] == "True []"
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imported(path)} & {"pickle", "cloudpickle", "dill", "joblib", "shelve"}
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            assert called not in ("eval", "exec", "compile", "torch.load", "torch.save", "__import__"), called
+            assert not any(k.arg == "allow_pickle" for k in node.keywords), called
+
+
+def test_every_runtime_file_is_under_250_lines() -> None:
+    sizes = {named(path): len(path.read_text().splitlines()) for path in FILES if part_of(path) == "runtime"}
+    assert {name: size for name, size in sizes.items() if size >= 250} == {}
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_no_module_or_class_is_named_by_a_word_that_says_nothing(path: Path) -> None:
+    names = [*path.relative_to(ROOT).with_suffix("").parts]
+    names += [node.name for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef)]
+    words = {name: {word.lower() for word in re.findall(r"[A-Z]?[a-z]+", name)} for name in names}
+    assert [name for name in names if words[name] & UNUSED_WORDS] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_every_module_says_what_it_is(path: Path) -> None:
+    if path.name != "__init__.py":
+        assert ast.get_docstring(tree(path))
