@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from trajectory_cases import prompt, trajectory
 
@@ -275,7 +275,10 @@ class Run:
                 self.sampled.append(uids(self.replay.sample(2, 3)))
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=20)
+@example(
+    script=[(0, 0), (0, 0), (0, 2), (0, 4), (0, 0), (0, 0), (0, 0), (1, 3)], saved_at=3, lost=0, seed=1_073_741_825
+)
 @given(
     st.lists(st.tuples(st.integers(0, 7), st.integers(0, 8)), min_size=8, max_size=20),
     st.integers(0, 7),

@@ -8,7 +8,7 @@ amortised: an epoch of n draws is sorted once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -29,10 +29,10 @@ class Deck:
         """Let those that arrived since the last time join the epoch."""
         if prompts is not self._listing:
             self._listing, self._cursor = prompts, 0
+        arrived: Iterable[str] = prompts
         if isinstance(prompts, Listing):
-            self._cursor, arrived = prompts.since(self._cursor)
-        else:
-            arrived = prompts
+            self._cursor, added = prompts.since(self._cursor)
+            arrived = (prompt for prompt in added if prompt in prompts)
         new = sorted({prompt for prompt in arrived if prompt not in self._seen})
         self._seen.update(new)
         self._undrawn += new
