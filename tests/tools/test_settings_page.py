@@ -1,0 +1,59 @@
+"""`docs/settings.md` says what the dataclasses say."""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tba.settings import find, flags, names
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "settings_page.py"
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("settings_page", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its own dataclass looks its module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), "run `python tools/settings_page.py`"
+
+
+@pytest.mark.parametrize("recipe", names())
+def test_every_flag_of_every_recipe_is_on_the_page(tool: ModuleType, recipe: str) -> None:
+    page = tool.page()
+    assert [flag for flag in flags(find(recipe)) if f"| `{flag}` |" not in page] == []
+
+
+def test_a_meaning_is_the_comment_behind_a_field_and_those_below_it(tool: ModuleType) -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Kettle:
+        """Boils."""
+
+        litres: float = 1.5  # of water
+        whistle: bool = True  # when it boils; off: it is silent,
+        # which is for the night
+
+        colour: str = "#ffffff"
+
+    assert tool.comments(Kettle) == {
+        "litres": "of water",
+        "whistle": "when it boils; off: it is silent, which is for the night",
+        "colour": "",
+    }
+
+
+def test_a_slot_is_filled_by_what_can_do_its_work(tool: ModuleType) -> None:
+    found = {slot.flag: [kind.__name__ for kind in tool.fillings(slot)] for slot in tool.SLOTS}
+    assert found["--objective"] == ["Reinforce", "TrajectoryBalance"]
+    assert found["--exploration"] == ["Fixed", "RandomPerRound"]
+    assert {"Arithmetic", "Gsm8k", "Jsonl", "ReasoningGym"} <= set(found["--task"])
