@@ -117,6 +117,10 @@ class Reference(Protocol):
         """One float32 [T] array per completion, at the recipe's policy temperature."""
         ...
 
+    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
+        """The same for several prompts at once: [i][j] is of the j-th completion of the i-th prompt."""
+        ...
+
 
 @dataclass(frozen=True)
 class PolicyOutput:

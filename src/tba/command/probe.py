@@ -45,9 +45,8 @@ def search(recipe: Recipe) -> dict[str, Json]:
         answered = engine.generate(asked, recipe.samples_per_prompt, recipe.exploration.draw(rng), rng)
         generating.append(time.perf_counter() - began)
         reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row])
-        for prompt, row in zip(asked, answered, strict=True):
-            reference.log_probabilities(prompt, row)
-            lengths += [len(c.tokens) for c in row] if i else []
+        reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
+        lengths += [len(c.tokens) for row in answered for c in row] if i else []
         seconds.append(time.perf_counter() - began)
     return {
         "round_seconds": statistics.median(seconds[1:]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tba.record.report import draw_curves
 from tba.record.run import RunRecord
 from tba.record.show import closing_page
 from tba.record.summary import Summary
+from tba.record.tensorboard import TensorBoardEvents
 from tba.runtime.directory import RunDirectory, new_path
 from tba.runtime.driver import Progress, summarise
 from tba.runtime.inline import Inline
@@ -75,6 +77,11 @@ def carry_out(
         runtime = (Inline if recipe.runtime == "inline" else Processes)(recipe, run, tell)
         faults = runtime.go()
     summary = summarise(recipe, run, runtime.searchers, faults, sft_seconds)
+    if recipe.record.tensorboard:  # the last evaluation came after the trainer had closed its events
+        with closing(TensorBoardEvents(run.path)) as events:
+            for e in summary.evaluations:
+                if e.version.step == summary.steps:
+                    events.write(e.version.step, time.time(), {f"eval/{e.metric}": e.value})
     return run, summary, runtime.stopped
 
 

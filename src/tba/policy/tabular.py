@@ -230,6 +230,10 @@ class TabularReference:
             found.append(table_NV[nodes, completion.tokens].astype(np.float32))
         return found
 
+    def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
+        """The same for several prompts at once."""
+        return [self.log_probabilities(prompt, completions) for prompt, completions in answered]
+
 
 def distribution(policy: TabularPolicy) -> Tensor:
     """[Q, O] float64: the probability of every outcome; each row sums to 1."""

@@ -155,10 +155,7 @@ class TrainHalf:
         self._looked = now
         self._look_at_evaluations()
         owners = self.journal.counters().values()
-        self._searched = {
-            "generated_tokens": float(sum(o.get("generated_tokens", 0) for o in owners)),
-            "searching_seconds": sum(o.get("searching_milliseconds", 0) for o in owners) / 1000,
-        }
+        self._searched = {"generated_tokens": float(sum(o.get("generated_tokens", 0) for o in owners))}
 
     def _look_at_evaluations(self) -> None:
         """What searchers have found, for other eyes (their own files have it already)."""

@@ -105,9 +105,7 @@ class Searcher:
         """Completion -> Trajectory: the reward's mark and the reference's log-probabilities."""
         pairs = [(prompt, c) for prompt, completions in finished for c in completions]
         judgements = self.reward.judge(pairs) if pairs else []
-        references = [
-            row for prompt, completions in finished for row in self.reference.log_probabilities(prompt, completions)
-        ]
+        references = [row for rows in self.reference.log_probabilities_of(finished) for row in rows]
         now, trajectories = time.time(), []
         for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
             if not (math.isfinite(judgement.reward) and np.isfinite(log_reference).all()):
