@@ -19,7 +19,7 @@ import numpy as np
 
 from tba.protocols import Engine, Exploration, Reference, Reward, WeightSource
 from tba.search.prompts import PromptStream
-from tba.types import Completion, Json, Prompt, StopReason, Trajectory, Version
+from tba.types import Completion, FloatArray, Json, Prompt, StopReason, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
 
@@ -105,7 +105,7 @@ class Searcher:
         """Completion -> Trajectory: the reward's mark and the reference's log-probabilities."""
         pairs = [(prompt, c) for prompt, completions in finished for c in completions]
         judgements = self.reward.judge(pairs) if pairs else []
-        references = [row for rows in self.reference.log_probabilities_of(finished) for row in rows]
+        references = self._scored(finished)
         now, trajectories = time.time(), []
         for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
             if not (math.isfinite(judgement.reward) and np.isfinite(log_reference).all()):
@@ -126,6 +126,16 @@ class Searcher:
                 )
             )
         return trajectories
+
+    def _scored(self, finished: Sequence[tuple[Prompt, list[Completion]]]) -> list[FloatArray]:
+        """The reference's log-probabilities of each, in order; what was sampled twice of a prompt is scored once."""
+        distinct = [(prompt, list({c.digest: c for c in completions}.values())) for prompt, completions in finished]
+        scores = self.reference.log_probabilities_of(distinct)
+        by_digest = [
+            {c.digest: row for c, row in zip(completions, rows, strict=True)}
+            for (_, completions), rows in zip(distinct, scores, strict=True)
+        ]
+        return [by[c.digest] for by, (_, completions) in zip(by_digest, finished, strict=True) for c in completions]
 
 
 def _count(counts: Counter[str], name: str, completion: Completion) -> None:
