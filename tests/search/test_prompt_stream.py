@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,16 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len({tuple(order) for order in orders}) == 4
 
 
+OPEN: list[JournalWriter] = []
+
+
+@pytest.fixture(autouse=True)
+def close_journals() -> Iterator[None]:
+    yield
+    while OPEN:
+        OPEN.pop().close()
+
+
 class Clock:
     """Seconds, set by hand."""
 
@@ -65,6 +75,7 @@ class Clock:
 def searchers(path: Path, prompts: Sequence[Prompt], clock: Clock) -> list[tuple[PromptStream, JournalWriter]]:
     """Two searchers' streams over one journal, leases of 10 seconds."""
     journals = [JournalWriter(path, f"searcher-{i}", clock=clock) for i in range(2)]
+    OPEN.extend(journals)
     return [(PromptStream(prompts, 5, lambda count, j=j: j.lease(count, 10.0)), j) for j in journals]
 
 
@@ -93,8 +104,6 @@ def test_two_searchers_never_share_a_live_position_and_leave_none_out(
             answered |= set(positions)
             live = {p: end for p, end in live.items() if p not in positions}
         clock.now += seconds
-    for _, journal in two:
-        journal.close()
     assert answered == set(range(max(answered) + 1))
     assert len(answered) >= 2 * len(prompts)  # and so whole epochs were answered
 
