@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -290,6 +293,38 @@ def test_while_prompts_come_and_go_no_epoch_draws_one_twice_and_none_is_forgotte
     # all that are there and not drawn yet come before any other comes again
     left = set(listing) - drawn
     assert {deck.draw(listing, listing.__contains__, (), rng) for _ in left} == left
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_prompt_that_left_before_its_turn_and_came_back_still_has_its_turn(seed: int) -> None:
+    deck, listing, rng = Deck(), Listing(), np.random.default_rng(seed)
+    for key in "abc":
+        listing.add(key)
+    deck.refresh(listing)
+    listing.remove("a")
+    assert {deck.draw(listing, listing.__contains__, (), rng) for _ in range(2)} == {"b", "c"}
+    listing.add("a")
+    assert deck.draw(listing, listing.__contains__, (), rng) == "a"
+
+
+def test_draws_do_not_depend_on_the_process_or_on_the_order_of_arrival() -> None:
+    code = (
+        "import numpy as np\n"
+        "from tba.replay.deck import Deck\n"
+        "deck, rng = Deck(), np.random.default_rng(0)\n"
+        "keys = [f'prompt {i}' for i in range(50)][::%d]\n"
+        "print([deck.draw(keys, keys.__contains__, (), rng) for _ in range(120)])"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code % step],
+            env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for hash_seed, step in ((1, 1), (2, -1))
+    }
+    assert len(printed) == 1
 
 
 def test_each_prompt_is_equally_likely_to_come_first_also_when_it_arrived_late() -> None:
