@@ -1,0 +1,86 @@
+"""The documents say what is there: their commands parse, their links lead somewhere, their names are the run's own."""
+
+import re
+import shlex
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from tba.__main__ import EvalOptions, OutOptions, TrainOptions
+from tba.command.sft import SftOptions
+from tba.record import metrics
+from tba.record.ledger import TERMS
+from tba.record.summary import Summary, WallSeconds
+from tba.settings import find, flags, names, override, split_options
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+OPTIONS = {"train": TrainOptions(), "eval": EvalOptions(), "sft": OutOptions(), "check": None}
+
+
+def blocks(document: Path) -> list[str]:
+    """The text of fenced and indented blocks, with continued lines joined."""
+    text = re.sub(r"\\\n *", "", document.read_text(encoding="utf-8"))
+    fenced = re.findall(r"^```\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return [*fenced, *re.findall(r"^ {4}(\S.*)$", text, flags=re.MULTILINE)]
+
+
+def commands() -> list[list[str]]:
+    """Every `tba` command in a block that takes fields."""
+    lines = [line for document in DOCUMENTS for block in blocks(document) for line in block.splitlines()]
+    said = [re.sub(r" {3,}\S.*", "", line.strip().removeprefix(".venv/bin/")) for line in lines]
+    words = [shlex.split(line, comments=True) for line in said if re.match(r"tba (train|eval|sft|check) [a-z]", line)]
+    return [w[1:] for w in words]
+
+
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_a_command_in_the_documents_sets_fields_that_exist(words: list[str]) -> None:
+    verb, name, *rest = words
+    options = OPTIONS[verb]
+    if options is not None:
+        _, rest = split_options(options, rest, f"tba {verb}")
+    recipe = SftOptions() if name.endswith(".jsonl") else find(str(ROOT / name) if name.endswith(".py") else name)
+    override(recipe, rest, f"tba {verb} {name}")
+
+
+def test_the_documents_have_commands() -> None:
+    assert len(commands()) >= 12
+    assert ["train", "quickstart", "--runtime", "inline"] in commands()
+
+
+def test_a_flag_named_in_passing_exists() -> None:
+    known = {flag for recipe in names() for flag in flags(find(recipe))}
+    known |= {flag for options in OPTIONS.values() if options is not None for flag in flags(options)}
+    prose = [d for d in DOCUMENTS if d.name != "settings.md"]  # that page has those of every task
+    said = {flag for d in prose for flag in re.findall(r"`(--[a-z][\w.-]*)", d.read_text(encoding="utf-8"))}
+    assert {flag for flag in said if flag not in known and flag.replace(".no-", ".") not in known} == set()
+    assert "--objective.form" in said
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_every_link_leads_to_a_file_or_a_heading(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if path.startswith("https://"):
+            continue
+        file = (document.parent / path).resolve() if path else document
+        assert file.is_file(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+def test_every_key_of_a_summary_and_every_known_metric_is_explained() -> None:
+    page = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
+    said = {name for code in re.findall(r"`([^`]+)`", page) for name in re.split(r"[\s,.]+", code)}
+    keys = set(Summary("", 0, 0, WallSeconds(0.0)).to_json()) | {f.name for f in fields(WallSeconds)} | set(TERMS)
+    known = {
+        value for name, value in vars(metrics).items() if name.isupper() and name != "FILE" and isinstance(value, str)
+    }
+    assert keys | known - {metrics.SEARCHER_IDLE} <= said
+
+
+def test_nothing_in_the_documents_is_of_one_machine() -> None:
+    for document in DOCUMENTS:
+        assert not re.search(r"(?<![\w.])/(home|root|work|tmp|Users)/", document.read_text(encoding="utf-8")), document
