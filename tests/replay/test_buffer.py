@@ -24,6 +24,7 @@ class PlainBuffer:
 
     per_prompt: int
     total: int
+    distinct: bool
     now: Version = field(default_factory=Version)
     reference: Version = field(default_factory=Version)
     held: list[Trajectory] = field(default_factory=list)
@@ -34,7 +35,7 @@ class PlainBuffer:
     def add(self, new: Trajectory) -> None:
         self.everything.append(new)
         own = [t for t in self.held if t.prompt.key == new.prompt.key and t.reference == new.reference]
-        copies = [t for t in own if t.completion.digest == new.completion.digest]
+        copies = [t for t in own if self.distinct and t.completion.digest == new.completion.digest]
         if copies:
             self._leave(copies[0], "duplicate")
         elif len(own) == self.per_prompt:
@@ -72,7 +73,7 @@ class PlainBuffer:
 VERSIONS = st.builds(Version, st.integers(0, 1), st.integers(0, 8))
 OPERATIONS = st.lists(
     st.tuples(st.just("add"), st.integers(0, 3), st.integers(0, 5), VERSIONS, st.integers(0, 4).map(lambda n: n == 0))
-    | st.tuples(st.just("use"), st.integers(0, 99))
+    | st.tuples(st.sampled_from(["use", "take_back"]), st.integers(0, 99))
     | st.tuples(st.just("now"), VERSIONS)
     | st.tuples(st.just("reference"), st.booleans()),
     max_size=60,
@@ -80,11 +81,12 @@ OPERATIONS = st.lists(
 
 
 @settings(deadline=None, max_examples=150)
-@given(OPERATIONS, st.integers(2, 4), st.integers(2, 9))
+@given(OPERATIONS, st.integers(2, 4), st.integers(2, 9), st.booleans())
 def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger_closes(
-    operations: list[tuple[object, ...]], per_prompt: int, total: int
+    operations: list[tuple[object, ...]], per_prompt: int, total: int, distinct: bool
 ) -> None:
-    buffer, plain = Buffer(BufferSettings(per_prompt, total), WINDOW), PlainBuffer(per_prompt, total)
+    buffer = Buffer(BufferSettings(per_prompt, total, distinct), WINDOW)
+    plain = PlainBuffer(per_prompt, total, distinct)
     keys = [prompt(p).key for p in range(4)]
     for verb, *values in operations:
         if verb == "add":
@@ -98,6 +100,13 @@ def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger
             buffer.use([used])
             plain.uses[used.uid] = plain.uses.get(used.uid, 0) + 1
             assert buffer.uses(used.uid) == plain.uses[used.uid]
+        elif verb == "take_back" and (used_before := [t for t in plain.held if plain.uses.get(t.uid)]):
+            back = used_before[int(values[0]) % len(used_before)]
+            buffer.take_back([back])
+            plain.uses[back.uid] -= 1
+            if plain.uses[back.uid] == 0:
+                del plain.uses[back.uid]
+            assert buffer.uses(back.uid) == plain.uses.get(back.uid, 0)
         elif verb == "now":
             buffer.now = plain.now = values[0]
         elif verb == "reference":
@@ -123,6 +132,15 @@ def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:
         buffer.add(t)
     assert list(buffer.of(old.prompt.key)) == [other, copy]
     assert buffer.counts().duplicate == Amount(1, 1)
+
+
+def test_copies_stay_side_by_side_when_the_settings_say_so() -> None:
+    buffer = Buffer(BufferSettings(distinct=False), WINDOW)
+    copies = [trajectory(tokens=(1,)) for _ in range(3)]
+    for t in copies:
+        buffer.add(t)
+    assert list(buffer.of(copies[0].prompt.key)) == copies
+    assert buffer.counts().duplicate == Amount(0, 0)
 
 
 def test_a_copy_under_another_reference_is_no_duplicate() -> None:

@@ -150,6 +150,18 @@ def test_leases_that_ran_out_are_handed_out_again_first(path: Path) -> None:
         assert a.lease(1, seconds=10) == [4]
 
 
+def test_what_a_dead_owner_held_runs_out_when_its_successor_resumes(path: Path) -> None:
+    with JournalWriter(path, "a") as a, JournalWriter(path, "b") as b:
+        assert a.lease(2, seconds=1e6) == [0, 1]
+        assert b.lease(1, seconds=1e6) == [2]
+        assert a.claim("evaluate 0.4", seconds=1e6)
+        assert b.claim("evaluate 0.6", seconds=1e6)
+        a.resume()
+        assert b.lease(3, seconds=1e6) == [0, 1, 3]
+        assert a.claim("evaluate 0.4", seconds=1e6)
+        assert not a.claim("evaluate 0.6", seconds=1e6)
+
+
 @settings(deadline=None, max_examples=40)
 @given(
     st.lists(

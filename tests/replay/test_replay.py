@@ -207,6 +207,21 @@ def test_every_use_is_on_record_after_closing(tmp_path: Path) -> None:
     assert read_uses(tmp_path / "uses") == used
 
 
+def test_a_batch_that_was_fetched_ahead_and_not_trained_leaves_no_use_behind(tmp_path: Path) -> None:
+    pile = Pile()
+    pile.waiting += rows(range(3), 6)
+    replay = Replay(pile, settings_of(), uses=tmp_path / "uses")
+    assert replay.ready(2, 4) is None
+    trained = replay.sample(2, 4)
+    before = replay.ledger()
+    ahead = replay.sample(2, 4)
+    assert replay.ledger() != before
+    replay.take_back(ahead)
+    assert replay.ledger() == before
+    replay.close()
+    assert read_uses(tmp_path / "uses") == Counter(uids(trained))
+
+
 def test_a_record_of_uses_that_was_cut_off_by_a_crash_is_read_up_to_its_last_whole_batch(tmp_path: Path) -> None:
     path = tmp_path / "uses"
     log = UseLog(path)

@@ -1,4 +1,4 @@
-"""The trajectories in the trainer's memory: by prompt, the newest distinct ones, oldest out first.
+"""The trajectories in the trainer's memory: by prompt, the newest (distinct) ones, oldest out first.
 
 Invariant: every trajectory that was added is exactly one of trained (used at least once), waiting (in memory, never
 used), evicted (left by the capacity rule, never used) or duplicate (replaced by a newer copy, never used), each counted
@@ -46,6 +46,7 @@ class Amount:
     tokens: int = 0
 
     def add(self, trajectory: Trajectory, times: int = 1) -> None:
+        """Count it `times` times."""
         self.trajectories += times
         self.tokens += times * trajectory.length
 

@@ -1,8 +1,8 @@
 """Which trajectories were used, batch by batch, in a file of the trainer's own.
 
-Invariant: one line per batch, a JSON list of uids (about 35 bytes per use; a batch that was not trained after all is
-taken back by an object that holds the list), appended and flushed to disk in order by
-one background thread, so that no optimizer step waits for the disk. A line that was cut off by a crash is no line.
+Invariant: one line per batch, a JSON list of uids (about 35 bytes per use), appended and flushed to disk in order by
+one background thread, so that no optimizer step waits for the disk. A batch that was not trained after all is taken
+back by a line that says so. A line that was cut off by a crash is no line.
 """
 
 from __future__ import annotations
