@@ -18,8 +18,8 @@ from tba.types import Sampling
 class Fixed:
     """The same settings in every round. Raises `UserError` for a temperature below 0 or a top-p outside (0, 1]."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # below 1 cuts support
 
     def __post_init__(self) -> None:
         _check(self.temperature, self.temperature, self.top_p)
@@ -41,12 +41,12 @@ class RandomPerRound:
     is out of range.
     """
 
-    temperature: float = 1.0
-    p_temperature: float = 0.3
-    temperature_low: float = 0.7
-    temperature_high: float = 1.1
-    p_top_p: float = 0.3
-    top_p_low: float = 0.7
+    temperature: float = 1.0  # where no other is drawn
+    p_temperature: float = 0.3  # probability that a temperature is drawn
+    temperature_low: float = 0.7  # of those drawn
+    temperature_high: float = 1.1  # of those drawn
+    p_top_p: float = 0.3  # probability that top-p is drawn; else it is 1
+    top_p_low: float = 0.7  # of those drawn; the highest is 1
 
     def __post_init__(self) -> None:
         _check(self.temperature, self.temperature, 1.0)

@@ -106,11 +106,11 @@ class Searcher:
         pairs = [(prompt, c) for prompt, completions in finished for c in completions]
         judgements = self.reward.judge(pairs) if pairs else []
         references = self._scored(finished)
-        now, trajectories = time.time(), []
+        now, trajectories, rejected = time.time(), [], ""
         for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
             if not (math.isfinite(judgement.reward) and np.isfinite(log_reference).all()):
                 _count(counts, "rejected", completion)
-                log.warning("rejected an answer to %s: reward %r", prompt.key, judgement.reward)
+                rejected = f"{completion.digest} to {prompt.key}, reward {judgement.reward}"
                 continue
             trajectories.append(
                 Trajectory(
@@ -125,6 +125,11 @@ class Searcher:
                     created=now,
                 )
             )
+        if rejected:
+            log.warning(
+                "%d of %d answers had no finite reward or reference, the last: %s",
+                counts["rejected_trajectories"], len(pairs), rejected,
+            )  # fmt: skip
         return trajectories
 
     def _scored(self, finished: Sequence[tuple[Prompt, list[Completion]]]) -> list[FloatArray]:

@@ -1,0 +1,115 @@
+"""Runs of the enumerable toy: how tests make one, wait for what happens to it and look at what it left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
+from tba.recipe import Recipe
+from tba.record.summary import Summary
+from tba.runtime.directory import RunDirectory
+from tba.runtime.driver import summarise
+from tba.runtime.inline import Inline
+from tba.runtime.processes import Processes
+from tba.settings import find, override
+from tba.train.checkpoint import newest_checkpoint
+
+TOY = Path(__file__).with_name("toy.py")
+TASK = TabularTask()
+
+
+def made(path: Path, *overrides: str, source: Path = TOY, **changes: Any) -> tuple[Recipe, RunDirectory]:
+    """A recipe and its run's directory. `changes` are of the recipe's fields, which no other process would see."""
+    recipe = replace(override(find(str(source)), list(overrides), "tba train"), **changes)
+    return recipe, RunDirectory.create(path, str(source), list(overrides), recipe)
+
+
+def quiet(phase: str, note: str) -> None:
+    """Where a run's progress goes."""
+
+
+def inline(path: Path, *overrides: str, **changes: Any) -> Summary:
+    """A whole run in this process."""
+    recipe, run = made(path, *overrides, **changes)
+    return summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)
+
+
+def processes(path: Path, *overrides: str, source: Path = TOY) -> Summary:
+    """A whole run, each part in its own process and this one its driver."""
+    recipe, run = made(path, *overrides, source=source)
+    driver = Processes(recipe, run, quiet)
+    return summarise(recipe, run, driver.searchers, driver.go(), 0.0)
+
+
+def train(path: Path, *arguments: str) -> subprocess.Popen[str]:
+    """`tba train` of the toy in a process of its own; the run is at `path`."""
+    command = [sys.executable, "-m", "tba", "train", str(TOY), "--runs", str(path.parent), "--run-name", path.name]
+    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """What `condition` gives once that is true; fails when it has not become so in time."""
+    pause, limit = threading.Event(), time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < limit, f"waited {seconds} s for {what}"
+        pause.wait(0.02)
+    return found
+
+
+def children(pid: int) -> dict[str, int]:
+    """Live parts by name (`trainer`, `searcher-0`) of the driver `pid`."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat, command = (entry / "stat").read_text(), (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:  # it has ended meanwhile
+                continue
+            state, parent = stat.rpartition(")")[2].split()[:2]
+            if int(parent) == pid and state != "Z" and b"tba.runtime.part" in command:
+                found[command[command.index(b"tba.runtime.part") + 1].decode()] = int(entry.name)
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there, and not only its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def steps_of(path: Path) -> int:
+    """Optimizer steps recorded so far."""
+    metrics = path / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
+def final_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Of the newest checkpoint."""
+    checkpoint = newest_checkpoint(path / "checkpoints")
+    assert checkpoint is not None
+    return load_file(checkpoint.path / "model.safetensors")
+
+
+def distance(path: Path, beta: float) -> float:
+    """Total variation to the ideal policy of the newest checkpoint, the worst over training prompts."""
+    policy = TabularPolicy(TASK)
+    policy.load({WEIGHT: final_weights(path)[WEIGHT]})
+    return float(total_variation(distribution(policy), ideal(TASK, beta))[: TASK.prompts].max())
+
+
+def environment() -> dict[str, str]:
+    """Of this process, for another."""
+    return dict(os.environ)
