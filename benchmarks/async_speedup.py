@@ -15,6 +15,7 @@ mean uses.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -73,7 +74,7 @@ def run(recipe: str, side: str, arguments: list[str], folder: Path) -> Outcome:
 def reached(curve: list[tuple[float, float]]) -> float | None:
     """Seconds from the first point to TARGET, linear between evaluations. Start-up is apart: it is the same work."""
     began = curve[0][0]
-    for (x0, y0), (x1, y1) in zip(curve, curve[1:], strict=False):
+    for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if y1 >= TARGET:
             return x0 + (x1 - x0) * max(0.0, TARGET - y0) / max(y1 - y0, 1e-9) - began
     return None

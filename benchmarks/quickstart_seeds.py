@@ -1,6 +1,6 @@
 """The quickstart over seeds: held-out accuracy before and after, idle and paced shares, reuse, lag, time.
 
-    python benchmarks/quickstart_seeds.py [--seeds 5] [--out FILE] [--field value ...]
+python benchmarks/quickstart_seeds.py [--seeds 5] [--out FILE] [--field value ...]
 """
 
 from __future__ import annotations

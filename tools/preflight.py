@@ -1,4 +1,4 @@
-"""Before anything is installed: what will happen, and what this machine lacks. Standard library of any Python 3 only."""
+"""Before anything is installed: what will happen, and what this machine lacks. Runs on any Python 3, by itself."""
 
 import argparse
 import importlib.util

@@ -82,9 +82,9 @@ class Recipe:
     optimizer: OptimizerSettings
     replay: ReplaySettings
     evaluation: EvaluationSettings
-    name: str = "run"
-    description: str = ""
-    seed: int = 0
+    name: str = "run"  # what the run is called in its summary, and its folder unless --run-name says otherwise
+    description: str = ""  # one line for people
+    seed: int = 0  # of every random draw; equal seeds give equal weights in the inline runtime
     steps: int = 1000  # optimizer updates
     groups_per_step: int = 7  # B, prompts in a batch
     group_size: int = 20  # K, responses of each in a batch
@@ -93,8 +93,8 @@ class Recipe:
     sync_every: int = 2  # k, optimizer updates between weight syncs
     policy_temperature: float = 1.0  # of the policy and the reference in the objective
     max_tokens_per_pass: int = 16384  # of one forward and backward; larger batches go in slices
-    searchers: int = 1
-    runtime: Literal["processes", "inline"] = "processes"
+    searchers: int = 1  # processes that generate; inline: exactly one
+    runtime: Literal["processes", "inline"] = "processes"  # each part its own process, or one that takes turns
     prompts: PromptSettings = field(default_factory=PromptSettings)
     run: RuntimeSettings = field(default_factory=RuntimeSettings)
     record: RecordSettings = field(default_factory=RecordSettings)

@@ -19,7 +19,7 @@ from tba.errors import UserError
 class Constant:
     """The same value at every step."""
 
-    value: float
+    value: float  # at every step
 
     def __post_init__(self) -> None:
         _require_finite("Constant", value=self.value)
@@ -38,8 +38,8 @@ class Constant:
 class Linear:
     """`start` at step 1, a straight line to `end` at step `steps` + 1, `end` from there on."""
 
-    start: float
-    end: float
+    start: float  # at step 1
+    end: float  # in the end, for good
     steps: int  # updates from start to end
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class LinearThenCut:
     The paper's TL;DR anneal: the cut is on purpose, it spends at once the distance to the reference that is left.
     """
 
-    start: float
-    end: float
+    start: float  # at step 1
+    end: float  # in the end, for good
     target_steps: int  # updates the line would take from start to end
     cut_step: int  # the first step at `end`
 

@@ -59,11 +59,11 @@ class HuggingFace:
     """Which model, where, and how each half uses it."""
 
     path: str = ""  # a folder, or a name on the Hub; empty: what the warm start gives
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto: bfloat16 on CUDA, float32 elsewhere
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of engine and reference; auto: bfloat16 on CUDA
     generation: EngineSettings = field(default_factory=EngineSettings)
-    share_prompt: bool = True  # run each prompt once per group (models that cannot take the plain path)
-    gradient_checkpointing: bool = False
+    share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
+    gradient_checkpointing: bool = False  # of the policy: less memory, one more forward pass
     warm_start: WarmStart | None = None
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:

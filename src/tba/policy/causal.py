@@ -69,7 +69,7 @@ class CausalPolicy:
         temperature: float = 1.0,
         share_prompt: bool = True,
         vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as fit 16 MiB
-        kept_bytes: int = 2**28,  # vocabulary-wide rows kept for the backward pass; others are computed again
+        kept_bytes: int = 3 * 2**27,  # vocabulary-wide rows kept for the backward pass; others are computed again
         gradient_checkpointing: bool = False,
     ) -> None:
         if temperature <= 0:

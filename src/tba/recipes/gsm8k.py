@@ -4,11 +4,11 @@ Departures from the paper, each with the field that undoes it:
 
 - the gradient is clipped to norm 1                      `--optimizer.clip-norm None`
 - the advantage form, (beta/2) L                         `--objective.form raw`
-- float32 master weights under bfloat16                  `--optimizer.master-weights False`
+- the trained weights and AdamW's state are float32      (stays)
 - the prompt the SFT model was trained with              `--task.style tba`
-- AdamW in float32 on the CPU, bfloat16 engines on GPUs  `--model.dtype float32`
+- engines and the reference in bfloat16 on a GPU         `--model.dtype float32` (fp32 everywhere)
 
-The paper's reading of answers (the last number anywhere) is the default here too; `--task.strict True` wants `####`.
+The paper's reading of answers (the last number anywhere) is the default here too; `--task.strict` wants `####`.
 For a small policy from nothing on one's own machine see docs/gsm8k.md.
 """
 

@@ -1,4 +1,4 @@
-"""A penalty for completions that were cut off (method.md 1.2)."""
+"""A penalty for completions that were cut off (the paper's TL;DR: -1)."""
 
 from __future__ import annotations
 

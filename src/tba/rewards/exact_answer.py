@@ -52,7 +52,7 @@ def grade(response: str, answer: str, strict: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class ExactAnswer:
-    """1 if the completion gives the prompt's field `answer`, else 0 (method.md 1.2, 2.1)."""
+    """1 if the completion gives the prompt's field `answer`, else 0 (the paper's reward on GSM8K)."""
 
     strict: bool = False  # read only what follows the last ####, as VinePPO and async_rlhf grade GSM8K
 

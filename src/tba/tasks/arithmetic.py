@@ -32,10 +32,10 @@ class Arithmetic:
     operations: str = "+"  # any of + - *, each problem draws one of them
     least_significant_first: bool = True  # write 1023 as 3201; a minus sign stays in front
     train_problems: int = 20_000  # distinct ones, drawn by `seed`
-    eval_problems: int = 2_000
+    eval_problems: int = 2_000  # distinct ones, of other operand pairs
     held_out: float = 0.1  # share of the operand pairs that only evaluation may use
     forgotten_carries: float = 0.0  # share of the carries that demonstrations forget: a bad habit to be unlearnt by RL
-    seed: int = 0
+    seed: int = 0  # of the problems drawn, and of the carries forgotten
 
     def __post_init__(self) -> None:
         if not 1 <= self.digits <= 9:

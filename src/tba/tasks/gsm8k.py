@@ -1,7 +1,7 @@
 """GSM8K, grade-school word problems (Cobbe et al., arXiv 2110.14168; MIT licence): 7,473 to train, 1,319 to evaluate.
 
-Invariant: a prompt is one of the two texts that published models were trained on, to the character (method.md 2.1, 5
-item 6); the right answer is what follows `####` in the solution, without commas.
+Invariant: a prompt is one of the two texts that published models were trained on, to the character; the right answer
+is what follows `####` in the solution, without commas.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from tba.types import Json, Message, Problem, Split
 class Jsonl:
     """Problems from one or two JSON Lines files. A chat's last assistant message, if any, is the demonstration."""
 
-    train: Path
-    eval: Path | None = None  # without one, a share of the training file is held out
+    train: Path  # the training file
+    eval: Path | None = None  # the evaluation file; without one, a share of the training file is held out
     eval_fraction: float = 0.1  # that share, by a digest of the prompt
     prompt_field: str = "prompt"  # a text exactly as the model is to see it, or a list of chat messages
     messages_field: str = "messages"  # chat messages, for lines without a prompt

@@ -30,11 +30,11 @@ _INSTRUCTION = " Give the result as your final answer. Do not include units."  #
 class ReasoningGym:
     """One procedural data set of reasoning-gym, marked by its own scorer or in the GSM8K format by exact answer."""
 
-    dataset: str = "gsm_symbolic"
+    dataset: str = "gsm_symbolic"  # one of reasoning_gym.factory.DATASETS
     parameters: str = "{}"  # JSON object of the data set's own settings, e.g. '{"min_terms": 2}'
-    train_problems: int = 5_000
-    eval_problems: int = 500
-    seed: int = 0
+    train_problems: int = 5_000  # distinct questions, none of them held out
+    eval_problems: int = 500  # distinct questions, drawn from a seed far apart
+    seed: int = 0  # of the problems
     style: Literal["plain", "chat", "tba", "vineppo"] = "plain"  # the question, as a user message, or as GSM8K asks
     strict: bool = False  # in the GSM8K styles: read the number after #### only
 

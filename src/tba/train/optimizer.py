@@ -32,9 +32,9 @@ class OptimizerSettings:
 
     lr: float = 1e-5  # peak learning rate; the schedule multiplies it
     schedule: RateShape = WarmupConstant()
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)  # decay of the two moments
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.0  # decoupled: times the learning rate
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: it is not clipped (the paper's)
     head_lr: float | None = None  # peak learning rate of value and log Z heads; None: lr
     master_weights: bool = True  # float32 copies of lower-precision weights; False: all in their dtype (the paper's)

@@ -23,10 +23,10 @@ PAD = "<pad>"
 class ScratchModel:
     """The sizes of a Llama-type model. The defaults have 0.36 M parameters with a vocabulary of 16."""
 
-    hidden_size: int = 96
-    layers: int = 3
-    heads: int = 4
-    kv_heads: int | None = None  # None: as many as heads
+    hidden_size: int = 96  # width; an even share for each head
+    layers: int = 3  # decoder layers
+    heads: int = 4  # attention heads
+    kv_heads: int | None = None  # key-value heads; None: as many as heads
     ff_size: int = 288  # width of the feed-forward layers
     max_positions: int = 512  # tokens of prompt and completion
     tie_embeddings: bool = True  # input and output embeddings are one matrix

@@ -46,8 +46,8 @@ class SupervisedSettings:
     lr: float = 1e-3  # peak learning rate
     schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, down to 0
     warmup: float = 0.03  # share of the updates in which the learning rate rises
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0  # AdamW's
+    betas: tuple[float, float] = (0.9, 0.99)  # AdamW's
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: it is not clipped
     max_length: int = 1024  # tokens; longer pairs are left out
     max_tokens_per_pass: int = 16384  # padded tokens of one forward and backward; larger batches go in parts
