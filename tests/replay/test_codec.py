@@ -69,6 +69,19 @@ def test_what_is_read_cannot_be_changed() -> None:
         read.completion.tokens[0] = 5
 
 
+@pytest.mark.parametrize("length", range(1, 9))
+def test_what_is_read_is_aligned_whatever_the_lengths_before_it(length: int) -> None:
+    original = trajectory(tokens=range(length), uid="u" * length)
+    read = decode_trajectory(
+        encode_trajectory(
+            Trajectory(**{**vars(original), "arrays": {"odd": np.ones(3, np.uint8), "values": np.ones(2)}})
+        ),
+        prompt(0),
+    )
+    arrays = [read.completion.tokens, read.log_reference, read.arrays["values"]]
+    assert [array.flags.aligned for array in arrays] == [True, True, True]
+
+
 def test_an_array_that_would_need_pickle_is_refused() -> None:
     original = trajectory()
     odd = Trajectory(**{**vars(original), "arrays": {"steps": np.array([{"no": "pickle"}])}})

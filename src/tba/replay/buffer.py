@@ -5,7 +5,8 @@ used), evicted (left by the capacity rule, never used) or duplicate (replaced by
 at its own event. Only trajectories of the current reference can be sampled; those of others wait.
 
 "Newer" is by arrival, the one order on which all searchers agree. "Recent" is by the weights that sampled.
-No operation scans the memory, but moving to another reference or incarnation.
+No operation scans the memory, but moving to another reference or incarnation; listing a prompt's trajectories costs
+that prompt's own, once after each change (which is all of it where there is one prompt only).
 """
 
 from __future__ import annotations

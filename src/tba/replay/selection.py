@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -133,12 +133,18 @@ class RecencyRewardSelector:
         self.counts["repeated"] += repeated
 
 
-def uniform(count: int, size: int, rng: np.random.Generator) -> Sequence[int]:
-    """`size` of `count` indices, all subsets equally likely; all of them when there are no more."""
+def uniform(count: int, size: int, rng: np.random.Generator) -> list[int]:
+    """`size` of `count` indices, all subsets equally likely; all of them when there are no more.
+
+    By Floyd's method (Bentley and Floyd 1987): its cost does not depend on `count`.
+    """
     if count <= size:
-        return range(count)
-    chosen: list[int] = rng.permutation(count)[:size].tolist()
-    return chosen
+        return list(range(count))
+    last = np.arange(count - size, count)
+    chosen: dict[int, None] = {}
+    for highest, drawn in zip(last.tolist(), rng.integers(last + 1).tolist(), strict=True):
+        chosen[highest if drawn in chosen else drawn] = None
+    return list(chosen)
 
 
 def softmax_without_replacement(
