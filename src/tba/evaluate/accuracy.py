@@ -10,7 +10,7 @@ the same draws. Consumes an engine and a reward, waits for nothing; `interrupted
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import numpy as np
@@ -36,6 +36,7 @@ class EvaluationSettings:
 
     every: int = 0  # trainer steps between evaluations during the run; 0: before and after only
     problems: int = 200  # the first of the held-out split; 0: all of them
+    problems_during: int = 0  # during the run only so many of them, and no pass@K; 0: the same as before and after
     greedy: bool = True  # measure pass@1/greedy
     samples: int = 1  # draws per problem for pass@1/sampled; 0: not measured, unless pass_k asks for draws
     pass_k: int = 0  # K of pass@K/sampled, at least K draws per problem; 0: not measured
@@ -45,7 +46,7 @@ class EvaluationSettings:
     shown: int = 5  # problems whose answers are kept to look at
 
     def __post_init__(self) -> None:
-        for name in ("every", "problems", "samples", "pass_k", "shown"):
+        for name in ("every", "problems", "problems_during", "samples", "pass_k", "shown"):
             if getattr(self, name) < 0:
                 raise UserError(f"evaluation: {name} must not be negative, but is {getattr(self, name)}.")
         if self.chunk < 1:
@@ -61,6 +62,12 @@ class EvaluationSettings:
     def draws(self) -> int:
         """Sampled answers per problem."""
         return max(self.samples, self.pass_k)
+
+    def during(self) -> EvaluationSettings:
+        """What is measured during the run."""
+        if not self.problems_during:
+            return self
+        return replace(self, problems=self.problems_during, problems_during=0, pass_k=0)
 
     def due(self, step: int) -> bool:
         """Whether step > 0 is one to evaluate during the run."""

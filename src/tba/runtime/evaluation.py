@@ -62,9 +62,10 @@ class Examiner:
             name = request["version"]
             if name not in self.done and self.jobs.claim(f"evaluate {name}", self.claim_seconds):
                 with self.clock.state("eval"):
-                    self.evaluate(Version.parse(name), float(request["wall_seconds"]))
+                    settings = self.settings.during() if request["during"] else self.settings
+                    self.evaluate(Version.parse(name), float(request["wall_seconds"]), settings)
 
-    def evaluate(self, version: Version, wall_seconds: float) -> None:
+    def evaluate(self, version: Version, wall_seconds: float, settings: EvaluationSettings) -> None:
         """One version on the held-out split; `wall_seconds` is when the run had these weights."""
         if self.engine.version != version:
             self.engine.load(self.weights.at(version).read(), version)
@@ -72,7 +73,7 @@ class Examiner:
             self.engine,
             self.prompts,
             self.reward,
-            self.settings,
+            settings,
             np.random.default_rng([self.seed, 7]),  # the same draws for every version: paired
             now=time.monotonic,
             policy_temperature=self.policy_temperature,

@@ -90,7 +90,10 @@ class TrainHalf:
         due = every and version.step // every > max(0, version.step - k) // every
         if version.step == 0 or self.finished or due:
             self.pending[version] = self.elapsed()
-        requests = [{"version": str(v), "wall_seconds": s} for v, s in self.pending.items()]
+        requests = [
+            {"version": str(v), "wall_seconds": s, "during": 0 < v.step < self.recipe.steps}
+            for v, s in self.pending.items()
+        ]
         return {"evaluate": requests, "stop": self.finished}
 
     def publish(self) -> None:
