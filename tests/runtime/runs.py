@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import threading
@@ -108,8 +107,3 @@ def distance(path: Path, beta: float) -> float:
     policy = TabularPolicy(TASK)
     policy.load({WEIGHT: final_weights(path)[WEIGHT]})
     return float(total_variation(distribution(policy), ideal(TASK, beta))[: TASK.prompts].max())
-
-
-def environment() -> dict[str, str]:
-    """Of this process, for another."""
-    return dict(os.environ)

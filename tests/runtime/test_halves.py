@@ -1,0 +1,210 @@
+"""The two halves of a run, called by hand: waiting, pacing, fetching ahead, evaluating."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from runs import made
+
+from tba.errors import DeadlineExceeded
+from tba.record.evaluations import read_answers, read_evaluations
+from tba.runtime.searching import SearchHalf, start_searching
+from tba.runtime.training import TrainHalf, start_training
+from tba.train.prefetch import Prefetch
+from tba.types import Version
+
+Start = Callable[..., tuple[SearchHalf, TrainHalf]]
+QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Both halves of a run of the toy in this process, as a runtime would start them."""
+    with ExitStack() as ends:
+
+        def started(*overrides: str, prefetch: bool = True, close: bool = True) -> tuple[SearchHalf, TrainHalf]:
+            recipe, run = made(tmp_path / "run", *QUICK, *overrides)
+            search = start_searching(recipe, run, 0)
+            ends.callback(search.close)
+            train = start_training(recipe, run, stop=lambda: False, prefetch=prefetch)
+            if close:
+                ends.callback(train.close)
+            return search, train
+
+        yield started
+
+
+def rounds(search: SearchHalf, count: int) -> None:
+    for _ in range(count):
+        search.searcher.round()
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_trainer_trains_exactly_what_it_is_given_with_and_without_fetching_ahead(
+    start: Start, prefetch: bool
+) -> None:
+    search, train = start("--steps", "9", prefetch=prefetch, close=False)
+    rounds(search, 5)
+    while not train.finished:
+        train.step()
+    if isinstance(train.source.source, Prefetch):
+        assert train.source.source.ready(30.0)
+    fetched = train.replay.buffer.trained_total
+    train.close()
+    result = json.loads(train.run.result("trainer").read_text())
+    assert result["ledger"]["trained_total_trajectories"] == 9 * 2 * 8 == sum(result["lags"].values())
+    assert fetched == (10 if prefetch else 9) * 2 * 8  # one batch ahead of the last was taken back
+
+
+def test_fetching_ahead_ends_at_once_even_while_it_is_held_by_the_limit_on_reuse(start: Start) -> None:
+    """One batch of 16 for 64 trajectories is all that 0.25 uses allow; the next is waited for until the end."""
+    search, train = start("--replay.pacing.max-mean-uses", "0.25", "--steps", "1", close=False)
+    rounds(search, 1)
+    train.step()
+    assert train.finished
+    began = time.monotonic()
+    train.close()
+    assert time.monotonic() - began < train.recipe.run.idle_deadline / 100
+    assert train.replay.ledger()["trained_total_trajectories"] == 16
+
+
+def test_mean_uses_stay_within_the_limit_and_the_waiting_is_called_paced(start: Start) -> None:
+    limit, search, train = 0.5, *start("--replay.pacing.max-mean-uses", "0.5", "--steps", "40", prefetch=False)
+    train.source.wait.fill = lambda: rounds(search, 1)
+    reasons = set()
+    while not train.finished:
+        train.step()
+        used, received = train.replay.buffer.trained_total, train.replay.buffer.received
+        assert used <= limit * received
+        assert used + 16 + 0.5 * 64 > limit * received  # not held back further than by a batch and a round
+        reasons.add(train.replay.ready(2, 8))
+    assert reasons == {None, "paced"}
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize(("warm_up", "reason"), [("1000000", "warm_up"), ("0", "empty")])
+def test_waiting_for_a_batch_that_never_comes_ends_with_the_reason(
+    start: Start, prefetch: bool, warm_up: str, reason: str
+) -> None:
+    _, train = start("--run.idle-deadline", "0.1", "--replay.pacing.warm-up", warm_up, prefetch=prefetch)
+    with pytest.raises(DeadlineExceeded, match=rf"waited 0.1 s for a batch \({reason}\): look at logs/searcher"):
+        train.step()
+
+
+def test_time_held_by_the_limit_on_reuse_is_counted_as_paced_and_not_as_idle(start: Start) -> None:
+    search, train = start("--replay.pacing.max-mean-uses", "0.25", "--steps", "2")
+    looks = iter(range(30))
+
+    def fill() -> None:  # called in the fetching thread while there is no batch
+        if next(looks, None) is None:
+            rounds(search, 1)
+        else:
+            threading.Event().wait(0.01)
+
+    train.source.wait.fill = fill
+    rounds(search, 1)
+    train.step()
+    train.step()
+    assert train.clock.seconds()["paced"] > 0.2
+    assert train.clock.share("paced") > train.clock.share("idle")
+
+
+def test_with_take_in_at_syncs_new_data_are_seen_when_weights_go_out_and_not_before(start: Start) -> None:
+    search, train = start("--replay.take-in", "sync", "--sync-every", "3", "--steps", "6", prefetch=False)
+    rounds(search, 1)
+    seen = []
+    while not train.finished:
+        train.step()
+        rounds(search, 1)
+        seen.append(train.replay.buffer.received // 64)
+    assert seen == [1, 1, 1, 4, 4, 4]
+
+
+def test_the_journal_keeps_as_many_rows_as_it_is_told(start: Start) -> None:
+    search, train = start("--replay.keep-rows", "32", "--steps", "30", prefetch=False)
+    train.source.wait.fill = lambda: rounds(search, 1)
+    for _ in range(5):
+        rounds(search, 1)
+        train.step()
+    totals = train.journal.totals()
+    assert totals.rows == 5 * 64
+    assert totals.retired_rows >= 4 * 64
+
+
+def test_an_evaluation_is_asked_for_at_the_start_every_so_often_and_at_the_end_and_done_once(start: Start) -> None:
+    search, train = start("--steps", "10", "--sync-every", "2", "--evaluation.every", "4", prefetch=False)
+    other = start_searching(train.recipe, train.run, 1)
+    train.source.wait.fill = lambda: rounds(search, 1)
+    while not train.finished:
+        train.step()
+        stopping = [half.evaluate() for half in (other, search)]
+        assert stopping == [train.finished] * 2
+    other.close()
+    found = read_evaluations(train.run.path)
+    versions = [e.version for e in found if e.metric == "pass@1/greedy"]
+    assert versions == [Version(0, s) for s in (0, 4, 8, 10)]
+    assert len(found) == 2 * len(versions)
+    counts = train.journal.counters()
+    assert counts["searcher-1"]["evaluation_trajectories"] == 2 * len(versions)
+    assert "evaluation_trajectories" not in counts["searcher-0"]
+
+
+def test_what_is_to_be_evaluated_is_kept_until_it_has_been(start: Start) -> None:
+    search, train = start("--steps", "12", "--sync-every", "1", prefetch=False)
+    train.source.wait.fill = lambda: rounds(search, 1)
+    for _ in range(6):
+        train.step()
+    assert train.weights.versions() == [Version(0, s) for s in (0, 5, 6)]
+    search.evaluate()
+    assert [e.version for e in read_evaluations(train.run.path)] == [Version(), Version()]
+    assert search.searcher.engine.version == Version()
+    rounds(search, 1)
+    assert search.searcher.engine.version == Version(0, 6)
+    train.step()
+    assert train.weights.versions() == [Version(0, s) for s in (6, 7)]
+
+
+def test_an_evaluation_whose_searcher_died_is_done_by_its_successor(start: Start) -> None:
+    search, train = start()
+    assert search.journal.claim("evaluate 0.0", 3600.0)  # and then it is killed
+    search.evaluate()
+    assert read_evaluations(train.run.path) == []
+    again = start_searching(train.recipe, train.run, 0, attempt=1)
+    again.evaluate()
+    again.close()
+    assert {e.version for e in read_evaluations(train.run.path)} == {Version()}
+
+
+def test_a_restarted_searcher_draws_other_numbers_than_its_former_self(start: Start) -> None:
+    search, train = start()
+    again = start_searching(train.recipe, train.run, 0, attempt=1)
+    assert search.searcher.rng.random() != again.searcher.rng.random()
+    again.close()
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_hidden_text_is_written_nowhere_but_in_the_journal(start: Start, hidden: bool) -> None:
+    flag = "--record.hide-text" if hidden else "--record.no-hide-text"
+    search, train = start("--record.samples", "4", "--record.samples-every", "1", flag, prefetch=False)
+    rounds(search, 1)
+    train.step()
+    search.evaluate()
+    texts = {t.completion.text for g in train.trainer.groups for t in g.trajectories} - {""}
+    written = [p.read_text() for p in train.run.path.glob("*.jsonl")]
+    shown = {text for text in texts if any(f'"{text}"' in file for file in written)}
+    assert bool(shown) is not hidden
+    assert bool(read_answers(train.run.path)) is not hidden
+
+
+def test_lag_is_counted_before_the_update_so_that_fresh_samples_have_none(start: Start) -> None:
+    search, train = start("--sync-every", "1", "--replay.selection.m", "1", "--replay.recent-window", "0")
+    rounds(search, 1)
+    train.source.wait.fill = lambda: rounds(search, 1)
+    train.step()
+    assert dict(train.lags) == {0: 16}

@@ -1,0 +1,177 @@
+"""The processes runtime, with real processes: where it leads, what it survives, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from runs import TOY, alive, children, distance, final_weights, made, processes, quiet, steps_of, train, until
+
+from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.record.evaluations import read_answers, read_evaluations
+from tba.record.summary import Summary
+from tba.replay.journal import JournalFollower
+from tba.runtime.processes import Processes
+from tba.types import Version
+
+SECONDS = 120.0  # that a busy machine may take for what takes a few
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended, and its summary."""
+
+    path: Path
+    summary: Summary
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """800 steps on uniformly random answers, two searchers, weights sent up every 20 steps."""
+    path = tmp_path_factory.mktemp("oracle") / "run"
+    overrides = (
+        *("--objective.beta.value", "0.25", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "800"),
+        *("--steps", "800", "--sync-every", "20", "--groups-per-step", "4", "--group-size", "8"),
+        *("--samples-per-prompt", "16", "--exploration.temperature", "1e6", "--searchers", "2"),
+        *(
+            "--evaluation.every",
+            "300",
+            "--evaluation.problems",
+            "1",
+            "--record.hide-text",
+            "--run.checkpoint-every",
+            "500",
+        ),
+    )
+    return Finished(path, processes(path, *overrides))
+
+
+def test_it_reaches_the_ideal_policy_of_the_toy_from_random_answers_of_two_searchers(oracle: Finished) -> None:
+    assert distance(oracle.path, 0.25) <= 0.02
+    assert oracle.summary.lag.mean >= 10
+    with JournalFollower(oracle.path / "journal.sqlite") as journal:
+        makers = Counter(t.provenance["searcher"] for t in journal.drain())
+    assert set(makers) == {"searcher-0", "searcher-1"}
+    assert makers.total() == oracle.summary.trajectories.generated
+
+
+def test_every_token_and_trajectory_is_accounted_for(oracle: Finished) -> None:
+    for ledger in (oracle.summary.tokens, oracle.summary.trajectories):
+        assert ledger.closes(), ledger
+    assert oracle.summary.trajectories.trained_total == 800 * 4 * 8
+    assert oracle.summary.trajectories.evaluation == 2 * 4  # greedy and sampled, at 4 versions
+    assert oracle.summary.faults["searcher_restarts"] == 0
+
+
+def test_each_version_asked_for_is_evaluated_exactly_once_by_one_of_the_two(oracle: Finished) -> None:
+    versions = [e.version for e in read_evaluations(oracle.path) if e.metric == "pass@1/greedy"]
+    assert sorted(versions) == [Version(0, step) for step in (0, 300, 600, 800)]
+    with JournalFollower(oracle.path / "journal.sqlite") as journal:
+        assert journal.jobs_done() == {f"evaluate {version}" for version in versions}
+
+
+def test_a_run_leaves_its_last_checkpoints_and_weights_and_a_log_of_every_part(oracle: Finished) -> None:
+    assert {p.name for p in (oracle.path / "checkpoints").iterdir()} == {"step-500", "step-800"}
+    assert {p.name for p in (oracle.path / "weights").glob("*.safetensors")} >= {"0.800.safetensors"}
+    for part in ("trainer", "searcher-0", "searcher-1"):
+        assert f"{part} starts as process" in (oracle.path / "logs" / f"{part}.log").read_text()
+        assert oracle.summary.peak_memory_bytes[part] > 0
+
+
+def test_hidden_text_stays_hidden(oracle: Finished) -> None:
+    assert read_answers(oracle.path) == []
+    logs = "".join(p.read_text() for p in (oracle.path / "logs").glob("*.log"))
+    assert not re.search(r"\b[A-D]{2,3}\b", logs)
+
+
+def test_a_searcher_that_is_killed_is_started_again_and_ctrl_c_ends_the_run_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    driver = train(path, "--steps", "1000000", "--evaluation.problems", "1")
+    try:
+        until(lambda: steps_of(path) > 20, SECONDS, "the first steps")
+        first = children(driver.pid)
+        os.kill(first["searcher-0"], signal.SIGKILL)
+        again = until(
+            lambda: (now := children(driver.pid)).get("searcher-0") not in (None, first["searcher-0"]) and now,
+            SECONDS,
+            "a new searcher",
+        )
+        assert again["trainer"] == first["trainer"]
+        log = path / "logs" / "searcher-0.log"
+        until(lambda: log.read_text().count("starts as process") == 2, SECONDS, "the new searcher's start")
+        done = steps_of(path)
+        until(lambda: steps_of(path) > done, SECONDS, "more steps")
+        driver.send_signal(signal.SIGINT)
+        said, errors = driver.communicate(timeout=SECONDS)
+    finally:
+        driver.kill()
+    assert driver.returncode == 0, errors
+    assert errors == ""
+    assert not [pid for pid in again.values() if alive(pid)]
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.faults["searcher_restarts"] == 1
+    assert summary.faults["stopped"] is True
+    assert summary.steps == steps_of(path)
+    assert final_weights(path)
+    assert summary.tokens.closes(), summary.tokens
+    assert summary.trajectories.closes(), summary.trajectories
+    assert "the run was stopped before its last step" in said
+
+
+def test_when_the_driver_is_killed_no_process_stays_behind(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    driver = train(path, "--steps", "1000000", "--evaluation.problems", "1", "--searchers", "2")
+    try:
+        until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
+        parts = children(driver.pid)
+        assert set(parts) == {"trainer", "searcher-0", "searcher-1"}
+    finally:
+        driver.kill()
+        driver.communicate(timeout=SECONDS)
+    until(lambda: not [pid for pid in parts.values() if alive(pid)], 15.0, f"{parts} to end")
+
+
+def test_a_reward_that_raises_ends_the_run_with_the_searchers_own_traceback(tmp_path: Path) -> None:
+    with pytest.raises(PartFailed) as failure:
+        processes(tmp_path / "run", source=Path(__file__).with_name("broken_reward.py"))
+    message = str(failure.value)
+    assert re.match(r"searcher-0 \(process \d+\) ended with ZeroDivisionError; its log is .*searcher-0\.log\n", message)
+    assert "broken_reward.py" in message
+    assert "1.0 / (len(completion.text) - len(completion.text))" in message
+    assert not children(os.getpid())
+
+
+def test_a_searcher_that_dies_every_time_is_given_up_after_so_many_restarts(tmp_path: Path) -> None:
+    broken = Path(__file__).with_name("broken_reward.py")
+    with pytest.raises(PartFailed, match=r"searcher-0 \(process \d+\) was killed by signal 9; its log is"):
+        processes(tmp_path / "run", "--task.deadly", "--run.restarts", "1", source=broken)
+    assert (tmp_path / "run" / "logs" / "searcher-0.log").read_text().count("starts as process") == 2
+
+
+def test_a_recipe_file_that_changed_is_refused_by_every_part_in_one_sentence(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(TOY.read_text())
+    recipe, run = made(tmp_path / "run", source=source)
+    source.write_text(TOY.read_text().replace("steps=600", "steps=601"))
+    with pytest.raises(UserError, match=r"mine.py has changed since the run at .* began: start a new run$"):
+        Processes(recipe, run, quiet).go()
+    errors = [json.loads(p.read_text()) for p in (run.path / "logs").glob("*.error.json")]
+    assert {error["kind"] for error in errors} == {"UserError"}
+
+
+def test_a_trainer_that_waits_too_long_is_named_with_its_process_and_its_log(tmp_path: Path) -> None:
+    impossible = ("--replay.pacing.warm-up", "1000000000", "--run.idle-deadline", "0.5")
+    with pytest.raises(DeadlineExceeded) as error:
+        processes(tmp_path / "run", *impossible)
+    assert re.match(
+        r"trainer \(process \d+\): the trainer waited 0\.5 s for a batch \(warm_up\).*; its log is .*trainer\.log$",
+        str(error.value),
+    )
+    assert not children(os.getpid())
