@@ -86,7 +86,7 @@ def token_log_probabilities(
         return _TokenLogProbabilities.apply(hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, kept)
 
     def of_chunk(hidden_CW: Tensor, target_C: Tensor) -> Tensor:
-        log_CV = torch.log_softmax(head.logits(hidden_CW) / temperature, dim=-1)
+        log_CV = torch.log_softmax(head.logits(hidden_CW) / temperature, -1)
         return log_CV.gather(-1, target_C[:, None])[:, 0]
 
     parts = [
@@ -126,11 +126,15 @@ class _TokenLogProbabilities(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
         hidden_MW, weight_VW, bias_V, target_M = ctx.saved_tensors
+        if ctx.kept_KV is None:
+            raise RuntimeError(
+                "log-probabilities are differentiated once: evaluate the batch again for another gradient"
+            )
         first, vocabulary = ctx.kept_KV.shape
         scale_M1 = (grad_M / ctx.temperature).to(hidden_MW.dtype)[:, None]
         scaled_MW = hidden_MW * scale_M1
         grad_hidden = torch.empty_like(hidden_MW)
-        grad_weight = torch.zeros_like(weight_VW).index_add_(0, target_M, scaled_MW)
+        grad_weight = torch.empty_like(weight_VW)
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V).index_add_(0, target_M, scale_M1[:, 0])
         room_CV = weight_VW.new_empty(min(ctx.chunk, len(hidden_MW) - first), vocabulary)
         for rows in _blocks(len(hidden_MW), first, ctx.chunk):
@@ -140,10 +144,12 @@ class _TokenLogProbabilities(torch.autograd.Function):
                 p_CV = room_CV[: rows.stop - rows.start]
                 _probabilities(hidden_MW[rows], weight_VW, bias_V, ctx.temperature, target_M[rows], p_CV)
             torch.mm(p_CV, weight_VW, out=grad_hidden[rows])
-            grad_weight.addmm_(p_CV.T, scaled_MW[rows], alpha=-1)
+            grad_weight.addmm_(p_CV.T, scaled_MW[rows], beta=float(rows.start > 0), alpha=-1)  # beta 0: set it
             if grad_bias is not None:
                 grad_bias.addmv_(p_CV.T, scale_M1[rows, 0], alpha=-1)
+        grad_weight.index_add_(0, target_M, scaled_MW)
         ctx.kept.give_back(ctx.kept_KV)
+        ctx.kept_KV = None
         grad_hidden = (weight_VW[target_M] - grad_hidden).mul_(scale_M1)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
@@ -158,16 +164,23 @@ def _probabilities(
     hidden_CW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, temperature: float, target_C: Tensor, out_CV: Tensor
 ) -> Tensor:
     """softmax(z) into `out_CV`; returns the targets' log-probabilities [C] in float32."""
-    z_CV = torch.mm(hidden_CW, weight_VW.T, out=out_CV)
-    if bias_V is not None:
-        z_CV += bias_V
-    if z_CV.dtype != torch.float32:
-        log_CV = torch.log_softmax(z_CV.float() / temperature, -1)
-        out_CV.copy_(log_CV.exp())
+    if out_CV.dtype != torch.float32:
+        log_CV = _log_softmax(hidden_CW, weight_VW, bias_V, temperature)
+        torch.exp(log_CV, out=out_CV)
         return log_CV.gather(1, target_C[:, None])[:, 0]
-    if temperature != 1:
-        z_CV /= temperature
-    top_C = z_CV.amax(-1)
-    chosen_C = z_CV.gather(1, target_C[:, None])[:, 0]
-    torch.softmax(z_CV, -1, out=out_CV)  # in place: it reads an element last when it writes it
-    return chosen_C - top_C + out_CV.amax(-1).log()  # the largest probability is 1 / sum exp(z - max z)
+    z_CV = torch.mm(hidden_CW / temperature, weight_VW.T, out=out_CV)
+    if bias_V is not None:
+        z_CV += bias_V / temperature
+    torch.softmax(z_CV, -1, out=out_CV)  # in place: an element is read for the last time when it is written
+    p_C = out_CV.gather(1, target_C[:, None])[:, 0]
+    log_C = p_C.log()
+    lost_C = p_C < 1e-30  # near underflow the logarithm has lost its digits
+    if bool(lost_C.any()):
+        exact = _log_softmax(hidden_CW[lost_C], weight_VW, bias_V, temperature)
+        log_C[lost_C] = exact.gather(1, target_C[lost_C, None])[:, 0]
+    return log_C
+
+
+def _log_softmax(hidden_CW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
+    """The definition, in float32: [C, V]."""
+    return torch.log_softmax(torch.nn.functional.linear(hidden_CW, weight_VW, bias_V).float() / temperature, -1)
