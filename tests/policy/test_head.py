@@ -1,0 +1,100 @@
+"""The chunked head against torch's own linear, log-softmax and gather."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
+
+TOKENS, WIDTH, VOCABULARY = 23, 8, 50
+ROW_BYTES = VOCABULARY * 4
+
+
+def leaves(scale: float = 2.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return (scale * torch.randn(*shape, generator=generator)).requires_grad_()
+
+    target = torch.randint(VOCABULARY, (TOKENS,), generator=generator)
+    return normal(TOKENS, WIDTH), normal(VOCABULARY, WIDTH), normal(VOCABULARY), target
+
+
+def plain(hidden: Tensor, head: Head, target: Tensor, temperature: float) -> Tensor:
+    log_MV = torch.log_softmax(head.logits(hidden) / temperature, -1)
+    return log_MV.gather(1, target[:, None])[:, 0]
+
+
+def gradients(log_M: Tensor, of: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad((log_M * torch.linspace(-1, 2, TOKENS)).sum(), of))
+
+
+@pytest.mark.parametrize("kept_rows", [0, 5, 22, TOKENS])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_chunked_head_is_the_plain_head_whatever_it_may_keep(
+    kept_rows: int, bias: bool, softcap: float | None, temperature: float
+) -> None:
+    hidden, weight, bias_V, target = leaves()
+    head = Head(weight, bias_V if bias else None, softcap)
+    of = [hidden, weight, *([bias_V] if bias else [])]
+    kept = KeptProbabilities(kept_rows * ROW_BYTES)
+    ours = token_log_probabilities(hidden, head, target, temperature, chunk=4, kept=kept)
+    theirs = plain(hidden, head, target, temperature)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for one, other in zip(gradients(ours, of), gradients(theirs, of), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_probability_far_below_the_smallest_float_keeps_its_logarithm() -> None:
+    hidden, weight, _, _ = leaves(scale=12)
+    target = torch.log_softmax(hidden @ weight.T, -1).argmin(-1)
+    head = Head(weight)
+    theirs = plain(hidden, head, target, 1.0)
+    assert theirs.max() < -104  # exp of it is 0 in float32
+    ours = token_log_probabilities(hidden, head, target, 1.0, 4, KeptProbabilities(9 * ROW_BYTES))
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-4)
+    for one, other in zip(gradients(ours, [hidden, weight]), gradients(theirs, [hidden, weight]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-4)
+
+
+def test_forwards_that_await_their_backwards_do_not_share_what_is_kept() -> None:
+    hidden, weight, _, target = leaves()
+    head, kept = Head(weight), KeptProbabilities(TOKENS * ROW_BYTES)
+    first = token_log_probabilities(hidden, head, target, 1.0, 4, kept)
+    second = token_log_probabilities(hidden * 0.5, head, target.flip(0), 0.7, 4, kept)
+    for ours, theirs in (
+        (second, plain(hidden * 0.5, head, target.flip(0), 0.7)),
+        (first, plain(hidden, head, target, 1.0)),
+    ):
+        one, other = (gradients(log_M, [hidden, weight]) for log_M in (ours, theirs))
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_the_buffer_of_one_step_serves_the_next() -> None:
+    hidden, weight, _, target = leaves()
+    head, kept = Head(weight), KeptProbabilities(TOKENS * ROW_BYTES)
+    gradients(token_log_probabilities(hidden, head, target, 1.0, 4, kept), [hidden, weight])
+    assert kept.take(3, weight).untyped_storage().nbytes() == TOKENS * ROW_BYTES
+    fresh = kept.take(3, weight)  # it is lent: this one is another
+    assert fresh.untyped_storage().nbytes() == 3 * ROW_BYTES
+
+
+def test_a_second_backward_is_refused_because_its_probabilities_are_gone() -> None:
+    hidden, weight, _, target = leaves()
+    log_M = token_log_probabilities(hidden, Head(weight), target, 1.0, 4, KeptProbabilities(10**6))
+    log_M.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        log_M.sum().backward()
+
+
+def test_half_precision_weights_give_float32_log_probabilities() -> None:
+    hidden, weight, _, target = leaves(scale=0.5)
+    ours = token_log_probabilities(
+        hidden.bfloat16(), Head(weight.bfloat16()), target, 1.0, 4, KeptProbabilities(10 * ROW_BYTES)
+    )
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, plain(hidden, Head(weight), target, 1.0), rtol=0, atol=0.05)
