@@ -9,23 +9,20 @@ they can do, not by a list: a new one appears by itself.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import inspect
 import pkgutil
 import re
-import textwrap
-import tokenize
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Literal
 
 from tba.command.sft import SftOptions
+from tba.field_comments import comments
 from tba.recipe import Recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
@@ -141,29 +138,6 @@ def default(f: dataclasses.Field[object]) -> str:
     if isinstance(f.default, tuple):
         return f"`{' '.join(map(str, f.default))}`" if f.default else "none"
     return f"`{f.default}`" if f.default != "" else "empty"
-
-
-def comments(kind: type) -> dict[str, str]:
-    """Field -> the comment behind it, with those that follow it on lines of their own."""
-    source = textwrap.dedent(inspect.getsource(kind))
-    body = ast.parse(source).body[0]
-    assert isinstance(body, ast.ClassDef)
-    fields = [
-        (s.lineno, s.target.id) for s in body.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
-    ]
-    ends = [line - 1 for line, _ in fields[1:]] + [max((line for line, _ in fields), default=0)]
-    by_line = {
-        t.start[0]: t.string.removeprefix("#").strip()
-        for t in tokenize.generate_tokens(StringIO(source).readline)
-        if t.type == tokenize.COMMENT
-    }
-    own_line = [n for n, line in enumerate(source.splitlines(), 1) if line.strip().startswith("#")]
-    said = {}
-    for (line, name), end in zip(fields, ends, strict=True):
-        while end + 1 in own_line:
-            end += 1
-        said[name] = " ".join(by_line[n] for n in range(line, end + 1) if n in by_line)
-    return said
 
 
 def dashed(name: str, gap: str = "_") -> str:

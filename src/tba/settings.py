@@ -15,17 +15,22 @@ import io
 import pkgutil
 import re
 import sys
+import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tyro
 
 from tba.errors import UserError
+from tba.field_comments import comments
 from tba.recipe import Recipe
 
 T = TypeVar("T")
+_PLAIN = (str, int, float, bool, Path, type(None))
+_MISTAKES = (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, KeyError, OSError)
+_TITLES = "(Invalid choice|Missing argument|Unrecognized options|Value error)"  # of tyro's boxes
 _BOX = "│╭╰─╮╯-| "  # what tyro draws around its messages
 
 
@@ -57,8 +62,20 @@ def _from_file(path: Path) -> Recipe:
         raise UserError(f"{path} cannot be read as a Python module: give a .py file that defines `recipe`")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except _MISTAKES as error:
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}; mend the recipe there") from error
     return _recipe_in(module, str(path))
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """Where in a user's file it went wrong."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
 
 
 def _recipe_in(module: Any, where: str) -> Recipe:
@@ -78,9 +95,10 @@ def override(default: T, arguments: Sequence[str], program: str) -> T:
                 near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
                 hint = f"did you mean {near[0]}?" if near else f"`{program} --help` lists all fields."
                 raise UserError(f"{program} has no field {argument.split('=')[0]}; {hint}")
-    kind = _concrete(default)
     if "--help" in arguments or "-h" in arguments:
-        tyro.cli(kind, default=_as(kind, default), args=["--help"], prog=program)
+        explained = _concrete(default, comments)
+        tyro.cli(explained, default=_as(explained, default), args=["--help"], prog=program)
+    kind = _concrete(default, lambda _: {})
     said = io.StringIO()
     try:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
@@ -110,47 +128,54 @@ def split_options(options: T, arguments: Sequence[str], program: str) -> tuple[T
 def flags(default: Any, prefix: str = "--") -> list[str]:
     """Every dotted flag of a settings value."""
     found = []
-    for f in dataclasses.fields(default):
-        value, flag = getattr(default, f.name), prefix + f.name.replace("_", "-")
-        if dataclasses.is_dataclass(value):
-            found += flags(value, flag + ".")
-        elif f.init:
-            found.append(flag)
+    for name, value, _ in _fields(default):
+        flag = prefix + name.replace("_", "-")
+        found += flags(value, flag + ".") if dataclasses.is_dataclass(value) else [flag]
     return found
 
 
-def _concrete(default: Any) -> Any:
-    """A dataclass type of the same fields, in which each nested settings value has its actual class.
+def _fields(default: Any) -> Iterator[tuple[str, Any, Any]]:
+    """(name, value, type) of what the command line can set: settings within, and plain values.
 
-    tyro asks the declared type; ours are protocols and unions, whose choice the recipe has already made.
+    The rest (functions, tuples of settings, parts that are chosen by code and are None here) is the recipe's own.
     """
     hints = typing.get_type_hints(type(default))
-    made = []
     for f in dataclasses.fields(default):
-        if not f.init:
-            continue
-        value = getattr(default, f.name)
-        if dataclasses.is_dataclass(value):
-            made.append((f.name, _concrete(value), dataclasses.field()))
-        elif _settable(value):
-            made.append((f.name, hints[f.name], dataclasses.field()))
+        value, hint = getattr(default, f.name), hints[f.name]
+        if f.init and (dataclasses.is_dataclass(value) or _is_plain(hint)):
+            yield f.name, value, hint
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a command line can spell values of this type."""
+    if typing.get_origin(hint) is typing.Literal or hint is Ellipsis:
+        return True
+    inner = typing.get_args(hint)
+    return all(_is_plain(option) for option in inner) if inner else hint in _PLAIN
+
+
+def _concrete(default: Any, explain: Callable[[type], Mapping[str, str]]) -> Any:
+    """A dataclass type of the same fields, in which each nested settings value has its actual class.
+
+    tyro asks the declared type; ours are protocols and unions, whose choice the recipe has already made. `explain`
+    gives each field's help.
+    """
+    said, made = explain(type(default)), []
+    for name, value, hint in _fields(default):
+        kind = _concrete(value, explain) if dataclasses.is_dataclass(value) else hint
+        if said.get(name):
+            kind = typing.Annotated[kind, tyro.conf.arg(help=said[name])]
+        made.append((name, kind, dataclasses.field()))
     kind = dataclasses.make_dataclass(type(default).__name__, made, frozen=True)
     kind.__doc__ = type(default).__doc__
     return kind
 
 
-def _settable(value: Any) -> bool:
-    """Whether the command line can set it (functions and tuples of settings are the recipe's own business)."""
-    if isinstance(value, list | tuple):
-        return all(_settable(v) for v in value)
-    return value is None or isinstance(value, str | int | float | bool | Path)
-
-
 def _as(kind: Any, default: Any) -> Any:
     values = {}
-    for f in dataclasses.fields(kind):
-        value = getattr(default, f.name)
-        values[f.name] = _as(f.type, value) if dataclasses.is_dataclass(value) else value
+    for name, inner in typing.get_type_hints(kind).items():
+        value = getattr(default, name)
+        values[name] = _as(inner, value) if dataclasses.is_dataclass(value) else value
     return kind(**values)
 
 
@@ -169,7 +194,7 @@ def _one_sentence(said: str, arguments: Sequence[str], program: str) -> str:
     wanted = re.search(r"Argument helptext: \S+ (\S+)", words)
     if culprit is None:
         given = " ".join(arguments)
-        words = words.removeprefix("Invalid choice ").split(" For full helptext")[0]
+        words = re.sub(f"^{_TITLES} ", "", words).split(" For full helptext")[0]
         return f"{program} cannot take `{given}`: {words[:200]} (`{program} --help` lists all fields)"
     kind = f", it wants {wanted[1]}" if wanted else ""
     return (

@@ -1,0 +1,250 @@
+"""A recipe from the command line: what can be set, what is refused and in which words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, make_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tba.__main__ import main
+from tba.errors import UserError
+from tba.field_comments import comments
+from tba.recipe import Recipe, resolved
+from tba.runtime.directory import RunDirectory, new_path
+from tba.schedules import WarmupCosine, WarmupStableDecay
+from tba.settings import find, flags, names, override
+
+TOY = str(Path(__file__).parent / "runtime" / "toy.py")
+QUICKSTART, GSM8K = find("quickstart"), find("gsm8k")
+
+
+def overridden(recipe: Recipe, *arguments: str) -> Recipe:
+    return override(recipe, arguments, "tba train it")
+
+
+def test_nothing_given_changes_nothing() -> None:
+    for name in names():
+        assert overridden(find(name)) == find(name)
+
+
+def test_fields_are_set_by_dotted_name_at_any_depth_and_the_rest_stays() -> None:
+    recipe = overridden(
+        QUICKSTART,
+        *("--steps", "7", "--task.digits", "2", "--replay.pacing.max-mean-uses", "3.5", "--record.no-tensorboard"),
+        *("--model.generation.stop-strings", "a", "b", "--optimizer.betas", "0.5", "0.6", "--model.path", "x y"),
+        "--model.warm-start.scratch.hidden-size=64",
+    )
+    warm_start = QUICKSTART.model.warm_start
+    assert warm_start is not None
+    expected = replace(
+        QUICKSTART,
+        steps=7,
+        task=replace(QUICKSTART.task, digits=2),
+        replay=replace(QUICKSTART.replay, pacing=replace(QUICKSTART.replay.pacing, max_mean_uses=3.5)),
+        record=replace(QUICKSTART.record, tensorboard=False),
+        optimizer=replace(QUICKSTART.optimizer, betas=(0.5, 0.6)),
+        model=replace(
+            QUICKSTART.model,
+            path="x y",
+            generation=replace(QUICKSTART.model.generation, stop_strings=("a", "b")),
+            warm_start=replace(warm_start, scratch=replace(warm_start.scratch, hidden_size=64)),
+        ),
+    )
+    assert recipe == expected
+
+
+def test_a_schedule_has_the_fields_of_the_class_that_the_recipe_chose() -> None:
+    assert isinstance(QUICKSTART.optimizer.schedule, WarmupStableDecay)
+    changed = overridden(QUICKSTART, "--optimizer.schedule.stable", "11").optimizer.schedule
+    assert changed == replace(QUICKSTART.optimizer.schedule, stable=11)
+    toy = overridden(find(TOY), "--optimizer.schedule.steps", "12", "--objective.beta.value", "0.3")
+    assert toy.optimizer.schedule == WarmupCosine(12)
+    assert resolved(toy.objective)["beta"] == {"class": "tba.schedules.Constant", "value": 0.3}
+    with pytest.raises(UserError, match=r"has no field --optimizer\.schedule\.stable"):
+        overridden(find(TOY), "--optimizer.schedule.stable", "11")
+
+
+def test_what_may_be_none_can_be_set_to_none_and_back() -> None:
+    assert overridden(QUICKSTART, "--optimizer.clip-norm", "None").optimizer.clip_norm is None
+    assert overridden(QUICKSTART, "--prompts.limit", "9").prompts.limit == 9
+    assert overridden(QUICKSTART, "--run.journal-dir", "/j").run.journal_dir == Path("/j")
+
+
+def test_what_only_code_can_choose_is_no_field() -> None:
+    """Parts that are None, functions and tuples of settings cannot be spelt on a command line."""
+    known = flags(replace(QUICKSTART, model=replace(QUICKSTART.model, warm_start=None)))
+    assert not [flag for flag in known if "warm-start" in flag]
+    assert "--model.warm-start.before" not in flags(QUICKSTART)
+    assert "--model.warm-start.scratch.hidden-size" in flags(QUICKSTART)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_flag_of_a_recipe_takes_the_value_it_has(name: str) -> None:
+    recipe, spelt = find(name), list[str]()
+    for flag in flags(recipe):
+        value: Any = recipe
+        for part in flag.removeprefix("--").split("."):
+            value = getattr(value, part.replace("-", "_"))
+        if isinstance(value, bool):
+            before, last = flag.rsplit(".", 1)
+            spelt.append(flag if value else f"{before}.no-{last}")
+        else:
+            spelt += [flag, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
+    assert overridden(recipe, *spelt) == recipe
+
+
+WRONG = [
+    (["train", "quickstart", "--stepz", "3"], "has no field --stepz; did you mean --steps?"),
+    (["train", "quickstart", "--task.digit", "3"], "did you mean --task.digits?"),
+    (["train", "quickstart", "--steps", "many"], "'many'"),
+    (["train", "quickstart", "--steps"], "--steps"),
+    (["train", "quickstart", "--steps", "0"], "--steps is 0, it must be at least 1"),
+    (["train", "quickstart", "--seed", "-1"], "--seed is -1, it must not be negative"),
+    (["train", "quickstart", "--group-size", "1"], "log Z needs at least 2 responses"),
+    (["train", "quickstart", "--policy-temperature", "nan"], "it must be positive"),
+    (["train", "quickstart", "--runtime", "threads"], "('processes', 'inline')"),
+    (["train", "quickstart", "--runtime", "inline", "--searchers", "2"], "takes turns with exactly 1"),
+    (["train", "quickstart", "--model.device", "tpu"], "'tpu'"),
+    (["train", "quickstart", "--replay.selection.m", "2"], "it is a probability: give 0 to 1"),
+    (["train", "quickstart", "--run.checkpoints", "0"], "--run.checkpoints is 0, it must be at least 1"),
+    (["train", "quickstart", "--run-name", "a/b"], "--run-name is 'a/b'"),
+    (["train", "quickstart", "--runs", "/proc/none"], "cannot make the folder /proc/none"),
+    (["train", "quickstart", "extra"], "extra"),
+    (["train", "quickstart", "--run-name"], "--run-name needs a value"),
+    (["train", "quikstart"], "did you mean 'quickstart'?"),
+    (["train", "nowhere.py"], "there is no recipe file nowhere.py"),
+    (["train"], "needs a recipe's name or a path"),
+    (["trian", "quickstart"], "there is no command 'trian'"),
+    (["eval", "quickstart", "--split", "test"], "--split is 'test': give train or eval"),
+    (["eval", "quickstart", "--checkpoint", "no/such/model"], "no/such/model"),
+    (["sft", "quickstart"], "tba sft needs --out DIR"),
+    (["sft", "nowhere.jsonl", "--out", "model"], "nowhere.jsonl"),
+    (["show", "no/such/run"], "there is no such run"),
+    (["check", "quickstart", "--steps", "0"], "--steps is 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "words"), WRONG, ids=[" ".join(a) for a, _ in WRONG])
+def test_what_is_wrong_is_said_in_one_sentence_with_exit_code_2(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tba: ")
+    assert said.count("\n") == 1
+    assert words in said
+    assert "Traceback" not in said
+    assert not any(tmp_path.rglob("recipe.json"))
+
+
+BAD_FILES = {
+    "x = 1\n": "defines no `recipe = Recipe(...)`",
+    "recipe = 5\n": "defines no `recipe = Recipe(...)`",
+    "recipe = (\n": "line 1: SyntaxError",
+    "\n\nimport no_such_package\n": "line 3: ModuleNotFoundError: No module named 'no_such_package'",
+    "from tba.recipe import Recipe\nrecipe = Recipe(stepz=3)\n": "line 2: TypeError",
+    "from tba.schedules import Constant\n\nConstant(float('nan'))\n": "nan",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_a_recipe_file_with_a_mistake_is_named_with_the_line(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(text)
+    assert main(["train", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert BAD_FILES[text] in said
+    assert said.count("\n") == 1
+
+
+def test_in_a_process_of_its_own_a_wrong_value_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "tba", "train", TOY, "--group-size", "1"],
+        capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "tba: --group-size is 1, log Z needs at least 2 responses of a prompt\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert all(f"tba {command}" in said for command in ("train", "check", "sft", "eval", "recipes", "show"))
+
+
+@pytest.mark.parametrize("name", [TOY, "gsm8k"])
+def test_help_of_a_recipe_explains_every_field_with_its_value(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", name, "--help"])
+    assert end.value.code == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag in flags(find(name)):
+        assert flag in said
+    assert "B, prompts in a batch (default: " in said
+    assert "uses per trajectory received; the trainer is held (`paced`) beyond (default: " in said
+
+
+@dataclass(frozen=True)
+class Example:
+    """For the next test."""
+
+    first: int = 1  # what it is
+    second: int = 2
+    third: int = 3  # begins here
+    # and goes on here
+
+
+def test_the_comment_behind_a_field_is_its_help() -> None:
+    assert comments(Example) == {"first": "what it is", "second": "", "third": "begins here and goes on here"}
+
+
+def test_a_class_made_in_a_console_has_no_comments() -> None:
+    assert comments(make_dataclass("Made", [("x", int)])) == {}
+
+
+def test_a_run_rebuilds_its_recipe_from_recipe_json_alone(tmp_path: Path) -> None:
+    for source, arguments in (("quickstart", ["--steps", "9", "--task.digits", "2"]), (TOY, ["--seed=4"])):
+        recipe = override(find(source), arguments, "tba train")
+        made = RunDirectory.create(tmp_path / Path(source).stem, source, arguments, recipe)
+        assert RunDirectory.open(made.path).recipe() == recipe
+        facts = json.loads((made.path / "recipe.json").read_text())
+        assert facts["resolved"]["steps"] == recipe.steps
+        assert facts["resolved"] == json.loads(json.dumps(resolved(recipe)))
+
+
+def test_a_changed_recipe_file_and_a_second_run_of_one_name_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(Path(TOY).read_text())
+    run = RunDirectory.create(tmp_path / "run", str(source), [], find(str(source)))
+    with pytest.raises(UserError, match="holds a run already"):
+        RunDirectory.create(tmp_path / "run", str(source), [], find(str(source)))
+    source.write_text(Path(TOY).read_text() + "\n")
+    with pytest.raises(UserError, match=r"mine.py has changed since the run at .* began"):
+        run.recipe()
+    with pytest.raises(UserError, match="there is no run at"):
+        RunDirectory.open(tmp_path)
+
+
+def test_a_run_without_a_name_has_the_recipes_and_the_time(tmp_path: Path) -> None:
+    assert new_path(tmp_path, "toy", None).name.startswith("toy-20")
+    assert new_path(tmp_path, "toy", "mine") == tmp_path / "mine"
+
+
+def test_two_runs_of_one_name_do_not_share_a_journal_in_a_folder_for_journals(tmp_path: Path) -> None:
+    recipe = override(find(TOY), ["--run.journal-dir", str(tmp_path / "local")], "tba train")
+    runs = [RunDirectory.create(tmp_path / place / "run", TOY, [], recipe) for place in ("a", "b")]
+    assert len({run.journal(recipe) for run in runs}) == 2
+    assert {run.journal(recipe).parent for run in runs} == {tmp_path / "local"}
