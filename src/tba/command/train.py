@@ -44,7 +44,7 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
         )
     run, summary, stopped = carry_out(recipe, name, overrides, new_path(runs, recipe.name, run_name), console)
     draw_curves([RunRecord.read(run.path)], run.path / "curves.png")
-    console.print(closing_page(RunRecord.read(run.path), next_steps(recipe, run, stopped)))
+    console.print(closing_page(RunRecord.read(run.path), next_steps(name, run, stopped)))
     for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
         if not ledger.closes():
             console.print(f"the ledger of {unit} does not close: {ledger.difference} unaccounted for", style="red")
@@ -99,13 +99,13 @@ class Throttled:
             self.view(phase, note)
 
 
-def next_steps(recipe: Recipe, run: RunDirectory, stopped: bool) -> list[str]:
-    """What to try next, as commands."""
+def next_steps(name: str, run: RunDirectory, stopped: bool) -> list[str]:
+    """What to try next, as commands; `name` is what the recipe was called by."""
     first = ["the run was stopped before its last step"] if stopped else []
     return [
         *first,
         f"tba show {run.path}                      this page again, all counts, and the curves",
-        f"tba eval {recipe.name} --checkpoint {run.path}    any figure on its newest checkpoint",
-        f"tba train {recipe.name} --runtime inline       the same in one process, taking turns",
+        f"tba eval {name} --checkpoint {run.path}    any figure on its newest checkpoint",
+        f"tba train {name} --runtime inline       the same in one process, taking turns",
         "tba train examples/my_task.py             your own task: copy that file",
     ]
