@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from runs import TOY, alive, children, distance, final_weights, made, processes, quiet, steps_of, train, until
 
+from tba.__main__ import main
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.record.evaluations import read_answers, read_evaluations
 from tba.record.summary import Summary
@@ -138,13 +139,17 @@ def test_when_the_driver_is_killed_no_process_stays_behind(tmp_path: Path) -> No
     until(lambda: not [pid for pid in parts.values() if alive(pid)], 15.0, f"{parts} to end")
 
 
-def test_a_reward_that_raises_ends_the_run_with_the_searchers_own_traceback(tmp_path: Path) -> None:
-    with pytest.raises(PartFailed) as failure:
-        processes(tmp_path / "run", source=Path(__file__).with_name("broken_reward.py"))
-    message = str(failure.value)
-    assert re.match(r"searcher-0 \(process \d+\) ended with ZeroDivisionError; its log is .*searcher-0\.log\n", message)
-    assert "broken_reward.py" in message
-    assert "1.0 / (len(completion.text) - len(completion.text))" in message
+def test_a_reward_that_raises_ends_the_run_with_the_searchers_own_traceback_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = str(Path(__file__).with_name("broken_reward.py"))
+    assert main(["train", broken, "--runs", str(tmp_path), "--run-name", "run"]) == 1
+    said = capsys.readouterr().err
+    first = r"tba: searcher-0 \(process \d+\) ended with ZeroDivisionError; its log is .*searcher-0\.log\n"
+    assert re.match(first, said)
+    assert "broken_reward.py" in said
+    assert "1.0 / (len(completion.text) - len(completion.text))" in said
+    assert "runtime/processes.py" not in said
     assert not children(os.getpid())
 
 

@@ -1,4 +1,7 @@
-"""`tba sft`: a supervised warm start, from a recipe's own demonstrations or from lines of prompt and response."""
+"""`tba sft`: a supervised warm start, from a recipe's own demonstrations or from lines of prompt and response.
+
+Of a file, the tenth that the `jsonl` task holds out (by a digest of the prompt) is not trained on.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, war
 from tba.protocols import Task
 from tba.settings import find, override
 from tba.tasks.jsonl import Jsonl
+from tba.weights.beside import folder_beside
 
 
 @dataclass(frozen=True)
@@ -24,9 +28,9 @@ class SftOptions:
 
 
 def make_model(name: str, overrides: list[str], out: Path) -> int:
-    """Writes the model, its tokenizer and what it was made of to `out`. Raises `UserError` when `out` has a model."""
-    if (out / "config.json").exists():
-        raise UserError(f"{out} holds a model already: choose another --out, or remove it")
+    """Writes the model, its tokenizer and what it was made of to `out`. Raises `UserError` when that is not empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} is there already: choose another --out, or remove it")
     console = Console()
     task, start, path = _from_file(name, overrides) if name.endswith(".jsonl") else _from_recipe(name, overrides)
     made = (
@@ -34,16 +38,17 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
         if path
         else warm_started(replace(start, shipped=None), task, console.print)
     )
-    out.mkdir(parents=True, exist_ok=True)
-    for file in made.iterdir():
-        shutil.copy2(file, out / file.name)
+    with folder_beside(out) as beside:
+        for file in made.iterdir():
+            shutil.copy2(file, beside / file.name)
     console.print(f"model in {out} ({(out / FACTS).read_text().strip()})", highlight=False)
     return 0
 
 
 def _from_file(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]:
     options = override(SftOptions(), overrides, f"tba sft {name}")
-    return Jsonl(train=Path(name)), options.warm_start, options.model
+    task = Jsonl(train=Path(name))  # what it holds out for evaluation is not learnt here either
+    return task, options.warm_start, options.model
 
 
 def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
@@ -87,22 +89,23 @@ class HuggingFace:
             ) from error
 
     def policy(self, temperature: float) -> CausalPolicy:
-        model, _ = load_model(self.path, self._device, torch.float32)  # the weights that AdamW keeps
+        model, _ = _loaded(self.path, self._device, torch.float32)  # the weights that AdamW keeps
         return CausalPolicy(
             model, temperature, share_prompt=self.share_prompt, gradient_checkpointing=self.gradient_checkpointing
         )
 
     def engine(self, version: Version) -> TransformersEngine:
-        model, tokenizer = load_model(self.path, self._device, self._dtype)
+        model, tokenizer = _loaded(self.path, self._device, self._dtype)
         return TransformersEngine(model, tokenizer, self.generation, version)
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
-        model, _ = load_model(self.path, self._device, self._dtype)
+        model, _ = _loaded(self.path, self._device, self._dtype)
         return FrozenReference(model, version, temperature)
 
     def save(self, policy: Policy, path: Path) -> None:
         assert isinstance(policy, CausalPolicy)
-        policy.save(path, self.tokenizer())
+        with _no_bars():
+            policy.save(path, self.tokenizer())
 
     @property
     def _device(self) -> torch.device:
@@ -150,7 +153,7 @@ def _cache() -> Path:
 
 def continued(path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None]) -> Path:
     """The model at `path` taught the task's demonstrations: cached, or made now."""
-    model, tokenizer = load_model(path, "cpu", torch.float32)
+    model, tokenizer = _loaded(path, "cpu", torch.float32)
     pairs = list(pairs_of(_demonstrated(task), tokenizer))
     key = supervised_key([settings], pairs, dict(model.state_dict()))
     return cached_supervised(_cache(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log))
@@ -171,11 +174,30 @@ def teach(
             log(f"sft step {step} of {steps}, loss {loss:.3f}")
 
     found = [supervise(model, tokenizer, pairs, settings, progress) for settings, pairs in lessons]
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    with _no_bars():
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
     last = found[-1]
     facts = {"key": key, "loss": last.steps[-1], "held_out_loss": last.held_out, "too_long": last.too_long}
     (path / FACTS).write_text(json.dumps(facts) + "\n")
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Inside, transformers draws no progress bars: a folder is read and written in a moment."""
+    drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            logging.enable_progress_bar()
+
+
+def _loaded(path: str, device: torch.device | str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A model and its tokenizer; a download from the Hub shows how far it is."""
+    with _no_bars() if Path(path).is_dir() else nullcontext():
+        return load_model(path, device, dtype)
 
 
 def tokenizer_for(start: WarmStart, problems: list[Problem]) -> Any:

@@ -1,0 +1,179 @@
+"""The commands, from end to end on a model that is made in a second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tba.__main__ import main
+from tba.record.evaluations import read_evaluations
+from tba.record.run import RunRecord
+from tba.record.summary import Summary
+from tba.settings import names
+from tba.train.checkpoint import newest_checkpoint
+from tba.types import Version
+
+SUMS = str(Path(__file__).parent / "tiny_sums.py")
+EXAMPLE = str(Path(__file__).parents[1] / "examples" / "my_task.py")
+WARM_START = "supervised warm start on the demonstrations"
+
+Said = Callable[..., str]
+
+
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """Runs a command that has to succeed; what it printed, on one line."""
+
+    def run(*arguments: str | Path) -> str:
+        capsys.readouterr()
+        assert main([str(a) for a in arguments]) == 0
+        found = capsys.readouterr()
+        assert found.err == ""
+        return " ".join(found.out.split())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of four steps, its warm start made on the way."""
+    root = tmp_path_factory.mktemp("runs")
+    assert main(["train", SUMS, "--runs", str(root), "--run-name", "first"]) == 0
+    return root / "first"
+
+
+def test_recipes_lists_each_recipe_with_its_description(said: Said) -> None:
+    listed = said("recipes")
+    assert all(name in listed for name in names())
+    assert "three-digit sums from a small shipped base" in listed
+
+
+def test_a_run_leaves_everything_that_is_promised(run: Path) -> None:
+    left = {p.name for p in run.iterdir()}
+    assert left >= {
+        *("recipe.json", "metrics.jsonl", "samples.jsonl", "checkpoints", "logs", "curves.png", "tensorboard"),
+        *("summary.json", "evaluations.jsonl", "answers.jsonl", "weights", "journal.sqlite"),
+    }
+    record = RunRecord.read(run)
+    assert [row["step"] for row in record.metrics] == [1, 2, 3, 4]
+    written = json.loads((run / "summary.json").read_text())
+    assert set(written) >= {
+        *("recipe", "seed", "steps", "wall_seconds", "evaluations", "trainer_idle", "trainer_paced", "searcher_idle"),
+        *("samples_per_insert", "tokens", "trajectories", "lag", "faults"),
+    }
+    assert written["wall_seconds"]["sft"] > 0
+    assert {e["metric"] for e in written["evaluations"]} == {"pass@1/greedy", "pass@1/sampled", "pass@2/sampled"}
+    assert {e["version"] for e in written["evaluations"]} == {"0.0", "0.4"}
+
+
+def test_a_checkpoint_is_a_folder_that_transformers_loads_as_it_is(run: Path) -> None:
+    checkpoint = newest_checkpoint(run / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.version == Version(0, 4)
+    model, tokenizer = (kind.from_pretrained(checkpoint.path) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    assert tokenizer.decode(tokenizer.encode("1+2=")) == "1+2="
+    published = load_file(run / "weights" / "0.4.safetensors")
+    for name, tensor in model.state_dict().items():
+        if name in published:
+            assert (tensor == published[name]).all(), name
+
+
+def test_the_second_run_of_a_recipe_finds_its_warm_start_in_the_cache(run: Path, said: Said, tmp_path: Path) -> None:
+    printed = said("train", SUMS, "--runs", tmp_path, "--run-name", "second", "--steps", "1")
+    assert WARM_START not in printed
+    summary = Summary.read(tmp_path / "second")
+    assert summary is not None
+    assert summary.wall_seconds.sft == 0
+    before = [[e for e in read_evaluations(p) if e.version.step == 0] for p in (run, tmp_path / "second")]
+    assert [e.value for e in before[0]] == [e.value for e in before[1]]
+
+
+def test_a_run_ends_with_before_and_after_and_commands_that_name_its_recipe(said: Said, tmp_path: Path) -> None:
+    printed = said("train", SUMS, "--runs", tmp_path, "--run-name", "third", "--steps", "2")
+    assert "pass@1/greedy" in printed
+    assert f"tba eval {SUMS}" in printed
+    assert f"tba show {tmp_path / 'third'}" in printed.replace("- ", "")
+
+
+def test_show_tells_of_a_finished_run_and_draws_its_curves_again(run: Path, said: Said) -> None:
+    (run / "curves.png").unlink()
+    printed = said("show", run)
+    assert "4 steps" in printed
+    assert "pass@1/sampled" in printed
+    assert (run / "curves.png").stat().st_size > 1000
+
+
+def test_show_tells_of_a_run_that_was_killed_or_has_hardly_begun(run: Path, said: Said, tmp_path: Path) -> None:
+    for name in ("recipe.json", "metrics.jsonl"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    assert "step 4, " in (printed := said("show", tmp_path))
+    assert "no summary: it is running, or was killed" in printed
+    (tmp_path / "metrics.jsonl").unlink()
+    assert "step 0, " in said("show", tmp_path)
+
+
+def test_eval_of_a_runs_newest_checkpoint_gives_the_figures_the_run_ended_with(
+    run: Path, said: Said, tmp_path: Path
+) -> None:
+    printed = said("eval", SUMS, "--checkpoint", run, "--out", tmp_path / "scores.json")
+    final = {e.metric: e for e in read_evaluations(run) if e.version.step == 4}
+    scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
+    assert set(scores) == set(final)
+    for metric, e in final.items():
+        assert len(scores[metric]) == e.n == 8
+        assert sum(scores[metric]) / 8 == pytest.approx(e.value)
+        assert metric in printed
+
+
+def test_eval_of_a_folder_and_of_the_training_problems(run: Path, said: Said, tmp_path: Path) -> None:
+    checkpoint = newest_checkpoint(run / "checkpoints")
+    assert checkpoint is not None
+    printed = said("eval", SUMS, "--checkpoint", checkpoint.path, "--split", "train", "--evaluation.problems", "20")
+    assert "20 train problems" in printed
+    assert "95 % interval" in printed
+
+
+def test_sft_makes_a_recipes_model_once_and_then_copies_it(said: Said, tmp_path: Path) -> None:
+    arguments = ("--model.warm-start.sft.steps", "3", "--model.warm-start.sft.seed", "8")
+    first = said("sft", SUMS, "--out", tmp_path / "a", *arguments)
+    second = said("sft", SUMS, *arguments, "--out", tmp_path / "b")
+    assert WARM_START in first
+    assert WARM_START not in second
+    for file in (tmp_path / "a").iterdir():
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "a").num_parameters() > 1000
+    assert main(["sft", SUMS, "--out", str(tmp_path / "a")]) == 2
+
+
+def test_sft_learns_lines_of_prompt_and_response_from_nothing_and_goes_on_from_a_model(
+    said: Said, tmp_path: Path
+) -> None:
+    lines = [{"prompt": f"What comes after {n}?", "response": f"{n + 1}."} for n in range(60)]
+    (tmp_path / "count.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    small = ("--warm-start.scratch.hidden-size", "16", "--warm-start.scratch.layers", "1")
+    settings = ("--warm-start.vocab-size", "300", "--warm-start.sft.steps", "12", "--warm-start.sft.lr", "0.01")
+    said("sft", tmp_path / "count.jsonl", "--out", tmp_path / "a", *small, *settings)
+    model, tokenizer = (k.from_pretrained(tmp_path / "a") for k in (AutoModelForCausalLM, AutoTokenizer))
+    assert model.config.hidden_size == 16
+    assert tokenizer.decode(tokenizer.encode("What comes after 7?")) == "What comes after 7?"
+    said("sft", tmp_path / "count.jsonl", "--out", tmp_path / "b", "--model", tmp_path / "a", *settings)
+    losses = [json.loads((tmp_path / name / "warm_start.json").read_text())["loss"] for name in "ab"]
+    assert losses[1] < losses[0]
+
+
+def test_the_example_of_a_users_own_task_runs_as_it_is(said: Said, tmp_path: Path) -> None:
+    short = ("--steps", "2", "--replay.pacing.warm-up", "20", "--samples-per-prompt", "4")
+    few = ("--evaluation.problems", "20", "--runtime", "inline")
+    printed = said("train", EXAMPLE, "--runs", tmp_path, "--run-name", "mine", *short, *few)
+    assert "twice a number" in printed
+    summary = Summary.read(tmp_path / "mine")
+    assert summary is not None
+    assert summary.steps == 2
+    assert summary.tokens.closes()
+    rewards = [row["reward"] for row in RunRecord.read(tmp_path / "mine").metrics]
+    assert all(0.2 < reward < 0.9 for reward in rewards)  # the base adds carelessly, but it adds
