@@ -30,7 +30,11 @@ from tba.evaluate.estimators import bootstrap_interval
 
 TARGET = 0.80
 SAMPLED = "pass@1/sampled"
-EVALUATION = ["--evaluation.every", "20", "--evaluation.problems", "500", "--evaluation.no-greedy"]
+EVALUATION = [
+    *("--evaluation.every", "20", "--evaluation.problems", "500", "--evaluation.problems-during", "0"),
+    *("--evaluation.no-greedy", "--evaluation.pass-k", "0"),
+]
+BARE = ["--evaluation.every", "0", "--evaluation.problems", "20", "--evaluation.pass-k", "0"]
 SYNCHRONOUS = [
     *("--runtime", "inline", "--sync-every", "1", "--replay.selection.m", "1"),
     *("--replay.recent-window", "0", "--replay.pacing.warm-up", "0"),
@@ -84,8 +88,8 @@ def best_threads(recipe: str, steps: int, folder: Path) -> int:
     """The synchronous side's better thread count of 1 and 2, by a short run of each."""
     taken = {}
     for threads in (1, 2):
-        arguments = [*SYNCHRONOUS, "--steps", str(steps), "--evaluation.every", "0", "--evaluation.problems", "20"]
-        taken[threads] = run(recipe, f"threads-{threads}", [*arguments, "--run.threads", str(threads)], folder)
+        arguments = [*SYNCHRONOUS, *BARE, "--steps", str(steps), "--run.threads", str(threads)]
+        taken[threads] = run(recipe, f"threads-{threads}", arguments, folder)
     for threads, outcome in taken.items():
         print(f"synchronous, {threads} thread(s): {1000 * outcome.seconds_per_step:.0f} ms per step", flush=True)
     return min(taken, key=lambda threads: taken[threads].seconds_per_step)
@@ -107,7 +111,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         threads = best_threads(recipe, 8 if slow else 40, folder)
-        one = run(recipe, "one", [*SYNCHRONOUS, "--steps", "8" if slow else "60", "--evaluation.every", "0"], folder)
+        one = run(recipe, "one", [*SYNCHRONOUS, *BARE, "--steps", "8" if slow else "60"], folder)
         settings = {"async": extra, "sync": [*SYNCHRONOUS, "--run.threads", str(threads)]}
         for seed in range(arguments.seeds):
             for side, own in settings.items():
