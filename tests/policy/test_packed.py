@@ -20,6 +20,8 @@ from transformers import (
     GPTNeoXForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
@@ -244,6 +246,16 @@ def test_positions_the_policy_did_not_sample_have_log_probability_0_and_no_gradi
     assert_gradients_agree(gradients(model, masked), gradients(model, whole * mask_BT))
 
 
+@pytest.mark.parametrize("share_prompt", [True, False])
+def test_a_micro_batch_in_which_nothing_was_sampled_has_a_gradient_of_0(share_prompt: bool) -> None:
+    model = built("llama")
+    batch = collate(groups_of([4], [[3]]))
+    policy = CausalPolicy(model, share_prompt=share_prompt)
+    log_policy = policy.evaluate(replace(batch, mask_BT=torch.zeros_like(batch.mask_BT))).log_policy_BT
+    assert log_policy.tolist() == [[0, 0, 0]]
+    assert all(float(g.abs().max()) == 0 for g in gradients(model, log_policy).values())
+
+
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
@@ -268,6 +280,17 @@ def test_a_model_that_cannot_share_prompts_takes_the_plain_forward(
     assert "prompts are not shared within groups" in caplog.text
     ours = policy.evaluate(batch).log_policy_BT
     torch.testing.assert_close(ours, plain_log_policy(made, batch), rtol=1e-4, atol=1e-4)
+
+
+def test_a_head_that_is_more_than_linear_takes_the_models_own_logits(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model, batch = GraniteForCausalLM(GraniteConfig(**GROUPED, logits_scaling=4.0)).eval(), ragged()
+    policy = CausalPolicy(model, temperature=0.7)
+    assert not policy.share_prompt
+    assert "its head is more than a linear layer" in caplog.text
+    ours, theirs = policy.evaluate(batch).log_policy_BT, plain_log_policy(model, batch, temperature=0.7)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_gradients_agree(gradients(model, ours), gradients(model, theirs))
 
 
 def test_a_model_that_ignores_the_layout_is_found_out_by_comparing() -> None:

@@ -88,12 +88,12 @@ class CausalPolicy:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._body = model.get_decoder()
         self._head = Head.of(model)
-        self.share_prompt = False
-        if share_prompt and self._head is not None:
-            fault = use_packed_attention(model)
-            self.share_prompt = fault is None
-            if fault is not None:
-                log.warning("prompts are not shared within groups by %s: %s", type(model).__name__, fault)
+        fault = None
+        if share_prompt:
+            fault = use_packed_attention(model) if self._head is not None else "its head is more than a linear layer"
+        if fault is not None:
+            log.warning("prompts are not shared within groups by %s: %s", type(model).__name__, fault)
+        self.share_prompt = share_prompt and fault is None
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """log_policy_BT (float32, 0 where the mask is False), with gradients unless they are switched off."""
@@ -106,7 +106,7 @@ class CausalPolicy:
         """Log-probabilities of the trained tokens and their places in B * T, each prompt run once."""
         packed = pack(batch)
         hidden_NW = packed_hidden(self._body, packed)
-        return self._log_probabilities(hidden_NW[packed.predictor_M], packed.target_M), packed.place_M
+        return self._log_probabilities(hidden_NW.index_select(0, packed.predictor_M), packed.target_M), packed.place_M
 
     def _plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same by a padded forward of prompt + completion. Padding comes last, so causality hides it."""

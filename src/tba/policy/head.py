@@ -82,6 +82,8 @@ def token_log_probabilities(
     hidden_MW: Tensor, head: Head, target_M: Tensor, temperature: float, chunk: int, kept: KeptProbabilities
 ) -> Tensor:
     """float32 [M]: log p(target | hidden). Beyond what is kept, `chunk` tokens' logits are there at a time."""
+    if not len(target_M):
+        return hidden_MW.float().sum(-1)  # empty, but with a gradient
     if head.softcap is None:
         return _TokenLogProbabilities.apply(hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, kept)
 
@@ -150,7 +152,7 @@ class _TokenLogProbabilities(torch.autograd.Function):
         grad_weight.index_add_(0, target_M, scaled_MW)
         ctx.kept.give_back(ctx.kept_KV)
         ctx.kept_KV = None
-        grad_hidden = (weight_VW[target_M] - grad_hidden).mul_(scale_M1)
+        grad_hidden = (weight_VW.index_select(0, target_M) - grad_hidden).mul_(scale_M1)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 

@@ -31,6 +31,7 @@ from tba.batch import Batch
 
 ATTENTION = "tba_packed"  # the name the attention function has with transformers
 _PADDED_PAIRS_PER_CALL = 1024  # attention pairs of padding that cost about as much as one more kernel call
+_LONE_ON_CPU = 48  # tokens from which copying a segment into a bucket costs more than a call of its own
 _NOTHING_SEEN = -1e30  # the log-sum-exp of a query that sees no key of a part
 
 
@@ -146,10 +147,12 @@ def pack(batch: Batch) -> Pack:
 
 
 def _bucketed(segments: Sequence[tuple[int, int]], device: torch.device) -> tuple[Bucket, ...]:
-    """Segments (start, length) in buckets, longest first: one joins if padding it costs less than a call of its own."""
+    """Segments (start, length) in buckets, longest first: one joins if that costs less than a call of its own."""
+    lone = _LONE_ON_CPU if device.type == "cpu" else torch.inf
     buckets: list[list[tuple[int, int]]] = []
     for start, length in sorted(segments, key=lambda segment: -segment[1]):
-        if buckets and buckets[-1][0][1] ** 2 - length**2 <= _PADDED_PAIRS_PER_CALL:
+        padded = buckets[-1][0][1] ** 2 - length**2 if buckets else torch.inf
+        if length < lone and padded <= _PADDED_PAIRS_PER_CALL:
             buckets[-1].append((start, length))
         else:
             buckets.append([(start, length)])
