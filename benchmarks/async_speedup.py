@@ -6,7 +6,8 @@ Both sides are `tba train quickstart` by settings alone: `processes` (one search
 against `inline` on-policy (k = 1, m = 1, recent window 0) with its best thread count. Evaluation is apart: its time
 stops the synchronous clock, and the asynchronous side evaluates on its searcher. Beside the ratio stand the limit of
 this machine, (g + t) / max(g, t), and the share of the ideal throughput 1 / max(g, t) that the asynchronous side had;
-g and t are the seconds of generating and of training per step, measured on one thread in this very run.
+g and t are the seconds of generating and of training per step, measured on one thread in this very run. Both clocks
+start at the first optimizer step: start-up, the first evaluation and the first round are apart on both sides.
 
 `--slow-judge`: judging one answer takes 200 ms, 16 at a time per scorer, on both sides; four searchers, at most two
 mean uses.
@@ -45,7 +46,7 @@ SYNCHRONOUS = [
 class Outcome:
     """One run, from its own summary and metrics."""
 
-    seconds_to_target: float | None  # since its first evaluation was due; None: never
+    seconds_to_target: float | None  # since the first optimizer step, evaluation apart; None: never
     seconds_per_step: float  # after warm-up, evaluation apart
     generating: float  # g, seconds per step the trainer stood still for a round (synchronous)
     training: float  # t, seconds per step of training
@@ -61,12 +62,13 @@ def run(recipe: str, side: str, arguments: list[str], folder: Path) -> Outcome:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
     path = folder / side
     summary = json.loads((path / "summary.json").read_text())
-    trainer = json.loads((path / "logs" / "trainer.result.json").read_text())["clock"]
+    result = json.loads((path / "logs" / "trainer.result.json").read_text())
+    trainer, began = result["clock"], result["warm_up_seconds"]
     figures = [e for e in summary["evaluations"] if e["metric"] == SAMPLED]
     steps = summary["steps"]
     busy, idle = trainer.get("busy", 0.0), trainer.get("idle", 0.0) + trainer.get("paced", 0.0)
     return Outcome(
-        seconds_to_target=reached([(e["wall_seconds"], e["value"]) for e in figures]),
+        seconds_to_target=reached([(max(0.0, e["wall_seconds"] - began), e["value"]) for e in figures]),
         seconds_per_step=(busy + idle) / steps,
         generating=idle / steps,
         training=busy / steps,
@@ -76,11 +78,10 @@ def run(recipe: str, side: str, arguments: list[str], folder: Path) -> Outcome:
 
 
 def reached(curve: list[tuple[float, float]]) -> float | None:
-    """Seconds from the first point to TARGET, linear between evaluations. Start-up is apart: it is the same work."""
-    began = curve[0][0]
+    """Seconds to TARGET, linear between evaluations."""
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
         if y1 >= TARGET:
-            return x0 + (x1 - x0) * max(0.0, TARGET - y0) / max(y1 - y0, 1e-9) - began
+            return x0 + (x1 - x0) * max(0.0, TARGET - y0) / max(y1 - y0, 1e-9)
     return None
 
 

@@ -26,7 +26,7 @@ from tba.runtime.processes import Processes
 from tba.runtime.searching import prompts_of
 from tba.settings import find, override
 
-_LOOK = 0.5  # seconds between two looks at the run's files
+_LOOK = 0.5  # seconds between two looks at the run's files, on a terminal
 _BUSY = 0.5  # load per core, before we begin, from which the machine counts as busy
 
 
@@ -73,7 +73,8 @@ def carry_out(
     console.print(f"run {run.path}", highlight=False)
     progress = Progress(recipe, run)
     with LiveView(console, recipe.record.status_seconds, recipe.name) as view:
-        tell = Throttled(lambda phase, note: view.update(progress.status(phase, note)))
+        every = _LOOK if console.is_terminal else recipe.record.status_seconds / 4
+        tell = Throttled(lambda phase, note: view.update(progress.status(phase, note)), every)
         runtime = (Inline if recipe.runtime == "inline" else Processes)(recipe, run, tell)
         faults = runtime.go()
     summary = summarise(recipe, run, runtime.searchers, faults, sft_seconds)
@@ -87,15 +88,16 @@ def carry_out(
 
 @dataclass
 class Throttled:
-    """Calls through at most twice a second: reading the run's files costs more than a tiny step."""
+    """Calls through every so many seconds at most: reading the run's files costs more than a tiny step."""
 
     view: Callable[[str, str], None]
+    every: float
     _next: float = field(default=0.0)
 
     def __call__(self, phase: str, note: str) -> None:
         now = time.monotonic()
         if now >= self._next:
-            self._next = now + _LOOK
+            self._next = now + self.every
             self.view(phase, note)
 
 
