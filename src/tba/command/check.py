@@ -118,6 +118,7 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
         rate = recipe.searchers * per_round / round_seconds
         working = recipe.steps * max(step_seconds, per_step / limit / rate)
     warm_up = recipe.replay.pacing.warm_up / rate
+    kept = min(recipe.replay.buffer.total, rate * working)
     return Estimate(
         start_seconds=start,
         round_seconds=round_seconds,
@@ -126,7 +127,7 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
         evaluation_seconds=2 * evaluation,
         total_seconds=start + 2 * evaluation + warm_up + working,
         uses=min(recipe.steps * per_step / (rate * working), limit),
-        trainer_bytes=trainer["peak_memory_bytes"],
+        trainer_bytes=trainer["peak_memory_bytes"] + int(kept * trainer["trajectory_bytes"]),
         searcher_bytes=searcher["peak_memory_bytes"],
     )
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,9 @@ import torch
 
 from tba.batch import collate
 from tba.recipe import Recipe
-from tba.record.memory import peak_memory_bytes
+from tba.record.memory import peak_memory_bytes, resident_memory_bytes
+from tba.replay.buffer import Buffer
+from tba.replay.codec import decode_trajectory, encode_trajectory
 from tba.runtime.searching import prompts_of
 from tba.settings import find, override
 from tba.train.batches import Fetched
@@ -28,6 +30,7 @@ from tba.train.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
 
 ROUNDS = 5  # timed rounds or steps, after one that warms up; `check` knows
+_KEPT = 10_000  # trajectories of which the memory is measured
 
 
 def search(recipe: Recipe) -> dict[str, Json]:
@@ -73,7 +76,23 @@ def train(recipe: Recipe, lengths: list[int]) -> dict[str, Json]:
         directory=Path(tempfile.gettempdir()),  # written to after three non-finite steps in a row only
     )
     seconds = [trainer.step()["seconds"] for _ in range(ROUNDS + 1)]
-    return {"step_seconds": statistics.median(seconds[1:]), "peak_memory_bytes": peak_memory_bytes()}
+    peak = peak_memory_bytes()
+    return {
+        "step_seconds": statistics.median(seconds[1:]),
+        "peak_memory_bytes": peak,
+        "trajectory_bytes": _trajectory_bytes(recipe, prompts, lengths),
+    }
+
+
+def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], lengths: list[int]) -> float:
+    """What a trajectory takes in the trainer's memory, as it comes out of the journal."""
+    source = _MadeUp(recipe, prompts, lengths, np.random.default_rng(1))
+    buffer = Buffer(replace(recipe.replay.buffer, distinct=False), 1)
+    before = resident_memory_bytes() or 0
+    for i in range(_KEPT):
+        prompt = prompts[i % len(prompts)]
+        buffer.add(decode_trajectory(encode_trajectory(source.answer(prompt)), prompt))
+    return max(0, (resident_memory_bytes() or 0) - before) / _KEPT
 
 
 @dataclass
@@ -87,10 +106,10 @@ class _MadeUp:
 
     def next(self) -> Fetched:
         chosen = self.rng.choice(len(self.prompts), size=self.recipe.groups_per_step)
-        groups = [Group.of([self._answer(self.prompts[int(i)]) for _ in range(self.recipe.group_size)]) for i in chosen]
+        groups = [Group.of([self.answer(self.prompts[int(i)]) for _ in range(self.recipe.group_size)]) for i in chosen]
         return Fetched(groups, collate(groups))
 
-    def _answer(self, prompt: Prompt) -> Trajectory:
+    def answer(self, prompt: Prompt) -> Trajectory:
         n = int(self.rng.choice(self.lengths))
         tokens = self.rng.choice(prompt.tokens, size=n).astype(np.int32)
         completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()))
