@@ -3,19 +3,21 @@
 Invariant: a row carries its group as data (`group_B`), so nothing depends on the order of rows, and a group may be
 ragged or split over micro-batches.
 
-Shape legend: B rows (one completion each), T completion positions, G groups (one prompt each), P prompt positions.
+Shape legend: B rows (one completion each), T completion positions, G groups (one prompt each), P prompt positions,
+S steps of a completion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tba.types import Group
+from tba.types import Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Batch:
     reward_B: Tensor  # float32
     group_B: Tensor  # int64, index into the G prompts
     log_behavior_BT: Tensor | None = None  # float32, 0 where the mask is False; None unless every row has it
+    step_start_BS: Tensor | None = None  # int64, where steps begin, then the row's length; None unless every row has it
+    step_value_BS: Tensor | None = None  # float32, the value before each step, then 0; None likewise
 
     @property
     def rows(self) -> int:
@@ -51,7 +55,8 @@ class Batch:
         width = int(length_B.max())
         kept_G, group_B = torch.unique(self.group_B[rows], return_inverse=True)
         prompt_width = int(self.prompt_length_G[kept_G].max())
-        behavior = self.log_behavior_BT
+        behavior, start_BS, value_BS = self.log_behavior_BT, self.step_start_BS, self.step_value_BS
+        steps = 0 if start_BS is None else int((start_BS[rows] < length_B[:, None]).sum(1).max())
         return Batch(
             prompt_GP=self.prompt_GP[kept_G, :prompt_width],
             prompt_length_G=self.prompt_length_G[kept_G],
@@ -62,6 +67,8 @@ class Batch:
             reward_B=self.reward_B[rows],
             group_B=group_B,
             log_behavior_BT=None if behavior is None else behavior[rows, :width],
+            step_start_BS=None if start_BS is None else start_BS[rows, :steps],
+            step_value_BS=None if value_BS is None else value_BS[rows, :steps],
         )
 
 
@@ -89,6 +96,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         if behavior is not None and c.log_behavior is not None:
             behavior[b, :n] = c.log_behavior
     reference *= mask
+    step_start, step_value = _steps(trajectories)
     return Batch(
         prompt_GP=torch.from_numpy(prompt),
         prompt_length_G=torch.from_numpy(prompt_lengths),
@@ -99,7 +107,31 @@ def collate(groups: Sequence[Group]) -> Batch:
         reward_B=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         group_B=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
         log_behavior_BT=None if behavior is None else torch.from_numpy(behavior * mask),
+        step_start_BS=step_start,
+        step_value_BS=step_value,
     )
+
+
+def _steps(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Tensor | None]:
+    """(start_BS, value_BS) from the arrays `step_start` and `step_value`; (None, None) unless every row has both.
+
+    Raises `ValueError` for steps that do not begin at 0 and go up within the completion.
+    """
+    if not all("step_start" in t.arrays and "step_value" in t.arrays for t in trajectories):
+        return None, None
+    rows, width = len(trajectories), max(len(t.arrays["step_start"]) for t in trajectories)
+    start = np.repeat([[t.length] for t in trajectories], width, axis=1)
+    value = np.zeros((rows, width), dtype=np.float32)
+    for b, trajectory in enumerate(trajectories):
+        starts, values = trajectory.arrays["step_start"].tolist(), trajectory.arrays["step_value"]
+        ordered = all(one < next_one for one, next_one in pairwise([*starts, trajectory.length]))
+        if starts[:1] != [0] or not ordered or len(values) != len(starts):
+            raise ValueError(
+                f"the steps of trajectory {trajectory.uid} begin at {starts} and have {len(values)} values, but they "
+                f"have to begin at 0 and go up to below its {trajectory.length} tokens, each with a value"
+            )
+        start[b, : len(starts)], value[b, : len(starts)] = starts, values
+    return torch.from_numpy(start), torch.from_numpy(value)
 
 
 def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True) -> Iterator[Tensor]:
