@@ -131,15 +131,23 @@ class PolicyOutput:
     log_z_G: torch.Tensor | None = None
 
 
+HEADS = frozenset({"value", "log_z"})  # what a policy can have besides its log-probabilities
+
+
 class Policy(Protocol):
-    """The model being trained. Heads (value, log Z) belong to it."""
+    """The model being trained. Its heads belong to it: parameters among the others, but none of its weights."""
+
+    @property
+    def heads(self) -> torch.nn.ModuleDict:
+        """Those of `HEADS` that it was made with, by name, all zero at first."""
+        ...
 
     def evaluate(self, batch: Batch) -> PolicyOutput: ...
 
     def parameters(self) -> Sequence[torch.nn.Parameter]: ...
 
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """Detached tensors by Hugging Face name; views of the live parameters, to be copied at once."""
+        """Detached tensors by Hugging Face name, heads left out; views of the live parameters, to be copied at once."""
         ...
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -155,7 +163,7 @@ class Objective(Protocol):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Of {"log_behavior", "value", "log_z"}: what the batch or the policy must give."""
+        """What the batch (`log_behavior`, `step_value`) or the policy (`HEADS`) must give."""
         ...
 
     @property

@@ -9,12 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from toys import BETA, TASK, Counted, LearnedBalance, PolicyWithHeads, WhitenedPolicyGradient, groups_of, llama_policy
+from toys import (
+    BETA,
+    TASK,
+    Counted,
+    LearnedBalance,
+    WhitenedPolicyGradient,
+    groups_of,
+    llama_policy,
+    tabular_policy_with_heads,
+    with_random_heads,
+)
 
 from tba.batch import Batch, collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularPolicy
-from tba.protocols import Objective, Policy
+from tba.protocols import HEADS, Objective, Policy
 from tba.train.gradients import backward
 
 RAGGED = [5, 1, 8, 3]
@@ -79,8 +89,13 @@ class TestTrajectoryBalance:
         assert relative(sliced, whole) < 2e-6
 
 
-def test_heads_are_exact_in_slices_and_log_z_of_a_split_group_counts_once() -> None:
-    policy, batch = PolicyWithHeads(), collate(groups_of(RAGGED))
+@pytest.mark.parametrize(
+    "policy",
+    [tabular_policy_with_heads(), with_random_heads(llama_policy(heads=HEADS))],
+    ids=["tabular", "llama"],
+)
+def test_heads_are_exact_in_slices_and_log_z_of_a_split_group_counts_once(policy: Policy) -> None:
+    batch = collate(groups_of(RAGGED))
     _, whole, _ = gradient(policy, LearnedBalance(), batch, WHOLE)
     _, sliced, passes = gradient(policy, LearnedBalance(), batch, 7)
     assert passes >= 10

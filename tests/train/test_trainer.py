@@ -7,7 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from toys import BETA, TASK, LearnedBalance, PolicyWithHeads, Published, Scripted, groups_of, llama_policy, trainer_of
+from toys import (
+    BETA,
+    TASK,
+    LearnedBalance,
+    Published,
+    Scripted,
+    groups_of,
+    llama_policy,
+    tabular_policy_with_heads,
+    trainer_of,
+)
 
 from tba.batch import collate
 from tba.errors import NonFiniteLoss, UserError
@@ -164,7 +174,7 @@ def test_the_size_of_a_pass_does_not_change_what_is_learned(tmp_path: Path) -> N
 def test_an_objective_that_needs_a_head_the_policy_lacks_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="LearnedBalance needs log_z and value of the policy, but TabularPolicy"):
         trainer_of(TabularPolicy(TASK), LearnedBalance(), tmp_path)
-    trainer: Trainer = trainer_of(PolicyWithHeads(), LearnedBalance(), tmp_path)
+    trainer: Trainer = trainer_of(tabular_policy_with_heads(), LearnedBalance(), tmp_path)
     assert math.isfinite(trainer.step()["loss"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from tba.batch import Batch
 from tba.policy.causal import CausalPolicy
 from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
-from tba.protocols import Objective, Policy, PolicyOutput
+from tba.protocols import HEADS, Objective, Policy, PolicyOutput
 from tba.schedules import Constant
 from tba.train.batches import Fetched, Sampled
 from tba.train.optimizer import OptimizerSettings
@@ -67,28 +67,23 @@ def llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def llama_policy(seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalPolicy:
-    return CausalPolicy(llama(seed, dtype))
+def llama_policy(seed: int = 0, dtype: torch.dtype = torch.float32, heads: Iterable[str] = ()) -> CausalPolicy:
+    return CausalPolicy(llama(seed, dtype), heads=heads)
 
 
-class PolicyWithHeads(TabularPolicy):
-    """The toy's policy with a learned log Z per prompt and a value per prompt and position."""
+def with_random_heads(policy: TabularPolicy | CausalPolicy) -> TabularPolicy | CausalPolicy:
+    """The same policy, its heads no longer zero."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in policy.heads.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+    return policy
 
-    heads = frozenset({"value", "log_z"})
 
-    def __init__(self) -> None:
-        super().__init__(TASK)
-        generator = torch.Generator().manual_seed(1)
-        self.log_z_Q = torch.nn.Parameter(torch.randn(TASK.questions, generator=generator))
-        self.value_QT = torch.nn.Parameter(torch.randn(TASK.questions, 16, generator=generator))
-
-    def evaluate(self, batch: Batch) -> PolicyOutput:
-        question_G = batch.prompt_GP[:, 0] - self.task.symbols - 1
-        value_BT = self.value_QT[question_G[batch.group_B]][:, : batch.completion_BT.shape[1]]
-        return PolicyOutput(super().evaluate(batch).log_policy_BT, value_BT * batch.mask_BT, self.log_z_Q[question_G])
-
-    def parameters(self) -> Sequence[torch.nn.Parameter]:
-        return [self.logits_QNV, self.log_z_Q, self.value_QT]
+def tabular_policy_with_heads(dtype: torch.dtype = torch.float32) -> TabularPolicy:
+    policy = with_random_heads(TabularPolicy(TASK, dtype=dtype, heads=HEADS))
+    assert isinstance(policy, TabularPolicy)
+    return policy
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,14 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from tba.batch import collate
+from tba.protocols import HEADS
 from tba.recipe import Recipe
 from tba.record.memory import peak_memory_bytes, resident_memory_bytes
 from tba.replay.buffer import Buffer
@@ -64,13 +67,13 @@ def train(recipe: Recipe, lengths: list[int]) -> dict[str, Json]:
     """Steps on made-up answers of the given lengths, with rewards 0 and 1."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
-    policy = model.policy(recipe.policy_temperature)
+    policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS)
     trainer = Trainer(
         policy=policy,
         objective=recipe.objective,
         batches=_MadeUp(recipe, prompts, lengths, np.random.default_rng(0)),
         weights=_Nowhere(),
-        optimizer=recipe.optimizer.start(policy.parameters()),
+        optimizer=recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters())),
         sync_every=recipe.steps + 1,
         max_tokens_per_pass=recipe.max_tokens_per_pass,
         directory=Path(tempfile.gettempdir()),  # written to after three non-finite steps in a row only
@@ -111,10 +114,12 @@ class _MadeUp:
 
     def answer(self, prompt: Prompt) -> Trajectory:
         n = int(self.rng.choice(self.lengths))
-        tokens = self.rng.choice(prompt.tokens, size=n).astype(np.int32)
-        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()))
-        uid = self.rng.bytes(16).hex()
-        return Trajectory(uid, prompt, completion, float(self.rng.integers(2)), np.full(n, -1.0, np.float32), Version())
+        tokens, ones = self.rng.choice(prompt.tokens, size=n).astype(np.int32), np.ones(n, np.float32)
+        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=-ones)
+        uid, reward = self.rng.bytes(16).hex(), float(self.rng.integers(2))
+        steps: dict[str, npt.NDArray[Any]] = {"step_start": np.zeros(1, np.int64), "step_value": ones[:1]}
+        arrays = steps if "step_value" in self.recipe.objective.needs else {}
+        return Trajectory(uid, prompt, completion, reward, -ones, Version(), arrays=arrays)
 
 
 class _Nowhere:

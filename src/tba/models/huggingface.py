@@ -22,7 +22,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.policy.causal import CausalPolicy, load_model
 from tba.policy.reference import FrozenReference
-from tba.protocols import Policy, Task
+from tba.protocols import HEADS, Policy, Task
 from tba.tasks.characters import character_tokenizer
 from tba.train.cache import cached_supervised, supervised_key
 from tba.train.scratch import ScratchModel, train_bpe_tokenizer
@@ -88,10 +88,18 @@ class HuggingFace:
                 f"cannot load a tokenizer from '{self.path}' ({reason}); give a folder or a Hub name"
             ) from error
 
-    def policy(self, temperature: float) -> CausalPolicy:
+    @property
+    def heads(self) -> frozenset[str]:
+        return HEADS
+
+    def policy(self, temperature: float, heads: frozenset[str] = frozenset()) -> CausalPolicy:
         model, _ = _loaded(self.path, self._device, torch.float32)  # the weights that AdamW keeps
         return CausalPolicy(
-            model, temperature, share_prompt=self.share_prompt, gradient_checkpointing=self.gradient_checkpointing
+            model,
+            temperature,
+            share_prompt=self.share_prompt,
+            gradient_checkpointing=self.gradient_checkpointing,
+            heads=heads,
         )
 
     def engine(self, version: Version) -> TransformersEngine:

@@ -14,7 +14,7 @@ import safetensors.torch
 from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, TabularTask, TabularTokenizer
-from tba.protocols import Policy, Task
+from tba.protocols import HEADS, Policy, Task
 from tba.types import Version
 
 
@@ -33,8 +33,12 @@ class TabularModel:
     def tokenizer(self) -> TabularTokenizer:
         return TabularTokenizer(self.task.symbols)
 
-    def policy(self, temperature: float) -> TabularPolicy:
-        return TabularPolicy(self.task, temperature)
+    @property
+    def heads(self) -> frozenset[str]:
+        return HEADS
+
+    def policy(self, temperature: float, heads: frozenset[str] = frozenset()) -> TabularPolicy:
+        return TabularPolicy(self.task, temperature, heads=heads)
 
     def engine(self, version: Version) -> TabularEngine:
         return TabularEngine(self.task, version)

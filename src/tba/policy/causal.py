@@ -3,7 +3,7 @@
 Invariant: `log_policy_BT` is log-softmax(logits / temperature) in float32 of the model *without dropout*, at the
 completion's positions only. So the log-ratio of the policy to its own copy is 0.
 
-Shape legend: B rows, T completion positions, M trained tokens, N flat tokens, P prompt positions.
+Shape legend: B rows, T completion positions, M trained tokens, N flat tokens, P prompt positions, G groups, W width.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tba.batch import Batch
 from tba.errors import UserError
 from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
+from tba.policy.heads import linear_heads, read
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
 from tba.protocols import PolicyOutput
 
@@ -56,6 +58,16 @@ def load_model(
     return model.to(device).eval(), tokenizer
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """What one forward gives of a batch's trained tokens, and of its prompts if a head reads them."""
+
+    log_M: Tensor
+    place_M: Tensor  # int64 into B * T
+    hidden_MW: Tensor  # before each token
+    prompt_GW: Tensor | None  # mean over the prompt's tokens
+
+
 class CausalPolicy:
     """The model being trained. It owns `model`: its attention and mode are set here, and dropout is never used.
 
@@ -71,6 +83,7 @@ class CausalPolicy:
         vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as fit 16 MiB
         kept_bytes: int = 3 * 2**27,  # vocabulary-wide rows kept for the backward pass; others are computed again
         gradient_checkpointing: bool = False,
+        heads: Iterable[str] = (),  # value, log_z: linear, on the hidden states before tokens and of prompts
     ) -> None:
         if temperature <= 0:
             raise UserError(f"the policy's temperature is {temperature}, but it must be above 0; 1.0 is the usual one")
@@ -88,6 +101,7 @@ class CausalPolicy:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._body = model.get_decoder()
         self._head = Head.of(model)
+        self.heads = linear_heads(heads, model.get_output_embeddings().weight.shape[-1], model.device)
         fault = None
         if share_prompt:
             fault = use_packed_attention(model) if self._head is not None else "its head is more than a linear layer"
@@ -96,19 +110,33 @@ class CausalPolicy:
         self.share_prompt = share_prompt and fault is None
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """log_policy_BT (float32, 0 where the mask is False), with gradients unless they are switched off."""
+        """log_policy_BT (float32, 0 where the mask is False) and heads, with gradients unless they are switched off."""
         with _layers_checkpointed(self.model, self._checkpointed):
-            log_M, place_M = self._packed(batch) if self.share_prompt else self._plain(batch)
-        flat_BT = torch.zeros_like(batch.log_reference_BT).view(-1)
-        return PolicyOutput(flat_BT.index_copy(0, place_M, log_M).view(batch.completion_BT.shape))
+            forward = self._packed(batch) if self.share_prompt else self._plain(batch)
+        value_BT = log_z_G = None
+        if "value" in self.heads:
+            value_BT = self._spread(read(self.heads["value"], forward.hidden_MW), forward.place_M, batch)
+        if forward.prompt_GW is not None:
+            log_z_G = read(self.heads["log_z"], forward.prompt_GW)
+        return PolicyOutput(self._spread(forward.log_M, forward.place_M, batch), value_BT, log_z_G)
 
-    def _packed(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the trained tokens and their places in B * T, each prompt run once."""
+    @staticmethod
+    def _spread(x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:
+        """[B, T]: each where its token is, 0 elsewhere."""
+        flat_BT = torch.zeros_like(batch.log_reference_BT).view(-1)
+        return flat_BT.index_copy(0, place_M, x_M).view(batch.completion_BT.shape)
+
+    def _packed(self, batch: Batch) -> _Forward:
+        """Each prompt run once."""
         packed = pack(batch)
         hidden_NW = packed_hidden(self._body, packed)
-        return self._log_probabilities(hidden_NW.index_select(0, packed.predictor_M), packed.target_M), packed.place_M
+        hidden_MW = hidden_NW.index_select(0, packed.predictor_M)
+        prompt_GW = None
+        if "log_z" in self.heads:
+            prompt_GW = torch.stack([hidden_NW[span.prompt].float().mean(0) for span in packed.layout.groups])
+        return _Forward(self._log_probabilities(hidden_MW, packed.target_M), packed.place_M, hidden_MW, prompt_GW)
 
-    def _plain(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _plain(self, batch: Batch) -> _Forward:
         """The same by a padded forward of prompt + completion. Padding comes last, so causality hides it."""
         row_M, step_M = batch.mask_BT.nonzero(as_tuple=True)
         prompt_B = batch.prompt_length_G[batch.group_B]
@@ -116,22 +144,27 @@ class CausalPolicy:
         target_M, predictor_M = batch.completion_BT[row_M, step_M], prompt_B[row_M] + step_M - 1
         place_M = row_M * batch.mask_BT.shape[1] + step_M
         if self._head is None:
-            logits_MV = self.model(input_ids=input_BT, use_cache=False).logits[row_M, predictor_M].float()
-            log_MV = torch.log_softmax(logits_MV / self.temperature, dim=-1)
-            return log_MV.gather(1, target_M[:, None])[:, 0], place_M
-        hidden_BTW = self._body(input_ids=input_BT, use_cache=False).last_hidden_state
-        return self._log_probabilities(hidden_BTW[row_M, predictor_M], target_M), place_M
+            output = self.model(input_ids=input_BT, use_cache=False, output_hidden_states=len(self.heads) > 0)
+            logits_MV = output.logits[row_M, predictor_M].float()
+            log_M = torch.log_softmax(logits_MV / self.temperature, dim=-1).gather(1, target_M[:, None])[:, 0]
+            hidden_BTW = output.hidden_states[-1] if self.heads else logits_MV.new_zeros(*input_BT.shape, 0)
+            hidden_MW = hidden_BTW[row_M, predictor_M]
+        else:
+            hidden_BTW = self._body(input_ids=input_BT, use_cache=False).last_hidden_state
+            hidden_MW = hidden_BTW[row_M, predictor_M]
+            log_M = self._log_probabilities(hidden_MW, target_M)
+        return _Forward(log_M, place_M, hidden_MW, _mean_prompt(hidden_BTW, batch) if "log_z" in self.heads else None)
 
     def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> Tensor:
         assert self._head is not None
         return token_log_probabilities(hidden_MW, self._head, target_M, self.temperature, self.vocab_chunk, self._kept)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """Those that are trained, each once."""
-        return [p for p in self.model.parameters() if p.requires_grad]
+        """Those that are trained, each once, those of the heads last."""
+        return [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Detached views by the names `save_pretrained` uses; tied weights once."""
+        """Detached views by the names `save_pretrained` uses; tied weights once, heads not at all."""
         tied = self.model.all_tied_weights_keys
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
@@ -174,6 +207,16 @@ def _joined(batch: Batch) -> Tensor:
     )
     completion_BT = batch.completion_BT.gather(1, step_BT.clamp(0, batch.completion_BT.shape[1] - 1))
     return torch.where(step_BT < 0, prompt_BT, completion_BT)
+
+
+def _mean_prompt(hidden_BTW: Tensor, batch: Batch) -> Tensor:
+    """[G, W] float32: the mean hidden state of each prompt, from the first row that has it."""
+    row_B = torch.arange(batch.rows, device=batch.group_B.device)
+    first_G = row_B.new_full((batch.groups,), batch.rows).scatter_reduce(0, batch.group_B, row_B, "amin")
+    position_P = torch.arange(batch.prompt_GP.shape[1], device=row_B.device)
+    in_prompt_GP = position_P < batch.prompt_length_G[:, None]
+    hidden_GPW = hidden_BTW[first_G, : batch.prompt_GP.shape[1]].float()
+    return (hidden_GPW * in_prompt_GP[:, :, None]).sum(1) / batch.prompt_length_G[:, None]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ Shape legend: Q prompts (questions), N nodes, V = 1 + A next tokens, O = N + A^L
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from string import ascii_lowercase, ascii_uppercase
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
+from tba.policy.heads import known, zeroed
 from tba.protocols import PolicyOutput
 from tba.types import Completion, FloatArray, Judgement, Problem, Prompt, Split, Version
 
@@ -153,13 +154,24 @@ class TabularTokenizer:
 class TabularPolicy:
     """A logit for every prompt, prefix and next token. It starts as the reference of its task.
 
-    `temperature` is the recipe's policy temperature: log-probabilities are those of logits / temperature.
+    `temperature` is the recipe's policy temperature: log-probabilities are those of logits / temperature. Its heads are
+    tables too: a value for every prompt and prefix (row q N + n), log Z for every prompt.
     """
 
-    def __init__(self, task: TabularTask, temperature: float = 1.0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        task: TabularTask,
+        temperature: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        heads: Iterable[str] = (),
+    ) -> None:
         self.task = task
         self.temperature = temperature
         self.logits_QNV = torch.nn.Parameter(torch.tensor(task.reference_logits_QNV, dtype=dtype))
+        rows = {"value": task.questions * task.nodes, "log_z": task.questions}
+        self.heads = torch.nn.ModuleDict(
+            {name: zeroed(torch.nn.Embedding(rows[name], 1, dtype=dtype)) for name in known(heads)}
+        )
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """Log-probabilities [B, T] of the batch's completions, 0 where its mask is False."""
@@ -170,13 +182,20 @@ class TabularPolicy:
             nodes.append(node_B)
             child_B = node_B * self.task.symbols + batch.completion_BT[:, t]
             node_B = torch.where(t + 1 < batch.length_B, child_B, 0)  # nothing follows: any node will do
-        logits_BTV = self.logits_QNV[question_G[batch.group_B][:, None], torch.stack(nodes, 1)]
+        question_B1, node_BT = question_G[batch.group_B][:, None], torch.stack(nodes, 1)
+        logits_BTV = self.logits_QNV[question_B1, node_BT]
         log_policy_BTV = (logits_BTV / self.temperature).log_softmax(-1)
         log_policy_BT = log_policy_BTV.gather(2, batch.completion_BT[:, :, None])[:, :, 0]
-        return PolicyOutput(torch.where(batch.mask_BT, log_policy_BT, 0.0))
+        value_BT = log_z_G = None
+        if "value" in self.heads:
+            value_BT = self.heads["value"](question_B1 * self.task.nodes + node_BT)[:, :, 0]
+            value_BT = torch.where(batch.mask_BT, value_BT, 0.0)
+        if "log_z" in self.heads:
+            log_z_G = self.heads["log_z"](question_G)[:, 0]
+        return PolicyOutput(torch.where(batch.mask_BT, log_policy_BT, 0.0), value_BT, log_z_G)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        return [self.logits_QNV]
+        return [self.logits_QNV, *self.heads.parameters()]
 
     def weights(self) -> Mapping[str, Tensor]:
         """The one tensor, detached; a view of the live parameter."""

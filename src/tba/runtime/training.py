@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from tba.protocols import HEADS
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.jsonl import write_json
@@ -115,6 +116,7 @@ class TrainHalf:
             lambda folder: self.recipe.model.save(self.trainer.policy, folder),
             self.trainer.optimizer,
             keep=self.recipe.run.checkpoints,
+            heads=self.trainer.policy.heads,
         )
 
     def finish(self) -> None:
@@ -177,7 +179,7 @@ def start_training(
     """The trainer of the run at `run`, its first version published."""
     model = recipe.model.prepared(recipe.task)
     recipe = replace(recipe, model=model)
-    policy = model.policy(recipe.policy_temperature)
+    policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS)
     journal = JournalFollower(run.journal(recipe), keep_rows=recipe.replay.keep_rows)
     replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
     weights = WeightDirectory(run.weights)
@@ -198,7 +200,7 @@ def start_training(
         objective=recipe.objective,
         batches=wait,
         weights=weights,
-        optimizer=recipe.optimizer.start(policy.parameters()),
+        optimizer=recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters())),
         sync_every=recipe.sync_every,
         max_tokens_per_pass=recipe.max_tokens_per_pass,
         directory=run.path,

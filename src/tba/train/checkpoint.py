@@ -1,6 +1,7 @@
 """Checkpoints: the model in the Hugging Face layout, the optimizer's state, and where the run stood.
 
-    checkpoints/step-N/   config.json model.safetensors (tokenizer)   optimizer.safetensors optimizer.json   run.json
+    checkpoints/step-N/   config.json model.safetensors (tokenizer)   (heads.safetensors)
+                          optimizer.safetensors optimizer.json   run.json
 
 Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there. `from_pretrained` takes one as
 it is, and a run resumed from one goes on bit for bit as if it had not stopped. One process writes.
@@ -14,12 +15,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import safetensors.torch
+import torch
+
 from tba.errors import UserError
 from tba.train.optimizer import Optimizer
 from tba.types import Json, Version
 from tba.weights.beside import folder_beside, remove_folder, remove_leftovers
 
 RUN = "run.json"
+HEADS = "heads.safetensors"
 STEP = re.compile(r"step-\d+")
 
 
@@ -42,6 +47,19 @@ class Checkpoint:
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"the checkpoint at {path} is damaged ({RUN}: {error}); give an older one") from error
 
+    def load_heads(self, heads: torch.nn.ModuleDict) -> None:
+        """Put what was saved into a policy's heads. Raises `UserError` when they are missing, damaged or others."""
+        if not heads:
+            return
+        try:
+            heads.load_state_dict(safetensors.torch.load_file(self.path / HEADS))
+        except (OSError, RuntimeError, safetensors.SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(
+                f"the checkpoint at {self.path} cannot give the heads {', '.join(heads)} ({reason}); give one that was "
+                "trained with the same objective"
+            ) from error
+
 
 def save_checkpoint(
     folder: Path,
@@ -50,10 +68,12 @@ def save_checkpoint(
     optimizer: Optimizer,
     state: Mapping[str, Json] | None = None,
     keep: int = 2,
+    heads: torch.nn.ModuleDict | None = None,
 ) -> Checkpoint:
     """Write `folder`/step-N and take away all but the newest `keep`; one of the same step is replaced.
 
-    `save_model` writes the model (and its tokenizer) into the folder it is given; `state` is what JSON can hold.
+    `save_model` writes the model (and its tokenizer) into the folder it is given; `state` is what JSON can hold;
+    `heads` are the policy's, beside the model, which has no place for them.
     Raises `UserError` when `keep` is less than 1.
     """
     if keep < 1:
@@ -64,6 +84,8 @@ def save_checkpoint(
     with folder_beside(path, durable=True) as beside:
         save_model(beside)
         optimizer.save(beside)
+        if heads:
+            safetensors.torch.save_file(heads.state_dict(), beside / HEADS)
         (beside / RUN).write_text(json.dumps({"version": str(version), "state": dict(state or {})}))
         if path.exists():
             remove_folder(path)

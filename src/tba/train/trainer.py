@@ -20,7 +20,7 @@ import torch
 
 from tba.batch import Batch
 from tba.errors import NonFiniteLoss, UserError
-from tba.protocols import Objective, Policy, WeightPublisher
+from tba.protocols import HEADS, Objective, Policy, WeightPublisher
 from tba.train.batches import BatchSource
 from tba.train.gradients import backward
 from tba.train.optimizer import Optimizer
@@ -39,8 +39,7 @@ def no_notes(version: Version) -> Mapping[str, Json]:
 class Trainer:
     """Call `step()` by hand in a REPL, or let a runtime do it. `version` is of the weights as they are now.
 
-    Raises `UserError` when the objective needs a head that the policy does not have. A policy with heads names them
-    (`value`, `log_z`) in its attribute `heads`.
+    Raises `UserError` when the objective needs a head that the policy does not have.
     """
 
     policy: Policy
@@ -59,7 +58,7 @@ class Trainer:
     _skipped_in_a_row: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
-        missing = self.objective.needs - {"log_behavior"} - getattr(self.policy, "heads", frozenset())
+        missing = (self.objective.needs & HEADS) - set(self.policy.heads)
         if missing:
             heads = " and ".join(sorted(missing))
             raise UserError(
@@ -83,11 +82,15 @@ class Trainer:
 
     def backward(self, batch: Batch) -> Metrics:
         """Evaluate, objective, backpropagate: in one pass or slice by slice (`train.gradients`)."""
-        if "log_behavior" in self.objective.needs and batch.log_behavior_BT is None:
-            raise UserError(
-                f"{type(self.objective).__name__} needs the log-probabilities of the behaviour policy, but a "
-                "trajectory of this batch came without them; leave imported data out or choose trajectory balance"
-            )
+        for need, given, what in (
+            ("log_behavior", batch.log_behavior_BT, "the log-probabilities of the behaviour policy"),
+            ("step_value", batch.step_value_BS, "the values of the answer's steps"),
+        ):
+            if need in self.objective.needs and given is None:
+                raise UserError(
+                    f"{type(self.objective).__name__} needs {what}, but a trajectory of this batch came without them; "
+                    "leave imported data out or choose trajectory balance"
+                )
         step = self.version.step + 1
         loss, metrics = backward(self.policy, self.objective, batch, step, self.max_tokens_per_pass)
         return {**metrics, "loss": loss}
