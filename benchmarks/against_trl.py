@@ -1,0 +1,137 @@
+"""`tba train quickstart` beside TRL's trainers on a CPU: wall-clock to a target accuracy, and where each ends.
+
+    python benchmarks/against_trl.py [--seeds 3] [--trainers grpo rloo] [--out FILE]
+
+TRL (pinned below) is installed into an environment of its own, `.venv-trl`, by this script (about 1.5 GB, once).
+Same shipped base, problems, reward, K, batch, temperature, length limit, gradient clip and AdamW. Ours runs in two
+processes of one thread, TRL in one process of two threads, so that both have two cores; TRL is given the best of three
+learning rates, by time to the target on another seed. Evaluation (500 held-out problems, one sampled answer to each)
+stops TRL's clock, and runs on our searcher. TRL's clock starts with its first step, ours with the first optimizer
+step: we do not wait for its first batch, which is less than one of TRL's steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from async_speedup import EVALUATION, TARGET, reached, run
+
+from tba.evaluate.estimators import bootstrap_interval
+from tba.recipes.quickstart import recipe
+
+TRL = "trl==1.16.0"
+RATES = (3e-5, 1e-4, 3e-4)
+ROOT = Path(__file__).parent.parent
+
+
+def environment() -> Path:
+    """The Python that has TRL."""
+    folder = ROOT / ".venv-trl"
+    if not (folder / "installed").is_file():
+        print(f"installing {TRL} into {folder}", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
+        subprocess.run([*install, TRL, "torch", "transformers", "datasets", "accelerate"], check=True)
+        (folder / "installed").touch()
+    return folder / "bin" / "python"
+
+
+def trl_run(python: Path, trainer: str, lr: float, seed: int, steps: int, folder: Path) -> dict[str, Any]:
+    """One run of benchmarks/trl_side.py: its curve [(seconds, accuracy)] and seconds per step."""
+    task = replace(recipe.task)
+    problems = {split: [(p.prompt, p.fields["answer"]) for p in task.problems(split)] for split in ("train", "eval")}
+    start = recipe.model.warm_start  # type: ignore[attr-defined]
+    out = folder / f"{trainer}-{lr}-{seed}.json"
+    settings = {
+        "trainer": trainer,
+        "lr": lr,
+        "seed": seed,
+        "steps": steps,
+        "threads": 2,
+        "every": 20,
+        "batch": recipe.groups_per_step * recipe.group_size,
+        "group_size": recipe.group_size,
+        "max_completion": recipe.model.generation.max_completion_tokens,  # type: ignore[attr-defined]
+        "model": str(start.shipped),
+        "train": problems["train"],
+        "eval": problems["eval"][:500],
+        "folder": str(folder / f"{trainer}-{seed}"),
+        "out": str(out),
+    }
+    path = out.with_suffix(".settings")
+    path.write_text(json.dumps(settings))
+    done = subprocess.run(
+        [str(python), str(Path(__file__).parent / "trl_side.py"), str(path)], capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{trainer}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def main() -> None:
+    """The command line above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--tuning-steps", type=int, default=200)
+    parser.add_argument("--trainers", nargs="+", default=["grpo", "rloo"], choices=["grpo", "rloo", "online_dpo"])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    python = environment()
+    facts: dict[str, Any] = {"rates": {}, "ours": [], **{name: [] for name in arguments.trainers}}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for trainer in arguments.trainers:
+            facts["rates"][trainer] = tuned(python, trainer, arguments.tuning_steps, folder)
+        for seed in range(arguments.seeds):
+            common = ["--seed", str(seed), "--steps", str(arguments.steps), *EVALUATION]
+            ours = run("quickstart", f"ours-{seed}", common, folder)
+            facts["ours"].append({"seconds": ours.seconds_to_target, "final": ours.final})
+            print(f"seed {seed} ours: {facts['ours'][-1]}, {1000 * ours.seconds_per_step:.0f} ms per step", flush=True)
+            for trainer in arguments.trainers:
+                found = trl_run(python, trainer, facts["rates"][trainer], seed, arguments.steps, folder)
+                own = {"seconds": reached(found["curve"]), "final": found["curve"][-1][1]}
+                facts[trainer].append(own)
+                print(f"seed {seed} {trainer}: {own}, {1000 * found['seconds_per_step']:.0f} ms per step", flush=True)
+    report(facts, arguments.trainers)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def tuned(python: Path, trainer: str, steps: int, folder: Path) -> float:
+    """The rate that reaches the target first, or else ends highest."""
+    found = {}
+    for lr in RATES:
+        curve = trl_run(python, trainer, lr, 100, steps, folder)["curve"]
+        found[lr] = (reached(curve) or float("inf"), -curve[-1][1])
+        print(f"{trainer} at {lr}: {TARGET:.0%} after {found[lr][0]:.0f} s, ends at {-found[lr][1]:.1%}", flush=True)
+    return min(found, key=lambda lr: found[lr])
+
+
+def report(facts: dict[str, Any], trainers: list[str]) -> None:
+    """The figures that are asked for."""
+    for trainer in ["ours", *trainers]:
+        runs = facts[trainer]
+        seconds = ", ".join("never" if r["seconds"] is None else f"{r['seconds']:.0f} s" for r in runs)
+        final = [r["final"] for r in runs]
+        ends = f"{np.mean(final):.1%} ({min(final):.1%}-{max(final):.1%})"
+        print(f"{trainer:11} {TARGET:.0%} after {seconds}; ends at {ends}")
+        pairs = [(o["seconds"], r["seconds"]) for o, r in zip(facts["ours"], runs, strict=True)]
+        ratios = np.array([r / o for o, r in pairs if o and r])
+        if trainer != "ours" and len(ratios):
+            i = bootstrap_interval(ratios)
+            times = f"{i.estimate:.2f} times ours [{i.low:.2f}, {i.high:.2f}]"
+            print(f"{'':11} {times}, {len(ratios)} of {len(pairs)} seeds reached it on both sides")
+
+
+if __name__ == "__main__":
+    main()
