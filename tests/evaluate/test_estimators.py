@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.evaluate.estimators import bootstrap_interval, paired_difference, pass_at_k, wilson_interval
+from tba.evaluate.estimators import (
+    Interval,
+    bootstrap_interval,
+    difference_of_means,
+    paired_difference,
+    pass_at_k,
+    wilson_interval,
+)
+from tba.evaluate.student_t import quantile
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -89,3 +97,27 @@ def test_a_bootstrap_refuses_nothing_and_what_is_not_paired() -> None:
         paired_difference([1.0], [1.0, 0.0])
     with pytest.raises(ValueError, match="confidence"):
         bootstrap_interval([1.0], confidence=95)
+
+
+def test_a_difference_of_two_means_is_the_textbooks_interval() -> None:
+    # n = 3 each and equal spreads: pooled and Welch's agree, 4 degrees of freedom, t = 2.776445
+    interval = difference_of_means([1.0, 2.0, 3.0], [4.0, 5.0, 6.0])
+    half = 2.7764451052 * np.sqrt(2 / 3)
+    assert (interval.estimate, interval.low, interval.high) == pytest.approx((3.0, 3 - half, 3 + half), abs=1e-9)
+    # Welch and Satterthwaite: variances 1/3 and 4, n = 4 and 2: freedom 2.0833^2 / (0.0833^2 / 3 + 2^2 / 1)
+    uneven = difference_of_means([1.0, 1.0, 2.0, 2.0], [3.0, 3.0 + 8**0.5])
+    freedom = (1 / 12 + 2) ** 2 / ((1 / 12) ** 2 / 3 + 4)
+    assert uneven.high - uneven.estimate == pytest.approx(quantile(0.975, freedom) * (1 / 12 + 2) ** 0.5)
+
+
+def test_the_difference_of_three_and_three_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(7)
+    covered = sum(not difference_of_means(rng.normal(0, 1, 3), rng.normal(1, 2, 3)).excludes(1.0) for _ in range(2000))
+    assert 0.935 <= covered / 2000 <= 0.975  # Welch's is a little wide at such n
+
+
+def test_a_single_value_says_nothing_about_a_difference_and_no_spread_says_all() -> None:
+    assert difference_of_means([1.0], [2.0, 2.5]) == Interval(1.25, -np.inf, np.inf)
+    assert difference_of_means([1.0, 1.0], [2.0, 2.0]) == Interval(1.0, 1.0, 1.0)
+    with pytest.raises(ValueError, match="there are 0 and 1"):
+        difference_of_means([], [1.0])

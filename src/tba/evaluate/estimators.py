@@ -14,6 +14,8 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
+from tba.evaluate.student_t import quantile
+
 Values = Sequence[float] | npt.NDArray[np.floating] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
 
 INDICES_AT_ONCE = 1 << 20  # resampled indices held in memory at a time (8 MiB)
@@ -96,6 +98,29 @@ def paired_difference(
     if first.shape != second.shape:
         raise ValueError(f"a paired difference needs equal lengths, but got {first.shape} and {second.shape}")
     return bootstrap_interval(second - first, confidence=confidence, resamples=resamples, seed=seed)
+
+
+def difference_of_means(first: Values, second: Values, *, confidence: float = 0.95) -> Interval:
+    """The interval of mean(second) - mean(first) of two independent rows, by Student's t (Welch 1947).
+
+    Unequal spreads are allowed for. A handful of values, such as seeds, is enough for it to hold what it promises as
+    far as they are normal (a bootstrap of three is much too narrow); a single one on either side says nothing about
+    spread, and the bounds are infinite. Raises `ValueError` for an empty row.
+    """
+    _normal_quantile(confidence)  # refuses what is no confidence
+    a, b = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if min(a.size, b.size) < 1:
+        raise ValueError(f"a difference of means needs a value on both sides, but there are {a.size} and {b.size}")
+    difference = float(b.mean() - a.mean())
+    if min(a.size, b.size) < 2:
+        return Interval(difference, -math.inf, math.inf)
+    parts = [float(v.var(ddof=1)) / v.size for v in (a, b)]
+    variance = sum(parts)
+    if variance == 0:
+        return Interval(difference, difference, difference)
+    freedom = variance**2 / sum(part**2 / (v.size - 1) for part, v in zip(parts, (a, b), strict=True))
+    half = quantile(0.5 + confidence / 2, freedom) * math.sqrt(variance)
+    return Interval(difference, difference - half, difference + half)
 
 
 def _normal_quantile(confidence: float) -> float:
