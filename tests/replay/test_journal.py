@@ -19,6 +19,7 @@ import tba.replay.journal
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.filesystem import network_filesystem
 from tba.replay.journal import JournalFollower, JournalWriter, Totals
+from tba.replay.scores import Score
 from tba.types import Evaluation, Trajectory, Version
 
 
@@ -366,5 +367,61 @@ def test_files_that_are_no_journal_of_this_version_are_refused(tmp_path: Path) -
     connection = sqlite3.connect(newer)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(UserError, match="schema version 99, this program reads version 1"):
+    with pytest.raises(UserError, match="schema version 99, this program reads version 2"):
         JournalWriter(newer, "a")
+
+
+def logs(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+LATER, LATEST = Version(0, 50), Version(0, 100)
+
+
+def test_what_is_asked_for_is_scored_once_newest_first_and_drained_once(
+    path: Path, writer: JournalWriter, follower: JournalFollower
+) -> None:
+    rows = [trajectory(i % 2, (i, 5)) for i in range(6)]
+    writer.put(rows)
+    follower.ask(LATER, uids(rows[:5]))
+    with JournalWriter(path, "searcher-1") as other:
+        assert writer.unscored(LATEST, 9, 1e6) == []
+        mine, others = writer.unscored(LATER, 2, 1e6), other.unscored(LATER, 9, 1e6)
+    assert all(map(same, mine + others, rows[4::-1]))
+    scores = [Score(t.uid, LATER, logs(-1.5, -i / 3)) for i, t in enumerate(mine)]
+    for _ in range(2):
+        writer.put_scores(scores, {"rescored_trajectories": 2})
+    assert [same(a, b) for a, b in zip(follower.drain_scores(), scores, strict=True)] == [True, True]
+    assert follower.drain_scores() == []
+    assert follower.counters() == {"searcher-0": {"rescored_trajectories": 2}}
+    follower.score_position = 0
+    assert [s.uid for s in follower.drain_scores(limit=1)] == [mine[0].uid]
+    assert all(map(same, follower.drain(), rows))  # a trajectory keeps what it came with
+
+
+def test_what_was_scored_is_not_asked_for_again_and_a_later_reference_takes_the_place_of_an_earlier(
+    writer: JournalWriter, follower: JournalFollower
+) -> None:
+    rows = [trajectory(tokens=(i,)) for i in range(4)]
+    writer.put(rows)
+    follower.ask(LATER, uids(rows[:3]))
+    writer.put_scores([Score(rows[1].uid, LATER, logs(-1.0))])
+    follower.ask(LATER, uids(rows))
+    assert uids(writer.unscored(LATER, 9, seconds=0)) == uids([rows[3], rows[2], rows[0]])
+    follower.ask(LATEST, uids(rows))
+    assert writer.unscored(LATER, 9, seconds=0) == []
+    writer.put_scores([Score(rows[3].uid, LATER, logs(-2.0))])  # by somebody who was still at it
+    assert uids(writer.unscored(LATEST, 9, seconds=0)) == uids(rows[::-1])
+
+
+def test_what_a_dead_searcher_was_scoring_is_handed_out_again(path: Path, follower: JournalFollower) -> None:
+    clock, rows = Clock(), [trajectory(tokens=(i,)) for i in range(3)]
+    with JournalWriter(path, "a", clock=clock) as a, JournalWriter(path, "b", clock=clock) as b:
+        a.put(rows)
+        follower.ask(LATER, uids(rows))
+        assert uids(a.unscored(LATER, 2, seconds=10)) == uids(rows[:0:-1])
+        assert uids(b.unscored(LATER, 9, seconds=1e6)) == uids(rows[:1])
+        clock.now += 10
+        assert uids(b.unscored(LATER, 1, seconds=1e6)) == uids(rows[2:])
+        b.resume()  # started again
+        assert uids(b.unscored(LATER, 9, seconds=1e6)) == uids(rows[::-1])

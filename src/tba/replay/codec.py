@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tba.types import Completion, Json, Prompt, Sampling, StopReason, Trajectory, Version
+from tba.types import Completion, FloatArray, Json, Prompt, Sampling, StopReason, Trajectory, Version
 
 _TOKENS = np.dtype("<i4")
 _LOGS = np.dtype("<f4")
@@ -117,6 +117,16 @@ def decode_trajectory(body: bytes, prompt: Prompt) -> Trajectory:
         provenance=header["provenance"],
         created=header["created"],
     )
+
+
+def encode_logs(log_probabilities: FloatArray) -> bytes:
+    """[T] log-probabilities alone."""
+    return np.ascontiguousarray(log_probabilities, _LOGS).tobytes()
+
+
+def decode_logs(body: bytes) -> FloatArray:
+    """The inverse of `encode_logs`."""
+    return np.frombuffer(body, _LOGS)
 
 
 def _plain(name: str, array: _Array) -> _Array:

@@ -5,8 +5,8 @@ the order of acknowledgement; what was not acknowledged left no trace. Exactly o
 write-ahead log: that of the follower that holds the lock beside the file. (SQLite also does it for whoever closes the
 file last, when nobody else has it open.) The follower holds no read transaction between calls.
 
-Prompts are leased here by position (0, 1, 2, ...), evaluation jobs are claimed here, and each owner's counts are kept
-here, in the transaction of what they count.
+Prompts are leased here by position (0, 1, 2, ...), evaluation jobs are claimed here, trajectories are scored under
+later references here (`scores`), and each owner's counts are kept here, in the transaction of what they count.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from types import TracebackType
 from typing import IO, Any, Self, TypeAlias
 
 from tba.errors import DeadlineExceeded, UserError
+from tba.replay import scores
 from tba.replay.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
 from tba.replay.database import Database
 from tba.replay.filesystem import network_filesystem
+from tba.replay.scores import Score
 from tba.types import Evaluation, Prompt, Trajectory, Version
 
 _KIND = 0x54424131  # "TBA1" in the file's header
-_VERSION = 1
+_VERSION = 2
 _LAST = 2**63 - 1  # no position is larger
 _PATIENCE = 0.1  # seconds that housekeeping may keep the trainer
 _SCHEMA = """
@@ -37,7 +39,7 @@ CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE trajectories (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, prompt INTEGER NOT NULL, tokens INTEGER NOT NULL, body BLOB NOT NULL
 );
-CREATE TABLE uids (uid TEXT PRIMARY KEY) WITHOUT ROWID;
+CREATE TABLE uids (uid TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE leases (position INTEGER PRIMARY KEY, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL);
 CREATE TABLE jobs (
     job TEXT PRIMARY KEY, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL, done INTEGER NOT NULL
@@ -48,7 +50,7 @@ CREATE TABLE evaluations (
 );
 CREATE TABLE counters (owner TEXT, name TEXT, value INTEGER NOT NULL, PRIMARY KEY (owner, name)) WITHOUT ROWID;
 CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('retired_rows', 0), ('retired_tokens', 0), ('positions', 0)
+INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('retired_rows', 0), ('retired_tokens', 0), ('positions', 0);
 """
 _Row: TypeAlias = tuple[Any, ...]
 
@@ -123,6 +125,30 @@ class JournalWriter:
             )
         return positions
 
+    def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
+        """Up to `count` trajectories whose score under `reference` is asked for, newest first, for the next `seconds`.
+
+        One that is handed out and has not run out is not handed out again.
+        """
+        if not self._database.rows(scores.UNSCORED, str(reference)):
+            return []  # nearly always, and without the write lock
+        with self._database.transaction() as connection:
+            now = self._now(connection, "unscored")
+            rows = scores.lease(connection, reference, count, self.owner, now, seconds)
+        ids = {prompt for prompt, _, _ in rows}
+        prompts = {i: self._database.rows("SELECT body FROM prompts WHERE id = ?", i)[0][0] for i in ids}
+        decoded = {i: decode_prompt(body) for i, body in prompts.items()}
+        return [decode_trajectory(body, decoded[prompt]) for prompt, _, body in rows]
+
+    def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
+        """One transaction: the scores, which are then not asked for any longer, and the counters.
+
+        A repeated call changes nothing: a score that is there already is ignored; when all are, so are the counters.
+        """
+        with self._database.transaction() as connection:
+            if scores.put(connection, scored) and counters:
+                self._count(connection, counters)
+
     def count(self, **increments: int) -> None:
         """Add to this owner's counts."""
         with self._database.transaction() as connection:
@@ -158,10 +184,13 @@ class JournalWriter:
                 )
 
     def resume(self) -> None:
-        """Whoever had this owner's name before is dead: what it held, prompts and unfinished jobs, runs out now."""
+        """Whoever had this owner's name before is dead: what it held (prompts, unfinished jobs, what it was to score)
+        runs out now.
+        """
         with self._database.transaction() as connection:
             connection.execute("UPDATE leases SET seconds = 0 WHERE owner = ?", (self.owner,))
             connection.execute("UPDATE jobs SET seconds = 0 WHERE owner = ? AND NOT done", (self.owner,))
+            connection.execute("UPDATE unscored SET seconds = 0 WHERE owner = ?", (self.owner,))
 
     def _count(self, connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
         connection.executemany(
@@ -191,7 +220,7 @@ class JournalWriter:
 
 
 class JournalFollower:
-    """The reading end: a `TrajectorySource` that remembers its `position` (settable, to resume).
+    """The reading end: a `TrajectorySource` that remembers its `position` and `score_position` (settable, to resume).
 
     keep_rows: drained rows beyond the newest so many are deleted, and counted (None: all are kept). Deleting and
     checkpointing are done by one follower only, the first that is open; any other just reads.
@@ -209,6 +238,7 @@ class JournalFollower:
         if keep_rows is not None and keep_rows < 0:
             raise UserError(f"the journal cannot keep {keep_rows} rows: give 0 or more, or None to keep all")
         self.position = position
+        self.score_position = 0
         self._keep_rows = keep_rows
         self._wal_bytes = wal_bytes
         self._database = _open(path, deadline_s)
@@ -229,9 +259,23 @@ class JournalFollower:
         if rows:
             self.position = rows[-1][0]
             self._retire()
-            if self.wal_size > self._wal_bytes:
-                self.checkpoint()
+            self._truncate()
         return trajectories
+
+    def ask(self, reference: Version, uids: Sequence[str]) -> None:
+        """Have searchers score these trajectories under `reference`; what was asked under another is forgotten."""
+        with self._database.transaction() as connection:
+            scores.ask(connection, reference, uids)
+
+    def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
+        """The scores that are new since the last call, in the order given, as `drain` gives trajectories."""
+        rows: list[_Row] = self._database.rows(
+            scores.SCORES, self.score_position, _LAST if until is None else until, -1 if limit is None else limit
+        )
+        if rows:
+            self.score_position = rows[-1][0]
+            self._truncate()
+        return [Score.of_row(*row) for _, *row in rows]
 
     def undrained(self) -> dict[str, int]:
         """{"trajectories", "tokens"} after the position."""
@@ -282,6 +326,10 @@ class JournalFollower:
             return False
         with self._database.patience(_PATIENCE):
             return self._database.checkpoint()
+
+    def _truncate(self) -> None:
+        if self.wal_size > self._wal_bytes:
+            self.checkpoint()
 
     def _retire(self) -> None:
         """Delete drained rows beyond the newest `keep_rows`, an eighth at a time: each time costs a disk flush."""
@@ -350,14 +398,17 @@ def _open(path: Path, deadline_s: float) -> Database:
             f"the journal {path} would lie on a network filesystem ({kind}), where SQLite loses data: "
             f"give a folder on a local disk with --run.journal-dir"
         )
-    return Database(path, _KIND, _VERSION, _SCHEMA, deadline_s)
+    return Database(path, _KIND, _VERSION, _SCHEMA + scores.SCHEMA, deadline_s)
 
 
 def _append(connection: sqlite3.Connection, uid: str, prompt: int, tokens: int, body: bytes) -> bool:
     """Whether the uid was new. Uids outlive their rows, so a repeat is known even after retention."""
-    if connection.execute("INSERT OR IGNORE INTO uids VALUES (?)", (uid,)).rowcount == 0:
+    if connection.execute("SELECT 1 FROM uids WHERE uid = ?", (uid,)).fetchone() is not None:
         return False
-    connection.execute("INSERT INTO trajectories (prompt, tokens, body) VALUES (?, ?, ?)", (prompt, tokens, body))
+    added = connection.execute(
+        "INSERT INTO trajectories (prompt, tokens, body) VALUES (?, ?, ?)", (prompt, tokens, body)
+    )
+    connection.execute("INSERT INTO uids VALUES (?, ?)", (uid, added.lastrowid))
     return True
 
 

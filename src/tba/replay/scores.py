@@ -1,0 +1,83 @@
+"""Log-probabilities of trajectories under later references: asked for by the trainer, given by searchers.
+
+Two tables of the journal. Invariant: (trajectory, reference) -> log-probabilities is written once and never changed,
+apart from the trajectory, which keeps what it came with. What is asked for is of one reference, the newest; it is
+leased newest first, so that no two searchers score the same, and leaves the list in the transaction that scores it.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tba.replay.codec import decode_logs, encode_logs
+from tba.types import FloatArray, Version
+
+SCHEMA = """
+CREATE TABLE unscored (
+    seq INTEGER PRIMARY KEY, reference TEXT NOT NULL, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL
+);
+CREATE TABLE scores (
+    place INTEGER PRIMARY KEY AUTOINCREMENT, uid TEXT NOT NULL, reference TEXT NOT NULL, body BLOB NOT NULL,
+    UNIQUE (uid, reference)
+)
+"""
+UNSCORED = "SELECT 1 FROM unscored WHERE reference = ? LIMIT 1"
+SCORES = "SELECT place, uid, reference, body FROM scores WHERE place > ? AND place <= ? ORDER BY place LIMIT ?"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reference says of one trajectory."""
+
+    uid: str
+    reference: Version
+    log_reference: FloatArray  # [T], at the recipe's policy temperature
+
+    @classmethod
+    def of_row(cls, uid: str, reference: str, body: bytes) -> Score:
+        """From a row of the table."""
+        return cls(uid, Version.parse(reference), decode_logs(body))
+
+
+def ask(connection: sqlite3.Connection, reference: Version, uids: Sequence[str]) -> None:
+    """Ask for the scores of `uids` under `reference` that are not there yet; what was asked of others is forgotten."""
+    connection.execute("DELETE FROM unscored WHERE reference != ?", (str(reference),))
+    connection.executemany(
+        "INSERT OR IGNORE INTO unscored SELECT seq, ?1, '', 0, 0 FROM uids WHERE uid = ?2 "
+        "AND NOT EXISTS (SELECT 1 FROM scores WHERE uid = ?2 AND reference = ?1)",
+        [(str(reference), uid) for uid in uids],
+    )
+
+
+def lease(
+    connection: sqlite3.Connection, reference: Version, count: int, owner: str, now: float, seconds: float
+) -> list[tuple[int, int, bytes]]:
+    """(prompt, seq, body) of the newest trajectories asked for that nobody is at, which `owner` then is."""
+    rows = connection.execute(
+        "SELECT prompt, seq, trajectories.body FROM unscored JOIN trajectories USING (seq) "
+        "WHERE reference = ? AND issued + seconds <= ? ORDER BY seq DESC LIMIT ?",
+        (str(reference), now, count),
+    ).fetchall()
+    connection.executemany(
+        "UPDATE unscored SET owner = ?, issued = ?, seconds = ? WHERE seq = ?",
+        [(owner, now, seconds, seq) for _, seq, _ in rows],
+    )
+    return rows
+
+
+def put(connection: sqlite3.Connection, scores: Sequence[Score]) -> int:
+    """Write the scores that are not there yet; how many these are."""
+    new = 0
+    for score in scores:
+        written = connection.execute(
+            "INSERT OR IGNORE INTO scores (uid, reference, body) VALUES (?, ?, ?)",
+            (score.uid, str(score.reference), encode_logs(score.log_reference)),
+        )
+        new += written.rowcount
+        connection.execute(
+            "DELETE FROM unscored WHERE reference = ? AND seq = (SELECT seq FROM uids WHERE uid = ?)",
+            (str(score.reference), score.uid),
+        )
+    return new
