@@ -1,11 +1,23 @@
 """Sums over positions and means over groups, against plain loops."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.objectives.reduce import group_mean, group_sizes, leave_one_out_mean, masked_sum, row_means
+from tba.objectives.reduce import (
+    average,
+    group_max,
+    group_mean,
+    group_sizes,
+    group_std,
+    leave_one_out_mean,
+    masked_sum,
+    row_means,
+    token_mean,
+    whitened,
+)
 
 rows_of_groups = st.lists(st.tuples(st.integers(0, 4), st.floats(-100, 100)), min_size=1, max_size=20)
 
@@ -18,12 +30,15 @@ def test_means_over_a_group_are_those_of_a_plain_loop_whatever_the_order_of_the_
     group_B = torch.tensor([g for g, _ in rows])
     x_B = torch.tensor([x for _, x in rows], dtype=torch.float64)
     mean_B, others_B = group_mean(x_B, group_B, 5), leave_one_out_mean(x_B, group_B, 5)
+    std_B, max_B = group_std(x_B, group_B, 5), group_max(x_B, group_B, 5)
     for b, (g, x) in enumerate(rows):
         own = [y for h, y in rows if h == g]
         rest = [y for c, (h, y) in enumerate(rows) if h == g and c != b]
         assert int(group_sizes(group_B, 5)[b]) == len(own)
         np.testing.assert_allclose(mean_B[b], np.mean(own), atol=1e-10)
         np.testing.assert_allclose(others_B[b], np.mean(rest) if rest else x, atol=1e-10)
+        np.testing.assert_allclose(std_B[b], np.std(own, ddof=1) if rest else 0, atol=1e-6)
+        assert float(max_B[b]) == max(own)
 
 
 def test_the_mean_baseline_is_k_minus_1_over_k_of_the_leave_one_out_baseline() -> None:
@@ -56,3 +71,22 @@ def test_row_means_of_micro_batches_combine_by_their_numbers_of_rows() -> None:
     for name in whole:
         np.testing.assert_allclose(sum(n * part[name] for n, part in parts) / 10, whole[name], rtol=1e-6)
     assert whole == {"x": 4.5, "alone": np.float32(0.3)}
+
+
+X_BT = torch.tensor([[1.0, 2.0, torch.nan], [4.0, 8.0, 16.0], [torch.inf, torch.nan, 5.0]])
+MASK_BT = torch.tensor([[True, True, False], [True, False, True], [False, False, False]])
+
+
+def test_a_sum_over_positions_is_divided_by_rows_by_tokens_of_each_row_or_by_all_tokens() -> None:
+    assert float(average(X_BT, MASK_BT, "row")) == pytest.approx((3 + 20 + 0) / 3)
+    assert float(average(X_BT, MASK_BT, "sequence")) == pytest.approx((3 / 2 + 20 / 2 + 0) / 3)
+    assert float(average(X_BT, MASK_BT, "token")) == pytest.approx((3 + 20) / 4)
+    assert token_mean(X_BT, MASK_BT).tolist() == [1.5, 10.0, 0.0]
+
+
+def test_whitened_numbers_have_mean_0_and_variance_1_over_all_sampled_positions() -> None:
+    white_BT = whitened(X_BT, MASK_BT)
+    kept = white_BT[MASK_BT].numpy()
+    np.testing.assert_allclose([kept.mean(), kept.std()], [0, 1], atol=1e-6)
+    np.testing.assert_allclose(np.diff(kept) / np.diff(kept)[0], np.diff([1, 2, 4, 16]), rtol=1e-5)
+    assert white_BT[~MASK_BT].tolist() == [0.0] * 5

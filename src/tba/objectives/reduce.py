@@ -8,13 +8,38 @@ Shape legend: B rows, T completion positions, G groups.
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import torch
 from torch import Tensor
+
+Per: TypeAlias = Literal["row", "sequence", "token"]
 
 
 def masked_sum(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """[B] sums over the positions the policy sampled; what lies elsewhere is ignored, even if it is not finite."""
     return torch.where(mask_BT, x_BT, torch.zeros((), dtype=x_BT.dtype, device=x_BT.device)).sum(1)
+
+
+def token_mean(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B] means over the positions the policy sampled; 0 for a row without any."""
+    return masked_sum(x_BT, mask_BT) / mask_BT.sum(1).clamp(min=1)
+
+
+def average(x_BT: Tensor, mask_BT: Tensor, per: Per) -> Tensor:
+    """A scalar from terms at sampled positions; |y| counts a row's, N the batch's.
+
+    `row` (1 / B) sum x, `sequence` (1 / B) sum x / |y|, `token` (1 / N) sum x. The last one ties all rows together.
+    """
+    if per == "token":
+        return masked_sum(x_BT, mask_BT).sum() / mask_BT.sum().clamp(min=1)
+    return (token_mean if per == "sequence" else masked_sum)(x_BT, mask_BT).mean()
+
+
+def whitened(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
+    """[B, T]: mean 0 and variance 1 over all sampled positions of the batch, 0 elsewhere."""
+    x_N = x_BT[mask_BT]
+    return torch.where(mask_BT, (x_BT - x_N.mean()) * (x_N.var(correction=0) + 1e-8).rsqrt(), 0.0)
 
 
 def group_sizes(group_B: Tensor, groups: int) -> Tensor:
@@ -35,6 +60,17 @@ def leave_one_out_mean(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     size_B = group_sizes(group_B, groups)
     others_B = (_group_sum(x_B, group_B, groups) - x_B) / (size_B - 1).clamp(min=1)
     return torch.where(size_B > 1, others_B, x_B)
+
+
+def group_std(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """[B]: the standard deviation over the row's own group (of a sample: K - 1 below), 0 for a row alone."""
+    square_B = (x_B - group_mean(x_B, group_B, groups)).square()
+    return (_group_sum(square_B, group_B, groups) / (group_sizes(group_B, groups) - 1).clamp(min=1)).sqrt()
+
+
+def group_max(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
+    """[B]: the largest over the row's own group."""
+    return x_B.new_full((groups,), -torch.inf).scatter_reduce(0, group_B, x_B, "amax")[group_B]
 
 
 def row_means(**columns_B: Tensor) -> dict[str, float]:

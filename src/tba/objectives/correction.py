@@ -1,0 +1,106 @@
+"""What an objective makes of the distance between the policy and the behaviour that sampled a row.
+
+Invariant: where the policy is the behaviour (rho = 1), every form has the gradient -A grad log pi. Which form it is
+changes an estimate only as far as the data are off-policy.
+
+Shape legend: B rows (one completion each), T completion positions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tba.batch import Batch
+from tba.errors import UserError
+
+_LARGEST = 20.0  # of a log-ratio: beyond it a ratio has no meaning, and its exponential would overflow
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How rho = pi / mu, the policy over the stored behaviour, enters a policy gradient with advantages A.
+
+    With SG for stop-gradient, the loss of one token (or, by sequence, of one row, rho then being the product over the
+    tokens that the policy sampled) is
+
+        none       -A log pi                              as if mu were pi
+        truncate   -SG[min(rho, cap)] A log pi            truncated importance weights (Ionides 2008)
+        clamp      -min(rho, cap) A                       the same below the cap, and no gradient above it
+        clip       max(-rho A, -clip(rho, 1 +- clip) A)   PPO (Schulman et al. 2017, arXiv 1707.06347)
+
+    mu is the distribution that was sampled from, after temperature and top-p. Raises `UserError` for bounds with which
+    rho = 1 would be cut.
+    """
+
+    form: Literal["none", "truncate", "clamp", "clip"] = "none"  # how the policy's ratio to the behaviour enters
+    level: Literal["token", "sequence"] = "token"  # whose ratio: each token's, or the whole completion's
+    cap: float = 8.0  # the largest ratio, in the forms truncate and clamp
+    clip: float = 0.2  # how far from 1 a ratio still moves the policy on, in the form clip
+
+    def __post_init__(self) -> None:
+        if not self.cap >= 1:
+            raise UserError(f"the correction's cap is {self.cap}, but it has to be at least 1, the ratio on-policy.")
+        require_clip(self.clip)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset() if self.form == "none" else frozenset({"log_behavior"})
+
+    def terms(self, log_policy_BT: Tensor, advantage_B: Tensor, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """[B, T] terms at sampled positions, whose sum is the loss of all rows, and columns [B] for metrics.
+
+        `cut` is the share of a row's tokens at which a bound was active (by sequence: whether it was for the row),
+        `off_policy` the row's log(mu / pi), which is an estimate of KL(mu || pi).
+        """
+        advantage_B1, mask_BT = advantage_B.detach()[:, None], batch.mask_BT
+        if self.form == "none":
+            return -advantage_B1 * log_policy_BT, {}
+        log_rho_BT = log_ratio_to_behavior(log_policy_BT, batch)
+        weight_BT = mask_BT.to(log_rho_BT.dtype)
+        share_BT = weight_BT / weight_BT.sum(1, keepdim=True).clamp(min=1)  # of its row, each token
+        off_policy_B = -log_rho_BT.detach().sum(1)
+        if self.level == "sequence":  # one term for the row, in equal parts on its tokens
+            log_rho_BT, weight_BT = log_rho_BT.sum(1, keepdim=True), share_BT
+        if self.form == "clip":
+            terms_BT, cut_BT = clipped(log_rho_BT, advantage_B1, self.clip)
+            terms_BT = terms_BT * weight_BT
+        else:
+            bounded_BT, cut_BT = log_rho_BT.clamp(max=math.log(self.cap)), log_rho_BT > math.log(self.cap)
+            if self.form == "truncate":
+                terms_BT = -bounded_BT.detach().exp() * advantage_B1 * log_policy_BT
+            else:
+                terms_BT = -bounded_BT.exp() * advantage_B1 * weight_BT
+        return terms_BT, {"cut": (cut_BT * share_BT).sum(1), "off_policy": off_policy_B}
+
+
+def clipped(log_rho: Tensor, advantage: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """max(-rho A, -clip(rho, 1 +- clip) A), and where the clipped one is larger: there rho has no gradient.
+
+    So a ratio is not pushed further up than 1 + clip (A > 0) nor further down than 1 - clip (A < 0).
+    """
+    rho = log_rho.clamp(-_LARGEST, _LARGEST).exp()
+    free, bounded = -rho * advantage, -rho.clamp(1 - clip, 1 + clip) * advantage
+    return torch.maximum(free, bounded), bounded > free
+
+
+def log_ratio_to_behavior(log_policy_BT: Tensor, batch: Batch) -> Tensor:
+    """[B, T]: log pi - log mu at sampled positions, 0 elsewhere."""
+    return torch.where(batch.mask_BT, log_policy_BT - log_behavior(batch), 0.0)
+
+
+def log_behavior(batch: Batch) -> Tensor:
+    """The batch's log_behavior_BT. Raises `ValueError` when it has none."""
+    if batch.log_behavior_BT is None:
+        raise ValueError("this objective needs log_behavior of every row, but the batch lacks it")
+    return batch.log_behavior_BT
+
+
+def require_clip(clip: float) -> None:
+    """Raises `UserError` unless 0 < clip < 1."""
+    if not 0 < clip < 1:
+        raise UserError(f"the clip of a ratio is {clip}, but it has to be above 0 and below 1; 0.2 is the usual one.")

@@ -1,0 +1,126 @@
+"""Ratios to the behaviour: each form's slope against its equation, at both signs of the advantage."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from objective_cases import per_row, random_batch, slopes
+from torch import Tensor
+
+from tba.batch import Batch
+from tba.errors import UserError
+from tba.objectives.correction import Correction, clipped
+from tba.objectives.policy_gradient import Reinforce
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.schedules import Constant
+
+CAP, CLIP = 1.4, 0.2
+FORMS = ("none", "truncate", "clamp", "clip")
+
+
+def factor(form: str, rho: float, advantage: float) -> float:
+    """What multiplies -A grad log pi, from the equations."""
+    if form == "none":
+        return 1.0
+    if form == "truncate":
+        return min(rho, CAP)
+    if form == "clamp":
+        return rho if rho < CAP else 0.0
+    moved_far_enough = rho > 1 + CLIP if advantage > 0 else rho < 1 - CLIP
+    return 0.0 if moved_far_enough else rho
+
+
+def ratios(batch: Batch, log_policy_BT: Tensor, level: str) -> np.ndarray:
+    """rho [B, T] by plain loops."""
+    assert batch.log_behavior_BT is not None
+    rho = np.ones(tuple(log_policy_BT.shape))
+    for b, positions in enumerate(per_row(batch)):
+        logs = {t: float(log_policy_BT[b, t] - batch.log_behavior_BT[b, t]) for t in positions}
+        for t in positions:
+            rho[b, t] = math.exp(logs[t] if level == "token" else sum(logs.values()))
+    return rho
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_slope_is_the_factor_of_the_equation_times_the_advantage(form: str, level: str) -> None:
+    batch, log_policy_BT = random_batch()
+    correction = Correction(form, level, CAP, CLIP)  # type: ignore[arg-type]
+    found, _ = slopes(Reinforce(Constant(0.0), "none", correction=correction), batch, log_policy_BT)
+    rho = ratios(batch, log_policy_BT, level)
+    expected, factors = torch.zeros_like(found), []
+    for b, positions in enumerate(per_row(batch)):
+        advantage = float(batch.reward_B[b])
+        for t in positions:
+            factors.append((factor(form, rho[b, t], advantage), rho[b, t], advantage))
+            expected[b, t] = -factors[-1][0] * advantage / batch.rows
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    if form == "clip":  # both ways of being cut, and both of being far and not cut, are among them
+        assert {(f == 0, r > 1, a > 0) for f, r, a in factors if abs(r - 1) > CLIP} == {
+            (True, True, True), (True, False, False), (False, False, True), (False, True, False),
+        }  # fmt: skip
+    elif form != "none":
+        assert any(r > CAP for _, r, _ in factors)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_on_policy_every_form_has_the_plain_gradient(form: str, level: str) -> None:
+    batch, _ = random_batch()
+    assert batch.log_behavior_BT is not None
+    plain, _ = slopes(Reinforce(), batch, batch.log_behavior_BT)
+    ours, _ = slopes(Reinforce(correction=Correction(form, level)), batch, batch.log_behavior_BT)  # type: ignore[arg-type]
+    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-15)
+    assert plain.abs().max() > 0.01
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_metrics_say_what_share_was_cut_and_how_far_the_rows_are_from_the_policy(level: str) -> None:
+    batch, log_policy_BT = random_batch()
+    assert batch.log_behavior_BT is not None
+    rho = ratios(batch, log_policy_BT, level)
+    correction = Correction("clamp", level, CAP)  # type: ignore[arg-type]
+    _, columns = correction.terms(log_policy_BT, batch.reward_B, batch)
+    for b, positions in enumerate(per_row(batch)):
+        assert float(columns["cut"][b]) == pytest.approx(np.mean([rho[b, t] > CAP for t in positions]))
+        apart = sum(float(batch.log_behavior_BT[b, t] - log_policy_BT[b, t]) for t in positions)
+        assert float(columns["off_policy"][b]) == pytest.approx(apart)
+    assert 0 < columns["cut"].mean() < 1
+
+
+def test_a_ratio_is_not_pushed_further_up_for_what_was_good_nor_further_down_for_what_was_bad() -> None:
+    log_rho = torch.tensor([1.3, 0.7, 1.3, 0.7], dtype=torch.float64).log().requires_grad_()
+    loss, cut = clipped(log_rho, torch.tensor([2.0, 2.0, -2.0, -2.0]), 0.2)
+    assert loss.tolist() == pytest.approx([-2 * 1.2, -2 * 0.7, 2 * 1.3, 2 * 0.8])
+    assert cut.tolist() == [True, False, False, True]
+    (slope,) = torch.autograd.grad(loss.sum(), log_rho)
+    assert slope.tolist() == pytest.approx([0.0, -2 * 0.7, 2 * 1.3, 0.0])
+
+
+def test_trajectory_balance_takes_the_ratio_as_a_factor_of_its_advantage_in_either_scale() -> None:
+    batch, log_policy_BT = random_batch()
+    beta, rho = 0.3, ratios(batch, log_policy_BT, "sequence")
+    for scale, form in ((1.0, "advantage"), (2 / beta, "raw")):
+        plain = TrajectoryBalance(Constant(beta), form)  # type: ignore[arg-type]
+        uncorrected, _ = slopes(plain, batch, log_policy_BT)
+        corrected, _ = slopes(replace(plain, correction=Correction("clip", "sequence")), batch, log_policy_BT)
+        for b, positions in enumerate(per_row(batch)):
+            advantage = -float(uncorrected[b, positions[0]])
+            expected = -advantage * factor("clip", rho[b, positions[0]], advantage)
+            assert corrected[b, positions].tolist() == pytest.approx([expected] * len(positions), abs=1e-12)
+        unscaled, _ = slopes(TrajectoryBalance(Constant(beta)), batch, log_policy_BT)
+        torch.testing.assert_close(uncorrected, scale * unscaled)
+
+
+def test_bounds_with_which_even_on_policy_rows_would_be_cut_are_refused() -> None:
+    with pytest.raises(UserError, match=r"cap is 0.5, but it has to be at least 1"):
+        Correction("truncate", cap=0.5)
+    for clip in (0.0, 1.0):
+        with pytest.raises(UserError, match="it has to be above 0 and below 1"):
+            Correction("clip", clip=clip)
+    assert Correction().needs == frozenset()
+    assert Correction("clip").needs == {"log_behavior"}
