@@ -1,13 +1,17 @@
 """The policy gradient without correction, and how Trajectory Balance relates to it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from objective_cases import per_row, random_batch, slopes
 from torch import Tensor
 
 from tba.batch import Batch, collate
 from tba.engines.tabular import TabularEngine, sample_groups, tabular_prompts
-from tba.objectives.policy_gradient import Reinforce
+from tba.objectives.correction import Correction
+from tba.objectives.policy_gradient import Reinforce, proximal_rloo
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularPolicy, TabularTask, ideal
 from tba.protocols import Objective
@@ -111,3 +115,40 @@ def test_penalising_the_behavior_says_that_it_needs_log_behavior() -> None:
     batch = collate([Group.of([_trajectory(task, 1, 0), _trajectory(task, 2, 1)])])
     with pytest.raises(ValueError, match="needs log_behavior"):
         gradient(Reinforce(BETA, penalised="behavior"), perturbed(task), batch)
+
+
+def test_proximal_rloo_is_rloo_on_policy_and_leaves_out_rows_that_have_moved_far_enough() -> None:
+    batch, log_policy_BT = random_batch()
+    assert batch.log_behavior_BT is not None
+    proximal, plain = proximal_rloo(BETA), Reinforce(BETA, penalised="behavior")
+    on_policy = slopes(proximal, batch, batch.log_behavior_BT)[0]
+    torch.testing.assert_close(on_policy, slopes(plain, batch, batch.log_behavior_BT)[0])
+    found, uncorrected = slopes(proximal, batch, log_policy_BT)[0], slopes(plain, batch, log_policy_BT)[0]
+    rho_B = (log_policy_BT - batch.log_behavior_BT).sum(1).exp()
+    kept = 0
+    for b, positions in enumerate(per_row(batch)):
+        rho, advantage = float(rho_B[b]), -float(uncorrected[b, positions[0]])
+        left_out = rho > 1.2 if advantage > 0 else rho < 0.8
+        expected = 0.0 if left_out else -rho * advantage
+        kept += not left_out
+        assert found[b, positions].tolist() == pytest.approx([expected] * len(positions), abs=1e-12)
+    assert 0 < kept < batch.rows
+
+
+def test_truncated_weights_make_an_off_policy_expectation_that_of_the_policy_when_none_is_cut() -> None:
+    """Sum over all outcomes of mu(y) w(y) A grad log pi = sum of pi(y) A grad log pi, w the sequence's ratio."""
+    task = TabularTask(symbols=2, length=2, prompts=1)
+    policy, behavior = perturbed(task), TabularPolicy(task, 1.0, torch.float64)
+    batch = collate([Group.of([_trajectory(task, outcome, 0)]) for outcome in range(task.outcomes)])
+    log_behavior_BT = behavior.evaluate(batch).log_policy_BT.detach()
+    batch = replace(batch, log_behavior_BT=log_behavior_BT)
+    log_policy_BT = policy.evaluate(batch).log_policy_BT
+    expected = torch.autograd.grad(
+        -(log_policy_BT.sum(1).exp() * batch.reward_B).sum(), policy.logits_QNV, retain_graph=True
+    )[0]
+    for correction, equal in ((Correction("truncate", "sequence", cap=100.0), True), (Correction(), False)):
+        objective = Reinforce(baseline="none", correction=correction)
+        slope_BT, _ = slopes(objective, batch, log_policy_BT.detach())
+        weighted_BT = slope_BT * batch.rows * log_behavior_BT.sum(1, keepdim=True).exp()
+        (mean,) = torch.autograd.grad(log_policy_BT, policy.logits_QNV, weighted_BT, retain_graph=True)
+        assert torch.allclose(mean, expected, rtol=1e-5, atol=1e-7) == equal

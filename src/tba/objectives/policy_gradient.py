@@ -1,19 +1,21 @@
-"""The plain policy gradient with the KL penalty in the reward: REINFORCE and RLOO.
+"""The policy gradient with the KL penalty in the reward: REINFORCE, RLOO and Proximal RLOO.
 
-Invariant: nothing here corrects for where the samples came from; the estimate is unbiased on-policy only. (With a
-baseline over the group and the *current* policy penalised, its gradient is Trajectory Balance's, on any data.)
+Invariant: without a correction the estimate is unbiased on-policy only. (With a baseline over the group and the
+*current* policy penalised, its gradient is Trajectory Balance's, on any data.)
 
 Shape legend: B rows (one completion each), T completion positions.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 from tba.batch import Batch
+from tba.objectives.correction import Correction
+from tba.objectives.penalty import Penalised, penalised_log_ratio
 from tba.objectives.reduce import group_mean, group_sizes, leave_one_out_mean, masked_sum, row_means
 from tba.protocols import PolicyOutput
 from tba.schedules import Constant, Schedule
@@ -30,11 +32,12 @@ class Reinforce:
 
     beta: Schedule = Constant(0.0)  # weight of the KL penalty in the reward
     baseline: Literal["mean", "leave_one_out", "none"] = "leave_one_out"  # taken over the row's own group
-    penalised: Literal["policy", "behavior"] = "policy"  # whose distance to the reference is penalised
+    penalised: Penalised = "policy"  # whose distance to the reference is penalised
+    correction: Correction = field(default_factory=Correction)  # for data that are not on-policy
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"log_behavior"} if self.penalised == "behavior" else ())
+        return self.correction.needs | frozenset({"log_behavior"} if self.penalised == "behavior" else ())
 
     @property
     def by_group(self) -> bool:
@@ -43,19 +46,17 @@ class Reinforce:
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
         """The scalar whose gradient is the estimate (its value means nothing), and metrics, which are row means."""
         beta = self.beta(step)
-        log_policy_B = masked_sum(output.log_policy_BT, batch.mask_BT)
-        log_reference_B = masked_sum(batch.log_reference_BT, batch.mask_BT)
-        penalised_B = log_policy_B.detach() if self.penalised == "policy" else self._log_behavior_B(batch)
-        score_B = batch.reward_B - beta * (penalised_B - log_reference_B)
+        penalty_B = penalised_log_ratio(output.log_policy_BT, batch, self.penalised).sum(1)
+        score_B = batch.reward_B - beta * penalty_B
         advantage_B = score_B - self._baseline_B(score_B, batch)
-        loss_B = -advantage_B * log_policy_B
+        terms_BT, columns = self.correction.terms(output.log_policy_BT, advantage_B, batch)
+        loss_B = masked_sum(terms_BT, batch.mask_BT)
 
         metrics = row_means(
             loss=loss_B,
             advantage=advantage_B.abs(),
-            log_ratio=log_policy_B - log_reference_B,
-            reward=batch.reward_B,
             degenerate=group_sizes(batch.group_B, batch.groups) == 1,
+            **columns,
         )
         return loss_B.mean(), metrics | {"beta": beta}
 
@@ -66,8 +67,11 @@ class Reinforce:
             return leave_one_out_mean(score_B, batch.group_B, batch.groups)
         return torch.zeros_like(score_B)
 
-    @staticmethod
-    def _log_behavior_B(batch: Batch) -> torch.Tensor:
-        if batch.log_behavior_BT is None:
-            raise ValueError("penalised='behavior' needs log_behavior of every row, but this batch lacks it")
-        return masked_sum(batch.log_behavior_BT, batch.mask_BT)
+
+def proximal_rloo(beta: Schedule = Constant(0.0), clip: float = 0.2) -> Reinforce:  # noqa: B008 - frozen
+    """Loss mean of max(-A rho, -A clip(rho, 1 +- clip)): rho = pi(y|x) / mu(y|x) of the whole sequence, A as in RLOO.
+
+    The penalty in the reward is the behaviour's, log(mu / pi_ref). At rho = 1 its gradient is RLOO's. Source: equation
+    6 of Trajectory Balance with Asynchrony (arXiv 2503.18929), the comparator of Noukhovitch et al. 2025 (ICLR).
+    """
+    return Reinforce(beta, "leave_one_out", "behavior", Correction("clip", "sequence", clip=clip))
