@@ -8,13 +8,15 @@ Shape legend: B rows (one completion each), T completion positions, G groups (on
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
+from tba.objectives.correction import Correction
 from tba.objectives.reduce import group_mean, group_sizes, masked_sum, row_means
 from tba.protocols import PolicyOutput
 from tba.schedules import Schedule
@@ -33,6 +35,12 @@ class TrajectoryBalance:
     Every row weighs 1 / B, so that in a ragged batch larger groups weigh more; a group of one has no residual and
     contributes zero. The stop-gradient changes nothing while a group is whole, since its residuals sum to zero.
 
+    With `log_z` learned, log Z(x) is the policy's own head and is trained by the same square (Malkin et al. 2022, arXiv
+    2201.13259; as in Lee et al. 2024, arXiv 2405.18540): it needs no group, and a row alone in its group teaches too.
+
+    With a `correction` each A grad log pi takes the ratio to the behaviour, clipped or truncated, as a factor (the
+    paper's future work); at pi* every A is zero, so the optimum stays. The scalar's value then means nothing.
+
     Every metric is a mean over rows, so those of micro-batches combine by their numbers of rows. `log_ratio` estimates
     KL(policy || reference) only as far as the rows are on-policy; `residual` is absolute; `degenerate` is the share of
     rows that are alone in their group.
@@ -40,18 +48,15 @@ class TrajectoryBalance:
 
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive
     form: Literal["advantage", "raw"] = "advantage"  # scale of the loss
+    log_z: Literal["group", "learned"] = "group"  # the mean over the row's group, or a head of the policy
+    correction: Correction = field(default_factory=Correction)  # none: Trajectory Balance needs none
 
     def __post_init__(self) -> None:
-        for value in (self.beta(1), self.beta.last):
-            if value <= 0:
-                raise UserError(
-                    f"Trajectory Balance divides by beta, but its schedule {self.beta} reaches {value}; "
-                    "give a schedule that stays above 0."
-                )
+        require_positive(self.beta, "Trajectory Balance")
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset()
+        return self.correction.needs | frozenset({"log_z"} if self.log_z == "learned" else ())
 
     @property
     def by_group(self) -> bool:
@@ -62,10 +67,12 @@ class TrajectoryBalance:
         beta = self.beta(step)
         log_ratio_B = masked_sum(output.log_policy_BT - batch.log_reference_BT, batch.mask_BT)
         gap_B = batch.reward_B / beta - log_ratio_B
-        log_z_B = group_mean(gap_B.detach(), batch.group_B, batch.groups)
+        log_z_B = self._log_z_B(gap_B, output, batch)
         residual_B = gap_B - log_z_B
         scale = beta / 2 if self.form == "advantage" else 1.0
-        loss_B = scale * residual_B.square()
+        loss_B, columns = scale * residual_B.square(), dict[str, Tensor]()
+        if self.correction.form != "none":
+            loss_B, columns = self._corrected(2 * scale * residual_B, log_z_B, output, batch)
 
         size_B = group_sizes(batch.group_B, batch.groups)
         metrics = row_means(
@@ -76,5 +83,29 @@ class TrajectoryBalance:
             reward=batch.reward_B,
             group_size=size_B,
             degenerate=size_B == 1,
+            **columns,
         )
         return loss_B.mean(), metrics | {"beta": beta}
+
+    def _log_z_B(self, gap_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
+        if self.log_z == "group":
+            return group_mean(gap_B.detach(), batch.group_B, batch.groups)
+        if output.log_z_G is None:
+            raise ValueError("log_z='learned' needs log_z of the policy, but this one has no such head")
+        return output.log_z_G[batch.group_B]
+
+    def _corrected(
+        self, advantage_B: Tensor, log_z_B: Tensor, output: PolicyOutput, batch: Batch
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Rows whose gradient is -A grad log pi with the ratio as a factor; that of log Z is as it was."""
+        terms_BT, columns = self.correction.terms(output.log_policy_BT, advantage_B, batch)
+        return masked_sum(terms_BT, batch.mask_BT) - advantage_B.detach() * log_z_B, columns
+
+
+def require_positive(beta: Schedule, name: str) -> None:
+    """Raises `UserError` unless a monotone schedule stays above 0."""
+    for value in (beta(1), beta.last):
+        if value <= 0:
+            raise UserError(
+                f"{name} divides by beta, but its schedule {beta} reaches {value}; give a schedule that stays above 0."
+            )
