@@ -72,6 +72,22 @@ class Batch:
         )
 
 
+def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Which rows to evaluate, and where each row then finds itself: (row indices [D], place among them [B]).
+
+    Rows of one group with the same tokens and the same mask have the same log-probabilities under any policy, so the
+    first of them stands for all. Those kept stay in order.
+    """
+    key_BX = torch.cat(
+        [batch.group_B[:, None], batch.length_B[:, None], batch.completion_BT, batch.mask_BT.to(torch.int64)], 1
+    )
+    _, kind_B = torch.unique(key_BX, dim=0, return_inverse=True)
+    row_B = torch.arange(batch.rows, device=kind_B.device)
+    first_K = row_B.new_full((int(kind_B.max()) + 1,), batch.rows).scatter_reduce(0, kind_B, row_B, "amin")
+    first_D, place_K = first_K.unique(return_inverse=True)
+    return first_D, place_K[kind_B]
+
+
 def collate(groups: Sequence[Group]) -> Batch:
     """Groups -> one batch, rows in group order. Raises `ValueError` for no groups."""
     if not groups:

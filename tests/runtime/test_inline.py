@@ -98,7 +98,16 @@ def plain_loop(recipe: Recipe) -> dict[str, torch.Tensor]:
         picking.random(B)  # recent or by reward: m = 1 makes them all recent, in random order
         groups.sort(key=lambda group: group.prompt.key)
         batch = collate([groups.pop(int(picking.integers(len(groups)))) for _ in range(B)])
-        log_ratio_B = (policy.evaluate(batch).log_policy_BT - batch.log_reference_BT).sum(1)
+        first, place = [], []  # the same answer to the same prompt is evaluated once
+        seen: dict[tuple[int, ...], int] = {}
+        for row, tokens in enumerate(batch.completion_BT.tolist()):
+            key = (int(batch.group_B[row]), int(batch.length_B[row]), *tokens)
+            if key not in seen:
+                seen[key] = len(first)
+                first.append(row)
+            place.append(seen[key])
+        log_policy_BT = policy.evaluate(batch.select(torch.tensor(first))).log_policy_BT[place]
+        log_ratio_B = (log_policy_BT - batch.log_reference_BT).sum(1)
         gap_B = batch.reward_B / BETA - log_ratio_B
         log_z_B = (torch.zeros(B).index_add(0, batch.group_B, gap_B.detach()) / K)[batch.group_B]
         loss = (BETA / 2 * (gap_B - log_z_B).square()).mean()

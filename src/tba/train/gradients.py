@@ -9,6 +9,9 @@ Invariant: it is the same gradient whichever way it was taken. Three ways:
   are computed without gradient, the objective is differentiated with respect to these leaves, and each micro-batch
   backpropagates its slice of that derivative (the chain rule, cut in two). One forward pass more.
 
+Rows of a group that are the same answer are evaluated once, and what they give is used for each: with short answers most
+of a batch may be repeats.
+
 The objective must not be random, and the policy has to give the same output for a row in whichever micro-batch it is.
 
 Shape legend: B rows, T completion positions, G groups, N rows of one micro-batch.
@@ -25,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tba.batch import Batch, micro_batches
+from tba.batch import Batch, distinct_rows, micro_batches
 from tba.protocols import Objective, Policy, PolicyOutput
 
 
@@ -47,7 +50,7 @@ def backward(
 
 
 def _whole(policy: Policy, objective: Objective, batch: Batch, step: int) -> tuple[float, dict[str, float]]:
-    output = policy.evaluate(batch)
+    output = _evaluate(policy, batch)
     loss, metrics = objective(output, batch, step)
     value = loss.item()
     if math.isfinite(value):
@@ -62,7 +65,7 @@ def _by_groups(
     for rows_N in parts:
         part = batch.select(rows_N)
         share = part.rows / batch.rows
-        output = policy.evaluate(part)
+        output = _evaluate(policy, part)
         loss, metrics = objective(output, part, step)
         total += share * loss.item()
         for name, metric in {"log_ratio": _log_ratio(output, part), **metrics}.items():
@@ -86,7 +89,7 @@ def _by_slices(
     loss.backward()
     done_G = torch.zeros(batch.groups, dtype=torch.bool, device=batch.group_B.device)
     for part in slices:
-        pairs = part.derivatives(policy.evaluate(part.batch), leaves, done_G)
+        pairs = part.derivatives(_evaluate(policy, part.batch), leaves, done_G)
         if pairs:
             outputs, derivatives = zip(*pairs, strict=True)
             torch.autograd.backward(outputs, derivatives)
@@ -126,10 +129,20 @@ class _Slice:
         return pairs
 
 
+def _evaluate(policy: Policy, batch: Batch) -> PolicyOutput:
+    """`policy.evaluate(batch)`, in which each distinct answer of a group is run once."""
+    rows_D, place_B = distinct_rows(batch)
+    if len(rows_D) == batch.rows:
+        return policy.evaluate(batch)
+    output = policy.evaluate(batch.select(rows_D))
+    value_BT = None if output.value_BT is None else output.value_BT.index_select(0, place_B)
+    return PolicyOutput(output.log_policy_BT.index_select(0, place_B), value_BT, output.log_z_G)
+
+
 def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[_Slice]) -> PolicyOutput:
     """The output for the whole batch, put together from its slices, as leaves that take a gradient."""
     with torch.no_grad():
-        outputs = [policy.evaluate(part.batch) for part in slices]
+        outputs = [_evaluate(policy, part.batch) for part in slices]
     rows = [part.place_BT for part in slices]
     shape_BT = tuple(batch.completion_BT.shape)
     log_policy_BT = _put_together([o.log_policy_BT for o in outputs], rows, shape_BT)
