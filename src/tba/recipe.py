@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 
 from tba.errors import UserError
 from tba.evaluate.accuracy import EvaluationSettings
-from tba.protocols import Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
+from tba.protocols import HEADS, Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.search.prompts import PromptSettings
@@ -116,6 +116,21 @@ class Recipe:
             raise UserError(f"--policy-temperature is {self.policy_temperature}, it must be positive")
         if self.runtime == "inline" and self.searchers != 1:
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
+        self._require_what_the_objective_needs()
+
+    def _require_what_the_objective_needs(self) -> None:
+        objective, needs = type(self.objective).__name__, self.objective.needs
+        missing = (needs & HEADS) - self.model.heads
+        if missing:
+            raise UserError(
+                f"{objective} needs {' and '.join(sorted(missing))} of the policy, but {type(self.model).__name__} has "
+                "no such head: choose another model or another objective"
+            )
+        if "log_behavior" in needs and self.exploration.greedy:
+            raise UserError(
+                f"{objective} needs the log-probabilities of what was sampled, but searchers sample at temperature 0, "
+                "which leaves none: set --exploration.temperature above 0, or choose an objective without a ratio"
+            )
 
     @property
     def recent_window(self) -> int:
@@ -124,6 +139,7 @@ class Recipe:
         return 2 * self.sync_every if window is None else window
 
 
+_PACKAGE = Path(__file__).parent
 _COUNTS = (
     *("steps", "groups_per_step", "samples_per_prompt", "prompts_per_round", "sync_every", "searchers"),
     "max_tokens_per_pass",
@@ -131,7 +147,7 @@ _COUNTS = (
 
 
 def resolved(value: Any) -> Json:
-    """Any setting as JSON: dataclasses by field (with their class), paths as text."""
+    """Any setting as JSON: dataclasses by field (with their class), paths as text (ours from the package on)."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: resolved(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
@@ -143,4 +159,6 @@ def resolved(value: Any) -> Json:
         return value
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"
+    if isinstance(value, Path) and value.is_relative_to(_PACKAGE):
+        return str(Path(_PACKAGE.name) / value.relative_to(_PACKAGE))  # the same on every machine
     return str(value)

@@ -17,8 +17,9 @@ import re
 import sys
 import traceback
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import tyro
@@ -26,6 +27,7 @@ import tyro
 from tba.errors import UserError
 from tba.field_comments import comments
 from tba.recipe import Recipe
+from tba.study import MARK, Study, Variant
 
 T = TypeVar("T")
 _PLAIN = (str, int, float, bool, Path, type(None))
@@ -35,38 +37,79 @@ _BOX = "│╭╰─╮╯-| "  # what tyro draws around its messages
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name (`quickstart`) or a path to a Python file that defines `recipe`."""
-    if name.endswith(".py"):
-        return _from_file(Path(name))
-    if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "`tba recipes` lists them."
-        raise UserError(
-            f"there is no recipe {name!r}; give one of {', '.join(names())} or a path to a .py file; {hint}"
-        )
-    return _recipe_in(importlib.import_module(f"tba.recipes.{name}"), name)
+    """The recipe of a name (`quickstart`), of a path to a Python file that defines `recipe`, or of STUDY::VARIANT."""
+    study, mark, variant = name.partition(MARK)
+    if mark:
+        return recipe_of(find_study(study), variant)
+    return _recipe_in(_module(name, "recipe", names()), name)
+
+
+def find_study(name: str) -> Study:
+    """The study of a name (`staleness`) or a path to a Python file that defines `study`."""
+    study = getattr(_module(name, "study", study_names()), "study", None)
+    if not isinstance(study, Study):
+        raise UserError(f"{name} defines no `study = Study(...)`: add one, see `src/tba/studies/staleness.py`")
+    return study
+
+
+def recipe_of(study: Study, variant: str) -> Recipe:
+    """The recipe of one of a study's variants. Raises `UserError` when there is no such variant."""
+    if variant not in study.variants:
+        near = difflib.get_close_matches(variant, study.variants, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(study.variants)}"
+        raise UserError(f"study {study.name} has no variant {variant!r}: {hint}")
+    given = study.variants[variant]
+    if isinstance(given, Variant):
+        given = given.recipe
+    if not isinstance(given, Recipe):
+        given = override(study.recipe, given, f"variant {variant} of study {study.name}")
+    return dataclasses.replace(given, name=f"{study.name}-{variant}")
 
 
 def names() -> list[str]:
     """The recipes that come with the package."""
     import tba.recipes
 
-    return sorted(m.name for m in pkgutil.iter_modules(tba.recipes.__path__) if not m.name.startswith("_"))
+    return _modules_in(tba.recipes.__path__)
 
 
-def _from_file(path: Path) -> Recipe:
+def study_names() -> list[str]:
+    """The studies that come with the package."""
+    import tba.studies
+
+    return _modules_in(tba.studies.__path__)
+
+
+def _modules_in(path: Iterable[str]) -> list[str]:
+    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+
+
+def _module(name: str, kind: str, shipped: Sequence[str]) -> ModuleType:
+    """The module that defines a recipe or a study (`kind`): one of those shipped, by name, or a file's."""
+    if name.endswith(".py"):
+        return _from_file(Path(name), kind)
+    folder = {"recipe": "recipes", "study": "studies"}[kind]
+    if name not in shipped:
+        near = difflib.get_close_matches(name, shipped, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"`tba {folder}` lists them."
+        there = ", ".join(shipped)
+        raise UserError(f"there is no {kind} {name!r}; give one of {there} or a path to a .py file; {hint}")
+    return importlib.import_module(f"tba.{folder}.{name}")
+
+
+def _from_file(path: Path, kind: str) -> ModuleType:
     if not path.is_file():
-        raise UserError(f"there is no recipe file {path}: give the path of a Python file that defines `recipe`")
-    spec = importlib.util.spec_from_file_location(f"tba_user_recipe_{path.stem}", path)
+        raise UserError(f"there is no {kind} file {path}: give the path of a Python file that defines `{kind}`")
+    spec = importlib.util.spec_from_file_location(f"tba_user_{kind}_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise UserError(f"{path} cannot be read as a Python module: give a .py file that defines `recipe`")
+        raise UserError(f"{path} cannot be read as a Python module: give a .py file that defines `{kind}`")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
     try:
         spec.loader.exec_module(module)
     except _MISTAKES as error:
-        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}; mend the recipe there") from error
-    return _recipe_in(module, str(path))
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}; mend the {kind} there") from error
+    return module
 
 
 def _place(error: BaseException, path: Path) -> str:

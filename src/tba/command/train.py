@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
 
 from tba.command.check import validate
+from tba.errors import TbaError
 from tba.recipe import Recipe
+from tba.record.failure import Failure
 from tba.record.live import LiveView
 from tba.record.report import draw_curves
 from tba.record.run import RunRecord
@@ -76,7 +78,8 @@ def carry_out(
         every = _LOOK if console.is_terminal else recipe.record.status_seconds / 4
         tell = Throttled(lambda phase, note: view.update(progress.status(phase, note)), every)
         runtime = (Inline if recipe.runtime == "inline" else Processes)(recipe, run, tell)
-        faults = runtime.go()
+        with _failure_recorded(run):
+            faults = runtime.go()
     summary = summarise(recipe, run, runtime.searchers, faults, sft_seconds)
     if recipe.record.tensorboard:  # the last evaluation came after the trainer had closed its events
         with closing(TensorBoardEvents(run.path)) as events:
@@ -84,6 +87,16 @@ def carry_out(
                 if e.version.step == summary.steps:
                     events.write(e.version.step, time.time(), {f"eval/{e.metric}": e.value})
     return run, summary, runtime.stopped
+
+
+@contextmanager
+def _failure_recorded(run: RunDirectory) -> Iterator[None]:
+    """Inside, an error that ends the run is left in its directory."""
+    try:
+        yield
+    except TbaError as error:
+        Failure.record(run.path, error)
+        raise
 
 
 @dataclass

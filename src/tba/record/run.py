@@ -12,6 +12,7 @@ from pathlib import Path
 from tba.errors import UserError
 from tba.record import evaluations, metrics
 from tba.record.evaluations import RecordedAnswer, read_answers, read_evaluations
+from tba.record.failure import Failure
 from tba.record.metrics import column, read_metrics
 from tba.record.summary import Summary
 from tba.types import Evaluation, Json
@@ -28,7 +29,8 @@ class RunRecord:
     metrics: Sequence[dict[str, Json]]
     evaluations: Sequence[Evaluation]  # in the order they were made
     answers: Sequence[RecordedAnswer]
-    summary: Summary | None  # None: it has not ended, or was killed
+    summary: Summary | None  # None: it has not ended, has failed or was killed
+    failure: Failure | None = None  # what ended it
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
@@ -45,6 +47,7 @@ class RunRecord:
             evaluations=found or (summary.evaluations if summary else ()),
             answers=read_answers(directory),
             summary=summary,
+            failure=Failure.read(directory),
         )
 
     @property

@@ -88,11 +88,8 @@ def ledger(summary: Summary) -> RenderableType:
 def _heading(run: RunRecord) -> RenderableType:
     summary = run.summary
     if summary is None:
-        return Text.assemble(
-            (run.name, "bold"),
-            f"  step {run.steps}, {duration(run.wall_seconds)}; ",
-            ("no summary: it is running, or was killed", "yellow"),
-        )
+        why = f"failed: {run.failure}" if run.failure else "no summary: it is running, or was killed"
+        return Text.assemble((run.name, "bold"), f"  step {run.steps}, {duration(run.wall_seconds)}; ", (why, "yellow"))
     return Text.assemble(
         (run.name, "bold"),
         f"  {summary.recipe}, seed {summary.seed}, {summary.steps} steps, {duration(summary.wall_seconds.total)}",

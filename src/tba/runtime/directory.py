@@ -21,6 +21,7 @@ import tba.settings
 from tba.errors import UserError
 from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
+from tba.study import MARK
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,10 @@ class RunDirectory:
         for part in ("", "logs", "weights", "checkpoints"):
             _make(path / part)
         run = cls(path)
-        file = Path(source) if source.endswith(".py") else None
+        name, mark, variant = source.partition(MARK)
+        file = Path(name) if name.endswith(".py") else None
         facts = {
-            "recipe": str(file.resolve()) if file else source,
+            "recipe": f"{file.resolve()}{mark}{variant}" if file else source,
             "digest": _digest(file) if file else None,
             "overrides": overrides,
             "started": time.time() if started is None else started,
@@ -69,8 +71,9 @@ class RunDirectory:
         """The recipe, rebuilt from its name or path and the overrides; never from a pickle."""
         facts = self.facts
         source = facts["recipe"]
-        if facts["digest"] is not None and facts["digest"] != _digest(Path(source)):
-            raise UserError(f"{source} has changed since the run at {self.path} began: start a new run")
+        file = source.partition(MARK)[0]
+        if facts["digest"] is not None and facts["digest"] != _digest(Path(file)):
+            raise UserError(f"{file} has changed since the run at {self.path} began: start a new run")
         return tba.settings.override(tba.settings.find(source), facts["overrides"], f"tba train {source}")
 
     def journal(self, recipe: Recipe) -> Path:

@@ -1,0 +1,79 @@
+"""How far a policy has gone from its reference, and what reward it has for it: one point of the frontier.
+
+Invariant: on-policy. The answers are sampled from the weights that are measured, at the policy temperature, whole; what
+the trainer's batches say of the log-ratio depends on how old they are and which were selected, this does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.protocols import Engine, Reference, Reward
+from tba.types import Prompt, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Means over sampled answers, and the standard errors of these means over prompts."""
+
+    kl: float  # log pi - log pi_ref summed over an answer, nats: an unbiased estimate of KL(pi || pi_ref)
+    kl_error: float
+    reward: float
+    reward_error: float
+    tokens: float  # of an answer
+    prompts: int
+    samples: int  # of each prompt
+
+
+def divergence(
+    engine: Engine,
+    reference: Reference,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    samples: int,
+    rng: np.random.Generator,
+    *,
+    policy_temperature: float = 1.0,
+    chunk: int = 64,
+) -> Divergence:
+    """Of the engine's present weights, by `samples` answers to each of `prompts`.
+
+    Raises `UserError` when there is nothing to sample.
+    """
+    if not prompts or samples < 1:
+        raise UserError(f"the divergence was asked of {len(prompts)} prompts and {samples} samples: give at least 1")
+    sampling = Sampling(policy_temperature)
+    kl_P: list[float] = []
+    reward_P: list[float] = []
+    tokens = 0
+    for start in range(0, len(prompts), chunk):
+        asked = prompts[start : start + chunk]
+        answered = engine.generate(asked, samples, sampling, rng)
+        log_reference = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
+        judged = iter(reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
+        for row, scored in zip(answered, log_reference, strict=True):
+            ratios = []
+            for completion, log_reference_T in zip(row, scored, strict=True):
+                assert completion.log_behavior is not None  # an engine's own samples have them
+                ratios.append(float(completion.log_behavior.sum(dtype=np.float64) - log_reference_T.sum(dtype=float)))
+                tokens += len(completion.tokens)
+            kl_P.append(float(np.mean(ratios)))
+            reward_P.append(float(np.mean([next(judged).reward for _ in row])))
+    return Divergence(
+        kl=float(np.mean(kl_P)),
+        kl_error=_error(kl_P),
+        reward=float(np.mean(reward_P)),
+        reward_error=_error(reward_P),
+        tokens=tokens / (len(prompts) * samples),
+        prompts=len(prompts),
+        samples=samples,
+    )
+
+
+def _error(values: Sequence[float]) -> float:
+    return float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else math.inf

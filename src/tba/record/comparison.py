@@ -1,0 +1,108 @@
+"""Runs of several variants over seeds, compared: means, spreads, intervals, and differences from a baseline.
+
+Invariant: a run that failed is counted beside the figures of those that did not, never left out in silence; how many
+values a mean is of is always with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from tba.evaluate.estimators import Interval, bootstrap_interval, difference_of_means
+
+Verdict: TypeAlias = Literal["yes", "no", "open"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of a study that has ended, with its figures or with why it failed."""
+
+    variant: str
+    seed: int
+    figures: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A figure over the runs that have it."""
+
+    mean: float
+    spread: float  # standard deviation over runs (n - 1); not a number for one run
+    low: float  # 95 % bootstrap interval of the mean; not a number for one run
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Statistic:
+        """Raises `ValueError` for no values."""
+        if len(values) == 1:
+            return cls(values[0], math.nan, math.nan, math.nan, 1)
+        interval = bootstrap_interval(values)
+        return cls(interval.estimate, float(np.std(values, ddof=1)), interval.low, interval.high, len(values))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A variant over its seeds."""
+
+    variant: str
+    runs: int  # that have ended
+    failures: tuple[str, ...]
+    statistics: Mapping[str, Statistic]
+
+
+@dataclass(frozen=True)
+class Versus:
+    """A variant against the baseline."""
+
+    variant: str
+    difference: Interval  # of means, in the metric's unit; above 0: better than the baseline
+    not_worse: Verdict  # by the margin: surely not, surely, or the interval holds both
+    remark: str = ""
+
+
+def rows(outcomes: Sequence[Outcome], variants: Sequence[str]) -> list[Row]:
+    """A row per variant that has runs, in the order of `variants`."""
+    found = []
+    for variant in variants:
+        own = [o for o in outcomes if o.variant == variant]
+        if not own:
+            continue
+        names = dict.fromkeys(name for o in own for name in o.figures)
+        statistics = {name: Statistic.of([o.figures[name] for o in own if name in o.figures]) for name in names}
+        found.append(Row(variant, len(own), tuple(o.failure for o in own if o.failure), statistics))
+    return found
+
+
+def versus(outcomes: Sequence[Outcome], baseline: str, metric: str, margin: float) -> list[Versus]:
+    """Each other variant with the metric against the baseline, in order of appearance.
+
+    The interval is Student's (Welch), which holds for a few seeds; runs of equal seed are not paired, since the order
+    of events in a run is not the seed's alone.
+    """
+    found = []
+    names = list(dict.fromkeys(o.variant for o in outcomes if o.variant != baseline))
+    first = [o.figures[metric] for o in outcomes if o.variant == baseline and metric in o.figures]
+    for name in names:
+        own = [o for o in outcomes if o.variant == name]
+        second = [o.figures[metric] for o in own if metric in o.figures]
+        if not first or not second:
+            continue
+        interval = difference_of_means(first, second)
+        failed = sum(bool(o.failure) for o in own)
+        remark = f"{failed} of {len(own)} failed" if failed else ""
+        found.append(Versus(name, interval, "no" if failed else verdict(interval, margin), remark))
+    return found
+
+
+def verdict(difference: Interval, margin: float) -> Verdict:
+    """Whether a difference (above 0: better) is above -margin: over the whole interval, nowhere in it, or undecided."""
+    if difference.low > -margin:
+        return "yes"
+    return "no" if difference.high < -margin else "open"

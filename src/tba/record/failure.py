@@ -1,0 +1,51 @@
+"""`failure.json`: why a run ended before its time, by an error. A run has it or a summary, not both.
+
+Invariant: the kind is that of the error where it arose, also when it was a part in another process that had it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.record.jsonl import write_json
+from tba.record.metrics import read_last
+
+FILE = "failure.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What ended a run."""
+
+    kind: str  # the error's class: NonFiniteLoss, DeadlineExceeded, ...
+    message: str
+    step: int  # updates that were recorded before it
+
+    def __str__(self) -> str:
+        return f"{self.kind} at step {self.step}"
+
+    @classmethod
+    def record(cls, directory: Path, error: BaseException | str) -> Failure:
+        """Write what ended the run in `directory`; a part that left an error of its own is believed before `error`."""
+        kind, message = (error, error) if isinstance(error, str) else (type(error).__name__, str(error))
+        for file in sorted((directory / "logs").glob("*.error.json")):
+            left = json.loads(file.read_text(encoding="utf-8"))
+            kind, message = left["kind"], left["message"]
+        last = read_last(directory)
+        failure = cls(kind, message, int(last["step"]) if last else 0)
+        write_json(directory / FILE, asdict(failure))
+        return failure
+
+    @classmethod
+    def read(cls, directory: Path) -> Failure | None:
+        """What ended the run in `directory`; None when nothing did. Raises `UserError` when the file is damaged."""
+        path = directory / FILE
+        if not path.exists():
+            return None
+        try:
+            return cls(**json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}: wanted why a run failed, but it cannot be read ({error}).") from None

@@ -1,0 +1,104 @@
+"""A study: variants of one recipe, each run over the same seeds, compared on one footing.
+
+A study file defines `study = Study(...)` and imports what it uses, as a recipe's does. Each of its variants is a recipe
+by itself, named `STUDY::VARIANT` (`tba train staleness::tb-k4 --seed 1` is one run of a study, by hand).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tba.errors import UserError
+from tba.evaluate.accuracy import SAMPLED
+from tba.recipe import Recipe
+from tba.record.figures import COLUMNS
+
+MARK = "::"  # between a study's name or path and a variant's name
+_NAME = re.compile(r"[A-Za-z0-9][\w.+=]*(?:-[\w.+=]+)*")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One recipe of a study. Variants of a family are one line of a plot."""
+
+    recipe: Recipe
+    family: str = ""
+
+
+Fields: TypeAlias = Sequence[str]  # as on the command line: ("--sync-every", "4")
+
+
+@dataclass(frozen=True)
+class Against:
+    """A plot of a figure against something that varies."""
+
+    x: str  # a field of the recipe by dotted name (sync_every, objective.beta.value), or a figure (lag)
+    y: str = ""  # a figure; empty: the study's metric
+    label: str = ""  # of x
+    families: tuple[str, ...] = ("*",)  # patterns of those that are drawn
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared, over which seeds, and how it is told. Raises `UserError` for what does not fit together."""
+
+    name: str  # its folder under studies/
+    recipe: Recipe  # what variants given as fields start from
+    variants: Mapping[str, Variant | Recipe | Fields]  # by a name of letters, digits, '.', '_', '+', '=' and '-'
+    description: str = ""  # one line for people
+    seeds: tuple[int, ...] = (0, 1, 2)
+    metric: str = SAMPLED  # the figure by which variants are compared
+    target: float | None = None  # of that figure, in 0..1: the wall-clock to it is measured
+    baseline: str = ""  # the variant that all others are held against; empty: none
+    margin: float = 0.03  # of the metric: a variant is not worse when surely less than this below the baseline
+    columns: tuple[str, ...] = ()  # figures in the table; empty: all that were measured
+    against: tuple[Against, ...] = ()  # plots besides accuracy over time and reward over divergence
+    divergence_prompts: int = 500  # held-out prompts on which the distance to the reference is measured; 0: it is not
+    divergence_samples: int = 4  # answers to each
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w.-]+", self.name):
+            raise UserError(f"a study is named {self.name!r}: use letters, digits, '.', '_' and '-' only")
+        for name in self.variants:
+            if not _NAME.fullmatch(name):
+                raise UserError(
+                    f"study {self.name} has a variant {name!r}: use letters, digits, '.', '_', '+', '=' and single '-'"
+                )
+        if not self.variants:
+            raise UserError(f"study {self.name} has no variants: give at least one")
+        if self.baseline and self.baseline not in self.variants:
+            raise UserError(f"study {self.name} has baseline {self.baseline!r}, which is none of its variants")
+        check_seeds(self.seeds, f"study {self.name}")
+        unknown = [c for c in self.columns if c not in COLUMNS and not c.startswith("pass@")]
+        if unknown:
+            raise UserError(f"study {self.name} has no column {unknown[0]!r}: use some of {', '.join(COLUMNS)}")
+
+    def family(self, variant: str) -> str:
+        """The family a variant is of; "" when it was given none."""
+        given = self.variants[variant]
+        return given.family if isinstance(given, Variant) else ""
+
+    def matching(self, patterns: Sequence[str]) -> list[str]:
+        """Variants that match one of the patterns (`tb-*`). Raises `UserError` for a pattern that none matches."""
+        for pattern in patterns:
+            if not fnmatch.filter(self.variants, pattern):
+                raise UserError(f"study {self.name} has no variant {pattern!r}: it has {', '.join(self.variants)}")
+        return [v for v in self.variants if any(fnmatch.fnmatchcase(v, p) for p in patterns)]
+
+
+def check_seeds(seeds: Sequence[int], whose: str) -> None:
+    """Raises `UserError` unless there are seeds, all different and none negative."""
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise UserError(f"{whose} has seeds {', '.join(map(str, seeds)) or 'none'}: give different ones, 0 or more")
+
+
+def field_of(recipe: Recipe, name: str) -> object:
+    """A recipe's field by dotted name; None when this one has no such field (another objective, say)."""
+    value: object = recipe
+    for part in name.split("."):
+        value = getattr(value, part.replace("-", "_"), None)
+    return value

@@ -1,0 +1,60 @@
+"""The measured distance to the reference against the exact one of the enumerable toy."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tba.engines.tabular import TabularEngine
+from tba.errors import UserError
+from tba.evaluate.divergence import divergence
+from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask, TabularTokenizer, distribution, ideal
+from tba.search.prompts import PromptSettings, encode
+from tba.types import Version
+
+TASK = TabularTask()
+PROMPTS = encode(TASK.problems("train"), TASK.name, TabularTokenizer(TASK.symbols), PromptSettings()).prompts
+
+
+def engine_of(policy: TabularPolicy) -> TabularEngine:
+    engine = TabularEngine(TASK, Version())
+    engine.load(policy.weights(), Version(0, 1))
+    return engine
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.5])
+def test_it_is_the_exact_divergence_and_the_exact_reward_of_the_policy(temperature: float) -> None:
+    policy = TabularPolicy(TASK, temperature, torch.float64)
+    reference_QO = distribution(policy)
+    policy.become(ideal(TASK, 0.3, temperature))
+    policy_QO = distribution(policy)
+    kl_Q = (policy_QO * (policy_QO / reference_QO).log()).sum(1)[: TASK.prompts]
+    reward_Q = (policy_QO * torch.tensor(TASK.rewards_QO)).sum(1)[: TASK.prompts]
+    found = divergence(
+        engine_of(policy),
+        TabularReference(TASK, temperature),
+        TASK.reward(),
+        PROMPTS * 20,
+        200,
+        np.random.default_rng(0),
+        policy_temperature=temperature,
+    )
+    assert abs(found.kl - float(kl_Q.mean())) < 4 * found.kl_error < 0.1
+    assert abs(found.reward - float(reward_Q.mean())) < 4 * found.reward_error
+    assert 1 <= found.tokens <= TASK.length
+    assert (found.prompts, found.samples) == (40, 200)
+
+
+def test_it_is_0_at_the_reference_answer_by_answer() -> None:
+    found = divergence(
+        engine_of(TabularPolicy(TASK)), TabularReference(TASK), TASK.reward(), PROMPTS, 50, np.random.default_rng(1)
+    )
+    assert (found.kl, found.kl_error) == pytest.approx((0.0, 0.0), abs=1e-6)
+
+
+def test_one_prompt_has_no_error_to_speak_of_and_none_is_refused() -> None:
+    ours = (engine_of(TabularPolicy(TASK)), TabularReference(TASK), TASK.reward())
+    assert divergence(*ours, PROMPTS[:1], 5, np.random.default_rng(1)).reward_error == math.inf
+    with pytest.raises(UserError, match="0 prompts and 5 samples"):
+        divergence(*ours, [], 5, np.random.default_rng(1))
