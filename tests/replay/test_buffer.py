@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trajectory_cases import prompt, trajectory
+from trajectory_cases import prompt, same, trajectory
 
 from tba.errors import UserError
 from tba.replay.buffer import Amount, Buffer, BufferSettings
+from tba.replay.scores import Score
 from tba.replay.shelf import Listing
 from tba.types import Trajectory, Version
 
@@ -34,7 +36,7 @@ class PlainBuffer:
 
     def add(self, new: Trajectory) -> None:
         self.everything.append(new)
-        own = [t for t in self.held if t.prompt.key == new.prompt.key and t.reference == new.reference]
+        own = [t for t in self.held if t.prompt.key == new.prompt.key]
         copies = [t for t in own if self.distinct and t.completion.digest == new.completion.digest]
         if copies:
             self._leave(copies[0], "duplicate")
@@ -43,6 +45,16 @@ class PlainBuffer:
         self.held.append(new)
         if len(self.held) > self.total:
             self._leave(self.held[0], "evicted")
+
+    def score(self, uid: str, reference: Version, finite: bool) -> None:
+        for place, old in enumerate(self.held):
+            if old.uid == uid and reference == self.reference != old.reference:
+                if finite:
+                    log_reference = np.full(old.length, -3.0, dtype=np.float32)
+                    self.held[place] = replace(old, reference=reference, log_reference=log_reference)
+                else:
+                    self._leave(old, "evicted")
+                return
 
     def _leave(self, old: Trajectory, fate: str) -> None:
         self.held.remove(old)
@@ -70,12 +82,17 @@ class PlainBuffer:
         return {name: (len(ts), sum(t.length for t in ts)) for name, ts in groups.items()}
 
 
+def uids(trajectories: Sequence[Trajectory]) -> list[str]:
+    return [t.uid for t in trajectories]
+
+
 VERSIONS = st.builds(Version, st.integers(0, 1), st.integers(0, 8))
 OPERATIONS = st.lists(
     st.tuples(st.just("add"), st.integers(0, 3), st.integers(0, 5), VERSIONS, st.integers(0, 4).map(lambda n: n == 0))
     | st.tuples(st.sampled_from(["use", "take_back"]), st.integers(0, 99))
     | st.tuples(st.just("now"), VERSIONS)
-    | st.tuples(st.just("reference"), st.booleans()),
+    | st.tuples(st.just("reference"), st.booleans())
+    | st.tuples(st.just("score"), st.integers(0, 99), st.booleans(), st.integers(0, 9).map(lambda n: n > 0)),
     max_size=60,
 )
 
@@ -111,12 +128,21 @@ def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger
             buffer.now = plain.now = values[0]
         elif verb == "reference":
             buffer.reference = plain.reference = Version(0, int(values[0]))
+        elif verb == "score" and plain.everything:
+            scored, reference = plain.everything[int(values[0]) % len(plain.everything)], Version(0, int(values[1]))
+            log_reference = np.full(scored.length, -3.0 if values[2] else np.nan, dtype=np.float32)
+            buffer.score(Score(scored.uid, reference, log_reference))
+            plain.score(scored.uid, reference, bool(values[2]))
         for size in (1, 2, 3):
             assert set(buffer.prompts(size)) == {k for k in keys if len(plain.of(k)) >= size}
             assert set(buffer.recent_prompts(size)) == {k for k in keys if len(plain.recent(k)) >= size}
     for key in keys:
-        assert list(buffer.of(key)) == plain.of(key)
-        assert list(buffer.recent(key)) == plain.recent(key)
+        assert all(map(same, list(buffer.of(key)), plain.of(key)))
+        assert uids(buffer.of(key)) == uids(plain.of(key))
+        assert uids(buffer.recent(key)) == uids(plain.recent(key))
+    assert buffer.unscored() == [t.uid for t in plain.held if t.reference != plain.reference]
+    assert buffer.references == {t.reference for t in plain.held}
+    assert buffer.sampleable == len([t for t in plain.held if t.reference == plain.reference])
     counts, expected = buffer.counts(), plain.amounts()
     assert {n: (getattr(counts, n).trajectories, getattr(counts, n).tokens) for n in expected} == expected
     for unit in ("trajectories", "tokens"):
@@ -143,15 +169,43 @@ def test_copies_stay_side_by_side_when_the_settings_say_so() -> None:
     assert buffer.counts().duplicate == Amount(0, 0)
 
 
-def test_a_copy_under_another_reference_is_no_duplicate() -> None:
+LATER = Version(0, 50)
+
+
+def test_a_copy_under_another_reference_is_a_copy() -> None:
     buffer = Buffer(BufferSettings(), WINDOW)
-    first, second = trajectory(), trajectory(reference=Version(0, 50))
+    first, second = trajectory(), trajectory(reference=LATER)
     buffer.add(first)
     buffer.add(second)
-    assert list(buffer.of(first.prompt.key)) == [first]
-    buffer.reference = Version(0, 50)
+    assert list(buffer.of(first.prompt.key)) == []
+    buffer.reference = LATER
     assert list(buffer.of(first.prompt.key)) == [second]
-    assert buffer.counts().waiting.trajectories == 2
+    assert (buffer.counts().waiting.trajectories, buffer.counts().duplicate.trajectories) == (1, 1)
+
+
+def test_what_is_scored_under_the_new_reference_keeps_its_age_and_its_uses_and_is_counted_once() -> None:
+    buffer = Buffer(BufferSettings(per_prompt=3), WINDOW)
+    rows = [trajectory(tokens=(i,), uid=f"t{i}") for i in range(3)]
+    for t in rows:
+        buffer.add(t)
+    buffer.use([rows[1], rows[1]])
+    before = buffer.counts()
+    buffer.reference = LATER
+    assert buffer.unscored() == ["t0", "t1", "t2"]
+    for t in (rows[2], rows[1]):  # newest first
+        buffer.score(Score(t.uid, LATER, np.array([-0.25], dtype=np.float32)))
+    found = buffer.of(rows[0].prompt.key)
+    assert [(t.uid, t.reference, float(t.log_reference[0])) for t in found] == [
+        ("t1", LATER, -0.25),
+        ("t2", LATER, -0.25),
+    ]
+    assert buffer.counts() == before
+    assert buffer.uses("t1") == 2
+    buffer.use([found[0]])
+    assert buffer.counts().trained_once == Amount(1, 1)
+    buffer.add(trajectory(tokens=(3,), reference=LATER))  # the oldest leaves, which nobody has scored
+    assert buffer.counts().evicted == Amount(1, 1)
+    assert buffer.unscored() == []
 
 
 def test_what_was_used_and_leaves_is_counted_as_trained_and_not_as_evicted() -> None:

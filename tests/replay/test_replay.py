@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.journal import JournalFollower, JournalWriter
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
+from tba.replay.scores import Score
 from tba.replay.selection import RecencyReward
 from tba.replay.uses import UseLog, cut_uses, read_uses
 from tba.types import Group, Trajectory, Version
@@ -151,13 +153,83 @@ def test_only_the_current_reference_is_sampled_and_the_others_wait() -> None:
     pile = Pile()
     replay = Replay(pile, settings_of())
     later = Version(0, 50)
-    pile.waiting += rows([0], 4) + [replace(t, reference=later) for t in rows([0], 4)]
+    pile.waiting += rows([0], 4) + [replace(t, reference=later) for t in rows([0], 4, first=4)]
     assert replay.ready(1, 8) is None
     assert {g.reference for g in replay.sample(1, 8)} == {Version()}
     replay.reference = later
     (group,) = replay.sample(1, 8)
     assert {t.reference for t in group.trajectories} == {later}
     assert replay.ledger()["waiting_trajectories"] == 0
+
+
+LATER = Version(0, 50)
+
+
+def scores_of(trajectories: Sequence[Trajectory], reference: Version = LATER) -> list[Score]:
+    return [Score(t.uid, reference, np.full(t.length, -0.5, dtype=np.float32)) for t in trajectories]
+
+
+def test_after_a_reset_a_batch_waits_for_scores_of_as_many_as_the_warm_up_wants_or_of_all(tmp_path: Path) -> None:
+    with JournalWriter(tmp_path / "j", "searcher-0") as searcher, JournalFollower(tmp_path / "j") as follower:
+        replay = Replay(follower, settings_of(warm_up=6, max_mean_uses=100.0))
+        searcher.put(rows([0, 1], 6))
+        assert replay.ready(2, 2) is None
+        used = {uid for _ in range(9) for uid in uids(replay.sample(2, 2))}
+        replay.reference = LATER
+        assert replay.ready(2, 2) == "unscored"
+        searcher.put(late := rows([0], 1, first=9))  # by a searcher that has not seen the reset
+        assert replay.ready(2, 2) == "unscored"
+        wanted = searcher.unscored(LATER, 5, 60.0)
+        assert wanted[0].uid == late[0].uid
+        searcher.put_scores(scores_of(wanted))
+        assert replay.ready(2, 2) == "unscored"
+        searcher.put_scores(scores_of(searcher.unscored(LATER, 1, 60.0)))
+        assert replay.ready(2, 2) is None
+        assert replay.metrics()["replay_unscored"] == 13 - 6
+        assert {g.reference for g in replay.sample(2, 2)} == {LATER}
+        assert replay.ready(4, 2) == "unscored"  # a batch has more than the warm-up
+        searcher.put_scores(scores_of(searcher.unscored(LATER, 99, 60.0)))
+        assert replay.ready(40, 2) is None
+        ledger = replay.ledger()
+        assert_closes(ledger)
+        assert ledger["trained_once_trajectories"] >= len(used)
+        assert ledger["received_trajectories"] == 13
+        assert replay.references == {LATER}
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.integers(0, 8), st.booleans()), min_size=4, max_size=14)
+)
+def test_through_any_resets_groups_are_of_one_reference_and_what_was_trained_is_counted_once(
+    turns: list[tuple[int, int, int, bool]],
+) -> None:
+    """Each turn: a prompt and how many answers come to it, how many are scored, and whether the reference is reset."""
+    used: Counter[str] = Counter()
+    searching = Version()  # the reference of a searcher that sees each reset one turn late
+    chosen = settings_of(buffer=BufferSettings(5, 12), max_mean_uses=50.0)
+    with (
+        TemporaryDirectory() as folder,
+        JournalWriter(Path(folder) / "j", "s") as searcher,
+        JournalFollower(Path(folder) / "j") as follower,
+    ):
+        replay = Replay(follower, chosen)
+        for step, (p, count, scored, reset) in enumerate(turns, start=1):
+            searcher.put([replace(t, reference=searching) for t in rows([p], count, step, first=step % 3)])
+            searcher.put_scores(scores_of(searcher.unscored(searching, scored, 60.0), searching))
+            searching = replay.reference
+            if reset:
+                replay.reference = Version(0, step)
+            if replay.ready(2, 3) is None:
+                groups = replay.sample(2, 3)
+                assert {g.reference for g in groups} == {replay.reference}
+                assert {t.reference for g in groups for t in g.trajectories} == {replay.reference}
+                used.update(uids(groups))
+            ledger = replay.ledger()
+            assert_closes(ledger)
+            assert ledger["trained_once_trajectories"] == len(used)
+            assert ledger["trained_total_trajectories"] == used.total()
+        assert ledger["received_trajectories"] == sum(count for _, count, _, _ in turns)
 
 
 def test_equal_seeds_sample_equally_and_others_do_not() -> None:
@@ -321,6 +393,25 @@ def test_a_resumed_replay_samples_exactly_as_one_that_was_never_interrupted(
         assert resumed.replay.metrics() == whole.replay.metrics()
         resumed.close()
         whole.close()
+
+
+def test_a_replay_that_is_resumed_after_a_reset_has_the_scores_it_had_and_asks_for_the_others(tmp_path: Path) -> None:
+    run = Run(tmp_path, 3)
+    run.go([(0, 8), (1, 8), (2, 8)], 0, 3)
+    run.replay.reference = LATER
+    run.writer.put_scores(scores_of(run.writer.unscored(LATER, 9, 0.0)))
+    assert run.replay.ready(2, 3) is None
+    state = json.loads(json.dumps(run.replay.state()))
+    left = run.replay.buffer.unscored()
+    expected = [uids(run.replay.sample(2, 3)) for _ in range(4)]
+    run.close()
+    run.open()
+    run.follower.until = 24
+    run.replay.restore(state)
+    assert run.replay.reference == LATER
+    assert [uids(run.replay.sample(2, 3)) for _ in range(4)] == expected
+    assert [t.uid for t in run.writer.unscored(LATER, 99, 0.0)] == left[::-1] != []
+    run.close()
 
 
 def test_only_a_fresh_replay_with_a_position_and_a_record_can_be_resumed(tmp_path: Path) -> None:

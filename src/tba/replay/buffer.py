@@ -2,7 +2,8 @@
 
 Invariant: every trajectory that was added is exactly one of trained (used at least once), waiting (in memory, never
 used), evicted (left by the capacity rule, never used) or duplicate (replaced by a newer copy, never used), each counted
-at its own event. Only trajectories of the current reference can be sampled; those of others wait.
+at its own event. Only trajectories of the current reference can be sampled. What has another one keeps its place, its
+uses and its turn to leave, and can be sampled once it has been scored anew; until then it waits, unless it was used.
 
 "Newer" is by arrival, the one order on which all searchers agree. "Recent" is by the weights that sampled.
 No operation scans the memory, but moving to another reference or incarnation; listing a prompt's trajectories costs
@@ -11,11 +12,14 @@ that prompt's own, once after each change (which is all of it where there is one
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from tba.errors import UserError
+from tba.replay.scores import Score
 from tba.replay.shelf import Listing, Shelf
 from tba.types import Trajectory, Version
 
@@ -76,8 +80,11 @@ class Buffer:
         self._reference = reference
         self._now = Version()
         self._all: OrderedDict[str, Trajectory] = OrderedDict()  # by uid, oldest first
-        self._shelves: dict[Version, Shelf] = {reference: Shelf(settings.distinct)}
-        self._recent = Shelf(settings.distinct)
+        self._arrival: dict[str, int] = {}  # uid -> its place in the order of arrival
+        self._kept = self._shelf()  # all of them
+        self._current = self._shelf()  # those of the current reference
+        self._recent = self._shelf()  # the recent ones of those
+        self._by_reference: Counter[Version] = Counter()
         self._recent_by_step: dict[int, set[str]] = {}  # step that sampled -> uids on the recent shelf
         self._uses: dict[str, int] = {}  # of the trajectories in memory that were used
         self._waiting: dict[str, int] = {}  # uid -> tokens, of those in memory that never were
@@ -96,21 +103,39 @@ class Buffer:
         uid, prompt = trajectory.uid, trajectory.prompt.key
         if uid in self._all:
             raise ValueError(f"trajectory {uid} was added twice: a source gives each of its trajectories once")
-        shelf = self._shelves.setdefault(trajectory.reference, Shelf(self._settings.distinct))
-        if (copy := shelf.copy_of(trajectory)) is not None:
+        if (copy := self._kept.copy_of(trajectory)) is not None:
             self._remove(copy, self._duplicate)
-        elif shelf.count(prompt) >= self._settings.per_prompt:
-            self._remove(shelf.oldest(prompt), self._evicted)
+        elif self._kept.count(prompt) >= self._settings.per_prompt:
+            self._remove(self._kept.oldest(prompt), self._evicted)
+        self._arrival[uid] = self.received
         self._received.add(trajectory)
         self._all[uid] = trajectory
-        shelf.add(trajectory)
+        self._kept.add(trajectory)
         self._waiting[uid] = trajectory.length
         for _ in range(uses):
             self._use(trajectory)
-        if trajectory.reference == self._reference and self._is_recent(trajectory):
-            self._add_recent(trajectory)
+        self._by_reference[trajectory.reference] += 1
+        self._make_current(trajectory)
         if len(self._all) > self._settings.total:
             self._remove(next(iter(self._all.values())), self._evicted)
+
+    def score(self, score: Score) -> None:
+        """A trajectory is of the current reference from here on; one whose score is not finite leaves.
+
+        Nothing happens when it has left before, or the score is of a reference that is not the current one any longer.
+        """
+        old = self._all.get(score.uid)
+        if old is None or score.reference != self._reference or old.reference == score.reference:
+            return
+        if not np.isfinite(score.log_reference).all():
+            self._remove(old, self._evicted)
+            return
+        new = replace(old, log_reference=score.log_reference, reference=score.reference)
+        self._by_reference.subtract([old.reference])
+        self._by_reference[new.reference] += 1
+        self._all[new.uid] = new
+        self._kept.replace(new)
+        self._make_current(new)
 
     def use(self, trajectories: Iterable[Trajectory]) -> None:
         """Count one use of each. Raises `KeyError` for one that is not in memory."""
@@ -175,16 +200,32 @@ class Buffer:
     def reference(self, reference: Version) -> None:
         if reference != self._reference:
             self._reference = reference
-            self._shelves.setdefault(reference, Shelf(self._settings.distinct))
-            self._rebuild_recent()
+            self._current = self._shelf()
+            self._recent, self._recent_by_step = self._shelf(), {}
+            for trajectory in self._all.values():
+                self._make_current(trajectory)
+
+    @property
+    def sampleable(self) -> int:
+        """How many trajectories in memory are of the current reference."""
+        return self._by_reference[self._reference]
+
+    @property
+    def references(self) -> set[Version]:
+        """Those that trajectories in memory have."""
+        return {reference for reference, count in self._by_reference.items() if count}
+
+    def unscored(self) -> list[str]:
+        """The uids of those in memory that are not of the current reference, oldest first."""
+        return [uid for uid, trajectory in self._all.items() if trajectory.reference != self._reference]
 
     def prompts(self, size: int = 1) -> Listing:
         """Prompts with at least `size` distinct trajectories."""
-        return self._shelves[self._reference].prompts(size)
+        return self._current.prompts(size)
 
     def of(self, prompt: str) -> Sequence[Trajectory]:
         """The distinct trajectories of `prompt`, oldest first."""
-        return self._shelves[self._reference].of(prompt)
+        return self._current.of(prompt)
 
     def recent(self, prompt: str) -> Sequence[Trajectory]:
         """Those of `prompt` within the recent window, oldest first."""
@@ -205,8 +246,11 @@ class Buffer:
     def _remove(self, trajectory: Trajectory, unused: Amount) -> None:
         """It leaves memory; counted under `unused` if it was never used."""
         uid = trajectory.uid
-        del self._all[uid]
-        self._shelves[trajectory.reference].remove(trajectory)
+        del self._all[uid], self._arrival[uid]
+        self._kept.remove(trajectory)
+        self._by_reference.subtract([trajectory.reference])
+        if trajectory.reference == self._reference:
+            self._current.remove(trajectory)
         uids = self._recent_by_step.get(trajectory.version.step, ())
         if uid in uids:
             self._recent_by_step[trajectory.version.step].remove(uid)
@@ -222,12 +266,22 @@ class Buffer:
         version = trajectory.version
         return version.incarnation == self._now.incarnation and version.lag(self._now) <= self._window
 
+    def _shelf(self) -> Shelf:
+        return Shelf(self._settings.distinct, self._arrival)
+
+    def _make_current(self, trajectory: Trajectory) -> None:
+        """It can be sampled, if it is of the current reference."""
+        if trajectory.reference == self._reference:
+            self._current.add(trajectory)
+            if self._is_recent(trajectory):
+                self._add_recent(trajectory)
+
     def _add_recent(self, trajectory: Trajectory) -> None:
         self._recent_by_step.setdefault(trajectory.version.step, set()).add(trajectory.uid)
         self._recent.add(trajectory)
 
     def _rebuild_recent(self) -> None:
-        self._recent, self._recent_by_step = Shelf(self._settings.distinct), {}
+        self._recent, self._recent_by_step = self._shelf(), {}
         for trajectory in self._all.values():
             if trajectory.reference == self._reference and self._is_recent(trajectory):
                 self._add_recent(trajectory)

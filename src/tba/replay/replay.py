@@ -1,7 +1,8 @@
 """Replay: takes trajectories in, keeps them by prompt, says when a batch may be sampled, and samples it.
 
 Invariant: nothing is dropped for being old; what leaves leaves by the capacity rule, and is counted. Mean uses per
-trajectory stay within the limit. Safe to share between the trainer's threads.
+trajectory stay within the limit. All groups of a batch are of the reference that is current when it is sampled. Safe to
+share between the trainer's threads.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tba.errors import UserError
 from tba.protocols import TrajectorySource
 from tba.replay.buffer import Buffer, BufferSettings
 from tba.replay.pacing import Held, Pacing
+from tba.replay.scores import Score
 from tba.replay.selection import SMALLEST_GROUP, RecencyReward, Selection
 from tba.replay.uses import UseLog, cut_uses, read_uses
 from tba.types import Group, Json, Trajectory, Version
@@ -25,7 +27,7 @@ from tba.types import Group, Json, Trajectory, Version
 _CHUNK = 4096  # rows drained at a time
 _PAPERS_WINDOW = 2  # 2k at k = 1
 
-NotReady: TypeAlias = Held | Literal["empty"]
+NotReady: TypeAlias = Held | Literal["empty", "unscored"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,17 @@ class ResumableSource(Protocol):
     position: int
 
     def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]: ...
+
+
+@runtime_checkable
+class ScoringSource(Protocol):
+    """A `TrajectorySource` at whose other end trajectories can be scored under a later reference."""
+
+    score_position: int
+
+    def ask(self, reference: Version, uids: Sequence[str]) -> None: ...
+
+    def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]: ...
 
 
 class Replay:
@@ -91,24 +104,36 @@ class Replay:
 
     @property
     def reference(self) -> Version:
-        """The reference whose trajectories are sampled; the others wait."""
+        """The reference whose trajectories are sampled. The others wait to be scored under it, which is asked for."""
         return self.buffer.reference
 
     @reference.setter
     def reference(self, reference: Version) -> None:
         with self._lock:
             self.buffer.reference = reference
+            self._ask(self.buffer.unscored())
+
+    @property
+    def references(self) -> set[Version]:
+        """Those that trajectories in memory have."""
+        with self._lock:
+            return self.buffer.references
 
     def drain(self) -> int:
-        """Take in all that the source has; how many trajectories that were. Never waits."""
+        """Take in all that the source has, scores too; how many trajectories that were. Never waits."""
         taken = 0
         with self._lock:
             while chunk := self._source.drain(_CHUNK):
                 for trajectory in chunk:
                     self.buffer.add(trajectory)
+                self._ask([t.uid for t in chunk if t.reference != self.reference])
                 taken += len(chunk)
                 if len(chunk) < _CHUNK:
                     break
+            if isinstance(self._source, ScoringSource):
+                while scores := self._source.drain_scores(_CHUNK):
+                    for score in scores:
+                        self.buffer.score(score)
         return taken
 
     def sync(self) -> None:
@@ -120,6 +145,10 @@ class Replay:
 
         Takes new data in, if the settings say so. While no batch may be sampled it always does: a trainer that is
         held back is at a sync point, and would wait for ever otherwise.
+
+        After a reset of the reference ("unscored") a batch may be sampled once as many trajectories as the warm-up
+        wants (and a batch has) are scored under the new one, or all that there are: else the first batches would be
+        made of a few trajectories over and over.
         """
         with self._lock:
             if self.settings.take_in == "always" or self._held(groups, size) is not None:
@@ -169,6 +198,7 @@ class Replay:
             sizes = {
                 "replay_trajectories": float(len(self.buffer)),
                 "replay_prompts": float(len(self.buffer.prompts(SMALLEST_GROUP))),
+                "replay_unscored": float(len(self.buffer) - self.buffer.sampleable),
                 "samples_per_insert": self.samples_per_insert,
             }
             return sizes | {f"groups_{name}": float(count) for name, count in self.selector.counts.items()}
@@ -180,6 +210,7 @@ class Replay:
         with self._lock:
             return {
                 "position": self._source.position,
+                "score_position": self._source.score_position if isinstance(self._source, ScoringSource) else 0,
                 "uses_bytes": self._uses.size,
                 "now": str(self.now),
                 "reference": str(self.reference),
@@ -202,12 +233,14 @@ class Replay:
             cut_uses(self._uses_path, state["uses_bytes"])
             uses = read_uses(self._uses_path)
             self._uses = UseLog(self._uses_path)
-            self.now, self.reference = Version.parse(state["now"]), Version.parse(state["reference"])
+            self.now, self.buffer.reference = Version.parse(state["now"]), Version.parse(state["reference"])
             self._source.position = 0
             while chunk := self._source.drain(_CHUNK, state["position"]):
                 for trajectory in chunk:
                     self.buffer.add(trajectory, uses[trajectory.uid])
             self._source.position = state["position"]
+            self._restore_scores(state["score_position"])
+            self._ask(self.buffer.unscored())
             self._rng.bit_generator.state = state["rng"]
             self.selector.restore(state["selector"])
 
@@ -216,10 +249,27 @@ class Replay:
         if self._uses is not None:
             self._uses.close()
 
+    def _ask(self, uids: Sequence[str]) -> None:
+        """Have these scored under the reference of now, where the source can."""
+        if uids and isinstance(self._source, ScoringSource):
+            self._source.ask(self.reference, uids)
+
+    def _restore_scores(self, until: int) -> None:
+        """What had come in up to a position. What came in under an earlier reference does not count any longer."""
+        if isinstance(self._source, ScoringSource):
+            self._source.score_position = 0
+            while scores := self._source.drain_scores(_CHUNK, until):
+                for score in scores:
+                    self.buffer.score(score)
+            self._source.score_position = until
+
     def _held(self, groups: int, size: int) -> NotReady | None:
         reason = self.settings.pacing.held(self.buffer.received, self.buffer.trained_total, groups * size)
         if reason == "warm_up":
             return reason
+        unscored = self.buffer.sampleable < len(self.buffer) and isinstance(self._source, ScoringSource)
+        if unscored and self.buffer.sampleable < max(self.settings.pacing.warm_up, groups * size):
+            return "unscored"
         if not self.buffer.prompts(SMALLEST_GROUP):
             return "empty"
         return reason

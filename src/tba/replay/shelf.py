@@ -1,13 +1,13 @@
 """Distinct trajectories by prompt, and which prompts have how many of them, without scanning.
 
 Invariant: a `Listing` of size n holds exactly the prompts with at least n distinct trajectories on the shelf. Adding,
-removing and listing cost O(1); `of` costs the prompt's own trajectories, once after each change.
+replacing, removing and listing cost O(1); `of` costs the prompt's own trajectories, once after each change.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import overload
 
 from tba.types import Trajectory
@@ -64,10 +64,14 @@ class Listing(Sequence[str]):
 
 
 class Shelf:
-    """Trajectories of one reference by prompt, oldest first; one for each completion digest if they are `distinct`."""
+    """Trajectories by prompt, oldest first; one for each completion digest if they are `distinct`.
 
-    def __init__(self, distinct: bool = True) -> None:
+    arrival: the place of each uid in the order of arrival, for a shelf that is not filled in that order.
+    """
+
+    def __init__(self, distinct: bool = True, arrival: Mapping[str, int] | None = None) -> None:
         self._distinct = distinct
+        self._arrival = arrival
         self._by_prompt: dict[str, OrderedDict[str, Trajectory]] = {}
         self._of: dict[str, list[Trajectory]] = {}  # what `of` answered; gone once the prompt changes
         self._listings: dict[int, Listing] = {}
@@ -90,17 +94,22 @@ class Shelf:
         return trajectory.completion.digest if self._distinct else trajectory.uid
 
     def oldest(self, prompt: str) -> Trajectory:
-        """The one that came first. Raises `KeyError` when there is none."""
+        """The one that was added first. Raises `KeyError` when there is none."""
         return next(iter(self._by_prompt[prompt].values()))
 
     def add(self, trajectory: Trajectory) -> None:
-        """As the newest of its prompt. Its completion must not be there."""
+        """Its completion must not be there."""
         prompt = trajectory.prompt.key
         bucket = self._by_prompt.setdefault(prompt, OrderedDict())
         bucket[self._key(trajectory)] = trajectory
         self._of.pop(prompt, None)
         if (listing := self._listings.get(len(bucket))) is not None:
             listing.add(prompt)
+
+    def replace(self, trajectory: Trajectory) -> None:
+        """Takes the place of the one with its completion, which has to be there."""
+        self._by_prompt[trajectory.prompt.key][self._key(trajectory)] = trajectory
+        self._of.pop(trajectory.prompt.key, None)
 
     def remove(self, trajectory: Trajectory) -> None:
         """Raises `KeyError` when it is not there."""
@@ -119,7 +128,10 @@ class Shelf:
         if found is None:
             if (bucket := self._by_prompt.get(prompt)) is None:
                 return ()
-            found = self._of[prompt] = list(bucket.values())
+            found = list(bucket.values())
+            if self._arrival is not None:
+                found.sort(key=lambda t: self._arrival[t.uid])  # nearly sorted: nearly free
+            self._of[prompt] = found
         return found
 
     def prompts(self, size: int) -> Listing:
