@@ -80,6 +80,11 @@ class Exploration(Protocol):
         """Whether some draw has full support."""
         ...
 
+    @property
+    def greedy(self) -> bool:
+        """Whether some draw is greedy (temperature 0), which leaves no log-probability to correct by."""
+        ...
+
 
 class Engine(Protocol):
     """Samples from weights that can be replaced between calls; knows their version."""
@@ -119,6 +124,10 @@ class Reference(Protocol):
 
     def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:
         """The same for several prompts at once: [i][j] is of the j-th completion of the i-th prompt."""
+        ...
+
+    def load(self, weights: Mapping[str, torch.Tensor], version: Version) -> None:
+        """Become another reference, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         ...
 
 
@@ -210,6 +219,10 @@ class WeightSource(Protocol):
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """The newest published version if it is newer than `version` (None: any), else None. Never waits."""
+        ...
+
+    def at(self, version: Version) -> PublishedWeights:
+        """That very version. Raises `UserError` when it is not (or no longer) there."""
         ...
 
 

@@ -47,6 +47,22 @@ def test_one_setting_does_not_shift_what_is_drawn_for_the_other() -> None:
 
 
 @pytest.mark.parametrize(
+    ("exploration", "greedy"),
+    [
+        (Fixed(), False),
+        (Fixed(0.0), True),
+        (RandomPerRound(), False),
+        (RandomPerRound(temperature=0.0), True),
+        (RandomPerRound(temperature=0.0, p_temperature=1.0), False),
+        (RandomPerRound(p_temperature=0.5, temperature_low=0.0, temperature_high=0.0), True),
+    ],
+)
+def test_exploration_knows_whether_a_round_can_be_greedy(exploration: Fixed | RandomPerRound, greedy: bool) -> None:
+    rng = RNG(0)
+    assert exploration.greedy == greedy == any(exploration.draw(rng).temperature == 0 for _ in range(200))
+
+
+@pytest.mark.parametrize(
     ("exploration", "full"),
     [
         (Fixed(), True),

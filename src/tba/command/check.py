@@ -41,9 +41,6 @@ def validate(recipe: Recipe) -> list[str]:
             f"S = {recipe.samples_per_prompt} samples per prompt are fewer than K = {recipe.group_size}: groups stay "
             "ragged until a prompt comes round again; set --samples-per-prompt higher"
         )
-    missing = recipe.objective.needs - {"log_behavior"}
-    if missing:
-        warnings.append(f"the objective needs {', '.join(sorted(missing))} of the policy")
     parts = recipe.searchers + 1
     cores = os.cpu_count() or 1
     if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not torch.cuda.is_available():

@@ -31,6 +31,10 @@ class Fixed:
     def full_support(self) -> bool:
         return Sampling(self.temperature, self.top_p).full_support
 
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
 
 @dataclass(frozen=True)
 class RandomPerRound:
@@ -69,6 +73,11 @@ class RandomPerRound:
             self.p_temperature > 0 and self.temperature_high > 0
         )
         return warm and (self.p_top_p < 1 or self.top_p_low >= 1)
+
+    @property
+    def greedy(self) -> bool:
+        usual, drawn = self.p_temperature < 1, self.p_temperature > 0
+        return (usual and self.temperature == 0) or (drawn and self.temperature_high == 0)
 
 
 def _check(low: float, high: float, top_p: float) -> None:
