@@ -217,15 +217,21 @@ def tokenizer_for(start: WarmStart, problems: list[Problem]) -> Any:
 
 
 def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
-    """Problem -> (prompt, response) token ids."""
-    for problem in problems:
-        prompt = problem.prompt
-        if not isinstance(prompt, str):
-            prompt = tokenizer.apply_chat_template(list(prompt), tokenize=False, add_generation_prompt=True)
-        yield Pair(
-            tokenizer.encode(prompt, add_special_tokens=False),
-            tokenizer.encode(problem.demonstration or "", add_special_tokens=False),
-        )
+    """Problem -> (prompt, response) token ids; encoded all at once, which is several times faster."""
+    if not problems:
+        return
+    prompts = [
+        p.prompt
+        if isinstance(p.prompt, str)
+        else tokenizer.apply_chat_template(list(p.prompt), tokenize=False, add_generation_prompt=True)
+        for p in problems
+    ]
+    encoded = [
+        tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+        for texts in (prompts, [p.demonstration or "" for p in problems])
+    ]
+    for prompt, response in zip(*encoded, strict=True):
+        yield Pair(prompt, response)
 
 
 def _is_result_of(folder: Path, key: str) -> bool:
