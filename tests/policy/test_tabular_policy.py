@@ -106,7 +106,8 @@ def test_at_version_0_every_log_ratio_to_the_reference_is_zero() -> None:
 
 def test_a_later_reference_is_the_policy_of_its_weights() -> None:
     policy = perturbed()
-    later = TabularReference(TASK, 1.0, Version(0, 50), policy.weights())
+    later = TabularReference(TASK)
+    later.load(policy.weights(), Version(0, 50))
     groups = sample_groups(TASK, tabular_prompts(TASK), 20, Sampling(), np.random.default_rng(0), None, later)
     batch = collate(groups)
     assert {g.reference for g in groups} == {Version(0, 50)}

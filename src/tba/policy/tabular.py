@@ -219,21 +219,17 @@ class TabularPolicy:
 
 
 class TabularReference:
-    """Log-probabilities under the task's reference policy, or under other `weights` for a later reference."""
+    """Log-probabilities under the task's reference policy, or under other weights that are loaded."""
 
     def __init__(
         self,
         task: TabularTask,
         temperature: float = 1.0,
         version: Version = Version(),  # noqa: B008 - frozen
-        weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        policy = TabularPolicy(task, temperature, torch.float64)
-        if weights is not None:
-            policy.load(weights)
         self.task = task
-        self._version = version
-        self._log_policy_QNV = (policy.logits_QNV.detach() / temperature).log_softmax(-1).numpy()
+        self.temperature = temperature
+        self.load(TabularPolicy(task, temperature, torch.float64).weights(), version)
 
     @property
     def version(self) -> Version:
@@ -245,6 +241,13 @@ class TabularReference:
         for completion in completions:
             nodes = [0]
             for token in completion.tokens[:-1]:
+    def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
+        """Become another reference. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
+        shape = (self.task.questions, self.task.nodes, 1 + self.task.symbols)
+        logits_QNV = checked(weights, shape).detach().cpu().to(torch.float64)
+        self._log_policy_QNV = (logits_QNV / self.temperature).log_softmax(-1).numpy()
+        self._version = version
+
                 nodes.append(nodes[-1] * self.task.symbols + int(token))
             found.append(table_NV[nodes, completion.tokens].astype(np.float32))
         return found

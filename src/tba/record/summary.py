@@ -69,6 +69,7 @@ class Summary:
     tokens: Ledger = field(default_factory=Ledger)
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
+    reference_resets: Sequence[Mapping[str, Json]] = ()  # each the step, the version that became it, and when
     faults: Mapping[str, Json] = field(default_factory=dict)  # what went wrong and was survived: {"restarts": 1}
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by part
     versions: Mapping[str, str] = field(default_factory=memory.versions)
@@ -98,6 +99,7 @@ class Summary:
             "tokens": asdict(self.tokens),
             "trajectories": asdict(self.trajectories),
             "lag": asdict(self.lag),
+            "reference_resets": [dict(reset) for reset in self.reference_resets],
             "faults": dict(self.faults),
             "peak_memory_bytes": dict(self.peak_memory_bytes),
             "versions": dict(self.versions),

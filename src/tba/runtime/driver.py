@@ -88,6 +88,7 @@ def summarise(
         tokens=ledgers["tokens"],
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
+        reference_resets=trainer["reference_resets"],
         faults={**faults, "skipped_steps": trainer["skipped"]},
         peak_memory_bytes={
             "trainer": trainer["peak_memory_bytes"],

@@ -11,16 +11,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tba.protocols import Tokenizer
+from tba.protocols import Reference, Tokenizer
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.evaluations import EvaluationWriter
 from tba.record.jsonl import write_json
 from tba.record.memory import peak_memory_bytes
 from tba.replay.journal import JournalWriter
+from tba.replay.scores import Score
 from tba.runtime.directory import RunDirectory
 from tba.runtime.evaluation import Examiner
 from tba.search.prompts import PromptStream, encode
+from tba.search.rescoring import Rescorer
 from tba.search.searcher import Searcher
 from tba.types import Prompt, Split, Version
 from tba.weights.directory import WeightDirectory
@@ -71,12 +73,13 @@ def start_searching(
     journal.resume()
     weights = WeightDirectory(run.weights)
     engine, reward = model.engine(Version()), recipe.task.reward()
+    reference = model.reference(recipe.policy_temperature, Version())
     clock = ShareClock()
     seeds = [recipe.seed, 1 + index, attempt]
     searcher = Searcher(
         name=name,
         engine=engine,
-        reference=model.reference(recipe.policy_temperature, Version()),
+        reference=reference,
         reward=reward,
         exploration=recipe.exploration,
         prompts=PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, recipe.run.lease_seconds)),
@@ -106,6 +109,18 @@ def start_searching(
 
 def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
     """The prompts of a split, as the recipe's settings encode them."""
+def _rescorer(recipe: Recipe, reference: Reference, journal: JournalWriter) -> Rescorer:
+    """What the journal asks to be scored under `reference`, and back into it."""
+    return Rescorer(
+        reference,
+        recipe.rescored_per_round,
+        wanted=lambda version, count: journal.unscored(version, count, recipe.run.lease_seconds),
+        put=lambda version, scored, counts: journal.put_scores(
+            [Score(t.uid, version, log_reference) for t, log_reference in scored], counts
+        ),
+    )
+
+
     problems = recipe.task.problems(split)
     limit = recipe.prompts.limit if split == "train" else recipe.evaluation.problems or None
     settings = recipe.prompts if split == "train" else replace(recipe.prompts, limit=None)

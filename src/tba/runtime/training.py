@@ -20,6 +20,7 @@ from tba.record.recorder import Recorder
 from tba.replay.journal import JournalFollower
 from tba.replay.replay import Replay
 from tba.runtime.directory import RunDirectory
+from tba.runtime.reference import References
 from tba.runtime.waiting import ReplayWait, Stopped, Timed
 from tba.train.batches import Sampled
 from tba.train.checkpoint import save_checkpoint
@@ -42,6 +43,7 @@ class TrainHalf:
     replay: Replay
     journal: JournalFollower
     weights: WeightDirectory
+    references: References
     recorder: Recorder
     clock: ShareClock
     source: Timed
@@ -65,6 +67,8 @@ class TrainHalf:
         except Stopped:
             return
         self._pin()
+        if self.references.due(self.trainer.version):
+            self._reset_reference()
         self.ended_training = self.elapsed()
         if self.began_training is None:
             self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
@@ -75,6 +79,7 @@ class TrainHalf:
             "trainer_idle": self.clock.share("idle"),
             "trainer_paced": self.clock.share("paced"),
             **self.replay.metrics(),
+            **self.references.metrics(),
             **self._searched,
         }
         self.recorder.step(self.trainer.version, self.ended_training, metrics | own, trajectories)
@@ -83,7 +88,7 @@ class TrainHalf:
             self.checkpoint()
 
     def notes(self, version: Version) -> Mapping[str, Json]:
-        """What lies beside a published version: which are to be evaluated, and whether to stop."""
+        """What lies beside a published version: the reference, which are to be evaluated, and whether to stop."""
         for done in [v for v in self.pending if self.journal.job_done(f"evaluate {v}")]:
             del self.pending[done]
             self.weights.unpin(done, "evaluate")
@@ -95,17 +100,25 @@ class TrainHalf:
             {"version": str(v), "wall_seconds": s, "during": 0 < v.step < self.recipe.steps}
             for v, s in self.pending.items()
         ]
-        return {"evaluate": requests, "stop": self.finished}
+        return {"evaluate": requests, "stop": self.finished, "reference": str(self.references.at(version))}
 
     def publish(self) -> None:
         """The weights as they are."""
         self.trainer.publish()
         self._pin()
 
+    def _reset_reference(self) -> None:
+        """The policy as it is now is the reference of the steps to come."""
+        if self.trainer.published != self.trainer.version:
+            self.publish()
+        self.references.reset(self.trainer.version, self.elapsed())
+        if self.recipe.reset_optimizer:
+            self.trainer.optimizer.forget()
+
     def _pin(self) -> None:
         """Keep versions until they have been evaluated. Only this process prunes: after publishing is soon enough."""
         for version in self.pending:
-            if not self.weights.pins(version):
+            if "evaluate" not in self.weights.pins(version):
                 self.weights.pin(version, "evaluate")
 
     def checkpoint(self) -> None:
@@ -115,9 +128,11 @@ class TrainHalf:
             self.trainer.version,
             lambda folder: self.recipe.model.save(self.trainer.policy, folder),
             self.trainer.optimizer,
+            {"reference": str(self.references.now)},
             keep=self.recipe.run.checkpoints,
             heads=self.trainer.policy.heads,
         )
+        self.references.checkpointed()
 
     def finish(self) -> None:
         """The last version out, and a checkpoint of it."""
@@ -144,6 +159,7 @@ class TrainHalf:
                 "ledger": self.replay.ledger(),
                 "position": self.journal.position,
                 "lags": dict(self.lags),
+                "reference_resets": self.references.resets,
                 "warm_up_seconds": self.elapsed() if self.began_training is None else self.began_training,
                 "train_seconds": self.ended_training - began,
             },
@@ -215,6 +231,7 @@ def start_training(
         replay=replay,
         journal=journal,
         weights=weights,
+        references=References(recipe.reference_reset, recipe.steps, recipe.run.checkpoints, replay, weights),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         clock=clock,
         source=source,

@@ -73,13 +73,24 @@ class Timed:
     clock: ShareClock
 
     def next(self) -> Fetched:
-        if isinstance(self.source, Prefetch) and not self.source.ready(0.0):
-            with self.clock.state("idle"):
-                while not self.source.ready(_LOOK):
-                    self.clock.reclassify("paced" if self.wait.reason == "paced" else "idle")
+        """A batch of the reference of now: one that was fetched ahead of a reset is given back."""
+        if isinstance(self.source, Prefetch):
+            self._await(self.source)
+            ahead = self.source.ahead
+            if ahead is not None and ahead.groups[0].reference != self.wait.replay.reference:
+                self.wait.replay.take_back(ahead.groups)
+                self.source.again()
+                self._await(self.source)
         fetched = self.source.next()
         self.clock.end_warm_up()
         return fetched
+
+    def _await(self, source: Prefetch) -> None:
+        if source.ready(0.0):
+            return
+        with self.clock.state("idle"):
+            while not source.ready(_LOOK):
+                self.clock.reclassify("paced" if self.wait.reason == "paced" else "idle")
 
     def close(self) -> Fetched | None:
         """End the fetching; the batch that was fetched ahead and is not wanted any longer, if there is one."""

@@ -1,7 +1,8 @@
 """The searcher: one `round()` draws prompts, samples answers, judges them and sends them down.
 
-Invariant: it never waits for the trainer. Newer weights are taken between rounds if there are any; what is generated
-is either put down (with its leases, in one transaction), rejected or in flight, and each is counted here.
+Invariant: it never waits for the trainer. Newer weights are taken between rounds if there are any, and with them the
+reference that they name; what is generated is either put down (with its leases, in one transaction), rejected or in
+flight, and each is counted here.
 """
 
 from __future__ import annotations
@@ -54,24 +55,30 @@ class Searcher:
     manifest: Mapping[str, Json] = field(default_factory=dict)  # beside the newest weights seen
 
     def round(self) -> int:
-        """One round; the number of trajectories sent down."""
+        """One round; the number of trajectories sent down. What a new reference left to score comes first."""
         began = time.perf_counter()
         self.pull()
         positions, prompts = self.prompts.take(self.prompts_per_round)
         sampling = self.exploration.draw(self.rng)
         answered = self.engine.generate(prompts, self.samples_per_prompt, sampling, self.rng, self.interrupted)
         finished, counts = self._sort(prompts, answered)
+        if self.rescorer is not None:
+            self.rescorer.round()
         trajectories = self._judge(finished, counts)
         self.rounds += 1
         counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - began))
-        self.sink.put(trajectories, self._answered(positions, answered), counts)
+        self.sink.put(trajectories, leases, counts)
         return len(trajectories)
 
     def pull(self) -> Version:
-        """Newer weights, if there are any, in place."""
-        published = self.weights.newer_than(self.engine.version)
+        """Newer weights, and another reference if they name one, in place.
+
+        The newest manifest is always looked at: what the engine has may be a version that was only to be evaluated.
+        """
+        published = self.weights.newer_than(None)
         if published is not None:
-            self.engine.load(published.read(), published.version)
+            if published.version > self.engine.version:
+                self.engine.load(published.read(), published.version)
             self.manifest = published.manifest
         return self.engine.version
 
@@ -81,7 +88,13 @@ class Searcher:
             position
             for position, row in zip(positions, answered, strict=True)
             if sum(c.stop_reason is not StopReason.INTERRUPTED for c in row) == self.samples_per_prompt
+            self._refer(self.manifest.get("reference"))
         ]
+
+    def _refer(self, name: str | None) -> None:
+        """Score under that version from here on. It is pinned; the first one is what this part began with."""
+        if name is not None and (version := Version.parse(name)) != self.reference.version:
+            self.reference.load(self.weights.at(version).read(), version)
 
     def _sort(
         self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]]

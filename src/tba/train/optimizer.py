@@ -93,6 +93,10 @@ class Optimizer:
         for parameter in (*self.parameters, *self._masters):
             parameter.grad = None
 
+    def forget(self) -> None:
+        """Moments and counts begin anew; weights and their float32 masters stay."""
+        self._adamw.state.clear()
+
     def rate(self, step: int) -> float:
         """The learning rate of update `step` (heads may have another)."""
         return self.settings.lr * self.settings.schedule(step)

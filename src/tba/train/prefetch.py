@@ -48,6 +48,15 @@ class Prefetch:
         self._ahead = self._request()
         return fetched
 
+    @property
+    def ahead(self) -> Fetched | None:
+        """The batch that was fetched ahead, if it is there. Until the next request the source is left alone."""
+        return self._ahead.result() if self._ahead.done() and self._ahead.exception() is None else None
+
+    def again(self) -> None:
+        """Drop the batch that was fetched ahead, which has to be there; the fetching of another begins."""
+        self._ahead = self._request()
+
     def ready(self, seconds: float) -> bool:
         """Whether `next` would give a batch, or raise what the source raised, at once; waits so long to find out."""
         wait([self._ahead], seconds)
@@ -64,8 +73,7 @@ class Prefetch:
         self._thread.join(self.deadline)
         if self._thread.is_alive():
             raise DeadlineExceeded(f"{type(self.source).__name__} did not let go of a batch in {self.deadline:g} s")
-        ahead = self._ahead
-        return ahead.result() if ahead.done() and ahead.exception() is None else None
+        return self.ahead
 
     def _request(self) -> Future[Fetched]:
         request: Future[Fetched] = Future()

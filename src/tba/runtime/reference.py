@@ -1,0 +1,72 @@
+"""The reference policy over a run: which version it is, when it is reset, and what is kept for it.
+
+Invariant: a reference is a published version that is pinned: while it is the newest or the one before (a searcher may
+be on its way to it), while a trajectory in memory has its log-probabilities, and while a checkpoint that is kept was
+made under it. Every published manifest names the reference of now; the first is what the run begins with, which needs
+no version of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+
+from tba.replay.replay import Replay
+from tba.types import Json, Version
+from tba.weights.directory import WeightDirectory
+
+log = logging.getLogger("tba.trainer")
+WHY = "reference"
+
+
+@dataclass
+class References:
+    """Resets the reference to the policy every so many optimizer steps."""
+
+    every: int  # optimizer steps; 0: never
+    steps: int  # of the run: its last step resets nothing
+    checkpoints: int  # how many are kept
+    replay: Replay
+    weights: WeightDirectory
+    resets: list[dict[str, Json]] = field(default_factory=list)  # {"step", "version", "wall_seconds"}, for the summary
+    _pinned: list[Version] = field(default_factory=list)
+    _of_checkpoints: deque[Version] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._of_checkpoints = deque(maxlen=self.checkpoints)
+
+    def due(self, version: Version) -> bool:
+        """Whether the reference is to become `version`."""
+        return (
+            0 < version.step < self.steps and self.every > 0 and version.step % self.every == 0 and self.now != version
+        )
+
+    def at(self, version: Version) -> Version:
+        """The reference to be named beside `version`: itself, where a reset falls on it."""
+        return version if self.due(version) else self.now
+
+    @property
+    def now(self) -> Version:
+        """The reference under which the trainer trains."""
+        return self.replay.reference
+
+    def reset(self, version: Version, wall_seconds: float) -> None:
+        """`version`, which is published, is the reference from here on."""
+        self.weights.pin(version, WHY)
+        kept = {version, self.now, *self.replay.references, *self._of_checkpoints}
+        for old in [v for v in self._pinned if v not in kept]:
+            self.weights.unpin(old, WHY)
+            self._pinned.remove(old)
+        self._pinned.append(version)
+        self.replay.reference = version
+        self.resets.append({"step": version.step, "version": str(version), "wall_seconds": round(wall_seconds, 3)})
+        log.info("the reference is version %s of the policy from here on", version)
+
+    def checkpointed(self) -> None:
+        """A checkpoint has been made under the reference of now."""
+        self._of_checkpoints.append(self.now)
+
+    def metrics(self) -> dict[str, float]:
+        """For the step's line, where there are resets."""
+        return {"reference_step": float(self.now.step)} if self.every else {}

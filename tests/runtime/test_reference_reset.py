@@ -1,0 +1,252 @@
+"""Resets of the reference: where they lead, what they keep, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import TASK, distance, final_weights, inline, made, processes
+
+from tba.errors import UserError
+from tba.models.tabular import TabularModel
+from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, distribution, ideal, total_variation
+from tba.record.metrics import read_metrics
+from tba.record.summary import Summary
+from tba.replay.journal import JournalFollower
+from tba.runtime.searching import SearchHalf, start_searching
+from tba.runtime.training import TrainHalf, start_training
+from tba.train.checkpoint import newest_checkpoint
+from tba.train.prefetch import Prefetch
+from tba.types import Version
+from tba.weights.directory import WeightDirectory
+
+BETA = 0.5
+ORACLE = (
+    *("--objective.beta.value", str(BETA), "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "3000"),
+    *("--groups-per-step", "4", "--group-size", "32", "--samples-per-prompt", "16", "--evaluation.problems", "1"),
+    *("--exploration.temperature", "1e6", "--sync-every", "20"),
+)
+
+
+def distance_at(path: Path, version: Version, beta: float) -> float:
+    """Total variation between published weights and pi_0 exp(r / beta) / Z, the worst over training prompts."""
+    policy = TabularPolicy(TASK)
+    policy.load(WeightDirectory(path / "weights").at(version).read())
+    return float(total_variation(distribution(policy), ideal(TASK, beta))[: TASK.prompts].max())
+
+
+def assert_scored_afresh(path: Path, resets: list[Version]) -> None:
+    """Every score that was put down is what that reference says when it is asked again, bit for bit."""
+    reference, weights = TabularReference(TASK), WeightDirectory(path / "weights")
+    with JournalFollower(path / "journal.sqlite") as journal:
+        trajectories = {t.uid: t for t in journal.drain()}
+        scores = journal.drain_scores()
+    assert {score.reference for score in scores} == set(resets)
+    rows = [(t.reference, t, t.log_reference) for t in trajectories.values() if t.reference in resets]
+    rows += [(s.reference, trajectories[s.uid], s.log_reference) for s in scores]
+    for version in resets:
+        reference.load(weights.at(version).read(), version)
+        for _, t, log_reference in (row for row in rows if row[0] == version):
+            np.testing.assert_array_equal(log_reference, reference.log_probabilities(t.prompt, [t.completion])[0])
+
+
+def test_resets_at_constant_beta_sharpen_the_fixed_point_by_one_tilt_each(tmp_path: Path) -> None:
+    """pi_n = pi_0 exp(n r / beta) / Z after n converged intervals, each of which tilts its reference once."""
+    path = tmp_path / "run"
+    summary = inline(path, *ORACLE, "--steps", "300", "--reference-reset", "100")
+    resets = [Version(0, 100), Version(0, 200)]
+    assert [(r["step"], r["version"]) for r in summary.reference_resets] == [(100, "0.100"), (200, "0.200")]
+    for count, version in enumerate(resets, start=1):
+        assert distance_at(path, version, BETA / count) <= 0.02
+    assert distance(path, BETA / 3) <= 0.02
+    assert distance(path, BETA) > 0.4
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+    assert summary.trajectories.trained_once + summary.trajectories.duplicate > 0.9 * summary.trajectories.generated
+    rows = {row["step"]: row for row in read_metrics(path)}
+    assert [rows[step]["reference_step"] for step in (99, 100, 200, 300)] == [0, 100, 200, 200]
+    assert [rows[step]["log_ratio"] for step in (101, 201)] == pytest.approx([0, 0], abs=1e-5)  # pi is pi_ref again
+    assert rows[100]["replay_unscored"] > rows[101]["replay_unscored"] == 0
+    assert_scored_afresh(path, resets)
+    assert Summary.read(path) is not None
+    checkpoint = newest_checkpoint(path / "checkpoints")
+    assert checkpoint is not None
+    assert checkpoint.state["reference"] == "0.200"
+
+
+def test_equal_seeds_give_equal_weights_through_resets_and_a_fresh_optimizer_gives_others(tmp_path: Path) -> None:
+    short = ("--steps", "40", "--reference-reset", "7", "--sync-every", "2", "--evaluation.problems", "1")
+    weights = []
+    for name, extra in (("a", ()), ("b", ()), ("c", ("--reset-optimizer",)), ("d", ("--reference-reset", "0"))):
+        inline(tmp_path / name, *short, *extra)
+        weights.append(final_weights(tmp_path / name)[WEIGHT])
+    assert torch.equal(weights[0], weights[1])
+    assert len({tuple(w.flatten().tolist()) for w in weights}) == 3
+
+
+def test_processes_sharpen_alike_and_their_account_closes(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    summary = processes(path, *ORACLE, "--steps", "300", "--reference-reset", "150", "--searchers", "2")
+    assert distance_at(path, Version(0, 150), BETA) <= 0.02
+    assert distance(path, BETA / 2) <= 0.02
+    assert [r["step"] for r in summary.reference_resets] == [150]
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+    assert_scored_afresh(path, [Version(0, 150)])
+
+
+Start = Callable[..., tuple[SearchHalf, TrainHalf]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Both halves of a run in this process: the reference is reset after every 3rd step."""
+    with ExitStack() as ends:
+
+        def started(*overrides: str, prefetch: bool = False, close: bool = True) -> tuple[SearchHalf, TrainHalf]:
+            quick = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
+            recipe, run = made(tmp_path / "run", *quick, "--reference-reset", "3", "--steps", "12", *overrides)
+            search = start_searching(recipe, run, 0)
+            ends.callback(search.close)
+            train = start_training(recipe, run, stop=lambda: False, prefetch=prefetch)
+            if close:
+                ends.callback(train.close)
+            train.source.wait.fill = search.searcher.round
+            return search, train
+
+        yield started
+
+
+def steps(train: TrainHalf, count: int) -> None:
+    for _ in range(count):
+        train.step()
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_the_step_after_a_reset_trains_under_the_new_reference_also_when_a_batch_was_fetched_ahead(
+    start: Start, prefetch: bool
+) -> None:
+    search, train = start("--replay.pacing.max-mean-uses", "100", prefetch=prefetch, close=False)
+    search.searcher.round()
+    found = []
+    while not train.finished:
+        if isinstance(train.source.source, Prefetch):
+            assert train.source.source.ready(30.0)  # at each reset but the last a batch of the old one is there
+        steps(train, 1)
+        found.append({g.reference for g in train.trainer.groups})
+    assert found == [{Version(0, 3 * (step // 3))} for step in range(12)]
+    train.close()
+    assert train.replay.ledger()["trained_total_trajectories"] == sum(train.lags.values()) == 12 * 2 * 8
+    assert [r["step"] for r in train.references.resets] == [3, 6, 9]  # nothing would be trained under a fourth
+
+
+def test_a_reset_between_two_syncs_sends_its_weights_out_and_names_itself_beside_them(start: Start) -> None:
+    _, train = start("--sync-every", "5")
+    named = []
+    for _ in range(12):
+        steps(train, 1)
+        newest = train.weights.newer_than(None)
+        assert newest is not None
+        named.append((newest.version.step, newest.manifest["reference"]))
+    expected = [0, 0, 3, 3, 5, 6, 6, 6, 9, 10, 10, 10]
+    assert named == [(step, f"0.{min(9, 3 * (step // 3))}") for step in expected]
+
+
+def pinned(train: TrainHalf) -> list[int]:
+    return [v.step for v in train.weights.versions() if "reference" in train.weights.pins(v)]
+
+
+def test_a_reference_is_kept_while_trajectories_or_a_checkpoint_need_it_and_then_it_goes(start: Start) -> None:
+    search, train = start("--steps", "100", "--rescored-per-round", "10")
+    for _ in range(10):
+        steps(train, 1)
+        needed = {v.step for v in (*train.replay.references, train.references.now)} - {0}
+        assert needed <= set(pinned(train))
+    assert pinned(train) == [3, 6, 9]  # 10 a round are too few to have all of them moved to the newest
+
+    def steps_all_scored(count: int) -> None:
+        for _ in range(count):
+            while train.replay.metrics()["replay_unscored"]:
+                search.searcher.round()
+                train.replay.drain()
+            steps(train, 1)
+
+    steps_all_scored(6)
+    assert pinned(train) == [12, 15]
+    train.checkpoint()
+    steps_all_scored(12)
+    assert pinned(train) == [15, 24, 27]
+    for _ in range(train.recipe.run.checkpoints):
+        train.checkpoint()
+    steps_all_scored(3)
+    assert pinned(train) == [27, 30]
+
+
+def test_a_searcher_that_restarts_after_a_reset_scores_under_the_reference_of_now(start: Start) -> None:
+    _, train = start()
+    steps(train, 8)
+    train.replay.drain()
+    again = start_searching(train.recipe, train.run, 0, attempt=1)
+    assert again.searcher.reference.version == Version()
+    count = again.searcher.round()
+    again.close()
+    with JournalFollower(train.run.journal(train.recipe)) as journal:
+        sent = journal.drain()[-count:]
+    reference = TabularReference(TASK)
+    reference.load(train.weights.at(Version(0, 6)).read(), Version(0, 6))
+    for t in sent:
+        assert t.reference == Version(0, 6)
+        np.testing.assert_array_equal(t.log_reference, reference.log_probabilities(t.prompt, [t.completion])[0])
+
+
+def test_a_searcher_that_has_just_evaluated_the_newest_version_sees_its_reference_all_the_same(start: Start) -> None:
+    search, train = start("--sync-every", "3", "--evaluation.every", "3")
+    search.evaluate()
+    steps(train, 3)
+    search.evaluate()
+    assert search.searcher.engine.version == Version(0, 3)
+    assert search.searcher.reference.version == Version()
+    search.searcher.round()
+    assert search.searcher.reference.version == Version(0, 3)
+
+
+def test_a_fresh_optimizer_counts_its_updates_from_the_reset(start: Start) -> None:
+    _, train = start("--reset-optimizer")
+    counts = []
+    for _ in range(7):
+        steps(train, 1)
+        state = train.trainer.optimizer._adamw.state_dict()["state"]
+        counts.append([int(s["step"]) for s in state.values()])
+    assert counts == [[1], [2], [], [1], [2], [], [1]]
+
+
+def test_what_a_searcher_scored_again_is_counted_apart(start: Start) -> None:
+    search, train = start("--rescored-per-round", "5")
+    search.searcher.round()
+    steps(train, 4)
+    counts = train.journal.counters()["searcher-0"]
+    assert counts["rescored_trajectories"] > 0
+    assert counts["rescored_trajectories"] % 5 == 0
+    assert counts["rescored_tokens"] >= counts["rescored_trajectories"]
+
+
+def test_settings_that_no_reset_could_keep_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--reference-reset is -1: give a number of updates, or 0 for never"):
+        made(tmp_path / "a", "--reference-reset", "-1")
+    with pytest.raises(UserError, match=r"--replay.keep-rows is 32, but after a reset of the reference"):
+        made(tmp_path / "b", "--reference-reset", "3", "--replay.keep-rows", "32")
+    with pytest.raises(UserError, match=r"--rescored-per-round is 0, it must be at least 1"):
+        made(tmp_path / "c", "--rescored-per-round", "0")
+
+
+def test_without_resets_nothing_is_asked_pinned_or_recorded(tmp_path: Path) -> None:
+    summary = inline(tmp_path / "run", "--steps", "5", "--evaluation.problems", "1")
+    assert summary.reference_resets == []
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["reference_resets"] == []
+    assert {"reference_step"} & set(read_metrics(tmp_path / "run")[0]) == set()
+    assert TabularModel(TASK).reference(1.0, Version()).version == Version()
