@@ -20,6 +20,7 @@ import numpy as np
 
 from tba.protocols import Engine, Exploration, Reference, Reward, WeightSource
 from tba.search.prompts import PromptStream
+from tba.search.rescoring import Rescorer
 from tba.types import Completion, FloatArray, Json, Prompt, StopReason, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
@@ -51,6 +52,7 @@ class Searcher:
     prompts_per_round: int
     rng: np.random.Generator
     interrupted: Callable[[], bool] | None = None
+    rescorer: Rescorer | None = None  # None: the reference is never reset
     rounds: int = 0
     manifest: Mapping[str, Json] = field(default_factory=dict)  # beside the newest weights seen
 
