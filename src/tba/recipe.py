@@ -96,10 +96,10 @@ class Recipe:
     samples_per_prompt: int = 24  # S, responses a searcher samples of each
     prompts_per_round: int = 3  # prompts a searcher answers in one round
     sync_every: int = 2  # k, optimizer updates between weight syncs
-    policy_temperature: float = 1.0  # of the policy and the reference in the objective
     reference_reset: int = 0  # optimizer updates after which the reference becomes the policy, each time; 0 = never
     reset_optimizer: bool = False  # begin the optimizer's moments anew at each reset of the reference
     rescored_per_round: int = 512  # older trajectories a searcher scores under a new reference between two rounds
+    policy_temperature: float = 1.0  # of the policy and the reference in the objective
     max_tokens_per_pass: int = 16384  # of one forward and backward; larger batches go in slices
     searchers: int = 1  # processes that generate; inline: exactly one
     runtime: Literal["processes", "inline"] = "processes"  # each part its own process, or one that takes turns
@@ -117,8 +117,6 @@ class Recipe:
             raise UserError(f"--group-size is {self.group_size}, log Z needs at least 2 responses of a prompt")
         if not self.policy_temperature > 0:
             raise UserError(f"--policy-temperature is {self.policy_temperature}, it must be positive")
-        if self.runtime == "inline" and self.searchers != 1:
-            raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
         if self.reference_reset < 0:
             raise UserError(f"--reference-reset is {self.reference_reset}: give a number of updates, or 0 for never")
         if self.reference_reset and self.replay.keep_rows is not None:
@@ -126,6 +124,8 @@ class Recipe:
                 f"--replay.keep-rows is {self.replay.keep_rows}, but after a reset of the reference trajectories are "
                 "scored again from the journal: keep all (None), or set --reference-reset 0"
             )
+        if self.runtime == "inline" and self.searchers != 1:
+            raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
         self._require_what_the_objective_needs()
 
     def _require_what_the_objective_needs(self) -> None:

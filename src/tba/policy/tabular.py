@@ -235,12 +235,6 @@ class TabularReference:
     def version(self) -> Version:
         return self._version
 
-    def log_probabilities(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
-        """One float32 [T] array per completion."""
-        table_NV, found = self._log_policy_QNV[self.task.question(prompt)], []
-        for completion in completions:
-            nodes = [0]
-            for token in completion.tokens[:-1]:
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Become another reference. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         shape = (self.task.questions, self.task.nodes, 1 + self.task.symbols)
@@ -248,6 +242,12 @@ class TabularReference:
         self._log_policy_QNV = (logits_QNV / self.temperature).log_softmax(-1).numpy()
         self._version = version
 
+    def log_probabilities(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
+        """One float32 [T] array per completion."""
+        table_NV, found = self._log_policy_QNV[self.task.question(prompt)], []
+        for completion in completions:
+            nodes = [0]
+            for token in completion.tokens[:-1]:
                 nodes.append(nodes[-1] * self.task.symbols + int(token))
             found.append(table_NV[nodes, completion.tokens].astype(np.float32))
         return found

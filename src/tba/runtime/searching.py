@@ -108,8 +108,6 @@ def start_searching(
     return SearchHalf(searcher, examiner, journal, weights, clock, run)
 
 
-def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
-    """The prompts of a split, as the recipe's settings encode them."""
 def _rescorer(recipe: Recipe, reference: Reference, journal: JournalWriter) -> Rescorer:
     """What the journal asks to be scored under `reference`, and back into it."""
     return Rescorer(
@@ -122,6 +120,8 @@ def _rescorer(recipe: Recipe, reference: Reference, journal: JournalWriter) -> R
     )
 
 
+def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
+    """The prompts of a split, as the recipe's settings encode them."""
     problems = recipe.task.problems(split)
     limit = recipe.prompts.limit if split == "train" else recipe.evaluation.problems or None
     settings = recipe.prompts if split == "train" else replace(recipe.prompts, limit=None)

@@ -60,16 +60,16 @@ class Searcher:
         """One round; the number of trajectories sent down. What a new reference left to score comes first."""
         began = time.perf_counter()
         self.pull()
+        if self.rescorer is not None:
+            self.rescorer.round()
         positions, prompts = self.prompts.take(self.prompts_per_round)
         sampling = self.exploration.draw(self.rng)
         answered = self.engine.generate(prompts, self.samples_per_prompt, sampling, self.rng, self.interrupted)
         finished, counts = self._sort(prompts, answered)
-        if self.rescorer is not None:
-            self.rescorer.round()
         trajectories = self._judge(finished, counts)
         self.rounds += 1
         counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - began))
-        self.sink.put(trajectories, leases, counts)
+        self.sink.put(trajectories, self._answered(positions, answered), counts)
         return len(trajectories)
 
     def pull(self) -> Version:
@@ -82,7 +82,13 @@ class Searcher:
             if published.version > self.engine.version:
                 self.engine.load(published.read(), published.version)
             self.manifest = published.manifest
+            self._refer(self.manifest.get("reference"))
         return self.engine.version
+
+    def _refer(self, name: str | None) -> None:
+        """Score under that version from here on. It is pinned; the first one is what this part began with."""
+        if name is not None and (version := Version.parse(name)) != self.reference.version:
+            self.reference.load(self.weights.at(version).read(), version)
 
     def _answered(self, positions: Sequence[int], answered: Sequence[Sequence[Completion]]) -> list[int]:
         """The leases to give back: of prompts with all S completions, finished. The others run out and come again."""
@@ -90,13 +96,7 @@ class Searcher:
             position
             for position, row in zip(positions, answered, strict=True)
             if sum(c.stop_reason is not StopReason.INTERRUPTED for c in row) == self.samples_per_prompt
-            self._refer(self.manifest.get("reference"))
         ]
-
-    def _refer(self, name: str | None) -> None:
-        """Score under that version from here on. It is pinned; the first one is what this part began with."""
-        if name is not None and (version := Version.parse(name)) != self.reference.version:
-            self.reference.load(self.weights.at(version).read(), version)
 
     def _sort(
         self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]]
