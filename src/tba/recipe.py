@@ -19,6 +19,7 @@ from tba.protocols import HEADS, Engine, Exploration, Objective, Policy, Referen
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.search.prompts import PromptSettings
+from tba.search.vine import Vine
 from tba.train.optimizer import OptimizerSettings
 from tba.types import Json, Version
 
@@ -104,6 +105,7 @@ class Recipe:
     searchers: int = 1  # processes that generate; inline: exactly one
     runtime: Literal["processes", "inline"] = "processes"  # each part its own process, or one that takes turns
     prompts: PromptSettings = field(default_factory=PromptSettings)
+    vine: Vine | None = None  # rollouts from the steps of each answer, for objectives that need step values
     run: RuntimeSettings = field(default_factory=RuntimeSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 
@@ -135,6 +137,11 @@ class Recipe:
             raise UserError(
                 f"{objective} needs {' and '.join(sorted(missing))} of the policy, but {type(self.model).__name__} has "
                 "no such head: choose another model or another objective"
+            )
+        if "step_value" in needs and self.vine is None:
+            raise UserError(
+                f"{objective} needs the values of an answer's steps, but no searcher estimates them: give the recipe a "
+                "vine, `vine=Vine()`, or another objective"
             )
         if "log_behavior" in needs and self.exploration.greedy:
             raise UserError(

@@ -11,7 +11,7 @@ from tba.record.summary import Lag
 
 CLOSED = Ledger(
     generated=100, trained_once=60, trained_total=180, waiting=20, evicted=8, rejected=3, duplicate=5,
-    in_flight_at_stop=4, evaluation=1000,
+    in_flight_at_stop=4, evaluation=1000, auxiliary=500,
 )  # fmt: skip
 
 
@@ -28,8 +28,8 @@ def test_one_lost_or_counted_twice_keeps_it_open() -> None:
         assert (twice.difference, twice.closes()) == (-1, False)
 
 
-def test_uses_and_evaluation_stand_apart_from_the_account() -> None:
-    assert replace(CLOSED, trained_total=0, evaluation=0).closes()
+def test_uses_evaluation_and_rollouts_for_values_stand_apart_from_the_account() -> None:
+    assert replace(CLOSED, trained_total=0, evaluation=0, auxiliary=0).closes()
 
 
 def test_shares_and_uses_follow_from_the_counts() -> None:

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from runs import TASK, TOY, final_weights, inline
 
+from tba.command.check import validate
 from tba.errors import UserError
 from tba.models.tabular import TabularModel
 from tba.objectives.correction import Correction
@@ -22,11 +23,13 @@ from tba.objectives.raft import Raft
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.objectives.vine_ppo import VinePpo
 from tba.policy.tabular import WEIGHT, TabularPolicy, distribution
 from tba.protocols import Objective
 from tba.record.metrics import read_metrics
 from tba.schedules import Constant
 from tba.search.exploration import Fixed
+from tba.search.vine import Vine
 from tba.settings import find
 from tba.train.checkpoint import newest_checkpoint
 
@@ -93,3 +96,27 @@ def test_a_recipe_that_cannot_give_what_its_objective_needs_is_refused_in_one_se
         with pytest.raises(UserError, match=r"needs the log-probabilities .* sample at temperature 0.* set --expl"):
             replace(toy, objective=objective, exploration=Fixed(0.0))
     replace(toy, exploration=Fixed(0.0))  # Trajectory Balance needs none
+
+
+VINE = Vine(rollouts=4, separator="B", joined="")
+
+
+def test_vine_ppo_learns_from_step_values_whose_rollouts_are_counted_apart(tmp_path: Path) -> None:
+    schedule = ("--steps", "20", "--optimizer.schedule.steps", "20", "--replay.selection.m", "1")
+    summary = inline(tmp_path / "run", *schedule, objective=VinePpo(BETA), vine=VINE)
+    assert summary.tokens.closes()
+    assert summary.tokens.auxiliary > 0
+    assert summary.trajectories.auxiliary % 4 == 0
+    assert all(row["advantage"] > 0 and row["skipped"] == 0 for row in read_metrics(tmp_path / "run"))
+    policy = TabularPolicy(TASK)
+    before = expected_reward(policy)
+    policy.load({WEIGHT: final_weights(tmp_path / "run")[WEIGHT]})
+    assert expected_reward(policy) > before + 0.06
+
+
+def test_step_values_without_a_vine_are_refused_and_a_vine_that_nobody_uses_is_pointed_out() -> None:
+    toy = find(str(TOY))
+    with pytest.raises(UserError, match=r"VinePpo needs the values of an answer's steps, .* give the recipe a vine"):
+        replace(toy, objective=VinePpo(BETA))
+    assert not [line for line in validate(replace(toy, objective=VinePpo(BETA), vine=VINE)) if "vine" in line]
+    assert [line for line in validate(replace(toy, vine=VINE)) if "the objective uses no step values" in line]

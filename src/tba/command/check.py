@@ -41,6 +41,11 @@ def validate(recipe: Recipe) -> list[str]:
             f"S = {recipe.samples_per_prompt} samples per prompt are fewer than K = {recipe.group_size}: groups stay "
             "ragged until a prompt comes round again; set --samples-per-prompt higher"
         )
+    if recipe.vine is not None and "step_value" not in recipe.objective.needs:
+        warnings.append(
+            "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
+            "leave the vine out"
+        )
     parts = recipe.searchers + 1
     cores = os.cpu_count() or 1
     if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not torch.cuda.is_available():

@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,20 +38,25 @@ _KEPT = 10_000  # trajectories of which the memory is measured
 
 
 def search(recipe: Recipe) -> dict[str, Json]:
-    """Rounds: generate, judge, score under the reference."""
+    """Rounds: generate, judge, score under the reference, continue from steps if the recipe has a vine."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
     held_out = prompts_of(recipe, model.tokenizer(), "eval")
     engine, reward = model.engine(Version()), recipe.task.reward()
+    vine = recipe.vine.start(engine, reward, model.tokenizer()) if recipe.vine else None
     reference = model.reference(recipe.policy_temperature, Version())
     rng = np.random.default_rng(0)
     seconds, generating, lengths = [], [], []
     for i in range(ROUNDS + 1):
         asked = [prompts[int(j)] for j in rng.integers(len(prompts), size=recipe.prompts_per_round)]
-        began = time.perf_counter()
-        answered = engine.generate(asked, recipe.samples_per_prompt, recipe.exploration.draw(rng), rng)
+        began, sampling = time.perf_counter(), recipe.exploration.draw(rng)
+        answered = engine.generate(asked, recipe.samples_per_prompt, sampling, rng)
         generating.append(time.perf_counter() - began)
-        reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row])
+        pairs = [(p, c) for p, row in zip(asked, answered, strict=True) for c in row]
+        reward.judge(pairs)
+        if vine is not None:
+            unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in pairs]
+            vine.grow(unscored, sampling, rng, Counter())
         reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
         lengths += [len(c.tokens) for row in answered for c in row] if i else []
         seconds.append(time.perf_counter() - began)

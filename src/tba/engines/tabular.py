@@ -47,14 +47,21 @@ class TabularEngine:
         rng: np.random.Generator,
         interrupted: Callable[[], bool] | None = None,
     ) -> list[list[Completion]]:
-        """`count` completions of each prompt, position by position; `interrupted` is asked before each."""
+        """`count` completions of each prompt, position by position; `interrupted` is asked before each.
+
+        Behind its letter a prompt may have symbols: an answer that was begun, which is continued.
+        """
         asked = np.array([self.task.question(p) for p in prompts for _ in range(count)], dtype=np.int64)
         log_behavior_QNV = log_behavior(self._logits_QNV, sampling)
         tokens_BT = np.zeros((len(asked), self.task.length), dtype=np.int32)
         log_behavior_BT = np.zeros(tokens_BT.shape, dtype=np.float32)
         length_B = np.zeros(len(asked), dtype=np.int64)
-        node_B, live = np.zeros_like(asked), np.arange(len(asked))  # live: the rows without an EOS
+        begun = [self.task.begun(p) for p in prompts]
+        node_B = np.repeat([self.task.outcome(symbols) for symbols in begun], count)
+        room_B = self.task.length - np.repeat([len(symbols) for symbols in begun], count)
+        live = np.arange(len(asked))  # the rows without an EOS, and with room
         for t in range(self.task.length):
+            live = live[room_B[live] > t]
             if not live.size or (interrupted is not None and interrupted()):
                 break
             log_p_BV = log_behavior_QNV[asked[live], node_B[live]]
@@ -69,19 +76,21 @@ class TabularEngine:
             rows = [b for b in range(i * count, (i + 1) * count) if length_B[b]]
             answers.append(
                 [
-                    self._completion(tokens_BT[b, : length_B[b]], log_behavior_BT[b, : length_B[b]], sampling)
+                    self._completion(
+                        tokens_BT[b, : length_B[b]], log_behavior_BT[b, : length_B[b]], int(room_B[b]), sampling
+                    )
                     for b in rows
                 ]
             )
         return answers
 
     def _completion(
-        self, tokens: npt.NDArray[np.int32], log_behavior: npt.NDArray[np.float32], sampling: Sampling
+        self, tokens: npt.NDArray[np.int32], log_behavior: npt.NDArray[np.float32], room: int, sampling: Sampling
     ) -> Completion:
         if tokens[-1] == EOS:
             stop_reason = StopReason.EOS
         else:
-            stop_reason = StopReason.LENGTH if len(tokens) == self.task.length else StopReason.INTERRUPTED
+            stop_reason = StopReason.LENGTH if len(tokens) == room else StopReason.INTERRUPTED
         return Completion(
             tokens=tokens.copy(),
             text=self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True),

@@ -81,11 +81,17 @@ class TabularTask:
         return self.nodes + self.symbols**self.length
 
     def question(self, prompt: Prompt) -> int:
-        """The row of a prompt, which its last token names; `ValueError` when it is none of this task's."""
-        q = int(prompt.tokens[-1]) - self.symbols - 1
+        """The row of a prompt, which its last letter names; `ValueError` when it is none of this task's."""
+        q = int(prompt.tokens[len(prompt.tokens) - len(self.begun(prompt)) - 1]) - self.symbols - 1
         if not 0 <= q < self.questions:
             raise ValueError(f"the prompt {prompt.text!r} is not one of the {self.questions} of {self}")
         return q
+
+    def begun(self, prompt: Prompt) -> list[int]:
+        """The symbols behind a prompt's last letter: an answer that is to be continued."""
+        tokens: list[int] = prompt.tokens.tolist()
+        letters = [i for i, token in enumerate(tokens) if token > self.symbols]
+        return tokens[max(letters, default=len(tokens) - 1) + 1 :]
 
     def outcome(self, tokens: Sequence[int] | npt.NDArray[np.int32]) -> int:
         """The number of a finished completion."""

@@ -2,7 +2,8 @@
 
 Invariant: generated = trained at least once + waiting + evicted + rejected + duplicate + in flight at stop, exactly.
 Each term is counted at its own place (searcher, journal, replay, trainer) and none by subtraction, so `closes` is a
-check and not a definition. `trained_total` counts every use; `evaluation` stands apart and is in neither side.
+check and not a definition. `trained_total` counts every use; `evaluation` and `auxiliary` stand apart and are in
+neither side.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Ledger:
     duplicate: int = 0  # the same completion of the same prompt was there already
     in_flight_at_stop: int = 0  # unfinished, or finished and not yet put down, when the run ended
     evaluation: int = 0  # generated to evaluate; reported apart
+    auxiliary: int = 0  # continued from prefixes of answers, for the values of steps; reported apart
 
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> Ledger:

@@ -89,6 +89,7 @@ def start_searching(
         prompts_per_round=recipe.prompts_per_round,
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
+        vine=recipe.vine.start(engine, reward, tokenizer) if recipe.vine else None,
         rescorer=_rescorer(recipe, reference, journal) if recipe.reference_reset else None,
     )
     examiner = Examiner(

@@ -21,6 +21,7 @@ import numpy as np
 from tba.protocols import Engine, Exploration, Reference, Reward, WeightSource
 from tba.search.prompts import PromptStream
 from tba.search.rescoring import Rescorer
+from tba.search.vine import VineRollouts
 from tba.types import Completion, FloatArray, Json, Prompt, StopReason, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
@@ -53,6 +54,7 @@ class Searcher:
     rng: np.random.Generator
     interrupted: Callable[[], bool] | None = None
     rescorer: Rescorer | None = None  # None: the reference is never reset
+    vine: VineRollouts | None = None  # values of the steps of every answer
     rounds: int = 0
     manifest: Mapping[str, Json] = field(default_factory=dict)  # beside the newest weights seen
 
@@ -66,10 +68,14 @@ class Searcher:
         sampling = self.exploration.draw(self.rng)
         answered = self.engine.generate(prompts, self.samples_per_prompt, sampling, self.rng, self.interrupted)
         finished, counts = self._sort(prompts, answered)
-        trajectories = self._judge(finished, counts)
+        trajectories, leases = self._judge(finished, counts), self._answered(positions, answered)
+        if self.vine is not None:
+            in_flight = counts["in_flight_trajectories"]
+            trajectories = self.vine.grow(trajectories, sampling, self.rng, counts, self.interrupted)
+            leases = leases if counts["in_flight_trajectories"] == in_flight else []
         self.rounds += 1
         counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - began))
-        self.sink.put(trajectories, self._answered(positions, answered), counts)
+        self.sink.put(trajectories, leases, counts)
         return len(trajectories)
 
     def pull(self) -> Version:

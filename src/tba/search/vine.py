@@ -1,0 +1,168 @@
+"""Values of the steps of an answer, by rollouts that are continued from each prefix (VinePPO, arXiv 2410.01679).
+
+Invariant: a rollout is of the weights and the sampling settings that gave the answer, is marked by the same reward as a
+whole answer, and is used for nothing but the mean that becomes a value: it is never trained on. Each distinct prefix of
+a round is continued once, however many answers share it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.errors import UserError
+from tba.protocols import Engine, Reward, Tokenizer
+from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Trajectory
+
+Arrays = dict[str, npt.NDArray[Any]]
+Prefix = tuple[str, bytes]  # a prompt's key and the answer's tokens so far
+
+
+@dataclass(frozen=True)
+class Vine:
+    """How an answer is split into steps, and how often each is continued. Raises `UserError` for what cannot work."""
+
+    rollouts: int = 9  # continuations of each distinct prefix, whose mean reward is its value
+    separator: str = "\n"  # a step ends with it
+    joined: str = "####"  # a last step that begins so belongs to the one before; empty: none does
+    max_steps: int | None = 25  # steps after which no value is estimated: the rest counts as one; None: no limit
+    max_tokens: int | None = None  # of prefix and continuation; a longer one counts as truncated there; None: no limit
+
+    def __post_init__(self) -> None:
+        if self.rollouts < 1 or self.separator == "":
+            raise UserError(
+                f"the vine has {self.rollouts} rollouts and the separator {self.separator!r}: give at least 1, and a "
+                "text that ends a step"
+            )
+        for name in ("max_steps", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"the vine's {name} is {value}: give at least 1, or None for no limit")
+
+    def start(self, engine: Engine, reward: Reward, tokenizer: Tokenizer) -> VineRollouts:
+        return VineRollouts(self, engine, reward, tokenizer)
+
+    def split(self, tokens: IntArray, tokenizer: Tokenizer) -> list[int]:
+        """Where the steps begin, in tokens: 0, and behind each token in which a separator ends.
+
+        A step of white space alone goes with the one before (the first with the one after).
+        """
+        pieces = [tokenizer.decode([int(token)], skip_special_tokens=True) for token in tokens]
+        text, end, starts = "".join(pieces), 0, [0]
+        for i, piece in enumerate(pieces[:-1]):
+            begin, end = end, end + len(piece)
+            if text.find(self.separator, max(0, begin - len(self.separator) + 1), end) >= 0:
+                starts.append(i + 1)
+        steps = ["".join(pieces[a:b]) for a, b in zip(starts, [*starts[1:], len(pieces)], strict=True)]
+        kept = [starts[0]]
+        for n in range(1, len(steps)):
+            blank = not steps[n].strip() or not "".join(steps[:n]).strip()
+            last = self.joined and n == len(steps) - 1 and steps[n].lstrip().startswith(self.joined)
+            if not blank and not last:
+                kept.append(starts[n])
+        return kept
+
+
+@dataclass
+class VineRollouts:
+    """A `Vine` with what it needs. Made by `Vine.start`."""
+
+    settings: Vine
+    engine: Engine
+    reward: Reward
+    tokenizer: Tokenizer
+
+    def grow(
+        self,
+        trajectories: Sequence[Trajectory],
+        sampling: Sampling,
+        rng: np.random.Generator,
+        counts: Counter[str],
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[Trajectory]:
+        """The same with the arrays `step_start` (int64) and `step_value` (float32): V before each step.
+
+        Beyond `max_steps` the value is the reward, so that those steps gain nothing. Those of which a rollout was
+        interrupted are left out and counted as in flight, those whose value is not finite as rejected; all that was
+        continued is counted as auxiliary.
+        """
+        splits = [self._estimated(t) for t in trajectories]
+        prompts = {t.prompt.key: t.prompt for t in trajectories}
+        wanted = dict.fromkeys(
+            prefix for t, (_, own) in zip(trajectories, splits, strict=True) for prefix in _prefixes(t, own)
+        )
+        values = self._values(list(wanted), prompts, sampling, rng, counts, interrupted)
+        grown = []
+        for trajectory, (starts, own) in zip(trajectories, splits, strict=True):
+            found = [values.get(prefix) for prefix in _prefixes(trajectory, own)]
+            known = [value for value in found if value is not None]
+            if len(known) < len(found):
+                _count(counts, "in_flight", trajectory.length)
+            elif not np.isfinite(known).all():
+                _count(counts, "rejected", trajectory.length)
+            else:
+                filled = known + [trajectory.reward] * (len(starts) - len(own))
+                steps: Arrays = {"step_start": np.array(starts, np.int64), "step_value": np.array(filled, np.float32)}
+                grown.append(replace(trajectory, arrays={**trajectory.arrays, **steps}))
+        return grown
+
+    def _estimated(self, trajectory: Trajectory) -> tuple[list[int], list[int]]:
+        """(where its steps begin, before which of them the value is estimated): after at most `max_steps` steps."""
+        starts, limit = self.settings.split(trajectory.completion.tokens, self.tokenizer), self.settings.max_steps
+        return starts, starts if limit is None else starts[: limit + 1]
+
+    def _values(
+        self,
+        prefixes: Sequence[Prefix],
+        prompts: dict[str, Prompt],
+        sampling: Sampling,
+        rng: np.random.Generator,
+        counts: Counter[str],
+        interrupted: Callable[[], bool] | None,
+    ) -> dict[Prefix, float]:
+        """The mean reward of the rollouts of each prefix; one that was interrupted has none."""
+        begun = [np.frombuffer(tokens, np.int32) for _, tokens in prefixes]
+        asked = [
+            replace(prompts[key], tokens=np.concatenate([prompts[key].tokens, tokens]).astype(np.int32))
+            for (key, _), tokens in zip(prefixes, begun, strict=True)
+        ]
+        n = self.settings.rollouts
+        continued = self.engine.generate(asked, n, sampling, rng, interrupted)
+        answered, whole = [], []
+        for prefix, tokens, rollouts in zip(prefixes, begun, continued, strict=True):
+            for rollout in rollouts:
+                _count(counts, "auxiliary", len(rollout.tokens))
+            if sum(r.stop_reason is not StopReason.INTERRUPTED for r in rollouts) == n:
+                whole.append(prefix)
+                answered += [(prompts[prefix[0]], self._joined(tokens, rollout)) for rollout in rollouts]
+        rewards = np.array([j.reward for j in self.reward.judge(answered)] if answered else [])
+        return dict(zip(whole, rewards.reshape(len(whole), n).mean(1).tolist(), strict=True))
+
+    def _joined(self, prefix: IntArray, rollout: Completion) -> Completion:
+        """The answer that a prefix and its continuation make, as the reward would see it."""
+        tokens = np.concatenate([prefix, rollout.tokens]).astype(np.int32)
+        limit = self.settings.max_tokens
+        if limit is not None and len(tokens) > limit:
+            cut = tokens[:limit]
+            return Completion(cut, self._text(cut), StopReason.LENGTH, rollout.versions, rollout.sampling)
+        text = self._text(tokens)
+        removed = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what is behind it
+        return Completion(tokens, text[: len(text) - removed], rollout.stop_reason, rollout.versions, rollout.sampling)
+
+    def _text(self, tokens: IntArray) -> str:
+        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+
+def _prefixes(trajectory: Trajectory, starts: Sequence[int]) -> Iterator[Prefix]:
+    tokens = np.ascontiguousarray(trajectory.completion.tokens, np.int32)
+    return ((trajectory.prompt.key, tokens[:start].tobytes()) for start in starts)
+
+
+def _count(counts: Counter[str], name: str, tokens: int) -> None:
+    counts[f"{name}_tokens"] += tokens
+    counts[f"{name}_trajectories"] += 1
