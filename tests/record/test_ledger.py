@@ -47,12 +47,13 @@ def test_counters_of_all_owners_are_gathered_by_unit() -> None:
             "generated_trajectories": 3,
             "rejected_tokens": 3,
             "evaluation_tokens": 9,
+            "auxiliary_tokens": 6,
         },
         "replay": {"waiting_tokens": 20, "evicted_tokens": 8, "duplicate_tokens": 5, "busy_milliseconds": 5},
         "trainer": {"trained_once_tokens": 60, "trained_total_tokens": 180},
     }
     tokens = Ledger.gather(owners, "tokens")
-    assert tokens == replace(CLOSED, evaluation=9)
+    assert tokens == replace(CLOSED, evaluation=9, auxiliary=6)
     assert tokens.closes()
     assert Ledger.gather(owners, "trajectories") == Ledger(generated=10)
 
