@@ -123,6 +123,7 @@ def _facts(summary: Summary) -> RenderableType:
             "idle after warm-up": _idle(summary),
             "lag": _lag(summary),
             "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}",
+            **({"reference reset": _resets(summary)} if summary.reference_resets else {}),
             "faults": named(summary.faults),
             "peak memory": named({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
             "versions": named(summary.versions),
@@ -154,6 +155,10 @@ def _idle(summary: Summary) -> str:
 def _lag(summary: Summary) -> str:
     lag = summary.lag
     return f"{lag.mean:.1f} updates on average, 95 % within {lag.p95:.0f}, at most {lag.max:.0f}"
+
+
+def _resets(summary: Summary) -> str:
+    return "after step " + ", ".join(str(reset["step"]) for reset in summary.reference_resets)
 
 
 def _machine(machine: dict[str, Json] | object) -> str:
