@@ -22,6 +22,7 @@ SUMMARY = Summary(
     tokens=Ledger(generated=10, trained_once=7, trained_total=20, waiting=3),
     trajectories=Ledger(generated=4, trained_once=3, trained_total=9, waiting=1),
     lag=Lag(9.8, 17.0, 41.0),
+    reference_resets=({"step": 200, "version": "0.200", "wall_seconds": 101.5},),
     faults={"restarts": 1, "non_finite_steps": 0},
     peak_memory_bytes={"searcher-0": 1 << 28, "trainer": 1 << 29},
 )
@@ -36,7 +37,9 @@ def test_the_keys_of_the_summary_are_exactly_these(tmp_path: Path) -> None:
     assert set(row) == {
         "recipe", "seed", "steps", "wall_seconds", "evaluations", "trainer_idle", "trainer_paced", "searcher_idle",
         "samples_per_insert", "tokens", "trajectories", "lag", "faults", "peak_memory_bytes", "versions", "machine",
+        "reference_resets",
     }  # fmt: skip
+    assert row["reference_resets"] == [{"step": 200, "version": "0.200", "wall_seconds": 101.5}]
     assert set(row["wall_seconds"]) == {"total", "sft", "warm_up", "train", "eval"}
     assert row["evaluations"] == [
         {"version": "0.400", "wall_seconds": 215.0, "metric": "pass@1/sampled", "value": 0.86, "n": 500}

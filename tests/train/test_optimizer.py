@@ -65,6 +65,22 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments(bad: 
     assert parameter.grad is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_forgot_its_moments_goes_on_like_a_new_one_from_the_same_weights(dtype: torch.dtype) -> None:
+    settings = OptimizerSettings(lr=0.1, clip_norm=None)
+    parameter = Parameter(torch.tensor([1.0, -2.0], dtype=dtype))
+    optimizer = settings.start([parameter])
+    parameter.grad = torch.tensor([0.25, -3.0], dtype=dtype)
+    optimizer.step(1)
+    before = optimizer._masters[0].detach().clone()
+    optimizer.forget()
+    assert torch.equal(optimizer._masters[0], before)
+    parameter.grad = torch.tensor([-2.0, -0.5], dtype=dtype)
+    optimizer.step(2)
+    taken = before + 0.1 * torch.tensor([1.0, 1.0])  # a first step is lr against the sign, whatever the size
+    torch.testing.assert_close(optimizer._masters[0].detach(), taken)
+
+
 def test_steps_too_small_for_bfloat16_add_up_in_the_float32_master() -> None:
     """One step of 1e-3 from 1.0 rounds back to 1.0 in bfloat16 (spacing 2^-8 below 1); sixteen steps do not."""
     moved = {}
