@@ -1,4 +1,4 @@
-"""The command line: train, sft, eval, recipes, show, check.
+"""The command line: train, check, sft, eval, study, recipes, show.
 
 Invariant: bad input ends in one sentence on standard error and exit code 2, without a traceback.
 """
@@ -19,7 +19,10 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba sft RECIPE --out DIR [--field value ...]    the recipe's supervised warm start
   tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response
   tba eval RECIPE [--checkpoint DIR] [--split eval] [--out FILE] [--field value ...]
+  tba study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
+                                            variants x seeds (a name, or a path to a .py file), tables and plots
   tba recipes                               the recipes there are
+  tba studies                               the studies there are
   tba show RUN                              a run so far, or its summary; redraws its curves
 
 `tba train RECIPE --help` lists every field of a recipe.
@@ -76,7 +79,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _command(name: str) -> Callable[[list[str]], int]:
     from tba.errors import UserError
 
-    commands = {"train": train, "check": check, "sft": sft, "eval": evaluate, "recipes": recipes, "show": show}
+    commands = {
+        "train": train,
+        "check": check,
+        "sft": sft,
+        "eval": evaluate,
+        "study": study,
+        "recipes": recipes,
+        "studies": studies,
+        "show": show,
+    }
     if name not in commands:
         raise UserError(f"there is no command {name!r}: use one of {', '.join(commands)}; `tba --help` shows how")
     return commands[name]
@@ -121,6 +133,25 @@ def evaluate(arguments: list[str]) -> int:
     name, rest = _named(arguments, "tba eval RECIPE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(EvalOptions(), rest, "tba eval")
     return evaluate_model(name, overrides, options.checkpoint, options.split, options.out)
+
+
+def study(arguments: list[str]) -> int:
+    """`tba study STUDY`."""
+    from tba.command.study import StudyOptions, run_study
+    from tba.settings import split_options
+
+    name, rest = _named(arguments, "tba study STUDY", "a study's name or a path to a .py file")
+    options, overrides = split_options(StudyOptions(), rest, "tba study")
+    return run_study(name, options, overrides)
+
+
+def studies(arguments: list[str]) -> int:
+    """`tba studies`."""
+    from tba.settings import find_study, study_names
+
+    for name in study_names():
+        print(f"{name:12} {find_study(name).description}")
+    return 0
 
 
 def recipes(arguments: list[str]) -> int:

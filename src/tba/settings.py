@@ -130,6 +130,8 @@ def _recipe_in(module: Any, where: str) -> Recipe:
 
 def override(default: T, arguments: Sequence[str], program: str) -> T:
     """`default` with fields set from `--dotted.name value` arguments. Raises `UserError` for what does not fit."""
+    if not arguments:
+        return default
     known = set(flags(default))
     for argument in arguments:
         if argument.startswith("--") and argument not in ("--help",):

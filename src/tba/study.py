@@ -12,10 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import numpy as np
+
 from tba.errors import UserError
 from tba.evaluate.accuracy import SAMPLED
-from tba.recipe import Recipe
+from tba.recipe import Recipe, resolved
+from tba.record.comparison import Outcome
 from tba.record.figures import COLUMNS
+from tba.types import Json
 
 MARK = "::"  # between a study's name or path and a variant's name
 _NAME = re.compile(r"[A-Za-z0-9][\w.+=]*(?:-[\w.+=]+)*")
@@ -96,9 +100,28 @@ def check_seeds(seeds: Sequence[int], whose: str) -> None:
         raise UserError(f"{whose} has seeds {', '.join(map(str, seeds)) or 'none'}: give different ones, 0 or more")
 
 
-def field_of(recipe: Recipe, name: str) -> object:
-    """A recipe's field by dotted name; None when this one has no such field (another objective, say)."""
-    value: object = recipe
-    for part in name.split("."):
-        value = getattr(value, part.replace("-", "_"), None)
-    return value
+def positions(x: str, recipes: Mapping[str, Recipe], outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Where each variant stands on an axis: the mean of a figure over its runs, or the value of a recipe's field.
+
+    A variant without that figure, or without a number in that field (another objective, say), stands nowhere.
+    """
+    measured = {v: [o.figures[x] for o in outcomes if o.variant == v and x in o.figures] for v in recipes}
+    if any(measured.values()):
+        return {variant: float(np.mean(values)) for variant, values in measured.items() if values}
+    found = {variant: _numbers(resolved(recipe)).get(x.replace("-", "_")) for variant, recipe in recipes.items()}
+    return {variant: value for variant, value in found.items() if value is not None}
+
+
+def varying(recipes: Mapping[str, Recipe]) -> list[Against]:
+    """A plot against every field of which variants have different numbers."""
+    tables = [_numbers(resolved(recipe)) for recipe in recipes.values()]
+    names = dict.fromkeys(name for table in tables for name in table)
+    return [Against(name) for name in names if len({table[name] for table in tables if name in table}) > 1]
+
+
+def _numbers(value: Json, name: str = "") -> dict[str, float]:
+    """Dotted name -> value of everything in a resolved recipe that is a number."""
+    if isinstance(value, Mapping):
+        inner = (_numbers(v, f"{name}.{k}" if name else k) for k, v in value.items())
+        return {k: v for table in inner for k, v in table.items()}
+    return {name: float(value)} if isinstance(value, int | float) and not isinstance(value, bool) else {}

@@ -66,7 +66,11 @@ def draw_curves(runs: Sequence[RunRecord], path: Path) -> Path:
 
     Raises `UserError` when no run has recorded anything.
     """
-    figure = curves(runs)
+    return save_figure(curves(runs), path)
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """A matplotlib figure as a PNG of 256 colours, written beside and renamed; returns its path."""
     from PIL import Image  # comes with matplotlib
 
     drawn = io.BytesIO()
@@ -88,7 +92,7 @@ def curves(runs: Sequence[RunRecord]) -> Any:
     figure = Figure(figsize=(12.6, 6.6), facecolor="white")
     grid = figure.subplots(2, 3, sharex=True)
     for axes, panel in zip(grid.flat, PANELS, strict=True):
-        _frame(axes, panel)
+        frame(axes, panel.title, panel.note)
         drawn = [_draw(axes, panel, run, i, len(runs), seconds_per_unit) for i, run in enumerate(runs)]
         _finish(axes, panel, any(drawn))
     for axes in grid[1]:
@@ -173,9 +177,10 @@ def _look(run: int, series: int, runs: int) -> dict[str, str]:
     return {"color": COLOURS[run % len(COLOURS)], "linestyle": STYLES[series % len(STYLES)]}
 
 
-def _frame(axes: Any, panel: Panel) -> None:
-    axes.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=20)
-    axes.text(0, 1.03, panel.note, transform=axes.transAxes, fontsize=8.5, color=GREY, va="bottom")
+def frame(axes: Any, title: str, note: str) -> None:
+    """Axes as all our figures have them, before anything is drawn."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=20)
+    axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=8.5, color=GREY, va="bottom")
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#9ca3af")
     axes.tick_params(colors=GREY, labelsize=8.5, length=3, color="#9ca3af", labelbottom=True)

@@ -26,8 +26,8 @@ TABLE_FILE, DATA_FILE, RUNS_FILE = "table.md", "table.csv", "runs.csv"
 
 NOTE = (
     "Mean ± standard deviation over runs [95 % bootstrap interval of the mean]; n is the number of runs that ended "
-    "well, and a figure that fewer have says how many. With a handful of runs the bootstrap is narrower than it should be; "
-    "differences from a baseline are therefore by Student's t (Welch)."
+    "well, and a figure that fewer have says how many. With a handful of runs the bootstrap is narrower than it should "
+    "be; differences from a baseline are therefore by Student's t (Welch)."
 )
 
 

@@ -1,0 +1,195 @@
+"""`tba study`: variants x seeds, each an ordinary run in a process of its own; then tables and plots of all that ended.
+
+    studies/NAME/   runs/VARIANT-SEED/ (a run's directory)   logs/VARIANT-SEED.log
+                    table.md  table.csv  runs.csv  *.png
+
+Invariant: the folder is the state (see `trial`), so a study may be stopped and called again at any time. The seeds are
+in the outer loop: what drifts on the machine drifts over all variants alike. A run that fails is a row, not an end.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+
+from tba.command.check import validate
+from tba.command.trial import Runner, Trial, in_child
+from tba.errors import UserError
+from tba.record.comparison import Outcome
+from tba.record.figures import accuracy_curve, heading, shown
+from tba.record.run import RunRecord
+from tba.record.study_plots import Curve, draw_against, draw_frontier, draw_over_time, lines_of
+from tba.record.study_table import TABLE_FILE, Comparison, view, write_tables
+from tba.record.text import duration
+from tba.runtime.stopping import stop_requests
+from tba.settings import find_study, override, recipe_of
+from tba.study import MARK, Study, check_seeds, positions, varying
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """What of a study is run, and where it goes."""
+
+    seeds: str = ""  # as 0,1,2; empty: the study's own
+    only: str = ""  # variants, or patterns of them, as 'tb-*,grpo-k4'; empty: all
+    out: Path | None = None  # the study's folder; none: studies/NAME
+    again: Literal["none", "changed", "failed", "all"] = "none"  # which runs that are there are made anew
+
+
+def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = in_child) -> int:
+    """Exit code 0 when every run that was asked for has ended, 130 when it was stopped."""
+    console = Console()
+    study = find_study(name)
+    folder = options.out or Path("studies") / study.name
+    chosen = study.matching([p.strip() for p in options.only.split(",") if p.strip()] or ["*"])
+    seeds = _seeds(options.seeds) if options.seeds else study.seeds
+    check_seeds(seeds, f"tba study {name}")
+    everything = _every_trial(name, study, fields, folder, seeds)
+    trials = [t for seed in seeds for t in everything if t.seed == seed and t.variant in chosen]
+    for note in _notes(trials):
+        console.print(f"note: {note}", style="yellow")
+    left = [trial for trial in trials if _is_left(trial, options.again)]
+    console.print(
+        f"{study.name}: {len(chosen)} variants x {len(seeds)} seeds, {len(trials) - len(left)} of {len(trials)} runs "
+        f"have ended; in {folder}",
+        highlight=False,
+    )
+    stopped = _run_all(left, len(trials), everything, folder, console, runner)
+    _report(study, everything, folder, console)
+    if stopped:
+        console.print("stopped: the same command goes on where it was", style="yellow")
+    return 130 if stopped else 0
+
+
+def _run_all(
+    left: Sequence[Trial], total: int, everything: Sequence[Trial], folder: Path, console: Console, runner: Runner
+) -> bool:
+    """One run after another, the tables anew after each; whether we were stopped before the last."""
+    with stop_requests() as stop:
+        for number, trial in enumerate(left, total - len(left) + 1):
+            if not stop():
+                told = _carried_out(trial, stop, runner)
+                console.print(f"[{number}/{total}] {trial.variant}, seed {trial.seed}: {told}", highlight=False)
+                _write(_comparison(trial.study, everything), folder)
+        return stop()
+
+
+def _carried_out(trial: Trial, stop: Callable[[], bool], runner: Runner) -> str:
+    """One run; what came of it in a few words."""
+    began = time.monotonic()
+    trial.carry_out(stop, runner)
+    outcome = trial.outcome()
+    if outcome is None:
+        return "stopped"
+    if outcome.failure:
+        return f"failed: {outcome.failure}"
+    metric = trial.study.metric
+    value = outcome.figures.get(metric)
+    said = f"{heading(metric)} {shown(metric, value)}, " if value is not None else ""
+    return f"{said}{duration(time.monotonic() - began)}"
+
+
+def _seeds(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise UserError(f"--seeds is {text!r}: give integers with commas between, as 0,1,2") from error
+
+
+def _every_trial(name: str, study: Study, fields: Sequence[str], folder: Path, seeds: Sequence[int]) -> list[Trial]:
+    """Those of all variants, over the seeds that are asked for and all that the folder has: what a table is of."""
+    if any(field.split("=")[0] == "--seed" for field in fields):
+        raise UserError("tba study takes --seeds, as 0,1,2, and not --seed: give the seeds there")
+    found = []
+    for variant in study.variants:
+        recipe = override(recipe_of(study, variant), fields, f"tba study {name}, variant {variant}")
+        for seed in sorted({*study.seeds, *seeds, *_seeds_there(folder, variant)}):
+            path, overrides = folder / "runs" / f"{variant}-{seed}", ("--seed", str(seed), *fields)
+            made = replace(recipe, seed=seed)
+            found.append(Trial(study, variant, seed, f"{name}{MARK}{variant}", overrides, made, path))
+    return found
+
+
+def _seeds_there(folder: Path, variant: str) -> set[int]:
+    ends = (path.name.removeprefix(f"{variant}-") for path in (folder / "runs").glob(f"{variant}-*"))
+    return {int(end) for end in ends if end.isdecimal()}
+
+
+def _notes(trials: Sequence[Trial]) -> list[str]:
+    """Warnings, each once. Raises `UserError` for a variant that cannot run, before any does."""
+    said: dict[str, list[str]] = {}
+    for trial in {t.variant: t for t in trials}.values():
+        try:
+            warnings = validate(trial.recipe)
+        except UserError as error:
+            raise UserError(f"variant {trial.variant}: {error}") from error
+        for warning in warnings:
+            said.setdefault(warning, []).append(trial.variant)
+    return [f"{', '.join(variants)}: {warning}" for warning, variants in said.items()]
+
+
+def _is_left(trial: Trial, again: str) -> bool:
+    """Whether it is to be run. Raises `UserError` for a run of another recipe, unless that may go."""
+    state = trial.state()
+    if state == "other recipe" and again not in ("changed", "all"):
+        raise UserError(
+            f"the run at {trial.path} is of another recipe ({trial.difference()}): give --again changed to make it "
+            "anew, or another --out"
+        )
+    return again == "all" or state not in ("ended", "failed") or (state == "failed" and again == "failed")
+
+
+def _comparison(study: Study, trials: Sequence[Trial]) -> Comparison:
+    """Of all the runs there that have ended under the recipe they have now."""
+    return Comparison(
+        name=study.name,
+        description=study.description,
+        outcomes=[outcome for trial in trials if (outcome := trial.outcome()) is not None],
+        variants=list(study.variants),
+        metric=study.metric,
+        baseline=study.baseline,
+        margin=study.margin,
+        target=study.target,
+        columns=study.columns,
+    )
+
+
+def _write(comparison: Comparison, folder: Path) -> bool:
+    """The tables, if there is anything to tell."""
+    if comparison.outcomes:
+        write_tables(comparison, folder)
+    return bool(comparison.outcomes)
+
+
+def _report(study: Study, trials: Sequence[Trial], folder: Path, console: Console) -> None:
+    """Tables and plots of what has ended so far, if anything has."""
+    comparison = _comparison(study, trials)
+    if not _write(comparison, folder):
+        return
+    console.print(view(comparison))
+    made = [folder / TABLE_FILE, *(path for path in _plots(study, trials, comparison.outcomes, folder) if path)]
+    console.print(f"\ntables and plots: {', '.join(map(str, made))}", highlight=False)
+
+
+def _plots(study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], folder: Path) -> Iterator[Path | None]:
+    there = {(o.variant, o.seed) for o in outcomes if not o.failure}
+    recipes = {t.variant: t.recipe for t in trials if any(o.variant == t.variant for o in outcomes)}
+    lines = lines_of(list(recipes), {variant: study.family(variant) for variant in recipes})
+    curves: dict[str, list[Curve]] = {variant: [] for variant in recipes}
+    for trial in trials:
+        if (trial.variant, trial.seed) in there:
+            curves[trial.variant].append(accuracy_curve(RunRecord.read(trial.path), study.metric))
+    yield draw_over_time(folder / "over-time.png", study.name, study.metric, curves, lines)
+    yield draw_frontier(folder / "frontier.png", study.name, outcomes, lines)
+    for against in study.against or varying(recipes):
+        y = against.y or study.metric
+        at = positions(against.x, recipes, outcomes)
+        drawn = [line for line in lines if any(fnmatch.fnmatchcase(line.family, p) for p in against.families)]
+        file = folder / f"{y.replace('/', '-')}-against-{against.x}.png"
+        yield draw_against(file, study.name, y, against.label or against.x, at, outcomes, drawn)
