@@ -129,8 +129,9 @@ class Shelf:
             if (bucket := self._by_prompt.get(prompt)) is None:
                 return ()
             found = list(bucket.values())
-            if self._arrival is not None:
-                found.sort(key=lambda t: self._arrival[t.uid])  # nearly sorted: nearly free
+            arrival = self._arrival
+            if arrival is not None:
+                found.sort(key=lambda t: arrival[t.uid])  # nearly sorted: nearly free
             self._of[prompt] = found
         return found
 
