@@ -56,6 +56,7 @@ SLOTS = (
     Slot("--model", "The model", "tba.models", ("prepared", "policy", "engine", "reference")),
     Slot("--objective", "The objective", "tba.objectives", ("needs", "by_group")),
     Slot("--objective.beta", "Schedules of beta", "tba.schedules", ("last",)),
+    Slot("--objective.correction", "Corrections of an objective", "tba.objectives.correction", ("form", "level")),
     Slot("--exploration", "Exploration", "tba.search.exploration", ("draw", "full_support")),
     Slot("--replay.selection", "Selection from replay", "tba.replay.selection", ("m", "start")),
     Slot("--optimizer.schedule", "Schedules of the learning rate", "tba.schedules", ("warmup", "__call__")),
@@ -137,7 +138,8 @@ def default(f: dataclasses.Field[object]) -> str:
         return "*required*"
     if isinstance(f.default, tuple):
         return f"`{' '.join(map(str, f.default))}`" if f.default else "none"
-    return f"`{f.default}`" if f.default != "" else "empty"
+    text = str(f.default).replace("\n", "\\n")
+    return f"`{text}`" if text else "empty"
 
 
 def dashed(name: str, gap: str = "_") -> str:

@@ -54,6 +54,7 @@ def test_a_meaning_is_the_comment_behind_a_field_and_those_below_it(tool: Module
 
 def test_a_slot_is_filled_by_what_can_do_its_work(tool: ModuleType) -> None:
     found = {slot.flag: [kind.__name__ for kind in tool.fillings(slot)] for slot in tool.SLOTS}
-    assert found["--objective"] == ["Reinforce", "TrajectoryBalance"]
+    assert {"TrajectoryBalance", "Reinforce", "Grpo", "Ppo", "VinePpo"} <= set(found["--objective"])
+    assert found["--objective.correction"] == ["Correction"]
     assert found["--exploration"] == ["Fixed", "RandomPerRound"]
     assert {"Arithmetic", "Gsm8k", "Jsonl", "ReasoningGym"} <= set(found["--task"])

@@ -41,7 +41,7 @@ class Grpo:
     standardise: bool = True  # divide by the group's standard deviation, which weighs easy and hard prompts up
     per: Per = "sequence"  # what sums are divided by: each row's tokens and the rows, the rows, or all tokens
     penalty: Literal["loss", "reward"] = "loss"  # the divergence as k3 in the loss, or in the reward before the mean
-    correction: Correction = field(default_factory=_clip)  # how the ratio to the behaviour enters
+    correction: Correction = field(default_factory=_clip)  # how the ratio to the behaviour enters: clip
 
     @property
     def needs(self) -> frozenset[str]:

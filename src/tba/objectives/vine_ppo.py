@@ -1,4 +1,4 @@
-"""VinePPO: PPO without a value head, by steps whose values come from rollouts (Kazemnejad et al. 2024).
+"""VinePPO: PPO by steps, whose values come from rollouts and not from a head (Kazemnejad et al. 2024).
 
 Invariant: all tokens of a step share its advantage, which is computed from the values stored with the trajectory.
 
@@ -23,12 +23,12 @@ from tba.schedules import Constant, Schedule
 
 @dataclass(frozen=True)
 class VinePpo:
-    """L = mean over tokens of max(-rho A, -clip(rho, 1 +- clip) A) + beta k3 (arXiv 2410.01679), A of the token's step:
+    """L = mean over tokens of max(-rho A, -clip(rho, 1 +- clip) A) + beta k3, A being that of the token's step.
 
         A_i = r_i + V(s_(i+1)) - V(s_i),     r_i = r at the last step, else 0,     V(whole answer) = 0
 
     V(s_i), the value of the answer's first i steps, is the mean reward of rollouts that a searcher continued from there
-    (`search/vine.py`). rho = pi / mu of the token.
+    (`search/vine.py`). rho = pi / mu of the token. Source: arXiv 2410.01679.
     """
 
     beta: Schedule = Constant(1e-4)  # weight of the divergence from the reference, as k3 in the loss
