@@ -219,7 +219,7 @@ def quick() -> Recipe:
     [
         ({"variants": {}}, "study it has no variants: give at least one"),
         ({"variants": {"a b": ()}}, "study it has a variant 'a b': use letters"),
-        ({"baseline": "b"}, "study it has baseline 'b', which is none of its variants"),
+        ({"baseline": "b"}, "study it has baseline 'b', but no variant 'b'"),
         ({"seeds": (1, 1)}, "study it has seeds 1, 1: give different ones"),
         ({"columns": ("speed",)}, "study it has no column 'speed': use some of pass@1/sampled"),
         ({"name": "a/b"}, "a study is named 'a/b'"),

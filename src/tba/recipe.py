@@ -8,6 +8,7 @@ the name or path and the overrides, from which every process of the run rebuilds
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -172,10 +173,10 @@ def resolved(value: Any) -> Json:
         return {str(k): resolved(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [resolved(v) for v in value]
-    if isinstance(value, str | int | float | bool) or value is None:
+    if isinstance(value, str | Path):
+        return str(value).replace(f"{_PACKAGE.parent}{os.sep}", "")  # the same on every machine
+    if isinstance(value, int | float | bool) or value is None:
         return value
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"
-    if isinstance(value, Path) and value.is_relative_to(_PACKAGE):
-        return str(Path(_PACKAGE.name) / value.relative_to(_PACKAGE))  # the same on every machine
     return str(value)

@@ -44,6 +44,7 @@ class Against:
     y: str = ""  # a figure; empty: the study's metric
     label: str = ""  # of x
     families: tuple[str, ...] = ("*",)  # patterns of those that are drawn
+    joined: bool = False  # as one line
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Study:
     seeds: tuple[int, ...] = (0, 1, 2)
     metric: str = SAMPLED  # the figure by which variants are compared
     target: float | None = None  # of that figure, in 0..1: the wall-clock to it is measured
-    baseline: str = ""  # the variant that all others are held against; empty: none
+    baseline: str = ""  # the variant that others are held against, `{family}` in it being theirs; empty: none
     margin: float = 0.03  # of the metric: a variant is not worse when surely less than this below the baseline
     columns: tuple[str, ...] = ()  # figures in the table; empty: all that were measured
     against: tuple[Against, ...] = ()  # plots besides accuracy over time and reward over divergence
@@ -74,8 +75,10 @@ class Study:
                 )
         if not self.variants:
             raise UserError(f"study {self.name} has no variants: give at least one")
-        if self.baseline and self.baseline not in self.variants:
-            raise UserError(f"study {self.name} has baseline {self.baseline!r}, which is none of its variants")
+        for name in self.variants:
+            against = self.baseline_of(name)
+            if self.baseline and against not in self.variants:
+                raise UserError(f"study {self.name} has baseline {self.baseline!r}, but no variant {against!r}")
         check_seeds(self.seeds, f"study {self.name}")
         unknown = [c for c in self.columns if c not in COLUMNS and not c.startswith("pass@")]
         if unknown:
@@ -85,6 +88,10 @@ class Study:
         """The family a variant is of; "" when it was given none."""
         given = self.variants[variant]
         return given.family if isinstance(given, Variant) else ""
+
+    def baseline_of(self, variant: str) -> str:
+        """The variant that this one is held against; "" where there is none."""
+        return self.baseline.replace("{family}", self.family(variant))
 
     def matching(self, patterns: Sequence[str]) -> list[str]:
         """Variants that match one of the patterns (`tb-*`). Raises `UserError` for a pattern that none matches."""

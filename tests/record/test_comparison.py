@@ -22,7 +22,13 @@ OUTCOMES = [
     Outcome("grpo", 2, failure="NonFiniteLoss at step 12: nan | inf"),
 ]
 WHOLE = Comparison(
-    "it", "What it is.", OUTCOMES, ("tb", "rloo", "grpo", "never run"), METRIC, baseline="tb", margin=0.03
+    "it",
+    "What it is.",
+    OUTCOMES,
+    ("tb", "rloo", "grpo", "never run"),
+    METRIC,
+    {"rloo": "tb", "grpo": "tb", "tb": "tb"},
+    0.03,
 )
 
 
@@ -52,14 +58,15 @@ def test_a_row_counts_its_failures_and_every_figure_its_runs() -> None:
 
 
 def test_variants_are_held_against_the_baseline_by_students_t() -> None:
-    rloo, grpo = versus(OUTCOMES, "tb", METRIC, 0.03)
+    rloo, grpo = versus(OUTCOMES, {"tb": "tb", "rloo": "tb", "grpo": "tb", "never run": "tb"}, METRIC, 0.03)
+    assert (rloo.variant, rloo.baseline, grpo.variant) == ("rloo", "tb", "grpo")
     # means 0.92 and 0.90, variances 4e-4 / 3 and 1e-4 / 3: freedom 5^2 / (4^2 / 2 + 1 / 2) = 2.941, t = 3.2186
     half = 3.2186 * math.sqrt(5e-4 / 3)
     assert rloo.difference.estimate == pytest.approx(-0.02)
     assert rloo.difference.low == pytest.approx(-0.02 - half, abs=1e-5)
     assert rloo.not_worse == "open"
     assert (grpo.not_worse, grpo.remark) == ("no", "1 of 3 failed")  # whatever its other runs came to
-    assert versus(OUTCOMES, "rloo", METRIC, 0.05)[0].not_worse == "yes"
+    assert versus(OUTCOMES, {"tb": "rloo"}, METRIC, 0.05)[0].not_worse == "yes"
 
 
 def test_not_worse_by_a_margin_needs_the_whole_interval() -> None:
@@ -75,7 +82,7 @@ def test_the_page_has_the_numbers(tmp_path: Path) -> None:
     assert "| tb | 3 | 92.0 ± 2.0 [90.0, 94.0] | - |  |" in written
     assert "| grpo | 2 | 71.0 ± 1.4 [70.0, 72.0] | 30.0 (1 of 2) | 1 of 3: NonFiniteLoss at step 12 |" in written
     assert "| rloo | 3 | 3.0 ± 0.0 |" in written  # lag, among what it took
-    assert "| rloo | -2.0 | [-6.2, +2.2] | open |" in written
+    assert "| rloo | tb | -2.0 | [-6.2, +2.2] | open |" in written
     assert "- grpo, seed 2: NonFiniteLoss at step 12: nan | inf" in written
     assert "never run" not in written
 
@@ -107,7 +114,7 @@ def test_the_terminal_shows_the_same_rows() -> None:
     said = " ".join(console.export_text().split())
     assert "tb 3 92.0 ± 2.0" in said
     assert "1 of 3: NonFiniteLoss at step 12" in said
-    assert "rloo -2.0 [-6.2, +2.2] open" in said
+    assert "rloo tb -2.0 [-6.2, +2.2] open" in said
 
 
 def test_a_mean_curve_is_over_the_time_that_all_runs_have() -> None:

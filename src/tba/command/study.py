@@ -24,7 +24,7 @@ from tba.errors import UserError
 from tba.record.comparison import Outcome
 from tba.record.figures import accuracy_curve, heading, shown
 from tba.record.run import RunRecord
-from tba.record.study_plots import Curve, draw_against, draw_frontier, draw_over_time, lines_of
+from tba.record.study_plots import Curve, Line, draw_against, draw_frontier, draw_over_time, lines_of
 from tba.record.study_table import TABLE_FILE, Comparison, view, write_tables
 from tba.record.text import duration
 from tba.runtime.stopping import stop_requests
@@ -153,7 +153,7 @@ def _comparison(study: Study, trials: Sequence[Trial]) -> Comparison:
         outcomes=[outcome for trial in trials if (outcome := trial.outcome()) is not None],
         variants=list(study.variants),
         metric=study.metric,
-        baseline=study.baseline,
+        baselines={v: study.baseline_of(v) for v in study.variants if study.baseline},
         margin=study.margin,
         target=study.target,
         columns=study.columns,
@@ -191,5 +191,7 @@ def _plots(study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], f
         y = against.y or study.metric
         at = positions(against.x, recipes, outcomes)
         drawn = [line for line in lines if any(fnmatch.fnmatchcase(line.family, p) for p in against.families)]
+        if against.joined:
+            drawn = [Line("", [v for line in drawn for v in line.variants])]
         file = folder / f"{y.replace('/', '-')}-against-{against.x}.png"
         yield draw_against(file, study.name, y, against.label or against.x, at, outcomes, drawn)

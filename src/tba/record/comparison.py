@@ -62,6 +62,7 @@ class Versus:
     """A variant against the baseline."""
 
     variant: str
+    baseline: str
     difference: Interval  # of means, in the metric's unit; above 0: better than the baseline
     not_worse: Verdict  # by the margin: surely not, surely, or the interval holds both
     remark: str = ""
@@ -80,25 +81,27 @@ def rows(outcomes: Sequence[Outcome], variants: Sequence[str]) -> list[Row]:
     return found
 
 
-def versus(outcomes: Sequence[Outcome], baseline: str, metric: str, margin: float) -> list[Versus]:
-    """Each other variant with the metric against the baseline, in order of appearance.
+def versus(outcomes: Sequence[Outcome], baselines: Mapping[str, str], metric: str, margin: float) -> list[Versus]:
+    """Each variant against its baseline (variant -> baseline), in that order, where both have the metric.
 
     The interval is Student's (Welch), which holds for a few seeds; runs of equal seed are not paired, since the order
     of events in a run is not the seed's alone.
     """
     found = []
-    names = list(dict.fromkeys(o.variant for o in outcomes if o.variant != baseline))
-    first = [o.figures[metric] for o in outcomes if o.variant == baseline and metric in o.figures]
-    for name in names:
+    for name, baseline in baselines.items():
         own = [o for o in outcomes if o.variant == name]
-        second = [o.figures[metric] for o in own if metric in o.figures]
-        if not first or not second:
+        first, second = _values(outcomes, baseline, metric), _values(own, name, metric)
+        if name == baseline or not first or not second:
             continue
         interval = difference_of_means(first, second)
         failed = sum(bool(o.failure) for o in own)
         remark = f"{failed} of {len(own)} failed" if failed else ""
-        found.append(Versus(name, interval, "no" if failed else verdict(interval, margin), remark))
+        found.append(Versus(name, baseline, interval, "no" if failed else verdict(interval, margin), remark))
     return found
+
+
+def _values(outcomes: Sequence[Outcome], variant: str, metric: str) -> list[float]:
+    return [o.figures[metric] for o in outcomes if o.variant == variant and metric in o.figures]
 
 
 def verdict(difference: Interval, margin: float) -> Verdict:

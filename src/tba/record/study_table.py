@@ -9,8 +9,8 @@ import csv
 import io
 import math
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -40,7 +40,7 @@ class Comparison:
     outcomes: Sequence[Outcome]
     variants: Sequence[str]  # their order
     metric: str
-    baseline: str = ""
+    baselines: Mapping[str, str] = field(default_factory=dict)  # variant -> what it is held against
     margin: float = 0.03
     target: float | None = None
     columns: Sequence[str] = ()  # empty: all
@@ -97,8 +97,7 @@ def sheets(comparison: Comparison, intervals: bool) -> Iterator[Sheet]:
     for part, of_part in (("data", DATA), ("time and memory", MACHINE)):
         if own := [n for n in names if n in of_part]:
             yield _of(f"What it took: {part}", own, found, intervals=False)
-    compared = versus(comparison.outcomes, comparison.baseline, comparison.metric, comparison.margin)
-    if comparison.baseline and compared:
+    if compared := versus(comparison.outcomes, comparison.baselines, comparison.metric, comparison.margin):
         yield _differences(compared, comparison)
 
 
@@ -142,6 +141,7 @@ def _differences(compared: Sequence[Versus], comparison: Comparison) -> Sheet:
     margin = f"{100 * comparison.margin:g}"
     headings = [
         "variant",
+        "against",
         f"{heading(comparison.metric)}: difference",
         "95 % interval",
         f"not worse by {margin} points",
@@ -152,8 +152,8 @@ def _differences(compared: Sequence[Versus], comparison: Comparison) -> Sheet:
         known = math.isfinite(d.low)
         interval = f"[{100 * d.low:+.1f}, {100 * d.high:+.1f}]" if known else "one run only"
         answer = v.not_worse if not v.remark else f"{v.not_worse} ({v.remark})"
-        cells.append([v.variant, f"{100 * d.estimate:+.1f}", interval, answer])
-    return Sheet(f"Against {comparison.baseline}", headings, cells)
+        cells.append([v.variant, v.baseline, f"{100 * d.estimate:+.1f}", interval, answer])
+    return Sheet("Differences", headings, cells)
 
 
 def _statistic_lines(comparison: Comparison) -> Iterator[Sequence[object]]:

@@ -1,0 +1,91 @@
+"""What the studies of the quickstart's sums have in common: the recipe, and the objectives on one footing.
+
+Invariant: every objective gets the same model, data, batch, optimizer and pull to the reference; where it differs, the
+difference is in `OBJECTIVES` below and nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.evaluate.accuracy import EvaluationSettings
+from tba.objectives.correction import Correction
+from tba.objectives.grpo import Grpo, dr_grpo
+from tba.objectives.online_dpo import OnlineDpo
+from tba.objectives.policy_gradient import Reinforce, proximal_rloo
+from tba.objectives.ppo import Ppo
+from tba.objectives.raft import Raft
+from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
+from tba.objectives.tba_prime import TbaPrime
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.protocols import Objective
+from tba.recipe import Recipe
+from tba.recipes.quickstart import recipe as quickstart
+from tba.record.recorder import RecordSettings
+from tba.replay.pacing import Pacing
+from tba.replay.replay import ReplaySettings
+from tba.replay.selection import RecencyReward
+from tba.schedules import Constant
+
+TARGET = 0.80  # sampled accuracy; the base begins at about a third
+BETA = 0.05  # the quickstart's, in units of reward: the same optimum for all that know a reference
+
+# The quickstart, evaluated on 5,000 problems before and after and on 500 every 25 steps.
+base = replace(
+    quickstart,
+    task=replace(quickstart.task, eval_problems=5000),
+    evaluation=EvaluationSettings(every=25, problems=5000, problems_during=500, pass_k=4, chunk=500),
+    record=RecordSettings(tensorboard=False, samples=0),
+)
+
+
+def objectives(beta: float = BETA) -> dict[str, Objective]:
+    """Each with the pull `beta` in units of reward. Online DPO has it in its own unit; RAFT has none."""
+    b = Constant(beta)
+    return {
+        "tb": TrajectoryBalance(b),
+        "tb-learned-z": TrajectoryBalance(b, log_z="learned"),
+        "subtb": SubtrajectoryBalance(b),
+        "tba-prime": TbaPrime(b),
+        "reinforce": Reinforce(b, baseline="none"),
+        "rloo": Reinforce(b),
+        "prox-rloo": proximal_rloo(b),
+        "grpo": Grpo(b),
+        "dr-grpo": dr_grpo(b),
+        "ppo": Ppo(b),
+        "online-dpo": OnlineDpo(b),
+        "raft": Raft(),
+    }
+
+
+def with_objective(recipe: Recipe, objective: Objective) -> Recipe:
+    return replace(recipe, objective=objective)
+
+
+def with_replay(recipe: Recipe, m: float, inverse_temperature: float = 0.0) -> Recipe:
+    """Another share of recent groups, and how much a reward decides among the answers of the others."""
+    return replace(recipe, replay=replace(recipe.replay, selection=RecencyReward(m, inverse_temperature)))
+
+
+def asynchronous(recipe: Recipe, k: int, m: float) -> Recipe:
+    """Weights every k updates, and the share 1 - m of the groups from old data."""
+    return replace(with_replay(recipe, m), sync_every=k)
+
+
+def synchronous(recipe: Recipe) -> Recipe:
+    """On-policy, by settings alone: one process takes turns, every batch is of the weights it is used on."""
+    return replace(
+        recipe,
+        runtime="inline",
+        sync_every=1,
+        replay=ReplaySettings(
+            selection=RecencyReward(m=1.0), pacing=Pacing(warm_up=0), recent_window=0, buffer=recipe.replay.buffer
+        ),
+    )
+
+
+CORRECTIONS = {
+    "none": Correction(),
+    "token": Correction("truncate", "token"),
+    "sequence": Correction("truncate", "sequence"),
+}

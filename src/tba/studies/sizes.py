@@ -1,0 +1,39 @@
+"""Three sizes of the policy, each taught the same bad habit first: Trajectory Balance asynchronous, RLOO on-policy.
+
+The middle one is the shipped base; the others are made once by their warm starts, and kept in the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.recipe import Recipe
+from tba.studies._base import TARGET, asynchronous, base, objectives, synchronous, with_objective
+from tba.study import Against, Study, Variant
+
+SIZES = {"0.2M": (64, 256, 3), "0.45M": (96, 384, 3), "1.6M": (160, 640, 4)}  # hidden size, inner size, layers
+
+
+def _of_size(recipe: Recipe, hidden: int, inner: int, layers: int) -> Recipe:
+    start = base.model.warm_start
+    scratch = replace(start.scratch, hidden_size=hidden, ff_size=inner, layers=layers)
+    return replace(recipe, model=replace(base.model, warm_start=replace(start, scratch=scratch)))
+
+
+variants: dict[str, Variant] = {}
+for _size, _shape in SIZES.items():
+    _sized = _of_size(base, *_shape)
+    variants[f"tb-{_size}"] = Variant(asynchronous(_sized, 2, m=0.95), "tb")
+    variants[f"rloo-sync-{_size}"] = Variant(synchronous(with_objective(_sized, objectives()["rloo"])), "rloo-sync")
+
+study = Study(
+    name="sizes",
+    description="Three sizes of the policy: Trajectory Balance asynchronous beside RLOO on-policy.",
+    recipe=base,
+    variants=variants,
+    target=TARGET,
+    against=(
+        Against("model.warm_start.scratch.hidden_size", label="hidden size"),
+        Against("model.warm_start.scratch.hidden_size", y="seconds_to_target", label="hidden size"),
+    ),
+)

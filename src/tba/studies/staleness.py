@@ -1,0 +1,30 @@
+"""Accuracy against staleness (the paper's Table 1): each objective on-policy and with weights every k updates.
+
+Half of the groups are drawn from all data, however old (m = 0.5), wherever the run is asynchronous; the on-policy run
+of the same objective is what each is held against.
+"""
+
+from __future__ import annotations
+
+from tba.studies._base import TARGET, asynchronous, base, objectives, synchronous, with_objective
+from tba.study import Against, Study, Variant
+
+variants: dict[str, Variant] = {}
+for _name, _objective in objectives().items():
+    _recipe = with_objective(base, _objective)
+    variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
+    for _k in (1, 2, 4, 10, 16):
+        variants[f"{_name}-k{_k}"] = Variant(asynchronous(_recipe, _k, m=0.5), _name)
+
+study = Study(
+    name="staleness",
+    description="Each objective on-policy, and with k updates between syncs and half of the groups from old data.",
+    recipe=base,
+    variants=variants,
+    target=TARGET,
+    baseline="{family}-sync",
+    against=(
+        Against("sync_every", label="updates per sync (k); at 1 also on-policy"),
+        Against("lag", label="mean lag"),
+    ),
+)
