@@ -90,3 +90,4 @@ def test_whitened_numbers_have_mean_0_and_variance_1_over_all_sampled_positions(
     np.testing.assert_allclose([kept.mean(), kept.std()], [0, 1], atol=1e-6)
     np.testing.assert_allclose(np.diff(kept) / np.diff(kept)[0], np.diff([1, 2, 4, 16]), rtol=1e-5)
     assert white_BT[~MASK_BT].tolist() == [0.0] * 5
+    assert whitened(X_BT, torch.zeros_like(MASK_BT)).abs().sum() == 0  # nothing was sampled

@@ -38,8 +38,9 @@ def average(x_BT: Tensor, mask_BT: Tensor, per: Per) -> Tensor:
 
 def whitened(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T]: mean 0 and variance 1 over all sampled positions of the batch, 0 elsewhere."""
-    x_N = x_BT[mask_BT]
-    return torch.where(mask_BT, (x_BT - x_N.mean()) * (x_N.var(correction=0) + 1e-8).rsqrt(), 0.0)
+    count = mask_BT.sum().clamp(min=1)
+    centred_BT = torch.where(mask_BT, x_BT - masked_sum(x_BT, mask_BT).sum() / count, 0.0)
+    return centred_BT * (centred_BT.square().sum() / count + 1e-8).rsqrt()
 
 
 def group_sizes(group_B: Tensor, groups: int) -> Tensor:
