@@ -367,7 +367,7 @@ def test_files_that_are_no_journal_of_this_version_are_refused(tmp_path: Path) -
     connection = sqlite3.connect(newer)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(UserError, match="schema version 99, this program reads version 2"):
+    with pytest.raises(UserError, match="schema version 99, this program reads version 3"):
         JournalWriter(newer, "a")
 
 

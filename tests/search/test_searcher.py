@@ -200,7 +200,9 @@ class Kept:
 
     kept: list[Trajectory] = field(default_factory=list)
 
-    def put(self, trajectories: Sequence[Trajectory], leases: Sequence[int] = (), counters: Any = None) -> None:
+    def put(
+        self, trajectories: Sequence[Trajectory], leases: Sequence[int] = (), counters: Any = None, outcomes: Any = ()
+    ) -> None:
         self.kept += trajectories
 
     def count(self, **increments: int) -> None: ...

@@ -5,8 +5,9 @@ the order of acknowledgement; what was not acknowledged left no trace. Exactly o
 write-ahead log: that of the follower that holds the lock beside the file. (SQLite also does it for whoever closes the
 file last, when nobody else has it open.) The follower holds no read transaction between calls.
 
-Prompts are leased here by position (0, 1, 2, ...), evaluation jobs are claimed here, trajectories are scored under
-later references here (`scores`), and each owner's counts are kept here, in the transaction of what they count.
+Prompts are leased here by position (0, 1, 2, ...) and their outcomes told, evaluation jobs are claimed here, and
+trajectories are scored under later references here (`scores`). Each owner's counts are kept here, in the transaction of
+what they count.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import fcntl
 import hashlib
 import sqlite3
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, TypeAlias
@@ -31,7 +33,7 @@ from tba.replay.scores import Score
 from tba.types import Evaluation, Prompt, Trajectory, Version
 
 _KIND = 0x54424131  # "TBA1" in the file's header
-_VERSION = 2
+_VERSION = 3
 _LAST = 2**63 - 1  # no position is larger
 _PATIENCE = 0.1  # seconds that housekeeping may keep the trainer
 _SCHEMA = """
@@ -41,6 +43,9 @@ CREATE TABLE trajectories (
 );
 CREATE TABLE uids (uid TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE leases (position INTEGER PRIMARY KEY, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL);
+CREATE TABLE outcomes (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, position INTEGER NOT NULL, successes REAL NOT NULL, failures REAL NOT NULL
+);
 CREATE TABLE jobs (
     job TEXT PRIMARY KEY, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL, done INTEGER NOT NULL
 );
@@ -84,11 +89,13 @@ class JournalWriter:
         trajectories: Sequence[Trajectory],
         leases: Sequence[int] = (),
         counters: Mapping[str, int] | None = None,
+        outcomes: Sequence[tuple[int, float, float]] = (),
     ) -> None:
-        """One transaction: append the trajectories, give the leases back as done, add the counters.
+        """One transaction: append the trajectories, give the leases back as done, add the counters and the outcomes
+        (position, successes, failures) of what was leased.
 
         A repeated call changes nothing: a uid that is there already is ignored, and when all of them are, so are the
-        counters. Raises `ValueError` for arrays that do not fit their completion.
+        counters and outcomes. Raises `ValueError` for arrays that do not fit their completion.
         """
         prompts: dict[int, tuple[int, bytes]] = {}
         rows = []
@@ -100,10 +107,15 @@ class JournalWriter:
         with self._database.transaction() as connection:
             connection.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompts.values())
             tokens = [row[2] for row in rows if _append(connection, *row)]
-            connection.executemany("DELETE FROM leases WHERE position = ?", [(position,) for position in leases])
+            connection.executemany(
+                "DELETE FROM leases WHERE position = ? AND owner = ?", [(position, self.owner) for position in leases]
+            )
             _add(connection, {"rows": len(tokens), "tokens": sum(tokens)})
-            if counters and (tokens or not rows):
-                self._count(connection, counters)
+            if tokens or not rows:
+                self._count(connection, counters or {})
+                connection.executemany(
+                    "INSERT INTO outcomes (position, successes, failures) VALUES (?, ?, ?)", outcomes
+                )
 
     def lease(self, count: int, seconds: float) -> list[int]:
         """`count` prompt positions for the next `seconds`: first those whose lease ran out, then new ones.
@@ -124,6 +136,27 @@ class JournalWriter:
                 "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", [(p, self.owner, now, seconds) for p in positions]
             )
         return positions
+
+    def lease_first(self, order: Iterable[int], count: int, seconds: float) -> list[int]:
+        """The first `count` positions in `order` that nobody holds, for the next `seconds`; fewer when all are held.
+
+        Positions may be leased again once given back: they are the prompts' own. Not to be mixed with `lease`.
+        """
+        with self._database.transaction() as connection:
+            now = self._now(connection, "leases")
+            live = connection.execute("SELECT position FROM leases WHERE issued + seconds > ?", (now,))
+            held = {position for (position,) in live}
+            positions = list(islice((p for p in order if p not in held), count))
+            connection.executemany(
+                "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?)", [(p, self.owner, now, seconds) for p in positions]
+            )
+        return positions
+
+    def outcomes(self, after: int) -> list[tuple[int, int, float, float]]:
+        """(number, position, successes, failures) of all outcomes numbered above `after`, in the order of putting."""
+        return self._database.rows(
+            "SELECT seq, position, successes, failures FROM outcomes WHERE seq > ? ORDER BY seq", after
+        )
 
     def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
         """Up to `count` trajectories whose score under `reference` is asked for, newest first, for the next `seconds`.

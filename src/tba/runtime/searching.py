@@ -6,11 +6,12 @@ Invariant: nothing here waits. A searcher takes what is there (weights, prompts,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tba.errors import UserError
 from tba.protocols import Reference, Tokenizer
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
@@ -21,7 +22,7 @@ from tba.replay.journal import JournalWriter
 from tba.replay.scores import Score
 from tba.runtime.directory import RunDirectory
 from tba.runtime.evaluation import Examiner
-from tba.search.prompts import PromptStream, encode
+from tba.search.prompts import PosteriorPrompts, PromptSource, PromptStream, UniformPrompts, encode
 from tba.search.rescoring import Rescorer
 from tba.search.searcher import Searcher
 from tba.types import Prompt, Split, Version
@@ -82,7 +83,7 @@ def start_searching(
         reference=reference,
         reward=reward,
         exploration=recipe.exploration,
-        prompts=PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, recipe.run.lease_seconds)),
+        prompts=_source(recipe, prompts, journal, np.random.default_rng([*seeds, 0x9E])),
         sink=journal,
         weights=weights,
         samples_per_prompt=recipe.samples_per_prompt,
@@ -107,6 +108,26 @@ def start_searching(
         interrupted=interrupted,
     )
     return SearchHalf(searcher, examiner, journal, weights, clock, run)
+
+
+def _source(recipe: Recipe, prompts: list[Prompt], journal: JournalWriter, rng: np.random.Generator) -> PromptSource:
+    """The prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from."""
+    seconds, selection = recipe.run.lease_seconds, recipe.prompts.selection
+    if selection == "epochs":
+        return PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, seconds))
+    at_once = recipe.searchers * recipe.prompts_per_round
+    if at_once > len(prompts):
+        raise UserError(
+            f"--prompts.selection is {selection}, but {recipe.searchers} searchers answer {at_once} different prompts "
+            f"at once, and there are {len(prompts)}: give fewer --prompts-per-round, or epochs"
+        )
+
+    def lease(order: Sequence[int], count: int) -> list[int]:
+        return journal.lease_first(order, count, seconds)
+
+    if selection == "uniform":
+        return UniformPrompts(prompts, rng, lease)
+    return PosteriorPrompts(prompts, rng, lease, journal.outcomes, recipe.prompts.posterior)
 
 
 def _rescorer(recipe: Recipe, reference: Reference, journal: JournalWriter) -> Rescorer:

@@ -1,31 +1,37 @@
-"""The prompt stream: a task's problems tokenised once, shuffled by epoch, leased by position.
+"""Which prompts a searcher answers: a task's problems tokenised once, in shuffled epochs or chosen for each round.
 
 Invariant: position -> prompt is a pure function of (prompts, seed), so any searcher on any machine, before or after a
-restart, gets the same prompt for the same position; who works on which position is settled by the leases alone.
+restart, gets the same prompt for the same position; who works on which position is settled by the leases alone. In
+epochs a position is a place in an endless sequence; where prompts are chosen it is the prompt's own place in the list.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from tba.errors import UserError
 from tba.protocols import Tokenizer
+from tba.search.posterior import Outcome, Posterior, PosteriorSettings
 from tba.types import Problem, Prompt
 
 Lease = Callable[[int], list[int]]
+LeaseFirst = Callable[[Sequence[int], int], list[int]]  # so many of these positions, the first that nobody holds
 
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How problems become prompts."""
+    """How problems become prompts, and which of them are answered next."""
 
     max_tokens: int = 512  # longest prompt
     overlong: Literal["drop", "truncate_left", "error"] = "drop"  # what happens to a longer one; drops are reported
     limit: int | None = None  # only the first so many problems of the training split
+    selection: Literal["epochs", "uniform", "posterior"] = "epochs"  # all in turn in a new order each time; any at
+    # random; or those whose success rate is likely to be near a target, where the reward still varies
+    posterior: PosteriorSettings = field(default_factory=PosteriorSettings)
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "limit"):
@@ -85,6 +91,18 @@ def _chat(problem: Problem, tokenizer: Any) -> str:
     return str(tokenizer.apply_chat_template(list(problem.prompt), tokenize=False, add_generation_prompt=True))
 
 
+class PromptSource(Protocol):
+    """What a searcher asks for."""
+
+    def take(self, count: int) -> tuple[list[int], list[Prompt]]:
+        """Leased positions and their prompts; give the positions back with their trajectories."""
+        ...
+
+    def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
+        """What of the answers' rewards, by position, is to be told to all searchers."""
+        ...
+
+
 @dataclass
 class PromptStream:
     """Endless: epoch after epoch, each a new permutation. `take` leases the next positions."""
@@ -104,6 +122,56 @@ class PromptStream:
         return self.prompts[int(self._order[index])]
 
     def take(self, count: int) -> tuple[list[int], list[Prompt]]:
-        """The next positions and their prompts; give the positions back with their trajectories."""
+        """The next positions and their prompts."""
         positions = self.lease(count)
         return positions, [self.at(p) for p in positions]
+
+    def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
+        """None: the order is what it is."""
+        return ()
+
+
+@dataclass
+class UniformPrompts:
+    """Any prompts that nobody else is answering, each as likely, whatever came before."""
+
+    prompts: Sequence[Prompt]
+    rng: np.random.Generator
+    lease: LeaseFirst
+
+    def take(self, count: int) -> tuple[list[int], list[Prompt]]:
+        """`count` different positions at random, and their prompts."""
+        positions = self.lease(self.rng.permutation(len(self.prompts)).tolist(), count)
+        return positions, [self.prompts[p] for p in positions]
+
+    def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
+        """None: nothing is learnt."""
+        return ()
+
+
+@dataclass
+class PosteriorPrompts:
+    """Those whose drawn success rate is nearest to the target, of what nobody else is answering."""
+
+    prompts: Sequence[Prompt]
+    rng: np.random.Generator
+    lease: LeaseFirst
+    told: Callable[[int], Sequence[tuple[int, int, float, float]]]  # numbered outcomes of all searchers after a number
+    settings: PosteriorSettings
+    _posterior: Posterior = field(init=False)
+    _last: int = 0
+
+    def __post_init__(self) -> None:
+        self._posterior = Posterior(len(self.prompts), self.settings)
+
+    def take(self, count: int) -> tuple[list[int], list[Prompt]]:
+        """What all searchers have told is taken in first."""
+        if told := self.told(self._last):
+            self._last = told[-1][0]
+            self._posterior.tell((position, successes, failures) for _, position, successes, failures in told)
+        positions = self.lease(self._posterior.order(self.rng).tolist(), count)
+        return positions, [self.prompts[p] for p in positions]
+
+    def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
+        """Successes and failures of each prompt."""
+        return [self.settings.outcome(position, found) for position, found in rewards.items()]

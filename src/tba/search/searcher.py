@@ -19,7 +19,8 @@ from typing import Protocol
 import numpy as np
 
 from tba.protocols import Engine, Exploration, Reference, Reward, WeightSource
-from tba.search.prompts import PromptStream
+from tba.search.posterior import Outcome
+from tba.search.prompts import PromptSource
 from tba.search.rescoring import Rescorer
 from tba.search.vine import VineRollouts
 from tba.types import Completion, FloatArray, Json, Prompt, StopReason, Trajectory, Version
@@ -31,7 +32,11 @@ class CountingSink(Protocol):
     """A trajectory sink that also takes the searcher's own counts, in the same transaction."""
 
     def put(
-        self, trajectories: Sequence[Trajectory], leases: Sequence[int] = ..., counters: Mapping[str, int] | None = ...
+        self,
+        trajectories: Sequence[Trajectory],
+        leases: Sequence[int] = ...,
+        counters: Mapping[str, int] | None = ...,
+        outcomes: Sequence[Outcome] = ...,
     ) -> None: ...
 
     def count(self, **increments: int) -> None: ...
@@ -46,7 +51,7 @@ class Searcher:
     reference: Reference
     reward: Reward
     exploration: Exploration
-    prompts: PromptStream
+    prompts: PromptSource
     sink: CountingSink
     weights: WeightSource
     samples_per_prompt: int  # S
@@ -75,7 +80,8 @@ class Searcher:
             leases = leases if counts["in_flight_trajectories"] == in_flight else []
         self.rounds += 1
         counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - began))
-        self.sink.put(trajectories, leases, counts)
+        outcomes = self._outcomes(dict(zip(positions, prompts, strict=True)), leases, trajectories)
+        self.sink.put(trajectories, leases, counts, outcomes)
         return len(trajectories)
 
     def pull(self) -> Version:
@@ -103,6 +109,15 @@ class Searcher:
             for position, row in zip(positions, answered, strict=True)
             if sum(c.stop_reason is not StopReason.INTERRUPTED for c in row) == self.samples_per_prompt
         ]
+
+    def _outcomes(
+        self, prompts: Mapping[int, Prompt], leases: Sequence[int], trajectories: Sequence[Trajectory]
+    ) -> Sequence[Outcome]:
+        """What the answers tell of the prompts that are given back."""
+        by_key: dict[str, list[float]] = {}
+        for t in trajectories:
+            by_key.setdefault(t.prompt.key, []).append(t.reward)
+        return self.prompts.outcomes({p: by_key[key] for p in leases if (key := prompts[p].key) in by_key})
 
     def _sort(
         self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]]

@@ -1,0 +1,86 @@
+"""What is believed of each prompt's success rate, and which prompts are worth answering for it.
+
+Invariant: the belief is a function of the outcomes in the order in which they were told, so all searchers that have
+read as far believe the same, also after a restart. What was seen fades: of a prompt that is left alone little is known
+after a while, and so it has its turn again.
+
+Shape legend: P prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.errors import UserError
+
+Outcome = tuple[int, float, float]  # position, successes, failures
+
+
+@dataclass(frozen=True)
+class PosteriorSettings:
+    """Beta posteriors of success rates, with forgetting (after MoPPS, arXiv 2507.04632)."""
+
+    target: float = 0.5  # success rate that is sought: at 0.5 a reward of 0 or 1 varies most
+    discount: float = 0.5  # weight left to what was seen of a prompt at its next answers, and after each epoch's worth
+    # of answers to others
+    prior: float = 1.0  # successes and failures supposed before the first answer; 1 = any rate is as likely
+    failure: float = 0.0  # reward that is a failure; one between the two counts for both, in proportion
+    success: float = 1.0  # reward that is a success
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.target <= 1:
+            raise UserError(f"--prompts.posterior.target is {self.target}, it is a success rate: give 0 to 1")
+        if not 0 < self.discount <= 1:
+            raise UserError(f"--prompts.posterior.discount is {self.discount}: give more than 0, at most 1 (no fading)")
+        if not (self.prior > 0 and math.isfinite(self.prior)):
+            raise UserError(f"--prompts.posterior.prior is {self.prior}: give a positive number")
+        if not self.failure < self.success:
+            raise UserError(
+                f"--prompts.posterior.failure is {self.failure} and success {self.success}: the first must be lower"
+            )
+
+    def outcome(self, position: int, rewards: Sequence[float]) -> Outcome:
+        """Rewards of one prompt's answers as successes and failures."""
+        share = (np.asarray(rewards, dtype=np.float64) - self.failure) / (self.success - self.failure)
+        successes = float(share.clip(0, 1).sum())
+        return position, successes, len(rewards) - successes
+
+
+class Posterior:
+    """Beta(prior + successes, prior + failures) of each prompt's success rate, the evidence weighed by its age."""
+
+    def __init__(self, prompts: int, settings: PosteriorSettings) -> None:
+        self.settings = settings
+        self._successes_P = np.zeros(prompts)
+        self._failures_P = np.zeros(prompts)
+        self._told_P = np.zeros(prompts)  # when: in outcomes, of whatever prompt
+        self._now = 0
+
+    def tell(self, outcomes: Iterable[Outcome]) -> None:
+        """New outcomes, one after the other."""
+        epoch, discount = len(self._told_P), self.settings.discount
+        for position, successes, failures in outcomes:
+            self._now += 1
+            weight = discount ** (1 + (self._now - self._told_P[position]) / epoch)
+            self._successes_P[position] = weight * self._successes_P[position] + successes
+            self._failures_P[position] = weight * self._failures_P[position] + failures
+            self._told_P[position] = self._now
+
+    def parameters(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """The two of each prompt's Beta distribution, [P] each."""
+        weight_P = self.settings.discount ** ((self._now - self._told_P) / len(self._told_P))
+        prior = self.settings.prior
+        return prior + weight_P * self._successes_P, prior + weight_P * self._failures_P
+
+    def order(self, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        """All positions, the most promising first: one draw of each prompt's rate, by how near it comes to the target.
+
+        Thompson sampling: what is hardly known is drawn from far and wide, and so tried now and then.
+        """
+        rate_P = rng.beta(*self.parameters())
+        return np.argsort(np.abs(rate_P - self.settings.target), kind="stable")
