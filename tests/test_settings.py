@@ -91,8 +91,8 @@ def test_every_flag_of_a_recipe_takes_the_value_it_has(name: str) -> None:
         for part in flag.removeprefix("--").split("."):
             value = getattr(value, part.replace("-", "_"))
         if isinstance(value, bool):
-            before, last = flag.rsplit(".", 1)
-            spelt.append(flag if value else f"{before}.no-{last}")
+            before, dot, last = flag.removeprefix("--").rpartition(".")
+            spelt.append(flag if value else f"--{before}{dot}no-{last}")
         else:
             spelt += [flag, *(map(str, value) if isinstance(value, tuple) else [str(value)])]
     assert overridden(recipe, *spelt) == recipe

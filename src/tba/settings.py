@@ -208,8 +208,7 @@ def _concrete(default: Any, explain: Callable[[type], Mapping[str, str]]) -> Any
     said, made = explain(type(default)), []
     for name, value, hint in _fields(default):
         kind = _concrete(value, explain) if dataclasses.is_dataclass(value) else hint
-        if said.get(name):
-            kind = typing.Annotated[kind, tyro.conf.arg(help=said[name])]
+        kind = typing.Annotated[kind, tyro.conf.arg(help=said.get(name, ""))]  # else tyro looks through sources, slowly
         made.append((name, kind, dataclasses.field()))
     kind = dataclasses.make_dataclass(type(default).__name__, made, frozen=True)
     kind.__doc__ = type(default).__doc__
