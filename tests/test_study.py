@@ -70,7 +70,7 @@ def repeatable(out: Path) -> list[tuple[str, ...]]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The study, not interrupted."""
     out = tmp_path_factory.mktemp("whole")
-    code, ran = study(out)
+    code, ran = study(out, keep="all")
     assert code == 0
     assert ran == [(v, seed) for seed in (0, 1) for v in ("often", "rarely", "broken")]  # seeds in the outer loop
     return out
@@ -89,6 +89,8 @@ def test_a_study_that_was_stopped_goes_on_and_ends_with_the_table_of_one_that_wa
     assert study(tmp_path, only="often,broken", last=2) == (130, [("often", 0), ("broken", 0)])
     assert figures(tmp_path)["often", "lag"]["n"] == "1"
     assert study(tmp_path, only="often,broken") == (0, [("often", 1), ("broken", 1)])
+    assert {p.name for p in (tmp_path / "runs" / "often-0").iterdir()} >= {"checkpoints", "recipe.json", "curves.png"}
+    assert not {"weights", "journal.sqlite"} & {p.name for p in (tmp_path / "runs" / "often-0").iterdir()}
     assert repeatable(tmp_path) == [row for row in repeatable(whole) if row[0] != "rarely"]
     assert len(repeatable(whole)) == 2 * len(SAME)
 

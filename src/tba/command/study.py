@@ -40,6 +40,7 @@ class StudyOptions:
     only: str = ""  # variants, or patterns of them, as 'tb-*,grpo-k4'; empty: all
     out: Path | None = None  # the study's folder; none: studies/NAME
     again: Literal["none", "changed", "failed", "all"] = "none"  # which runs that are there are made anew
+    keep: Literal["records", "all"] = "records"  # all: also the journal and the published weights of runs that ended
 
 
 def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = in_child) -> int:
@@ -50,7 +51,7 @@ def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: R
     chosen = study.matching([p.strip() for p in options.only.split(",") if p.strip()] or ["*"])
     seeds = _seeds(options.seeds) if options.seeds else study.seeds
     check_seeds(seeds, f"tba study {name}")
-    everything = _every_trial(name, study, fields, folder, seeds)
+    everything = _every_trial(name, study, fields, folder, seeds, options.keep == "all")
     trials = [t for seed in seeds for t in everything if t.seed == seed and t.variant in chosen]
     for note in _notes(trials):
         console.print(f"note: {note}", style="yellow")
@@ -102,7 +103,9 @@ def _seeds(text: str) -> tuple[int, ...]:
         raise UserError(f"--seeds is {text!r}: give integers with commas between, as 0,1,2") from error
 
 
-def _every_trial(name: str, study: Study, fields: Sequence[str], folder: Path, seeds: Sequence[int]) -> list[Trial]:
+def _every_trial(
+    name: str, study: Study, fields: Sequence[str], folder: Path, seeds: Sequence[int], keep: bool
+) -> list[Trial]:
     """Those of all variants, over the seeds that are asked for and all that the folder has: what a table is of."""
     if any(field.split("=")[0] == "--seed" for field in fields):
         raise UserError("tba study takes --seeds, as 0,1,2, and not --seed: give the seeds there")
@@ -112,7 +115,7 @@ def _every_trial(name: str, study: Study, fields: Sequence[str], folder: Path, s
         for seed in sorted({*study.seeds, *seeds, *_seeds_there(folder, variant)}):
             path, overrides = folder / "runs" / f"{variant}-{seed}", ("--seed", str(seed), *fields)
             made = replace(recipe, seed=seed)
-            found.append(Trial(study, variant, seed, f"{name}{MARK}{variant}", overrides, made, path))
+            found.append(Trial(study, variant, seed, f"{name}{MARK}{variant}", overrides, made, path, keep))
     return found
 
 

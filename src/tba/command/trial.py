@@ -1,7 +1,8 @@
 """One variant with one seed: what its folder says of it, and how it is run.
 
 Invariant: the folder is the state. A trial has ended when its run has a summary (of all its steps) or a failure under
-the very recipe that is asked for; anything less is cut off, and is made anew as a whole.
+the very recipe that is asked for; anything less is cut off, and is made anew as a whole. What a table and its plots
+need is never removed; what only the two halves needed to meet is, once they are done.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Trial:
     overrides: tuple[str, ...]
     recipe: Recipe
     path: Path  # of the run
+    keep: bool = False  # its journal and its published weights too, when it has ended; the checkpoints always stay
 
     @property
     def log(self) -> Path:
@@ -63,8 +65,9 @@ class Trial:
         summary = Summary.read(self.path)
         if summary is None or summary.faults.get("stopped"):
             return "cut off"
-        wanted = self.study.divergence_prompts > 0
-        return "not measured" if wanted and not (self.path / DIVERGENCE_FILE).exists() else "ended"
+        if not self.study.divergence_prompts or (self.path / DIVERGENCE_FILE).exists():
+            return "ended"
+        return "not measured" if any((self.path / "weights").glob("*.safetensors")) else "cut off"
 
     def difference(self) -> str | None:
         """The first field in which the run there is of another recipe, with both values; None when there is none."""
@@ -113,13 +116,19 @@ class Trial:
             raise UserError(f"{self.source} cannot be started: {self._last_words()}")
         if state == "cut off" and code and not stop():
             Failure.record(self.path, f"killed by signal {-code}" if code < 0 else self._last_words())
+        if state == "ended" and not self.keep:
+            self._remove_journal()
+            shutil.rmtree(self.path / "weights")
 
     def remove(self) -> None:
         """The run there and its journal, wherever that lies."""
-        journal = RunDirectory(self.path).journal(self.recipe)
-        for file in (journal, *(journal.with_name(journal.name + end) for end in ("-wal", "-shm"))):
-            file.unlink(missing_ok=True)
+        self._remove_journal()
         shutil.rmtree(self.path)
+
+    def _remove_journal(self) -> None:
+        journal = RunDirectory(self.path).journal(self.recipe)
+        for file in journal.parent.glob(f"{journal.name}*"):
+            file.unlink()
 
     def _last_words(self) -> str:
         lines = [line for line in tail(self.log, 5).splitlines() if line.strip()]

@@ -81,7 +81,7 @@ def view(comparison: Comparison) -> RenderableType:
     for sheet in sheets(comparison, intervals=False):
         table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
         for i, name in enumerate(sheet.headings):
-            table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
+            table.add_column(name, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
         for cells in sheet.cells:
             table.add_row(*cells)
         parts.append(Padding(Group(Text(sheet.title, style="bold"), Padding(table, (0, 0, 0, 2))), (1, 0, 0, 0)))
