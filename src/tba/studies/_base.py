@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba.evaluate.accuracy import EvaluationSettings
+from tba.models.huggingface import HuggingFace
 from tba.objectives.correction import Correction
 from tba.objectives.grpo import Grpo, dr_grpo
 from tba.objectives.online_dpo import OnlineDpo
@@ -26,14 +27,19 @@ from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.schedules import Constant
+from tba.tasks.arithmetic import Arithmetic
 
 TARGET = 0.80  # sampled accuracy; the base begins at about a third
 BETA = 0.05  # the quickstart's, in units of reward: the same optimum for all that know a reference
 
+assert isinstance(quickstart.task, Arithmetic)
+assert isinstance(quickstart.model, HuggingFace)
+task, model = replace(quickstart.task, eval_problems=5000), quickstart.model
+
 # The quickstart, evaluated on 5,000 problems before and after and on 500 every 25 steps.
 base = replace(
     quickstart,
-    task=replace(quickstart.task, eval_problems=5000),
+    task=task,
     evaluation=EvaluationSettings(every=25, problems=5000, problems_during=500, pass_k=4, chunk=500),
     record=RecordSettings(tensorboard=False, samples=0),
 )

@@ -13,7 +13,7 @@ from pathlib import Path
 from tba.models.fabricating import Fabricating
 from tba.recipe import Recipe
 from tba.recipes import quickstart
-from tba.studies._base import TARGET, base, with_replay
+from tba.studies._base import TARGET, base, model, task, with_replay
 from tba.study import Against, Study, Variant
 from tba.tasks.corrupted import Corrupted
 
@@ -21,14 +21,11 @@ SHARES = (0.01, 0.05, 0.2)
 SELECTIONS = {"uniform": 0.0, "reward": 3.0}  # inverse temperature of the old half
 
 _base_model = Path(quickstart.__file__).parent / "quickstart_base"  # what the warm start of the plain task has given
-_given = {f.name: getattr(base.model, f.name) for f in fields(base.model)} | {
-    "path": str(_base_model),
-    "warm_start": None,
-}
+_given = {f.name: getattr(model, f.name) for f in fields(model)} | {"path": str(_base_model), "warm_start": None}
 
 
 def _noisy(recipe: Recipe, flipped: float, junk: float) -> Recipe:
-    return replace(recipe, task=Corrupted(base.task, flipped), model=Fabricating(**_given, junk=junk))
+    return replace(recipe, task=Corrupted(task, flipped), model=Fabricating(**_given, junk=junk))
 
 
 variants: dict[str, Variant] = {}

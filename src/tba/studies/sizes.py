@@ -8,16 +8,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba.recipe import Recipe
-from tba.studies._base import TARGET, asynchronous, base, objectives, synchronous, with_objective
+from tba.studies._base import TARGET, asynchronous, base, model, objectives, synchronous, with_objective
 from tba.study import Against, Study, Variant
 
 SIZES = {"0.2M": (64, 256, 3), "0.45M": (96, 384, 3), "1.6M": (160, 640, 4)}  # hidden size, inner size, layers
 
 
 def _of_size(recipe: Recipe, hidden: int, inner: int, layers: int) -> Recipe:
-    start = base.model.warm_start
+    start = model.warm_start
+    assert start is not None
     scratch = replace(start.scratch, hidden_size=hidden, ff_size=inner, layers=layers)
-    return replace(recipe, model=replace(base.model, warm_start=replace(start, scratch=scratch)))
+    return replace(recipe, model=replace(model, warm_start=replace(start, scratch=scratch)))
 
 
 variants: dict[str, Variant] = {}
