@@ -14,6 +14,7 @@ from typing import Literal
 from tba.errors import UserError
 from tba.rewards.exact_answer import MARK, ExactAnswer
 from tba.tasks.held_out import without
+from tba.tasks.hub import rows_from_hub
 from tba.tasks.rows import Row, read_rows
 from tba.types import Problem, Split
 
@@ -26,7 +27,7 @@ _PROMPT = {
 _BEFORE_SOLUTION = {"tba": "", "vineppo": "\n"}  # that prompt ends before the line break
 _FILE = {"train": "train", "eval": "test"}
 _CALCULATION = re.compile(r"<<[^<>]*+>>")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_LOCAL = "a folder with train.jsonl and test.jsonl or a JSON Lines file"
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Gsm8k:
                     "or as path a folder with train.jsonl and test.jsonl"
                 )
             return read_rows(path)
-        return _from_hub(self.path, split)
+        return rows_from_hub("gsm8k", self.path, _FILE[split], _LOCAL, "main")
 
     def _problem(self, row: Row) -> Problem:
         question, solution = row.text("question").strip(), row.text("answer").strip()
@@ -100,25 +101,3 @@ def demonstration_text(reasoning: str, answer: str, style: Style) -> str:
     """A worked solution as the model is to write it, its last line `#### answer`."""
     lines = [reasoning.strip()] if reasoning.strip() else []
     return _BEFORE_SOLUTION[style] + "\n".join([*lines, f"{MARK} {answer}"])
-
-
-def _from_hub(name: str, split: Split) -> list[Row]:
-    if not _HUB_NAME.fullmatch(name) or name.endswith((".jsonl", ".json")):
-        raise UserError(
-            f"gsm8k has path {name!r}, which does not exist: give a folder, a JSON Lines file or a Hub name"
-        )
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"gsm8k has path {name!r}, which is no local folder or file, and a Hub name needs `pip install datasets`: "
-            "install it, or give a folder with train.jsonl and test.jsonl"
-        ) from error
-    try:
-        rows = datasets.load_dataset(name, "main", split=_FILE[split])
-    except (OSError, ValueError) as error:  # no network, no such data set, no such configuration
-        raise UserError(
-            f"gsm8k could not load {name!r} from the Hub ({type(error).__name__}: {error}): check the name and the "
-            "network, or give a folder with train.jsonl and test.jsonl"
-        ) from error
-    return [Row(dict(row), f"row {n} of {name} ({_FILE[split]})") for n, row in enumerate(rows)]

@@ -1,11 +1,13 @@
-"""JSON Lines files of a task: one JSON object a line, empty lines aside.
+"""JSON Lines files of a task: one JSON object a line, empty lines aside; gzipped where the name ends in `.gz`.
 
 Invariant: what cannot be read ends in one sentence with the file and the line.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,9 +34,11 @@ class Row:
 def read_rows(path: Path) -> list[Row]:
     """All rows of a file. Raises `UserError` when it is missing or empty, or a line is not a JSON object."""
     try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): give the path of a JSON Lines file") from error
+        whole = path.read_bytes()
+        lines = (gzip.decompress(whole) if path.suffix == ".gz" else whole).split(b"\n")
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path} cannot be read ({why}): give the path of a JSON Lines file") from error
     rows = [_row(line, f"line {n} of {path}") for n, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise UserError(f"{path} is empty: give a file with one JSON object a line")

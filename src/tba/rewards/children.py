@@ -1,0 +1,219 @@
+"""Questions to child processes that may hang or crash: a pool that answers in order, each within a time limit.
+
+Invariant: for every question there is an answer or None, in the order asked; a child that takes too long or dies is
+replaced, and its question is None and counted. A child ends when its standard input does, so that none outlives its
+parent, however that went; a pool that is dropped or closed, or whose process ends, ends its children.
+
+A child (any command) first writes the line `ready`, then answers each line of JSON with one line of JSON; null says
+that it has given up in time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import IO
+
+from tba.errors import DeadlineExceeded, PartFailed
+from tba.types import Json
+
+_START_SECONDS = 120.0  # that a child may take until it is ready: it imports what it needs
+_END_SECONDS = 2.0  # that a child has to end by itself
+_STARTS_IN_VAIN = 3  # children that end before they are ready, one after another: then it is not their questions
+_BLOCK = 1 << 16
+
+
+class _Child:
+    """One process: starting, idle, or busy with the question of an index until a deadline."""
+
+    def __init__(self, command: Sequence[str], errors: IO[bytes] | int) -> None:
+        self.process = subprocess.Popen(  # noqa: S603 - the pool's own command
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,  # Ctrl-C is the parent's business
+        )
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.to, self.of = self.process.stdin, self.process.stdout
+        self.index: int | None = None
+        self.ready = False
+        self.deadline = time.monotonic() + _START_SECONDS
+        self._read = b""
+
+    def ask(self, index: int, question: Json, seconds: float) -> bool:
+        """Whether it could be asked; a child that has died cannot."""
+        self.index, self.deadline = index, time.monotonic() + seconds
+        with suppress(BrokenPipeError):
+            self.to.write(json.dumps(question).encode() + b"\n")
+            self.to.flush()
+            return True
+        return False
+
+    def lines(self) -> list[bytes] | None:
+        """The whole lines that have come; None at the end of its output."""
+        block = os.read(self.of.fileno(), _BLOCK)
+        if not block:
+            return None
+        *lines, self._read = (self._read + block).split(b"\n")
+        return lines
+
+    def end(self) -> None:
+        """Close its input, which ends it; kill it when it does not end."""
+        with suppress(BrokenPipeError):
+            self.to.close()
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_SECONDS if self.index is None else 0.0)
+        self.process.kill()
+        self.process.wait()
+        self.of.close()
+
+
+@dataclass
+class Children:
+    """A pool of `processes` children of one command. `ask` may be called from any thread; one call at a time runs."""
+
+    command: Sequence[str]
+    processes: int
+    seconds: float  # that a child may take over one question
+    errors: IO[bytes] | int = subprocess.DEVNULL  # where what they write on standard error goes
+    counts: Counter[str] = field(default_factory=lambda: Counter(timed_out=0, crashed=0))
+    _children: list[_Child] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._finalizer = weakref.finalize(self, _end_all, self._children)
+
+    def ask(self, questions: Sequence[Json]) -> list[Json | None]:
+        """An answer to each, in order; None where the child took more than `seconds` or died.
+
+        Raises `PartFailed` when children cannot be started, and `DeadlineExceeded` when one is not ready in time.
+        """
+        with self._lock:
+            return _Round(self, questions).answers()
+
+    def close(self) -> None:
+        """End all children; asking again starts new ones."""
+        with self._lock:
+            _end_all(self._children)
+
+    def __len__(self) -> int:
+        return len(self._children)
+
+    def start(self) -> _Child:
+        """One more child."""
+        child = _Child(self.command, self.errors)
+        self._children.append(child)
+        return child
+
+    def drop(self, child: _Child) -> None:
+        """End one, whatever it is doing."""
+        self._children.remove(child)
+        child.end()
+
+    @property
+    def idle(self) -> list[_Child]:
+        """Those that are there; between two calls nobody is busy."""
+        return list(self._children)
+
+
+class _Round:
+    """One call of `ask`."""
+
+    def __init__(self, pool: Children, questions: Sequence[Json]) -> None:
+        self.pool, self.questions = pool, questions
+        self.found: dict[int, Json | None] = {}
+        self.pending = deque(range(len(questions)))
+        self.in_vain = 0
+
+    def answers(self) -> list[Json | None]:
+        with selectors.DefaultSelector() as self.selector:
+            for child in self.pool.idle:
+                self.selector.register(child.of, selectors.EVENT_READ, child)
+            while len(self.found) < len(self.questions):
+                self._hand_out()
+                self._wait()
+                self._end_late()
+        return [self.found[i] for i in range(len(self.questions))]
+
+    def _hand_out(self) -> None:
+        """Questions to children that wait for one; new children as long as there are too few for what is left."""
+        for child in [c for c in self.pool.idle if c.ready and c.index is None]:
+            if self.pending and not child.ask(self.pending[0], self.questions[self.pending[0]], self.pool.seconds):
+                child.index = None  # it has died meanwhile, and not of this question
+                self._lose(child)
+            elif self.pending:
+                self.pending.popleft()
+        starting = sum(not c.ready for c in self.pool.idle)
+        while starting < len(self.pending) and len(self.pool) < self.pool.processes:
+            child = self.pool.start()
+            self.selector.register(child.of, selectors.EVENT_READ, child)
+            starting += 1
+
+    def _wait(self) -> None:
+        """Until a child says something or the first deadline has come."""
+        deadlines = [c.deadline for c in self.pool.idle if c.index is not None or not c.ready]
+        timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
+        for key, _ in self.selector.select(timeout):
+            child: _Child = key.data
+            lines = child.lines()
+            if lines is None:
+                self._died(child)
+                continue
+            for line in lines:
+                if not child.ready:
+                    child.ready, self.in_vain = True, 0
+                elif child.index is not None:
+                    answer = self.found[child.index] = json.loads(line)
+                    self.pool.counts["timed_out"] += answer is None
+                    child.index = None
+
+    def _died(self, child: _Child) -> None:
+        if child.index is not None:
+            self.found[child.index] = None
+            self.pool.counts["crashed"] += 1
+        elif not child.ready:
+            self.in_vain += 1
+        self._lose(child)
+        if self.in_vain >= _STARTS_IN_VAIN:
+            raise PartFailed(
+                f"{self.in_vain} processes of `{' '.join(self.pool.command)}` ended with exit code "
+                f"{child.process.returncode} before they were ready: run that command by hand to see why"
+            )
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        for child in self.pool.idle:
+            if child.index is not None and now > child.deadline:
+                self.found[child.index] = None
+                self.pool.counts["timed_out"] += 1
+                self._lose(child)
+            elif not child.ready and now > child.deadline:
+                self._lose(child)
+                raise DeadlineExceeded(
+                    f"waited {_START_SECONDS:g} s for process {child.process.pid} of `{' '.join(self.pool.command)}` "
+                    "to be ready"
+                )
+
+    def _lose(self, child: _Child) -> None:
+        self.selector.unregister(child.of)
+        self.pool.drop(child)
+
+
+def _end_all(children: list[_Child]) -> None:
+    """Ask all first, then wait for each."""
+    for child in children:
+        with suppress(BrokenPipeError):
+            child.to.close()
+    while children:
+        children.pop().end()

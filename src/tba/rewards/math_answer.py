@@ -1,0 +1,162 @@
+r"""Marks answers to problems of the MATH kind: does the last `\boxed{...}` hold the right answer, as mathematics?
+
+Invariant: any answer gets its mark in bounded time. Answers with one canonical spelling (`math_text`) are right at
+once; the others are compared by the package math-verify (the extra `tba[math]`), whose algebra may take for ever or all
+memory, in child processes that are replaced when they do. What could not be compared is wrong, and counted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from tba.errors import UserError
+from tba.rewards.children import Children
+from tba.rewards.exact_answer import right_answer
+from tba.rewards.math_text import canonical, last_boxed, other_base, words
+from tba.types import Completion, Judgement, Prompt
+
+log = logging.getLogger("tba.reward")
+
+_IS_TEXT = re.compile(r"\s*\\(?:text|mbox|mathrm)")
+_LONGEST = 2000  # characters of an answer that is worth comparing
+_DECIMALS = 12  # to which numbers have to agree
+_GRACE = 1.0  # seconds between a child's own limit, which is polite, and its end
+_MEMORY_BYTES = 4 << 30  # of address space, of a child
+
+
+@dataclass(frozen=True)
+class MathAnswer:
+    """1 if the completion's boxed answer equals the prompt's field `answer`, else 0; 0 without a box.
+
+    The part `ungraded` is 1 for an answer whose comparison took too long or crashed. Its processes are started with the
+    first answer that needs them, and end with the reward, or with the process that holds it.
+    """
+
+    processes: int = 2  # that compare, each one answer at a time
+    seconds: float = 5.0  # that one comparison may take
+    children: Children = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.processes < 1 or not self.seconds > 0:
+            raise UserError(
+                f"math answers are graded by {self.processes} processes in {self.seconds} s each: give at least 1, and "
+                "seconds above 0"
+            )
+        command = (sys.executable, "-m", "tba.rewards.math_answer", str(self.seconds))
+        object.__setattr__(self, "children", Children(command, self.processes, self.seconds + _GRACE))
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """One judgement for each, in order. Raises `UserError` for a prompt that has no answer."""
+        pairs = [(last_boxed(completion.text), right_answer(prompt)) for prompt, completion in answered]
+        marks = self.grade(pairs)
+        late = sum(mark is None for mark in marks)
+        if late:
+            log.warning("%d of %d math answers could not be compared in time and count as wrong", late, len(marks))
+        return [Judgement(float(mark or 0), {"ungraded": float(mark is None)}) for mark in marks]
+
+    def grade(self, pairs: Sequence[tuple[str | None, str]]) -> list[bool | None]:
+        """Whether (what is in the box, the right answer) are equal, in order; None: not compared in time."""
+        found = {pair: at_once(*pair) for pair in dict.fromkeys(pairs)}
+        hard = [pair for pair, mark in found.items() if mark is None]
+        if hard:
+            require_math_verify()
+            found |= zip(hard, self.children.ask([list(pair) for pair in hard]), strict=True)
+        return [found[pair] for pair in pairs]
+
+    def close(self) -> None:
+        """End the processes."""
+        self.children.close()
+
+
+def at_once(answer: str | None, right: str) -> bool | None:
+    """What can be said without algebra; None: nothing."""
+    if answer is None or not answer.strip() or len(answer) > _LONGEST or other_base(answer, right):
+        return False
+    if canonical(answer) == canonical(right):
+        return True
+    given, wanted = words(answer), words(right)
+    if given is None or wanted is None:
+        return None
+    if given == wanted:
+        return True
+    return False if _IS_TEXT.match(right) else None  # `abc` without \text may be a product
+
+
+def equal(answer: str, right: str) -> bool:
+    """By math-verify. Slow now and then, and not safe from hanging: for child processes."""
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    boxed = [LatexExtractionConfig(boxed_match_priority=0)]
+    parsed = [
+        parse(f"\\boxed{{{canonical(text)}}}", boxed, parsing_timeout=None)  # our own clock is running
+        for text in (right, answer)
+    ]
+    return bool(verify(*parsed, float_rounding=_DECIMALS, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def require_math_verify() -> None:
+    """Raises `UserError` when the package is not there."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise UserError("grading MATH answers needs the package math-verify: install it with `pip install 'tba[math]'`")
+
+
+class _Expired(BaseException):
+    """Not an `Exception`: nobody on the way may catch it."""
+
+
+def _expire(number: int, frame: object) -> None:
+    raise _Expired
+
+
+def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
+    """A child's life: a line [answer, right answer] to a line true or false (null: given up), until the end of them."""
+    logging.disable()  # math-verify tells of every expression that it cannot read
+    signal.signal(signal.SIGALRM, _expire)
+    _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
+    equal("1", "2")  # imports, and its own tables, before the clock matters
+    print("ready", file=answers, flush=True)
+    for line in questions:
+        _bound_processor_seconds(seconds + 2 * _GRACE)
+        mark: bool | None = None
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            mark = equal(*json.loads(line))
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except _Expired:
+            mark = None
+        except (MemoryError, RecursionError):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(mark), file=answers, flush=True)
+
+
+def _bound_processor_seconds(seconds: float) -> None:
+    """From here on; the system ends a child whose parent is gone and which hangs where no signal reaches it."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 1)
+
+
+def _limit(what: int, value: int) -> None:
+    """The soft limit of a resource, as far as the hard one allows."""
+    hard = resource.getrlimit(what)[1]
+    resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
+
+
+def main() -> None:
+    """The child: standard output is the parent's alone, whatever a library prints."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(sys.stdin, answers, float(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

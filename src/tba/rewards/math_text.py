@@ -1,0 +1,146 @@
+r"""Answers to problems of the MATH kind as text: where a response gives one, and one spelling for what is the same.
+
+Invariant: two answers with one `canonical` spelling are equal as mathematics; what needs algebra to be seen (1/2 and
+0.5, (x+1)^2 and x^2+2x+1, {1,2} and {2,1}) is left to `math_answer`.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_BOX = re.compile(r"\\f?boxed(?![A-Za-z])|\\fbox(?![A-Za-z])")
+_SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|med|thick)space(?![A-Za-z])|\s+")
+_DROPPED = re.compile(
+    r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|mathstrut|limits)(?![A-Za-z])"
+    r"|(?<!\\)\\[()\[\]]|(?<!\\)\$|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|°"
+)
+_SKIP = re.compile(r"\\\\\s*\[[^\[\]]{1,12}\]")  # \\[4pt]
+_FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
+_ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
+_LETTER = re.compile(r"[A-Za-z]")
+_MATRIX = re.compile(r"\{[bvBV]matrix\}|\{smallmatrix\}")
+_SUBSCRIPT = re.compile(r"_\{\s*([0-9A-Za-z])\s*\}")
+_THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!|\\ |,\\!)(?=\d{3}(?!\d))")
+_REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+_MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
+_BASE = re.compile(r"([0-9A-F]+)_\{?(\d+)\}?")
+_WORDS = re.compile(r"[a-z][a-z'-]*(?:[ ,:]+(?:[a-z][a-z'-]*|\d{1,4}))*")
+_SAME = (  # commands of one meaning
+    (re.compile(r"\\leq?slant(?![A-Za-z])|\\leq(?![A-Za-z])"), r"\\le "),
+    (re.compile(r"\\geq?slant(?![A-Za-z])|\\geq(?![A-Za-z])"), r"\\ge "),
+    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne "),
+    (re.compile(r"\\varnothing(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"\\infin(?![A-Za-z])"), r"\\infty "),
+    (re.compile(r"\+\s*\\infty"), r"\\infty"),
+)
+_AROUND = re.compile(r" ?([^\w\s\\]) ?| +(?=\\)|(\\[A-Za-z]+|\\\\) +(?![A-Za-z])")  # where a space says nothing
+_EDGES = re.compile(r"^(?:\\approx(?![A-Za-z])|=|\s)+|[\s.,;]+$")
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What the last `\boxed{...}` (or `\fbox{...}`, or `\boxed 7`) holds; None without a whole one."""
+    found = None
+    for match in _BOX.finditer(text):
+        at = match.end()
+        while at < len(text) and text[at] == " ":
+            at += 1
+        if at >= len(text):
+            break
+        if text[at] != "{":
+            found = text[at:].split("$")[0].split()[0].rstrip(".,") if at > match.end() else found
+            continue
+        end = _closing(text, at)
+        if end is not None:
+            found = text[at + 1 : end]
+    return found
+
+
+def canonical(answer: str) -> str:
+    """One spelling for answers that differ in spacing, in the size of brackets and fractions, and the like."""
+    text = _SKIP.sub(r"\\\\ ", answer)
+    text = _THOUSANDS.sub("", text)
+    text = _DROPPED.sub("", text)
+    for pattern, spelling in _SAME:
+        text = pattern.sub(spelling, text)
+    text = _TEXT.sub(lambda m: f"\\text{{{m[1].strip()}}}" if _LETTER.search(m[1]) else m[1], text)
+    text = _MATRIX.sub("{pmatrix}", text)
+    text = _REPEATING.sub(_fraction_of, text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _fractions(text)
+    text = _ROOT.sub(r"\\sqrt{\1}", text)
+    text = _SUBSCRIPT.sub(r"_\1", text)
+    text = _EDGES.sub("", _SPACES.sub(" ", text).strip())
+    whole = re.fullmatch(r"\\text\{([^{}]*)\}", text)
+    text = whole[1].strip() if whole else text
+    if text.startswith("."):
+        text = f"0{text}"
+    return _AROUND.sub(r"\1\2", text)
+
+
+def words(answer: str) -> str | None:
+    """An answer in words (`June 20`, `no solution`, `(C)`), in one spelling; None when it is mathematics."""
+    text = " ".join(_TEXT.sub(r"\1", canonical(answer)).split()).strip("() ")
+    if len(text) == 1 and text.isalpha():
+        return text  # a choice, or a variable: its case may matter
+    text = text.casefold().replace("\u2019", "'")
+    return text if _WORDS.fullmatch(text) and re.search(r"[a-z]{3}", text) else None
+
+
+def other_base(answer: str, right: str) -> bool:
+    """Whether both are numerals with their base as a subscript, and the bases differ."""
+    given, wanted = (_BASE.fullmatch(canonical(a).replace(" ", "")) for a in (answer, right))
+    return given is not None and wanted is not None and given[2] != wanted[2]
+
+
+def _closing(text: str, opening: int) -> int | None:
+    """Where the brace that is opened at `opening` closes; escaped braces do not count."""
+    depth, at = 0, opening
+    while at < len(text):
+        if text[at] == "\\":
+            at += 2
+            continue
+        depth += (text[at] == "{") - (text[at] == "}")
+        if depth == 0:
+            return at
+        at += 1
+    return None
+
+
+def _fractions(text: str) -> str:
+    r"""`\dfrac12`, `\frac \pi4`, `\tfrac{1}2` as `\frac{..}{..}`."""
+    parts, start = [], 0
+    for match in _FRACTION.finditer(text):
+        if match.start() < start:
+            continue
+        upper, at = _argument(text, match.end())
+        lower, end = _argument(text, at)
+        if upper is None or lower is None:
+            continue
+        parts += [text[start : match.start()], f"\\frac{{{_fractions(upper)}}}{{{_fractions(lower)}}}"]
+        start = end
+    return "".join([*parts, text[start:]])
+
+
+def _argument(text: str, at: int) -> tuple[str | None, int]:
+    """A command's next argument from `at` on (braced, a command or one character), and where it ends."""
+    while at < len(text) and text[at] == " ":
+        at += 1
+    if at >= len(text):
+        return None, at
+    if text[at] == "{":
+        end = _closing(text, at)
+        return (None, at) if end is None else (text[at + 1 : end].strip(), end + 1)
+    command = re.compile(r"\\[A-Za-z]+|[0-9A-Za-z]").match(text, at)
+    return (command[0], command.end()) if command else (None, at)
+
+
+def _fraction_of(match: re.Match[str]) -> str:
+    """A repeating decimal as a fraction: 0.1(6) is (16 - 1) / 90."""
+    sign, whole, fixed, repeated = match.groups()
+    if len(fixed) + len(repeated) > 30:
+        return match[0]
+    upper = int(f"{whole}{fixed}{repeated}") - int(f"{whole}{fixed}" or 0)
+    value = Fraction(upper, (10 ** len(repeated) - 1) * 10 ** len(fixed))
+    return f"{sign}\\frac{{{value.numerator}}}{{{value.denominator}}}"

@@ -1,0 +1,115 @@
+r"""MATH, competition problems (Hendrycks et al., arXiv 2103.03874): 7,500 to train, 5,000 or MATH-500 to evaluate.
+
+Invariant: the right answer is what the worked solution boxes, never a normalised form of it; a problem of the
+evaluation is never one of training. The problems are not part of this package: give a folder, or a name on the Hub.
+
+A row has `problem` and `solution` (ending in `\boxed{...}`), and may have `answer`, `level`, `type` or `subject`, and
+`in_math500`. A folder has train.jsonl and test.jsonl, and may have math500.jsonl; each may be gzipped (.gz).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tba.errors import UserError
+from tba.rewards.math_answer import MathAnswer
+from tba.rewards.math_text import last_boxed
+from tba.tasks.held_out import without
+from tba.tasks.hub import rows_from_hub
+from tba.tasks.rows import Row, read_rows
+from tba.types import Message, Problem, Split
+
+INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+_PLAIN = "Problem:\n{problem}\n\n{instruction}\n\nSolution:\n"
+_MATH500 = 500
+
+
+@dataclass(frozen=True)
+class Math:
+    """The real data set, from a folder or the Hub."""
+
+    path: str = (
+        "nlile/hendrycks-MATH-benchmark"  # a Hub name, or a folder with train.jsonl and test.jsonl (or .jsonl.gz)
+    )
+    evaluate_on: Literal["test", "math500"] = "test"  # the whole test split, or the 500 of it known as MATH-500
+    train_on_rest: bool = (
+        False  # with math500: also on the test problems that are not in it, 12,000 in all (the paper's)
+    )
+    style: Literal["plain", "chat"] = "plain"  # text as a base model reads it, or the tokenizer's chat template
+    graders: int = 2  # processes that compare answers, of each searcher
+    grading_seconds: float = 5.0  # that one comparison may take before the answer counts as wrong
+
+    @property
+    def name(self) -> str:
+        return "math"
+
+    def problems(self, split: Split) -> list[Problem]:
+        """All problems in the file's order, but for those of training without an answer or that are also in the test.
+
+        Raises `UserError` for a missing or malformed file, naming its line.
+        """
+        if split == "eval":
+            return [self._problem(row) for row in self._evaluation()]
+        rows, held_out = self._rows("train"), self._rows("test")
+        if self.train_on_rest and self.evaluate_on == "math500":
+            rows, held_out = [*rows, *held_out], self._evaluation()
+        return [self._problem(row) for row in without(rows, held_out, _question) if _has_answer(row)]
+
+    def reward(self) -> MathAnswer:
+        return MathAnswer(self.graders, self.grading_seconds)
+
+    def _evaluation(self) -> list[Row]:
+        if self.evaluate_on == "test":
+            return self._rows("test")
+        file = _file(Path(self.path), "math500")
+        if file is not None:
+            return read_rows(file)
+        rows = self._rows("test")
+        chosen = [row for row in rows if row.values.get("in_math500") is True]
+        if chosen:
+            return chosen
+        if len(rows) == _MATH500:
+            return rows
+        raise UserError(
+            f"math has no MATH-500 in {self.path!r}: add math500.jsonl, or a field 'in_math500' to its test rows, or "
+            "set --task.evaluate-on test"
+        )
+
+    def _rows(self, name: Literal["train", "test"]) -> list[Row]:
+        folder = Path(self.path)
+        if not folder.is_dir():
+            return rows_from_hub("math", self.path, name, "a folder with train.jsonl and test.jsonl")
+        file = _file(folder, name)
+        if file is None:
+            raise UserError(f"math has the folder {folder}, but there is no {name}.jsonl (or .jsonl.gz) in it: add it")
+        return read_rows(file)
+
+    def _problem(self, row: Row) -> Problem:
+        question, solution = _question(row), row.text("solution").strip()
+        answer = row.text("answer") if "answer" in row.values else last_boxed(solution)
+        if not answer:
+            raise UserError(f"{row.place} has a field 'solution' without \\boxed{{...}}: write it as MATH does")
+        fields = {"question": question, "answer": answer.strip()}
+        fields |= {name: row.values[name] for name in ("level", "type", "subject") if name in row.values}
+        return Problem(self._prompt(question), fields, solution)
+
+    def _prompt(self, question: str) -> str | tuple[Message, ...]:
+        if self.style == "plain":
+            return _PLAIN.replace("{instruction}", INSTRUCTION).replace("{problem}", question)
+        return ({"role": "user", "content": f"{question}\n\n{INSTRUCTION}"},)
+
+
+def _question(row: Row) -> str:
+    return row.text("problem").strip()
+
+
+def _has_answer(row: Row) -> bool:
+    """Two training problems of the original box nothing."""
+    answer = row.values.get("answer", last_boxed(row.text("solution")))
+    return isinstance(answer, str) and bool(answer.strip())
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    return next((path for end in ("jsonl", "jsonl.gz") if (path := folder / f"{name}.{end}").is_file()), None)
