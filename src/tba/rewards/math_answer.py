@@ -17,7 +17,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any
 
 from tba.errors import UserError
 from tba.rewards.children import Children
@@ -30,6 +30,7 @@ log = logging.getLogger("tba.reward")
 _IS_TEXT = re.compile(r"\s*\\(?:text|mbox|mathrm)")
 _LONGEST = 2000  # characters of an answer that is worth comparing
 _DECIMALS = 12  # to which numbers have to agree
+_TINY = 1e-6
 _GRACE = 1.0  # seconds between a child's own limit, which is polite, and its end
 _MEMORY_BYTES = 4 << 30  # of address space, of a child
 
@@ -97,11 +98,20 @@ def equal(answer: str, right: str) -> bool:
     from math_verify import LatexExtractionConfig, parse, verify
 
     boxed = [LatexExtractionConfig(boxed_match_priority=0)]
-    parsed = [
+    wanted, given = (
         parse(f"\\boxed{{{canonical(text)}}}", boxed, parsing_timeout=None)  # our own clock is running
         for text in (right, answer)
-    ]
-    return bool(verify(*parsed, float_rounding=_DECIMALS, allow_set_relation_comp=True, timeout_seconds=None))
+    )
+    same = verify(wanted, given, float_rounding=_DECIMALS, allow_set_relation_comp=True, timeout_seconds=None)
+    return bool(same) and not _differ_though_tiny(wanted[0], given[0])
+
+
+def _differ_though_tiny(a: Any, b: Any) -> bool:
+    """Whether two numbers are both so near 0 that math-verify takes them for equal, and are not (1/2004!, 1/2005!)."""
+    try:
+        return bool(a.is_number and b.is_number and 0 < abs(a.evalf()) < _TINY and abs((b / a).evalf() - 1) > _TINY)
+    except (AttributeError, TypeError, ValueError, ArithmeticError):
+        return False  # no numbers, or none that can be compared
 
 
 def require_math_verify() -> None:

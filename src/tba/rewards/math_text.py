@@ -25,7 +25,7 @@ _SUBSCRIPT = re.compile(r"_\{\s*([0-9A-Za-z])\s*\}")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!|\\ |,\\!)(?=\d{3}(?!\d))")
 _REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
 _MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
-_BASE = re.compile(r"([0-9A-F]+)_\{?(\d+)\}?")
+_BASE = re.compile(r"-?([0-9A-F.]+)_\{?(\d+)\}?")
 _WORDS = re.compile(r"[a-z][a-z'-]*(?:[ ,:]+(?:[a-z][a-z'-]*|\d{1,4}))*")
 _SAME = (  # commands of one meaning
     (re.compile(r"\\leq?slant(?![A-Za-z])|\\leq(?![A-Za-z])"), r"\\le "),

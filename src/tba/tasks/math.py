@@ -106,9 +106,9 @@ def _question(row: Row) -> str:
 
 
 def _has_answer(row: Row) -> bool:
-    """Two training problems of the original box nothing."""
+    """Two training problems of the original box nothing. (One without any box is malformed, and said to be.)"""
     answer = row.values.get("answer", last_boxed(row.text("solution")))
-    return isinstance(answer, str) and bool(answer.strip())
+    return not (isinstance(answer, str) and not answer.strip())
 
 
 def _file(folder: Path, name: str) -> Path | None:
