@@ -8,10 +8,13 @@ import pytest
 
 from tba.command.check import validate
 from tba.models.huggingface import HuggingFace
+from tba.objectives.tba_prime import TbaPrime
 from tba.recipes.gsm8k import recipe as gsm8k
+from tba.recipes.math import recipe as math
 from tba.recipes.quickstart import recipe as quickstart
 from tba.settings import find, names
 from tba.tasks.gsm8k import Gsm8k
+from tba.tasks.math import Math
 
 
 def test_every_recipe_is_found_by_its_own_name_and_says_what_it_is() -> None:
@@ -56,3 +59,23 @@ def test_a_recipe_without_full_support_is_warned_of() -> None:
     assert not any("full support" in w for w in validate(quickstart))
     cut = replace(quickstart, exploration=Fixed(temperature=1.0, top_p=0.9))
     assert any("full support" in w for w in validate(cut))
+
+
+def test_the_math_recipe_has_the_papers_table_4() -> None:
+    r = math
+    assert (r.groups_per_step, r.group_size, r.samples_per_prompt, r.steps) == (32, 16, 16, 400)
+    assert (r.sync_every, r.reference_reset, r.policy_temperature, r.prompts.max_tokens) == (2, 50, 1.0, 1024)
+    assert isinstance(r.objective, TbaPrime)
+    assert [r.objective.beta(s) for s in (1, 400)] == [0.005, 0.005]
+    assert (r.objective.correction.form, r.objective.correction.level, r.objective.correction.cap) == (
+        *("clamp", "token", 8.0),
+    )
+    o = r.optimizer
+    assert (o.lr, o.betas, o.weight_decay, o.clip_norm) == (1e-6, (0.9, 0.99), 0.01, 1.0)
+    assert [o.schedule(s) for s in (1, 400)] == [1.0, 1.0]
+    assert isinstance(r.model, HuggingFace)
+    assert r.model.path == "Qwen/Qwen2.5-7B"
+    assert r.prompts.max_tokens + r.model.generation.max_completion_tokens == 3072
+    assert isinstance(r.task, Math)
+    assert r.task.evaluate_on == "math500"
+    assert validate(r) == [] or all("cores" in warning for warning in validate(r))
