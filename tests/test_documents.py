@@ -9,14 +9,15 @@ import pytest
 
 from tba.__main__ import EvalOptions, OutOptions, TrainOptions
 from tba.command.sft import SftOptions
+from tba.command.study import StudyOptions
 from tba.record import metrics
 from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
-from tba.settings import find, flags, names, override, split_options
+from tba.settings import find, find_study, flags, names, override, split_options
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-OPTIONS = {"train": TrainOptions(), "eval": EvalOptions(), "sft": OutOptions(), "check": None}
+OPTIONS = {"train": TrainOptions(), "eval": EvalOptions(), "sft": OutOptions(), "check": None, "study": StudyOptions()}
 
 
 def blocks(document: Path) -> list[str]:
@@ -30,7 +31,9 @@ def commands() -> list[list[str]]:
     """Every `tba` command in a block that takes fields."""
     lines = [line for document in DOCUMENTS for block in blocks(document) for line in block.splitlines()]
     said = [re.sub(r" {3,}\S.*", "", line.strip().removeprefix(".venv/bin/")) for line in lines]
-    words = [shlex.split(line, comments=True) for line in said if re.match(r"tba (train|eval|sft|check) [a-z]", line)]
+    words = [
+        shlex.split(line, comments=True) for line in said if re.match(r"tba (train|eval|sft|check|study) [a-z]", line)
+    ]
     return [w[1:] for w in words]
 
 
@@ -39,8 +42,12 @@ def test_a_command_in_the_documents_sets_fields_that_exist(words: list[str]) -> 
     verb, name, *rest = words
     options = OPTIONS[verb]
     if options is not None:
-        _, rest = split_options(options, rest, f"tba {verb}")
-    recipe = SftOptions() if name.endswith(".jsonl") else find(str(ROOT / name) if name.endswith(".py") else name)
+        options, rest = split_options(options, rest, f"tba {verb}")
+    if verb == "study":
+        assert set(find_study(name).matching(options.only.split(",") if options.only else ["*"]))
+        recipe = find_study(name).recipe
+    else:
+        recipe = SftOptions() if name.endswith(".jsonl") else find(str(ROOT / name) if name.endswith(".py") else name)
     override(recipe, rest, f"tba {verb} {name}")
 
 
