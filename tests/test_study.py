@@ -158,6 +158,28 @@ def test_every_run_is_an_ordinary_one_with_its_settings_in_its_folder(whole: Pat
         ]
 
 
+def test_a_run_whose_process_was_killed_or_said_nothing_is_a_row_too(tmp_path: Path) -> None:
+    codes = iter((-9, 1))
+
+    def killed(trial: Trial, stop: Callable[[], bool]) -> int:
+        trial_process.carry_out(trial.order())
+        (trial.path / "summary.json").unlink()
+        return next(codes)
+
+    assert run_study(TOY, StudyOptions(out=tmp_path, only="rarely"), (), killed) == 0
+    page = (tmp_path / "table.md").read_text()
+    assert "- rarely, seed 0: killed by signal 9 at step 6" in page
+    assert f"- rarely, seed 1: it said nothing in {tmp_path}" in page
+    assert "| rarely | 0 |" in page
+
+
+def test_studies_lists_each_study_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["studies"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == study_names()
+    assert {"staleness", "ablations", "selection", "frontier", "sizes", "noise", "correction"} <= set(study_names())
+
+
 def test_plots_are_drawn_of_what_varies(whole: Path) -> None:
     drawn = {path.name for path in whole.glob("*.png")}
     assert drawn == {

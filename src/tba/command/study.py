@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -51,7 +51,7 @@ def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: R
     chosen = study.matching([p.strip() for p in options.only.split(",") if p.strip()] or ["*"])
     seeds = _seeds(options.seeds) if options.seeds else study.seeds
     check_seeds(seeds, f"tba study {name}")
-    everything = _every_trial(name, study, fields, folder, seeds, options.keep == "all")
+    everything = _every_trial(name, study, {v: set(seeds) for v in chosen}, fields, folder, options.keep == "all")
     trials = [t for seed in seeds for t in everything if t.seed == seed and t.variant in chosen]
     for note in _notes(trials):
         console.print(f"note: {note}", style="yellow")
@@ -104,15 +104,18 @@ def _seeds(text: str) -> tuple[int, ...]:
 
 
 def _every_trial(
-    name: str, study: Study, fields: Sequence[str], folder: Path, seeds: Sequence[int], keep: bool
+    name: str, study: Study, asked: Mapping[str, set[int]], fields: Sequence[str], folder: Path, keep: bool
 ) -> list[Trial]:
-    """Those of all variants, over the seeds that are asked for and all that the folder has: what a table is of."""
+    """Those that are asked for (variant -> seeds) and those that the folder has of others: what a table is of."""
     if any(field.split("=")[0] == "--seed" for field in fields):
         raise UserError("tba study takes --seeds, as 0,1,2, and not --seed: give the seeds there")
     found = []
     for variant in study.variants:
+        seeds = sorted(asked.get(variant, set()) | _seeds_there(folder, variant))
+        if not seeds:
+            continue
         recipe = override(recipe_of(study, variant), fields, f"tba study {name}, variant {variant}")
-        for seed in sorted({*study.seeds, *seeds, *_seeds_there(folder, variant)}):
+        for seed in seeds:
             path, overrides = folder / "runs" / f"{variant}-{seed}", ("--seed", str(seed), *fields)
             made = replace(recipe, seed=seed)
             found.append(Trial(study, variant, seed, f"{name}{MARK}{variant}", overrides, made, path, keep))
