@@ -34,6 +34,8 @@ def quantile(p: float, freedom: float) -> float:
 
 def cumulative(t: float, freedom: float) -> float:
     """The probability that a t variable with `freedom` degrees of freedom is at most `t`."""
+    if t * t < freedom:  # near the middle, where the tail's argument would be rounded to 1
+        return 0.5 + math.copysign(regularised_beta(t * t / (freedom + t * t), 0.5, freedom / 2) / 2, t)
     beyond = regularised_beta(freedom / (freedom + t * t), freedom / 2, 0.5) / 2
     return 1 - beyond if t > 0 else beyond
 
