@@ -9,8 +9,8 @@ Invariant: it is the same gradient whichever way it was taken. Three ways:
   are computed without gradient, the objective is differentiated with respect to these leaves, and each micro-batch
   backpropagates its slice of that derivative (the chain rule, cut in two). One forward pass more.
 
-Rows of a group that are the same answer are evaluated once, and what they give is used for each: with short answers most
-of a batch may be repeats.
+Rows of a group that are the same answer are evaluated once, and what they give is used for each: with short answers
+most of a batch may be repeats.
 
 The objective must not be random, and the policy has to give the same output for a row in whichever micro-batch it is.
 
