@@ -17,7 +17,6 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,13 @@ import numpy as np
 from async_speedup import EVALUATION, TARGET, reached, run
 
 from tba.evaluate.estimators import bootstrap_interval
+from tba.models.huggingface import HuggingFace
 from tba.recipes.quickstart import recipe
 
 TRL = "trl==1.16.0"
 RATES = (3e-5, 1e-4, 3e-4)
 ROOT = Path(__file__).parent.parent
+_DEADLINE = 3600  # seconds for one run of TRL
 
 
 def environment() -> Path:
@@ -46,9 +47,10 @@ def environment() -> Path:
 
 def trl_run(python: Path, trainer: str, lr: float, seed: int, steps: int, folder: Path) -> dict[str, Any]:
     """One run of benchmarks/trl_side.py: its curve [(seconds, accuracy)] and seconds per step."""
-    task = replace(recipe.task)
+    task, model = recipe.task, recipe.model
+    assert isinstance(model, HuggingFace)
+    assert model.warm_start is not None
     problems = {split: [(p.prompt, p.fields["answer"]) for p in task.problems(split)] for split in ("train", "eval")}
-    start = recipe.model.warm_start  # type: ignore[attr-defined]
     out = folder / f"{trainer}-{lr}-{seed}.json"
     settings = {
         "trainer": trainer,
@@ -59,8 +61,8 @@ def trl_run(python: Path, trainer: str, lr: float, seed: int, steps: int, folder
         "every": 20,
         "batch": recipe.groups_per_step * recipe.group_size,
         "group_size": recipe.group_size,
-        "max_completion": recipe.model.generation.max_completion_tokens,  # type: ignore[attr-defined]
-        "model": str(start.shipped),
+        "max_completion": model.generation.max_completion_tokens,
+        "model": str(model.warm_start.shipped),
         "train": problems["train"],
         "eval": problems["eval"][:500],
         "folder": str(folder / f"{trainer}-{seed}"),
@@ -68,9 +70,8 @@ def trl_run(python: Path, trainer: str, lr: float, seed: int, steps: int, folder
     }
     path = out.with_suffix(".settings")
     path.write_text(json.dumps(settings))
-    done = subprocess.run(
-        [str(python), str(Path(__file__).parent / "trl_side.py"), str(path)], capture_output=True, text=True
-    )
+    command = [str(python), str(Path(__file__).parent / "trl_side.py"), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE)
     if done.returncode:
         raise SystemExit(f"{trainer}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
     found: dict[str, Any] = json.loads(out.read_text())
