@@ -19,10 +19,13 @@ from tba.tasks.gsm8k import Gsm8k
 from tba.tasks.reasoning_gym import ReasoningGym
 
 
-def data(gsm8k: Path, symbolic: int, out: Path) -> None:
-    """Demonstrations of GSM8K train and of `symbolic` gsm_symbolic problems (numbers apart from the held-out ones)."""
-    tasks = [Gsm8k(path=str(gsm8k)), ReasoningGym(dataset="gsm_symbolic", train_problems=symbolic, style="tba")]
-    problems = [p for task in tasks for p in task.problems("train")]
+def data(gsm8k: Path, symbolic: int, skip: int, out: Path) -> None:
+    """Demonstrations of GSM8K train and of `symbolic` gsm_symbolic problems (numbers apart from the held-out ones).
+
+    The first `skip` of gsm_symbolic are left out: the problems of an earlier mixture, when a model goes on from it.
+    """
+    templates = ReasoningGym(dataset="gsm_symbolic", train_problems=skip + symbolic, style="tba")
+    problems = [*Gsm8k(path=str(gsm8k)).problems("train"), *templates.problems("train")[skip:]]
     lines = [json.dumps({"prompt": p.prompt, "response": p.demonstration, **p.fields}) for p in problems]
     out.write_text("\n".join(lines) + "\n")
     print(f"{len(lines)} demonstrations in {out}")
@@ -47,13 +50,14 @@ def main() -> None:
     first = commands.add_parser("data")
     first.add_argument("--gsm8k", type=Path, required=True)
     first.add_argument("--symbolic", type=int, default=6000)
+    first.add_argument("--skip", type=int, default=0)
     first.add_argument("--out", type=Path, required=True)
     second = commands.add_parser("compare")
     second.add_argument("before", type=Path)
     second.add_argument("after", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "data":
-        data(arguments.gsm8k, arguments.symbolic, arguments.out)
+        data(arguments.gsm8k, arguments.symbolic, arguments.skip, arguments.out)
     else:
         compare(arguments.before, arguments.after)
 
