@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -40,6 +41,7 @@ class StudyOptions:
     only: str = ""  # variants, or patterns of them, as 'tb-*,grpo-k4'; empty: all
     out: Path | None = None  # the study's folder; none: studies/NAME
     again: Literal["none", "changed", "failed", "all"] = "none"  # which runs that are there are made anew
+    jobs: int = 1  # runs at a time; with more than one, times are those of a busy machine
     keep: Literal["records", "all"] = "records"  # all: also the journal and the published weights of runs that ended
 
 
@@ -51,6 +53,8 @@ def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: R
     chosen = study.matching([p.strip() for p in options.only.split(",") if p.strip()] or ["*"])
     seeds = _seeds(options.seeds) if options.seeds else study.seeds
     check_seeds(seeds, f"tba study {name}")
+    if options.jobs < 1:
+        raise UserError(f"--jobs is {options.jobs}: give the number of runs at a time, 1 or more")
     everything = _every_trial(name, study, {v: set(seeds) for v in chosen}, fields, folder, options.keep == "all")
     trials = [t for seed in seeds for t in everything if t.seed == seed and t.variant in chosen]
     for note in _notes(trials):
@@ -61,23 +65,42 @@ def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: R
         f"have ended; in {folder}",
         highlight=False,
     )
-    stopped = _run_all(left, len(trials), everything, folder, console, runner)
+    told = Progress(
+        console, len(trials), len(trials) - len(left), lambda: _write(_comparison(study, everything), folder)
+    )
+    stopped = _run_all(left, options.jobs, told, runner)
     _report(study, everything, folder, console)
     if stopped:
         console.print("stopped: the same command goes on where it was", style="yellow")
     return 130 if stopped else 0
 
 
-def _run_all(
-    left: Sequence[Trial], total: int, everything: Sequence[Trial], folder: Path, console: Console, runner: Runner
-) -> bool:
-    """One run after another, the tables anew after each; whether we were stopped before the last."""
-    with stop_requests() as stop:
-        for number, trial in enumerate(left, total - len(left) + 1):
-            if not stop():
-                told = _carried_out(trial, stop, runner)
-                console.print(f"[{number}/{total}] {trial.variant}, seed {trial.seed}: {told}", highlight=False)
-                _write(_comparison(trial.study, everything), folder)
+@dataclass
+class Progress:
+    """What is told of runs as they end, and the tables made anew."""
+
+    console: Console
+    total: int
+    ended: int
+    write: Callable[[], object]
+
+    def tell(self, trial: Trial, what: str) -> None:
+        """One run has ended."""
+        self.ended += 1
+        self.console.print(f"[{self.ended}/{self.total}] {trial.variant}, seed {trial.seed}: {what}", highlight=False)
+        self.write()
+
+
+def _run_all(left: Sequence[Trial], jobs: int, progress: Progress, runner: Runner) -> bool:
+    """`jobs` runs at a time, in their order; whether we were stopped before the last."""
+    waiting, going = list(left), {}
+    with stop_requests() as stop, ThreadPoolExecutor(jobs) as pool:
+        while going or (waiting and not stop()):
+            while waiting and len(going) < jobs and not stop():
+                trial = waiting.pop(0)
+                going[pool.submit(_carried_out, trial, stop, runner)] = trial
+            for done in wait(going, return_when=FIRST_COMPLETED).done:
+                progress.tell(going.pop(done), done.result())
         return stop()
 
 

@@ -13,7 +13,7 @@ from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.schedules import Constant
-from tba.studies._base import BETA, CORRECTIONS, TARGET, asynchronous, base, synchronous, with_objective
+from tba.studies._base import BETA, CORRECTIONS, TARGET, base, stale, synchronous, with_objective
 from tba.study import Study, Variant
 
 _beta = Constant(BETA)
@@ -29,7 +29,7 @@ for _name, _objective in PLAIN.items():
     variants[f"{_name}-sync"] = Variant(synchronous(with_objective(base, _objective)), _name)
     for _form, _correction in CORRECTIONS.items():
         _recipe = with_objective(base, replace(_objective, correction=_correction))
-        variants[f"{_name}-{_form}"] = Variant(asynchronous(_recipe, 10, m=0.5), _name)
+        variants[f"{_name}-{_form}"] = Variant(stale(_recipe, 10, m=0.5), _name)
 
 study = Study(
     name="correction",

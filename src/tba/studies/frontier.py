@@ -6,7 +6,7 @@ and Dr. GRPO in the loss, Online DPO by its logistic, whose beta is in another u
 
 from __future__ import annotations
 
-from tba.studies._base import TARGET, asynchronous, base, objectives, with_objective
+from tba.studies._base import TARGET, base, objectives, stale, with_objective
 from tba.study import Against, Study, Variant
 
 BETAS = (0.4, 0.2, 0.1, 0.05, 0.02, 0.01)
@@ -17,7 +17,7 @@ study = Study(
     description="Held-out reward over KL to the reference, each objective over beta; k = 2.",
     recipe=base,
     variants={
-        f"{name}-{beta:g}": Variant(asynchronous(with_objective(base, objectives(beta)[name]), 2, m=0.95), name)
+        f"{name}-{beta:g}": Variant(stale(with_objective(base, objectives(beta)[name]), 2, m=0.95), name)
         for name in COMPARED
         for beta in BETAS
     },

@@ -6,7 +6,7 @@ of the same objective is what each is held against.
 
 from __future__ import annotations
 
-from tba.studies._base import TARGET, asynchronous, base, objectives, synchronous, with_objective
+from tba.studies._base import TARGET, base, objectives, stale, synchronous, with_objective
 from tba.study import Against, Study, Variant
 
 variants: dict[str, Variant] = {}
@@ -14,7 +14,7 @@ for _name, _objective in objectives().items():
     _recipe = with_objective(base, _objective)
     variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
     for _k in (1, 2, 4, 10, 16):
-        variants[f"{_name}-k{_k}"] = Variant(asynchronous(_recipe, _k, m=0.5), _name)
+        variants[f"{_name}-k{_k}"] = Variant(stale(_recipe, _k, m=0.5), _name)
 
 study = Study(
     name="staleness",
