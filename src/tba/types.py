@@ -37,11 +37,13 @@ class Version:
     step: int = 0
 
     def __str__(self) -> str:
-        return f"{self.incarnation}.{self.step}"
+        return "none" if self.incarnation < 0 else f"{self.incarnation}.{self.step}"
 
     @classmethod
     def parse(cls, text: str) -> Version:
         """The inverse of `str`; raises `ValueError` for anything else."""
+        if text == "none":
+            return ELSEWHERE
         incarnation, _, step = text.partition(".")
         return cls(int(incarnation), int(step))
 
@@ -54,6 +56,9 @@ class Version:
         if self.incarnation == now.incarnation:
             return now.step - self.step
         return now.step + 1
+
+
+ELSEWHERE = Version(-1, 0)  # of what no weights of this run sampled: before every incarnation, so it is never recent
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,11 @@ class Trajectory:
     def version(self) -> Version:
         """The oldest weights that had a hand in it."""
         return self.completion.versions[0]
+
+    @property
+    def imported(self) -> bool:
+        """Whether it came from elsewhere: its lag behind the trainer means nothing."""
+        return self.version == ELSEWHERE
 
     @property
     def length(self) -> int:
