@@ -1,6 +1,7 @@
 """Where everything that was generated went.
 
-Invariant: generated = trained at least once + waiting + evicted + rejected + duplicate + in flight at stop, exactly.
+Invariant: generated + imported = trained at least once + waiting + evicted + rejected + duplicate + in flight at stop,
+exactly.
 Each term is counted at its own place (searcher, journal, replay, trainer) and none by subtraction, so `closes` is a
 check and not a definition. `trained_total` counts every use; `evaluation` and `auxiliary` stand apart and are in
 neither side.
@@ -20,6 +21,7 @@ class Ledger:
     """Counts of one unit (completion tokens, or trajectories)."""
 
     generated: int = 0  # for training, by all searchers
+    imported: int = 0  # taken in from elsewhere (`tba import`)
     trained_once: int = 0  # went into at least one optimizer step
     trained_total: int = 0  # every use counted
     waiting: int = 0  # in the journal or in memory, never trained on
@@ -54,22 +56,23 @@ class Ledger:
 
     @property
     def accounted(self) -> int:
-        """All that is known to have become of what was generated."""
+        """All that is known to have become of what was generated and imported."""
         return self.trained_once + self.waiting + self.evicted + self.rejected + self.duplicate + self.in_flight_at_stop
 
     @property
     def difference(self) -> int:
-        """Generated less accounted for: positive is lost, negative is counted twice."""
-        return self.generated - self.accounted
+        """Generated and imported less accounted for: positive is lost, negative is counted twice."""
+        return self.generated + self.imported - self.accounted
 
     def closes(self) -> bool:
-        """Whether everything generated is accounted for, once."""
+        """Whether everything generated and imported is accounted for, once."""
         return self.difference == 0
 
     @property
     def trained_share(self) -> float:
-        """The share of what was generated that was trained on at least once, 0..1."""
-        return self.trained_once / self.generated if self.generated else 0.0
+        """The share of what was generated and imported that was trained on at least once, 0..1."""
+        given = self.generated + self.imported
+        return self.trained_once / given if given else 0.0
 
     @property
     def mean_uses(self) -> float:

@@ -134,10 +134,13 @@ def _facts(summary: Summary) -> RenderableType:
 
 def _cost(summary: Summary) -> RenderableType:
     tokens = summary.tokens
+    given = f"{count(tokens.generated)} generated"
+    if tokens.imported:
+        given += f" and {count(tokens.imported)} imported"
     return _pairs(
         {
             "time": f"{duration(summary.wall_seconds.total)} for {summary.steps} steps",
-            "tokens trained": f"{percent(tokens.trained_share)} of the {count(tokens.generated)} generated, "
+            "tokens trained": f"{percent(tokens.trained_share)} of the {given}, "
             f"each used {tokens.mean_uses:.1f} times",
             "lag": _lag(summary),
             "idle after warm-up": _idle(summary),
