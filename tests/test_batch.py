@@ -61,3 +61,21 @@ def test_a_batch_has_steps_only_if_every_row_has() -> None:
 def test_steps_that_do_not_cover_the_answer_in_order_are_refused(starts: list[int], values: list[float]) -> None:
     with pytest.raises(ValueError, match=r"the steps of trajectory t0 begin at .* begin at 0 and go up"):
         collate([group((3, starts, values))])
+
+
+def test_where_only_some_rows_have_log_probabilities_of_the_behaviour_the_others_are_marked() -> None:
+    (sampled,) = sample_groups(TASK, tabular_prompts(TASK), 3, Sampling(), np.random.default_rng(0))
+    bare = replace(sampled.trajectories[1], completion=replace(sampled.trajectories[1].completion, log_behavior=None))
+    mixed = collate([Group.of([sampled.trajectories[0], bare, sampled.trajectories[2]])])
+    assert mixed.log_behavior_BT is None
+    assert mixed.some_behavior_BT is not None
+    assert mixed.some_behavior_BT[:, 0].isnan().tolist() == [False, True, False]
+    part = mixed.select(torch.tensor([2]))
+    assert part.some_behavior_BT is not None
+    whole = collate([sampled])
+    assert whole.some_behavior_BT is None
+    assert whole.log_behavior_BT is not None
+    torch.testing.assert_close(part.some_behavior_BT, whole.select(torch.tensor([2])).log_behavior_BT)
+    none = collate([Group.of([bare])])
+    assert none.log_behavior_BT is None
+    assert none.some_behavior_BT is None

@@ -35,6 +35,7 @@ class Batch:
     log_behavior_BT: Tensor | None = None  # float32, 0 where the mask is False; None unless every row has it
     step_start_BS: Tensor | None = None  # int64, where steps begin, then the row's length; None unless every row has it
     step_value_BS: Tensor | None = None  # float32, the value before each step, then 0; None likewise
+    some_behavior_BT: Tensor | None = None  # as log_behavior_BT where only some rows have it, NaN in those that do not
 
     @property
     def rows(self) -> int:
@@ -69,6 +70,7 @@ class Batch:
             log_behavior_BT=None if behavior is None else behavior[rows, :width],
             step_start_BS=None if start_BS is None else start_BS[rows, :steps],
             step_value_BS=None if value_BS is None else value_BS[rows, :steps],
+            some_behavior_BT=None if self.some_behavior_BT is None else self.some_behavior_BT[rows, :width],
         )
 
 
@@ -102,16 +104,17 @@ def collate(groups: Sequence[Group]) -> Batch:
     completion = np.zeros((rows, width), dtype=np.int64)
     mask = np.zeros((rows, width), dtype=np.bool_)
     reference = np.zeros((rows, width), dtype=np.float32)
-    has_behavior = all(t.completion.log_behavior is not None for t in trajectories)
-    behavior = np.zeros((rows, width), dtype=np.float32) if has_behavior else None
+    has_behavior = [t.completion.log_behavior is not None for t in trajectories]
+    behavior = np.zeros((rows, width), dtype=np.float32) if any(has_behavior) else None
     for b, trajectory in enumerate(trajectories):
         n, c = lengths[b], trajectory.completion
         completion[b, :n] = c.tokens
         mask[b, :n] = True if c.mask is None else c.mask
         reference[b, :n] = trajectory.log_reference
-        if behavior is not None and c.log_behavior is not None:
-            behavior[b, :n] = c.log_behavior
+        if behavior is not None:
+            behavior[b, :n] = np.nan if c.log_behavior is None else np.where(mask[b, :n], c.log_behavior, 0.0)
     reference *= mask
+    log_behavior_BT = None if behavior is None else torch.from_numpy(behavior)
     step_start, step_value = _steps(trajectories)
     return Batch(
         prompt_GP=torch.from_numpy(prompt),
@@ -122,9 +125,10 @@ def collate(groups: Sequence[Group]) -> Batch:
         log_reference_BT=torch.from_numpy(reference),
         reward_B=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         group_B=torch.repeat_interleave(torch.arange(len(groups)), torch.tensor([len(g) for g in groups])),
-        log_behavior_BT=None if behavior is None else torch.from_numpy(behavior * mask),
+        log_behavior_BT=log_behavior_BT if all(has_behavior) else None,
         step_start_BS=step_start,
         step_value_BS=step_value,
+        some_behavior_BT=None if all(has_behavior) else log_behavior_BT,
     )
 
 

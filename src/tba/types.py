@@ -149,7 +149,7 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # step boundaries, step values, ...
     provenance: Mapping[str, Json] = field(default_factory=dict)  # {"searcher": "searcher-0", "round": 3}
-    created: float = 0.0  # seconds since the epoch, when it was judged
+    created: float = 0.0  # seconds since the epoch, when it was sent down
 
     @property
     def version(self) -> Version:

@@ -116,7 +116,10 @@ def test_a_round_sends_every_answer_down_with_its_mark_and_reference(bench: Call
     for t in sent:
         assert t.reward == TASK.rewards_QO[TASK.question(t.prompt), TASK.outcome(t.completion.tokens)]
         np.testing.assert_array_equal(t.log_reference, table.log_probabilities(t.prompt, [t.completion])[0])
-        assert t.provenance == {"searcher": "searcher-0", "round": 0}
+        assert t.provenance["searcher"] == "searcher-0"
+        assert t.provenance["round"] == 0
+        assert 0 <= t.provenance["seconds"] == sent[0].provenance["seconds"] < 60  # since the round began
+        assert t.created == sent[0].created > 0
     assert len({t.uid for t in sent}) == len(sent)
     assert b.journal.lease(1, 60.0) == [3]  # 0, 1 and 2 are answered
 

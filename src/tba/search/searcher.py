@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -81,6 +81,7 @@ class Searcher:
         self.rounds += 1
         counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - began))
         outcomes = self._outcomes(dict(zip(positions, prompts, strict=True)), leases, trajectories)
+        trajectories = _stamped(trajectories, time.perf_counter() - began)
         self.sink.put(trajectories, leases, counts, outcomes)
         return len(trajectories)
 
@@ -142,7 +143,7 @@ class Searcher:
         pairs = [(prompt, c) for prompt, completions in finished for c in completions]
         judgements = self.reward.judge(pairs) if pairs else []
         references = self._scored(finished)
-        now, trajectories, rejected = time.time(), [], ""
+        trajectories, rejected = [], ""
         for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
             if not (math.isfinite(judgement.reward) and np.isfinite(log_reference).all()):
                 _count(counts, "rejected", completion)
@@ -158,7 +159,6 @@ class Searcher:
                     log_reference=log_reference,
                     reference=self.reference.version,
                     provenance={"searcher": self.name, "round": self.rounds},
-                    created=now,
                 )
             )
         if rejected:
@@ -177,6 +177,12 @@ class Searcher:
             for (_, completions), rows in zip(distinct, scores, strict=True)
         ]
         return [by[c.digest] for by, (_, completions) in zip(by_digest, finished, strict=True) for c in completions]
+
+
+def _stamped(trajectories: Sequence[Trajectory], seconds: float) -> list[Trajectory]:
+    """The same on their way down: when, and how long after their round began by a clock that never goes back."""
+    now, seconds = time.time(), round(seconds, 3)
+    return [replace(t, created=now, provenance={**t.provenance, "seconds": seconds}) for t in trajectories]
 
 
 def _count(counts: Counter[str], name: str, completion: Completion) -> None:

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,26 +31,33 @@ from torch import Tensor
 from tba.batch import Batch, distinct_rows, micro_batches
 from tba.protocols import Objective, Policy, PolicyOutput
 
+See: TypeAlias = Callable[[PolicyOutput, Batch], None]  # is shown each row once, with what the policy gave for it
+
+
+def _nobody(output: PolicyOutput, batch: Batch) -> None:
+    """Nobody looks."""
+
 
 def backward(
-    policy: Policy, objective: Objective, batch: Batch, step: int, max_tokens: int
+    policy: Policy, objective: Objective, batch: Batch, step: int, max_tokens: int, see: See = _nobody
 ) -> tuple[float, dict[str, float]]:
     """Add the gradient of the loss at optimizer step `step` (from 1) to the policy's parameters.
 
     `max_tokens` (each prompt once, plus its completions) bounds one pass. Returns the loss and the objective's
     metrics, which by groups are averaged over micro-batches by their rows. Stops short of a backward pass when the
-    loss is not finite: the gradient is then incomplete and has to be dropped.
+    loss is not finite: the gradient is then incomplete and has to be dropped. `see` is shown whole groups.
     """
     tokens_G = batch.prompt_length_G.scatter_add(0, batch.group_B, batch.length_B)
     if int(tokens_G.sum()) <= max_tokens:
-        return _whole(policy, objective, batch, step)
+        return _whole(policy, objective, batch, step, see)
     if objective.by_group and int(tokens_G.max()) <= max_tokens:
-        return _by_groups(policy, objective, batch, step, list(micro_batches(batch, max_tokens)))
-    return _by_slices(policy, objective, batch, step, list(micro_batches(batch, max_tokens)))
+        return _by_groups(policy, objective, batch, step, list(micro_batches(batch, max_tokens)), see)
+    return _by_slices(policy, objective, batch, step, list(micro_batches(batch, max_tokens)), see)
 
 
-def _whole(policy: Policy, objective: Objective, batch: Batch, step: int) -> tuple[float, dict[str, float]]:
+def _whole(policy: Policy, objective: Objective, batch: Batch, step: int, see: See) -> tuple[float, dict[str, float]]:
     output = _evaluate(policy, batch)
+    see(output, batch)
     loss, metrics = objective(output, batch, step)
     value = loss.item()
     if math.isfinite(value):
@@ -59,13 +66,14 @@ def _whole(policy: Policy, objective: Objective, batch: Batch, step: int) -> tup
 
 
 def _by_groups(
-    policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor]
+    policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], see: See
 ) -> tuple[float, dict[str, float]]:
     total, averages = 0.0, defaultdict[str, float](float)
     for rows_N in parts:
         part = batch.select(rows_N)
         share = part.rows / batch.rows
         output = _evaluate(policy, part)
+        see(output, part)
         loss, metrics = objective(output, part, step)
         total += share * loss.item()
         for name, metric in {"log_ratio": _log_ratio(output, part), **metrics}.items():
@@ -77,10 +85,11 @@ def _by_groups(
 
 
 def _by_slices(
-    policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor]
+    policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], see: See
 ) -> tuple[float, dict[str, float]]:
     slices = [_Slice.of(batch, rows_N) for rows_N in parts]
     leaves = _evaluate_without_gradient(policy, batch, slices)
+    see(leaves, batch)
     loss, metrics = objective(leaves, batch, step)
     value = loss.item()
     metrics = {"log_ratio": _log_ratio(leaves, batch), **metrics}

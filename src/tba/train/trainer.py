@@ -24,7 +24,8 @@ from tba.protocols import HEADS, Objective, Policy, WeightPublisher
 from tba.train.batches import BatchSource
 from tba.train.gradients import backward
 from tba.train.optimizer import Optimizer
-from tba.types import Group, Json, Version
+from tba.train.staleness import Staleness
+from tba.types import Group, Json, Trajectory, Version
 
 Metrics: TypeAlias = dict[str, float]
 NON_FINITE_IN_A_ROW = 3
@@ -55,6 +56,7 @@ class Trainer:
     groups: Sequence[Group] = ()  # those of the last step
     published: Version | None = None  # the newest that was sent out
     skipped: int = 0  # steps without an update
+    now: Callable[[], float] = time.time  # seconds since the epoch, as `Trajectory.created` has them
     _skipped_in_a_row: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
@@ -92,8 +94,9 @@ class Trainer:
                     "leave imported data out or choose trajectory balance"
                 )
         step = self.version.step + 1
-        loss, metrics = backward(self.policy, self.objective, batch, step, self.max_tokens_per_pass)
-        return {**metrics, "loss": loss}
+        staleness = Staleness()
+        loss, metrics = backward(self.policy, self.objective, batch, step, self.max_tokens_per_pass, staleness.see)
+        return {**staleness.metrics(metrics.get("beta")), **metrics, "loss": loss}
 
     def update(self, batch: Batch, loss: float) -> Metrics:
         """One optimizer step, unless the loss or the gradient is not finite."""
@@ -118,8 +121,9 @@ class Trainer:
 
     def _counts(self, batch: Batch) -> Metrics:
         """What can be said of the batch before it is used. Lag: updates since the weights that sampled a row."""
-        lags = [t.version.lag(self.version) for group in self.groups for t in group.trajectories]
-        return {
+        trajectories = [t for group in self.groups for t in group.trajectories]
+        lags = [t.version.lag(self.version) for t in trajectories]
+        return ages(trajectories, self.now()) | {
             "reward": float(batch.reward_B.mean()),
             "lag": sum(lags) / len(lags),
             "lag_max": float(max(lags)),
@@ -138,6 +142,20 @@ class Trainer:
             f"{NON_FINITE_IN_A_ROW} steps in a row after version {self.version} had loss {loss} and gradient norm "
             f"{grad_norm}; the weights are untouched and the last batch is in {path}"
         )
+
+
+def ages(trajectories: Sequence[Trajectory], now: float) -> Metrics:
+    """Mean seconds of each trajectory's way here, in two parts; either over those that tell.
+
+    in_flight_seconds: from the beginning of its round to the journal, a duration that its searcher measured with a
+    clock that never goes back. waiting_seconds: from there to `now`, by the clocks on the wall of both sides: as right
+    as they agree, and 0 for what seems to come from the future.
+    """
+    durations = (t.provenance.get("seconds") for t in trajectories)
+    in_flight = [float(d) for d in durations if isinstance(d, int | float)]
+    waiting = [max(0.0, now - t.created) for t in trajectories if t.created > 0]
+    columns = {"in_flight_seconds": in_flight, "waiting_seconds": waiting}
+    return {name: sum(values) / len(values) for name, values in columns.items() if values}
 
 
 def save_batch(batch: Batch, path: Path) -> None:
