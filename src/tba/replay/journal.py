@@ -36,6 +36,7 @@ _KIND = 0x54424131  # "TBA1" in the file's header
 _VERSION = 3
 _LAST = 2**63 - 1  # no position is larger
 _PATIENCE = 0.1  # seconds that housekeeping may keep the trainer
+_AT_ONCE = 500  # parameters of one query, of which SQLite allows 999 where it is old
 _SCHEMA = """
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE trajectories (
@@ -116,6 +117,15 @@ class JournalWriter:
                 connection.executemany(
                     "INSERT INTO outcomes (position, successes, failures) VALUES (?, ?, ?)", outcomes
                 )
+
+    def known(self, uids: Sequence[str]) -> set[str]:
+        """Which of these were ever put, also those that retention has deleted since."""
+        found: set[str] = set()
+        for first in range(0, len(uids), _AT_ONCE):
+            some = uids[first : first + _AT_ONCE]
+            marks = ",".join("?" * len(some))
+            found.update(u for (u,) in self._database.rows(f"SELECT uid FROM uids WHERE uid IN ({marks})", *some))  # noqa: S608 - question marks
+        return found
 
     def lease(self, count: int, seconds: float) -> list[int]:
         """`count` prompt positions for the next `seconds`: first those whose lease ran out, then new ones.
