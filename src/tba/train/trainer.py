@@ -122,11 +122,10 @@ class Trainer:
     def _counts(self, batch: Batch) -> Metrics:
         """What can be said of the batch before it is used. Lag: updates since the weights that sampled a row."""
         trajectories = [t for group in self.groups for t in group.trajectories]
-        lags = [t.version.lag(self.version) for t in trajectories]
+        lags = [t.version.lag(self.version) for t in trajectories if not t.imported]
         return ages(trajectories, self.now()) | {
             "reward": float(batch.reward_B.mean()),
-            "lag": sum(lags) / len(lags),
-            "lag_max": float(max(lags)),
+            **({"lag": sum(lags) / len(lags), "lag_max": float(max(lags))} if lags else {}),
             "tokens": float(batch.length_B.sum()),
             "trajectories": float(batch.rows),
         }

@@ -1,0 +1,113 @@
+"""What a line of a file says: a prompt, an answer to it, and what is claimed of it.
+
+Invariant: any object gives an `Answer` or a `Refusal`, never an error. Nothing is believed here: a claimed reward is
+kept as claimed.
+
+    {"prompt": "6 * 7 =", "response": "42", "reward": 1}
+    {"messages": [{"role": "user", "content": "6 * 7 ="}, {"role": "assistant", "content": "42"}]}
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tba.intake.files import Refusal, Values
+from tba.types import Json, Message
+
+ROLES = ("system", "user", "assistant")
+RESPONSE = ("response", "completion")  # names of the field with the answer, the first that is there counts
+ENDED = ("stop_reason", "finish_reason")  # "length" in either: the answer was cut off
+_OWN = {"prompt", "messages", "reward", "source", *RESPONSE, *ENDED}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A prompt and an answer to it, as text."""
+
+    prompt: str | tuple[Message, ...]  # text as the model is to see it, or the messages before the answer
+    response: str
+    truncated: bool = False  # cut off, so that no end of text follows it
+    claimed: float | None = None  # the reward that the line claims; not-a-number where it claims something else
+    source: str | None = None  # who answered, if the line says so
+    fields: Mapping[str, Json] = field(default_factory=dict)  # the rest, for the reward of a prompt the task lacks
+
+
+def answer_of(values: Values) -> Answer | Refusal:
+    """What an object says, or why that is no answer to a prompt. Fields that are null count as missing."""
+    given = {name: value for name, value in values.items() if value is not None}
+    asked = given.get("prompt", given.get("messages"))
+    if asked is None:
+        return Refusal("no field 'prompt' or 'messages'", f"it has {', '.join(sorted(given)) or 'none'}")
+    response = next((given[name] for name in RESPONSE if name in given), None)
+    prompt = _conversation(asked) if isinstance(asked, list) else asked
+    if isinstance(prompt, Refusal):
+        return prompt
+    if isinstance(prompt, tuple):
+        if prompt[-1]["role"] == "assistant":
+            if response is not None:
+                return Refusal("a chat that ends with an answer, and another answer beside it")
+            prompt, response = prompt[:-1], prompt[-1]["content"]
+        if not prompt or prompt[-1]["role"] != "user":
+            return Refusal("a chat without a user's message to answer")
+    return _answer(given, prompt, response)
+
+
+def _answer(given: Values, prompt: Json, response: Json) -> Answer | Refusal:
+    if response is None:
+        return Refusal("no answer", f"neither of the fields {', '.join(RESPONSE)}, nor a last message of the assistant")
+    for name, text in (("prompt", prompt), ("answer", response)):
+        if isinstance(text, str | tuple) and not text:
+            return Refusal(f"an empty {name}")
+        if isinstance(text, str) and not is_text(text):
+            return Refusal(f"a {name} that is not valid text", "it has half of a surrogate pair")
+        if not isinstance(text, str | tuple):
+            return Refusal(f"a {name} that is no text", type(text).__name__)
+    source = given.get("source")
+    return Answer(
+        prompt,
+        response,
+        truncated="length" in (given.get(name) for name in ENDED),
+        claimed=_number(given["reward"]) if "reward" in given else None,
+        source=source if isinstance(source, str) and is_text(source) else None,
+        fields={name: value for name, value in given.items() if name not in _OWN},
+    )
+
+
+def _conversation(messages: list[Json]) -> tuple[Message, ...] | Refusal:
+    said: list[Message] = []
+    for message in messages:
+        role = message.get("role") if isinstance(message, dict) else None
+        content = _content(message.get("content")) if isinstance(message, dict) else None
+        if not isinstance(role, str) or role not in ROLES or content is None:
+            return Refusal(f"a message that is not of {', '.join(ROLES)} with a text", repr(message)[:200])
+        if not is_text(content):
+            return Refusal("a message that is not valid text", "it has half of a surrogate pair")
+        said.append({"role": role, "content": content})
+    return tuple(said) if said else Refusal("a chat without a user's message to answer")
+
+
+def _content(content: Json) -> str | None:
+    """A message's text, which some logs write in parts; None when it is (also) something else."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else None
+
+
+def _number(claimed: Json) -> float:
+    try:
+        return float(claimed) if isinstance(claimed, int | float) else math.nan
+    except OverflowError:
+        return math.nan
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written at all: JSON can spell halves of surrogate pairs, which are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

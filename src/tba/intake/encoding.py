@@ -1,0 +1,185 @@
+"""Answers as the run's own tokens, each to a prompt of its task where the task has it.
+
+Invariant: what comes out says, token by token, what went in: the text of a completion is decoded from its tokens, and a
+text that the tokenizer cannot write is refused. Nothing is taken that answers a prompt held out for evaluation.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tba.intake.answers import Answer
+from tba.intake.files import Refusal
+from tba.protocols import Tokenizer
+from tba.types import ELSEWHERE, Completion, Message, Prompt, StopReason, Trajectory
+
+_QUESTION = "question"  # the field in which a task keeps what its prompt asks, without the words around it
+_CHARACTERS = 256  # of one token at most: what is longer than so many a token is not even tokenised
+_HELD_OUT = Refusal("its prompt is held out for evaluation")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt and a completion from elsewhere, and whether the prompt is one of the task's own."""
+
+    prompt: Prompt
+    completion: Completion
+    known: bool
+
+
+class Known:
+    """A split's prompts, to be found by their tokens, their text or the question that they ask."""
+
+    def __init__(self, prompts: Iterable[Prompt]) -> None:
+        self._by_key: dict[str, Prompt] = {}
+        self._by_text: dict[str, Prompt] = {}
+        self._by_question: dict[str, Prompt | None] = {}  # None: two prompts ask it
+        for prompt in prompts:
+            if self._by_key.setdefault(prompt.key, prompt) is not prompt:
+                continue
+            self._by_text.setdefault(prompt.text, prompt)
+            question = prompt.fields.get(_QUESTION)
+            for asked in {prompt.text.strip()} | ({question.strip()} if isinstance(question, str) else set()):
+                self._by_question[asked] = None if asked in self._by_question else prompt
+
+    def find(self, texts: Sequence[str], question: str) -> Prompt | None:
+        """The prompt that reads exactly like the first of `texts` that any does, else the one that asks `question`."""
+        found = next((prompt for text in texts if (prompt := self._by_text.get(text)) is not None), None)
+        return found or self._by_question.get(question.strip())
+
+    def at(self, key: str) -> Prompt | None:
+        """The prompt with that key."""
+        return self._by_key.get(key)
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Answer -> prompt and completion."""
+
+    task: str
+    tokenizer: Tokenizer
+    train: Known
+    held_out: Known
+    chat: bool  # the task's prompts are chats: a text that it does not know is put as a user's message
+    max_prompt_tokens: int
+    max_tokens: int  # of an answer, its end of text included
+
+    def encode(self, answer: Answer) -> Encoded | Refusal:
+        """Raises nothing: what cannot be tokenised is refused."""
+        prompt = self._prompt(answer)
+        if isinstance(prompt, Refusal):
+            return prompt
+        known = self.train.at(prompt.key) is not None
+        completion = self._completion(answer)
+        return completion if isinstance(completion, Refusal) else Encoded(prompt, completion, known)
+
+    def adopt(self, trajectory: Trajectory) -> Encoded | Answer | Refusal:
+        """A trajectory of another run with its tokens as they are; as an `Answer` where they are another tokenizer's.
+
+        Its behaviour's log-probabilities stay; the weights that sampled it are none of this run's.
+        """
+        prompt, completion = replace(trajectory.prompt, task=self.task), trajectory.completion
+        own = self._decoded(prompt.tokens.tolist(), special=True) == prompt.text
+        said = self._decoded(completion.tokens.tolist())
+        if not own or said is None or not said.startswith(completion.text):
+            cut = completion.stop_reason is StopReason.LENGTH
+            return Answer(prompt.text, completion.text, cut, trajectory.reward, None, prompt.fields)
+        if self.held_out.at(prompt.key) is not None:
+            return _HELD_OUT
+        if len(completion.tokens) > self.max_tokens:
+            return self._too_long(len(completion.tokens))
+        found = self.train.at(prompt.key)
+        return Encoded(found or prompt, replace(completion, versions=(ELSEWHERE, ELSEWHERE)), found is not None)
+
+    def _prompt(self, answer: Answer) -> Prompt | Refusal:
+        texts, question = self._texts(answer.prompt)
+        if self.held_out.find(texts, question) is not None:
+            return _HELD_OUT
+        found = self.train.find(texts, question)
+        if found is not None:
+            return found
+        if not texts:
+            return Refusal("a chat of several turns, and the tokenizer has no chat template")
+        if len(texts[0]) > _CHARACTERS * self.max_prompt_tokens:
+            return Refusal(f"a prompt longer than {self.max_prompt_tokens} tokens", f"{len(texts[0])} characters")
+        tokens = self._tokens(texts[0])
+        if not tokens:
+            return Refusal("a prompt that the tokenizer cannot write")
+        if len(tokens) > self.max_prompt_tokens:
+            return Refusal(f"a prompt longer than {self.max_prompt_tokens} tokens", f"{len(tokens)} tokens")
+        prompt = Prompt(self.task, np.array(tokens, dtype=np.int32), texts[0], answer.fields)
+        if self.held_out.at(prompt.key) is not None:
+            return _HELD_OUT
+        return self.train.at(prompt.key) or prompt
+
+    def _texts(self, prompt: str | tuple[Message, ...]) -> tuple[list[str], str]:
+        """The texts as which a prompt may be meant, the likeliest first, and the question that it asks."""
+        if isinstance(prompt, str):
+            rendered = self._rendered(({"role": "user", "content": prompt},))
+            texts = [rendered, prompt] if self.chat else [prompt, rendered]
+            return [text for text in texts if text is not None], prompt
+        rendered = self._rendered(prompt)
+        question = prompt[-1]["content"]
+        alone = len(prompt) == 1
+        texts = [rendered, question if alone else None]
+        one_question = all(message["role"] == "system" for message in prompt[:-1])
+        return [text for text in texts if text is not None], question if one_question else ""
+
+    def _rendered(self, messages: tuple[Message, ...]) -> str | None:
+        tokenizer: Any = self.tokenizer
+        if not getattr(tokenizer, "chat_template", None):
+            return None
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        except Exception:  # noqa: BLE001 - a template raises what it likes about foreign text; the line is refused
+            return None
+
+    def _completion(self, answer: Answer) -> Completion | Refusal:
+        if len(answer.response) > _CHARACTERS * self.max_tokens:
+            return self._too_long(None)
+        tokens, eos = self._tokens(answer.response), self.tokenizer.eos_token_id
+        if tokens is None:
+            return Refusal("an answer that the tokenizer cannot write")
+        written = answer.response
+        if eos is not None and tokens and tokens[-1] == eos:  # the log spells the end of the text
+            while tokens and tokens[-1] == eos:
+                tokens.pop()
+            mark = self.tokenizer.decode([eos], skip_special_tokens=False)
+            written = written.rstrip()
+            while mark and written.endswith(mark):
+                written = written.removesuffix(mark).rstrip()
+        text = self._decoded(tokens)
+        if not tokens or text is None or eos in tokens or _said(text) != _said(written):
+            return Refusal("an answer that the tokenizer cannot write", f"it reads back as {text!r:.200}")
+        if not answer.truncated and eos is not None:
+            tokens.append(eos)
+        if len(tokens) > self.max_tokens:
+            return self._too_long(len(tokens))
+        reason = StopReason.LENGTH if answer.truncated else StopReason.EXTERNAL
+        return Completion(np.array(tokens, dtype=np.int32), text, reason, (ELSEWHERE, ELSEWHERE))
+
+    def _too_long(self, tokens: int | None) -> Refusal:
+        """Longer than an answer of the run can be."""
+        return Refusal(f"an answer longer than {self.max_tokens} tokens", "" if tokens is None else f"{tokens} tokens")
+
+    def _tokens(self, text: str) -> list[int] | None:
+        try:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        except Exception:  # noqa: BLE001 - tokenizers share no error; whatever it is, the line is refused and counted
+            return None
+
+    def _decoded(self, tokens: Sequence[int], special: bool = False) -> str | None:
+        try:
+            return self.tokenizer.decode(tokens, skip_special_tokens=not special)
+        except Exception:  # noqa: BLE001 - ids of another tokenizer, for example
+            return None
+
+
+def _said(text: str) -> str:
+    """What two texts have to share to say the same: some tokenizers normalise letters and drop leading spaces."""
+    return "".join(unicodedata.normalize("NFKC", text).split())

@@ -1,0 +1,220 @@
+"""Trajectories from anywhere: answers are tokenised, marked by the task's own reward, scored under the reference.
+
+Invariant: each line ends as a trajectory in the journal, as there already, or refused, and is counted as exactly one of
+these (`Report`). A trajectory's name follows from its source, prompt, answer and how often the same has come before, so
+that an import that was cut off, or is made again, adds what is missing and nothing twice. A claimed reward is recorded
+as claimed, and believed only by order. No weights of the run sampled it: it is never recent, and what has no
+log-probabilities of its behaviour gets none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.intake.answers import Answer, answer_of
+from tba.intake.encoding import Encoded, Encoder
+from tba.intake.files import Refusal, Values
+from tba.intake.report import Report, counters
+from tba.protocols import Reference, Reward
+from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Trajectory
+
+CHUNK = 1024  # lines that are marked, scored and written together
+Entry: TypeAlias = tuple[int, Values | Refusal | Trajectory]
+
+
+class Sink(Protocol):
+    """Where trajectories go (the journal), which knows what it has."""
+
+    def put(
+        self, trajectories: Sequence[Trajectory], leases: Sequence[int] = ..., counters: Mapping[str, int] | None = ...
+    ) -> None: ...
+
+    def known(self, uids: Sequence[str]) -> set[str]: ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An encoded answer on its way: its line, what was claimed and where it is from."""
+
+    number: int
+    uid: str
+    encoded: Encoded
+    claimed: float | None
+    provenance: Mapping[str, Json]
+
+    @property
+    def pair(self) -> tuple[Prompt, Completion]:
+        return self.encoded.prompt, self.encoded.completion
+
+
+@dataclass
+class Intake:
+    """Takes the lines of one source after another into the journal."""
+
+    encoder: Encoder
+    reward: Reward
+    reference: Reference
+    sink: Sink
+    believe: bool = False  # claimed rewards, where there are any
+    needs_behavior: bool = False  # refuse what comes without log-probabilities of its behaviour
+    now: Callable[[], float] = time.time
+    _seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    def take(
+        self, entries: Iterable[Entry], source: str, progress: Callable[[int], None] = lambda lines: None
+    ) -> Report:
+        """All of one source. Raises only what the journal and the reference raise."""
+        report, lines = Report(source), iter(entries)
+        while chunk := list(islice(lines, CHUNK)):
+            report.lines += len(chunk)
+            self._put(self._new(self._encoded(chunk, report), report), report)
+            progress(report.lines)
+        return report
+
+    def _encoded(self, chunk: Sequence[Entry], report: Report) -> list[Candidate]:
+        """What can be tokenised, named; the others are refused."""
+        candidates = []
+        for number, entry in chunk:
+            made = self._candidate(number, entry, report.source)
+            if isinstance(made, Refusal):
+                report.refuse(number, made)
+            else:
+                candidates.append(made)
+        return candidates
+
+    def _candidate(self, number: int, entry: Values | Refusal | Trajectory, source: str) -> Candidate | Refusal:
+        provenance: dict[str, Json] = {"searcher": f"import:{source}", "line": number}
+        found: Encoded | Answer | Refusal
+        if isinstance(entry, Trajectory):
+            found, claimed = self.encoder.adopt(entry), entry.reward
+            provenance |= {"version": str(entry.version), "was": dict(entry.provenance)}
+        elif isinstance(entry, Refusal):
+            return entry
+        else:
+            found, claimed = answer_of(entry), None
+        if isinstance(found, Answer):
+            claimed = found.claimed
+            provenance |= {} if found.source is None else {"source": found.source}
+            found = self.encoder.encode(found)
+        if isinstance(found, Refusal):
+            return found
+        if self.needs_behavior and found.completion.log_behavior is None:
+            return Refusal("no log-probabilities of its behaviour, which the run's objective needs")
+        if claimed is not None and math.isfinite(claimed):
+            provenance["claimed_reward"] = claimed
+        return Candidate(number, self._uid(source, found), found, claimed, provenance)
+
+    def _uid(self, source: str, encoded: Encoded) -> str:
+        """32 hex digits of what it is and the how-many-eth of its kind."""
+        kind = (source, encoded.prompt.key, f"{encoded.completion.digest} {encoded.completion.stop_reason}")
+        self._seen[kind] += 1
+        name = "\0".join((*kind, str(self._seen[kind])))
+        return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+
+    def _new(self, candidates: list[Candidate], report: Report) -> list[Candidate]:
+        """Those that are not in the journal already."""
+        known = self.sink.known([c.uid for c in candidates])
+        report.repeated += sum(c.uid in known for c in candidates)
+        return [c for c in candidates if c.uid not in known]
+
+    def _put(self, candidates: list[Candidate], report: Report) -> None:
+        """Mark, score, write; only what is written is counted as imported."""
+        marked = [(c, m) for c, m in zip(candidates, self._marks(candidates), strict=True)]
+        kept: list[tuple[Candidate, Judgement]] = []
+        for candidate, mark in marked:
+            if isinstance(mark, Judgement) and math.isfinite(mark.reward):
+                kept.append((candidate, mark))
+            else:
+                report.refuse(
+                    candidate.number, mark if isinstance(mark, Refusal) else _not_finite("reward", mark.reward)
+                )
+        scores = self._scores([candidate for candidate, _ in kept])
+        trajectories, known, now = [], [], self.now()
+        for (candidate, mark), log_reference in zip(kept, scores, strict=True):
+            if not np.isfinite(log_reference).all():
+                report.refuse(candidate.number, _not_finite("log-probability under the reference", float("-inf")))
+                continue
+            trajectories.append(self._trajectory(candidate, mark, log_reference, now))
+            known.append(candidate.encoded.known)
+        if trajectories:
+            self.sink.put(trajectories, counters=counters(trajectories))
+        for trajectory, is_known in zip(trajectories, known, strict=True):
+            report.take(trajectory, is_known)
+            self._compare(trajectory, report)
+
+    def _trajectory(self, of: Candidate, mark: Judgement, log_reference: FloatArray, now: float) -> Trajectory:
+        believed = self.believe and of.claimed is not None
+        return Trajectory(
+            uid=of.uid,
+            prompt=of.encoded.prompt,
+            completion=of.encoded.completion,
+            reward=float(mark.reward),
+            log_reference=log_reference,
+            reference=self.reference.version,
+            reward_parts=mark.parts,
+            provenance={**of.provenance, "reward": "claimed" if believed else "task"},
+            created=now,
+        )
+
+    def _marks(self, candidates: Sequence[Candidate]) -> list[Judgement | Refusal]:
+        """The task's own mark of each, or the claimed one if that is believed; all at once if that goes well."""
+        believed = [self.believe and c.claimed is not None for c in candidates]
+        asked = [c for c, b in zip(candidates, believed, strict=True) if not b]
+        own = iter(self._judged(asked))
+        return [
+            Judgement(c.claimed, {"claimed": c.claimed}) if b and c.claimed is not None else next(own)
+            for c, b in zip(candidates, believed, strict=True)
+        ]
+
+    def _judged(self, asked: Sequence[Candidate]) -> list[Judgement | Refusal]:
+        if not asked:
+            return []
+        try:
+            judgements = list(self.reward.judge([c.pair for c in asked]))
+            if len(judgements) != len(asked):
+                raise UserError(f"the reward gave {len(judgements)} marks for {len(asked)} answers: give one of each")
+        except Exception as error:  # noqa: BLE001 - a task's reward on foreign text: each that fails is refused, by name
+            if len(asked) == 1:
+                return [Refusal("the task's reward cannot mark it", _one_line(error))]
+            half = len(asked) // 2
+            return self._judged(asked[:half]) + self._judged(asked[half:])
+        return list(judgements)
+
+    def _scores(self, candidates: Sequence[Candidate]) -> list[FloatArray]:
+        """The reference's log-probabilities of each, in order, prompt by prompt; equal answers are scored once."""
+        by_prompt: dict[str, tuple[Prompt, dict[str, Completion]]] = {}
+        for prompt, completion in (c.pair for c in candidates):
+            by_prompt.setdefault(prompt.key, (prompt, {}))[1].setdefault(completion.digest, completion)
+        answered = [(prompt, list(completions.values())) for prompt, completions in by_prompt.values()]
+        rows = self.reference.log_probabilities_of(answered) if answered else []
+        scored = {
+            (prompt.key, completion.digest): row
+            for (prompt, completions), scores in zip(answered, rows, strict=True)
+            for completion, row in zip(completions, scores, strict=True)
+        }
+        return [scored[prompt.key, completion.digest] for prompt, completion in (c.pair for c in candidates)]
+
+    def _compare(self, trajectory: Trajectory, report: Report) -> None:
+        """What was claimed against what it got."""
+        claimed = trajectory.provenance.get("claimed_reward")
+        if claimed is not None:
+            report.claimed += 1
+            report.disagreed += not math.isclose(claimed, trajectory.reward, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _not_finite(what: str, value: float) -> Refusal:
+    return Refusal(f"its {what} is not finite", str(value))
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,104 @@
+"""What became of the lines of one import: taken, there already, or refused, and why.
+
+Invariant: every line is in exactly one of the three: lines = imported + repeated + rejected.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tba.intake.files import Refusal
+from tba.types import Json, Trajectory
+
+EXAMPLES = 3  # of each reason that are kept
+
+
+@dataclass
+class Rejected:
+    """How many lines one reason refused, and the first of them: (line, detail)."""
+
+    count: int = 0
+    examples: list[tuple[int, str]] = field(default_factory=list)
+
+
+@dataclass
+class Rewards:
+    """Those of a prompt's answers."""
+
+    count: int = 0
+    least: float = float("inf")
+    most: float = -float("inf")
+
+    def add(self, reward: float) -> None:
+        """One more answer."""
+        self.count += 1
+        self.least, self.most = min(self.least, reward), max(self.most, reward)
+
+
+@dataclass
+class Report:
+    """One source's lines; `source` is what its trajectories are known by."""
+
+    source: str
+    lines: int = 0
+    tokens: int = 0  # of what was imported
+    repeated: int = 0  # there from an earlier import of the same source
+    unknown_prompts: int = 0  # trajectories whose prompt is none of the task's own
+    claimed: int = 0  # trajectories that came with a reward
+    disagreed: int = 0  # of these, how many claimed another than the task's own mark
+    rejected: dict[str, Rejected] = field(default_factory=dict)
+    of: dict[str, Rewards] = field(default_factory=dict)  # by prompt key
+
+    @property
+    def imported(self) -> int:
+        """Trajectories taken in."""
+        return sum(rewards.count for rewards in self.of.values())
+
+    @property
+    def refused(self) -> int:
+        """Lines that were not taken."""
+        return sum(rejected.count for rejected in self.rejected.values())
+
+    @property
+    def varied(self) -> int:
+        """Prompts with different rewards: of these alone there is something to learn."""
+        return sum(rewards.most > rewards.least for rewards in self.of.values())
+
+    def refuse(self, number: int, refusal: Refusal) -> None:
+        """Line `number` is not taken."""
+        rejected = self.rejected.setdefault(refusal.reason, Rejected())
+        rejected.count += 1
+        if len(rejected.examples) < EXAMPLES:
+            rejected.examples.append((number, refusal.detail))
+
+    def take(self, trajectory: Trajectory, known: bool) -> None:
+        """One more trajectory is in the journal."""
+        self.tokens += trajectory.length
+        self.unknown_prompts += not known
+        self.of.setdefault(trajectory.prompt.key, Rewards()).add(trajectory.reward)
+
+    def to_json(self) -> Mapping[str, Json]:
+        """A line of `imports.jsonl`."""
+        return {
+            "source": self.source,
+            "lines": self.lines,
+            "imported": self.imported,
+            "imported_tokens": self.tokens,
+            "repeated": self.repeated,
+            "rejected": {
+                reason: {"count": r.count, "first": [[number, detail] for number, detail in r.examples]}
+                for reason, r in self.rejected.items()
+            },
+            "prompts": len(self.of),
+            "prompts_varied": self.varied,
+            "unknown_prompts": self.unknown_prompts,
+            "claimed": self.claimed,
+            "disagreed": self.disagreed,
+        }
+
+
+def counters(trajectories: list[Trajectory]) -> dict[str, int]:
+    """What the ledger is told of these."""
+    return dict(Counter(imported_trajectories=len(trajectories), imported_tokens=sum(t.length for t in trajectories)))

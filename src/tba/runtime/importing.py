@@ -1,0 +1,142 @@
+"""Taking in trajectories from elsewhere, built from a run's directory: the run may be going on, ended or not begun.
+
+Invariant: one import into a run at a time (a lock beside its journal, gone with its process); everything is scored
+under the reference that the run has now. Nothing here waits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.intake.encoding import Encoder, Known
+from tba.intake.files import read
+from tba.intake.intake import Entry, Intake
+from tba.protocols import Reference, Tokenizer
+from tba.recipe import Recipe, resolved
+from tba.record.jsonl import write_json
+from tba.replay.journal import JournalFollower, JournalWriter
+from tba.runtime.directory import RunDirectory
+from tba.search.prompts import encode
+from tba.types import Prompt, Split, Version
+from tba.weights.directory import WeightDirectory
+
+OWNER = "import"  # under which the journal counts
+PREPARED = "prepared"  # in recipe.json: made for imports, and not begun
+_DECIDES = ("task", "model", "policy_temperature")  # how a line is tokenised and scored
+_AT_ONCE = 1024  # trajectories of another run's journal
+
+
+@contextmanager
+def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int | None) -> Iterator[Intake]:
+    """Inside, what takes trajectories into the run. `max_tokens` of an answer: None, as many as its own can have.
+
+    Raises `UserError` while another import into the same run is going on.
+    """
+    model = recipe.model.prepared(recipe.task)
+    tokenizer = model.tokenizer()
+    path = run.journal(recipe)
+    with JournalWriter(path, OWNER) as journal, _alone(Path(f"{path}-import"), run):
+        encoder = Encoder(
+            task=recipe.task.name,
+            tokenizer=tokenizer,
+            train=Known(_prompts(recipe, tokenizer, "train")),
+            held_out=Known(_prompts(recipe, tokenizer, "eval")),
+            chat=not isinstance(recipe.task.problems("train")[0].prompt, str),
+            max_prompt_tokens=recipe.prompts.max_tokens,
+            max_tokens=max_tokens or model.max_completion_tokens,
+        )
+        yield Intake(
+            encoder=encoder,
+            reward=recipe.task.reward(),
+            reference=_reference(replace(recipe, model=model), run),
+            sink=journal,
+            believe=believe,
+            needs_behavior="log_behavior" in recipe.objective.needs,
+        )
+
+
+def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
+    """What is in a file of lines, in another run's folder, or in a journal (`.sqlite`).
+
+    Raises `UserError` when there is no such thing, or it is the run that takes it in.
+    """
+    if path.is_dir():
+        if path.resolve() == into.path.resolve():
+            raise UserError(f"{path} is the run itself: give a file, or another run")
+        return _trajectories(_journal(path))
+    return _trajectories(path) if path.suffix == ".sqlite" else read(path)
+
+
+def _journal(folder: Path) -> Path:
+    run = RunDirectory.open(folder)
+    beside = folder / "journal.sqlite"
+    return beside if beside.exists() else run.journal(run.recipe())
+
+
+def _trajectories(path: Path) -> Iterator[Entry]:
+    if not path.is_file():
+        raise UserError(f"there is no journal at {path}: give the folder of a run that has one, or a file of lines")
+    number = 0
+    with JournalFollower(path) as journal:
+        while chunk := journal.drain(_AT_ONCE):
+            for trajectory in chunk:
+                number += 1
+                yield number, trajectory
+
+
+def _prompts(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
+    """All of a split, those too that this run does not use."""
+    return encode(recipe.task.problems(split), recipe.task.name, tokenizer, replace(recipe.prompts, limit=None)).prompts
+
+
+def _reference(recipe: Recipe, run: RunDirectory) -> Reference:
+    """As the newest published weights name it; what a run begins with where nothing is published yet."""
+    reference = recipe.model.reference(recipe.policy_temperature, Version())
+    weights = WeightDirectory(run.weights)
+    newest = weights.newer_than(None)
+    name = None if newest is None else newest.manifest.get("reference")
+    if name is not None and (version := Version.parse(name)) != reference.version:
+        reference.load(weights.at(version).read(), version)
+    return reference
+
+
+@contextmanager
+def _alone(path: Path, run: RunDirectory) -> Iterator[None]:
+    with path.open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"another import into {run.path} is going on: wait for its end") from error
+        yield
+
+
+def prepare(path: Path, name: str, overrides: list[str], recipe: Recipe) -> RunDirectory:
+    """A run that has not begun and can take trajectories in; `tba train` begins it. Raises `UserError` as `create`."""
+    run = RunDirectory.create(path, name, overrides, recipe)
+    write_json(path / "recipe.json", {**run.facts, PREPARED: True})
+    return run
+
+
+def is_prepared(path: Path) -> bool:
+    """Whether there is a run that was made for imports and has not begun."""
+    return (path / "recipe.json").is_file() and bool(RunDirectory.open(path).facts.get(PREPARED))
+
+
+def take_over(path: Path, recipe: Recipe) -> None:
+    """Make way for a run at `path` that begins with what was imported there.
+
+    Raises `UserError` when the imports were tokenised or scored by another model, task or policy temperature.
+    """
+    prepared, wanted = RunDirectory.open(path).facts["resolved"], resolved(recipe)
+    differs = [name for name in _DECIDES if prepared[name] != wanted[name]]
+    if differs:
+        raise UserError(
+            f"{path} was prepared with another {' and '.join(differs)}, by which its imports are tokenised and scored: "
+            "give the same settings, or another --run-name and --data to import them anew"
+        )
+    (path / "recipe.json").unlink()
