@@ -33,8 +33,8 @@ def require_enough(recipe: Recipe, replay: Replay) -> None:
         most = math.floor(pacing.max_mean_uses * received / (recipe.groups_per_step * recipe.group_size))
         raise UserError(
             f"--offline {recipe.steps} steps would use each of {received} trajectories {uses:.1f} times on average, "
-            f"but --replay.pacing.max-mean-uses is {pacing.max_mean_uses:g}: set it to {math.ceil(uses)}, or --steps to "
-            f"at most {most}"
+            f"but --replay.pacing.max-mean-uses is {pacing.max_mean_uses:g}: set it to {math.ceil(uses)}, or "
+            f"--steps to at most {most}"
         )
 
 

@@ -1,0 +1,137 @@
+"""`tba import`: trajectories from anywhere into a run, and what became of each line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from tba.command.weights import with_weights
+from tba.errors import UserError
+from tba.intake.report import Report
+from tba.recipe import Recipe
+from tba.record.jsonl import JsonLines
+from tba.record.text import printable
+from tba.runtime.directory import RunDirectory
+from tba.runtime.importing import entries_of, intake_of, prepare
+from tba.settings import find, override
+
+FILE = "imports.jsonl"  # in the run: a line for each source
+_LOUD = 20_000  # lines between two words of progress
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """How files are taken in."""
+
+    recipe: str | None = None  # of a new run that is made for the import
+    source: str | None = None  # what the trajectories are known by; none: the file's name
+    rewards: Literal["task", "claimed"] = "task"  # the task's own mark, or what a line claims (recorded as claimed)
+    max_tokens: int | None = None  # longest answer that is taken; none: the longest that the run's own engine gives
+
+
+def import_files(path: Path, files: Sequence[Path], options: ImportOptions, overrides: list[str]) -> int:
+    """Exit code 0. Raises `UserError` when nothing of all files could be taken."""
+    console = Console()
+    if options.recipe is not None:
+        recipe = override(find(options.recipe), overrides, f"tba import {path} --recipe {options.recipe}")
+        refuse(recipe, files)
+        recipe, overrides = with_weights(recipe, options.recipe, overrides, lambda line: console.print(line))
+        run = prepare(path, options.recipe, overrides, recipe)
+    elif overrides:
+        raise UserError(f"tba import takes fields such as {overrides[0]} for a new run only: give --recipe NAME too")
+    else:
+        run = RunDirectory.open(path)
+        recipe = run.recipe()
+        refuse(recipe, files)
+    take_in(recipe, run, files, options, console)
+    if options.recipe is not None:
+        console.print(
+            f"begin it with: tba train {options.recipe} --runs {path.parent} --run-name {path.name} [--offline]",
+            highlight=False,
+        )
+    return 0
+
+
+def take_in(recipe: Recipe, run: RunDirectory, files: Sequence[Path], options: ImportOptions, console: Console) -> None:
+    """Each file into the run, and a report of each. Raises `UserError` when nothing of all of them could be taken."""
+    refuse(recipe, files)
+    if options.max_tokens is not None and options.max_tokens < 1:
+        raise UserError(f"--max-tokens is {options.max_tokens}, it must be at least 1")
+    taken = 0
+    with (
+        intake_of(recipe, run, options.rewards == "claimed", options.max_tokens) as intake,
+        JsonLines(run.path / FILE) as records,
+    ):
+        for file in files:
+            heard = Loud(file, console)
+            report = intake.take(entries_of(file, run), options.source or file.name, heard)
+            records.append(report.to_json())
+            tell(report, file, console)
+            taken += report.imported + report.repeated
+    if not taken:
+        raise UserError(
+            f"none of {', '.join(map(str, files))} could be imported into {run.path}: the reasons are above, and in "
+            f"{run.path / FILE}"
+        )
+
+
+def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
+    """Raises `UserError` for what cannot be imported into a run of this recipe."""
+    for file in files:
+        if not file.exists():
+            raise UserError(f"there is no {file}: give a JSON Lines or Parquet file, or the folder of a run")
+    if "log_behavior" in recipe.objective.needs and not all(f.is_dir() or f.suffix == ".sqlite" for f in files):
+        raise UserError(
+            f"{type(recipe.objective).__name__} needs the log-probabilities of whoever sampled an answer, and answers "
+            "from a file have none: import into a run of Trajectory Balance (or without a correction), or from another "
+            "run's folder, which has them"
+        )
+
+
+@dataclass
+class Loud:
+    """Says now and then how far it is."""
+
+    file: Path
+    console: Console
+    _next: int = _LOUD
+
+    def __call__(self, lines: int) -> None:
+        if lines >= self._next:
+            self.console.print(f"{self.file}: {lines:,} lines", highlight=False)
+            self._next = lines + _LOUD
+
+
+def tell(report: Report, file: Path, console: Console) -> None:
+    """What became of one source's lines, for people."""
+    lines = [
+        f"{file}: {report.lines:,} lines, {report.imported:,} imported ({report.tokens:,} tokens), "
+        f"{report.repeated:,} there already, {report.refused:,} rejected"
+    ]
+    for reason, rejected in sorted(report.rejected.items(), key=lambda item: -item[1].count):
+        lines.append(f"  {rejected.count:,} rejected: {reason}")
+        lines += [f"    line {number}" + (f": {detail}" if detail else "") for number, detail in rejected.examples]
+    if report.imported:
+        lines.append(
+            f"  {len(report.of):,} prompts, {report.varied:,} of them with different rewards: from these alone a group "
+            "teaches anything"
+        )
+    if report.unknown_prompts:
+        lines.append(
+            f"  {report.unknown_prompts:,} answer prompts that are none of the task's own: check that the prompts are "
+            "written as the task writes them"
+        )
+    if report.claimed:
+        lines.append(f"  {report.claimed:,} claimed a reward, {report.disagreed:,} another than the one recorded")
+    if report.imported:
+        lines.append(
+            "  note: imported answers need not cover all that the policy can say (full support): Trajectory Balance "
+            "determines it only where there are answers, and searchers fill the rest"
+        )
+    for line in lines:
+        console.print(Text(printable(line, 400)))

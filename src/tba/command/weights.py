@@ -1,0 +1,25 @@
+"""A recipe with its weights at hand, found or made, before there is a run that could fail for the lack of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tba.recipe import Recipe
+from tba.runtime.searching import prompts_of
+from tba.settings import find, override
+
+
+def with_weights(
+    recipe: Recipe, name: str, overrides: list[str], say: Callable[[str], None]
+) -> tuple[Recipe, list[str]]:
+    """The recipe and its overrides, which name the weights, so that every part finds the same.
+
+    `say` is told of a warm start that is made now. Raises `UserError` for a missing file or model.
+    """
+    prepared = recipe.model.prepared(recipe.task, say)
+    prompts_of(recipe, prepared.tokenizer(), "eval")
+    found = getattr(prepared, "path", "")
+    if found and not getattr(recipe.model, "path", ""):
+        overrides = [*overrides, "--model.path", found]
+        recipe = override(find(name), overrides, f"tba train {name}")
+    return recipe, overrides
