@@ -63,7 +63,7 @@ class RuntimeSettings:
     journal_dir: Path | None = None  # where the journal lies; the run's directory unless that is a network filesystem
     threads: int = 1  # torch threads in each process
     checkpoints: int = 2  # how many are kept
-    checkpoint_every: int = 0  # steps; 0 = at the end only
+    checkpoint_every: int = 100  # steps; made at the first weight sync from there on; 0 = at the end only
     prefetch: bool = True  # fetch the next batch while this one is computed (processes only)
 
     def __post_init__(self) -> None:

@@ -44,6 +44,14 @@ def inline(path: Path, *overrides: str, **changes: Any) -> Summary:
     return summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)
 
 
+def inline_again(path: Path, *overrides: str, **changes: Any) -> Summary:
+    """A run that was left, taken up again in this process. `changes` as they were."""
+    run = RunDirectory.open(path)
+    run.begin_again("resumed", overrides)
+    recipe = replace(run.recipe(), **changes)
+    return summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)
+
+
 def processes(path: Path, *overrides: str, source: Path = TOY) -> Summary:
     """A whole run, each part in its own process and this one its driver."""
     recipe, run = made(path, *overrides, source=source)

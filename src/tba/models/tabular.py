@@ -17,6 +17,8 @@ from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, TabularT
 from tba.protocols import HEADS, Policy, Task
 from tba.types import Version
 
+MODEL = "model.safetensors"
+
 
 @dataclass(frozen=True)
 class TabularModel:
@@ -49,4 +51,4 @@ class TabularModel:
     def save(self, policy: Policy, path: Path) -> None:
         """The one tensor as `model.safetensors` in the folder `path`."""
         path.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file({WEIGHT: policy.weights()[WEIGHT].contiguous()}, path / "model.safetensors")
+        safetensors.torch.save_file({WEIGHT: policy.weights()[WEIGHT].contiguous()}, path / MODEL)

@@ -42,6 +42,11 @@ class ShareClock:
         self._settle()
         self._warming_up = False
 
+    def carry(self, seconds: Mapping[State, float]) -> None:
+        """Add those of an earlier clock of the same loop, which this one goes on from."""
+        for name, spent in seconds.items():
+            self._seconds[name] = self._seconds.get(name, 0.0) + spent
+
     @property
     def warming_up(self) -> bool:
         return self._warming_up

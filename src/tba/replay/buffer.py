@@ -165,6 +165,18 @@ class Buffer:
         amounts = (self._received, self._trained_once, self._trained_total, waiting, self._evicted, self._duplicate)
         return Counts(*(Amount(a.trajectories, a.tokens) for a in amounts))
 
+    def carry(self, counts: Counts) -> None:
+        """Go on counting from `counts`, those of a memory that was rebuilt here from what its source still has.
+
+        Nothing changes where the source has all of it. What was waiting there and is not here has left by the source's
+        own retention, and counts as evicted.
+        """
+        waiting = self.counts().waiting
+        lost = [getattr(counts.waiting, unit) - getattr(waiting, unit) for unit in ("trajectories", "tokens")]
+        self._received, self._trained_once = replace(counts.received), replace(counts.trained_once)
+        self._trained_total, self._duplicate = replace(counts.trained_total), replace(counts.duplicate)
+        self._evicted = Amount(counts.evicted.trajectories + lost[0], counts.evicted.tokens + lost[1])
+
     @property
     def received(self) -> int:
         """Trajectories ever added."""

@@ -327,6 +327,11 @@ class JournalFollower:
         )
         return {"trajectories": rows, "tokens": tokens}
 
+    def leases(self) -> tuple[int, list[int]]:
+        """The first position that was never handed out by `lease`, and all that are handed out and not given back."""
+        ((first,),) = self._database.rows("SELECT value FROM totals WHERE name = 'positions'")
+        return first, [p for (p,) in self._database.rows("SELECT position FROM leases ORDER BY position")]
+
     def totals(self) -> Totals:
         """What was ever appended and deleted."""
         values = dict(self._database.rows("SELECT name, value FROM totals WHERE name != 'positions'"))

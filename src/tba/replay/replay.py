@@ -8,8 +8,8 @@ share between the trainer's threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.protocols import TrajectorySource
-from tba.replay.buffer import Buffer, BufferSettings
+from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
 from tba.replay.pacing import Held, Pacing
 from tba.replay.scores import Score
 from tba.replay.selection import SMALLEST_GROUP, RecencyReward, Selection
@@ -91,6 +91,9 @@ class Replay:
         self._uses_path = uses
         self._uses = None if uses is None else UseLog(uses)
         self._lock = threading.RLock()
+        self._sampled = 0  # batches
+        self._newest: Sequence[Group] = ()  # the last of them
+        self._lineage: list[tuple[int, int]] = []  # (position, incarnation) of the checkpoints that this goes on from
 
     @property
     def now(self) -> Version:
@@ -165,6 +168,7 @@ class Replay:
             self.buffer.use(trajectories)
             if self._uses is not None:
                 self._uses.record([t.uid for t in trajectories])
+            self._sampled, self._newest = self._sampled + 1, chosen
             return chosen
 
     def take_back(self, groups: Sequence[Group]) -> None:
@@ -177,6 +181,7 @@ class Replay:
             self.buffer.take_back(trajectories)
             if self._uses is not None:
                 self._uses.take_back([t.uid for t in trajectories])
+            self._sampled, self._newest = self._sampled - 1, ()
 
     @property
     def samples_per_insert(self) -> float:
@@ -203,13 +208,26 @@ class Replay:
             }
             return sizes | {f"groups_{name}": float(count) for name, count in self.selector.counts.items()}
 
-    def state(self) -> Json:
-        """What `restore` needs besides the source and the record of uses. Raises `ValueError` when there is neither."""
+    def state(self, trained: int | None = None) -> Json:
+        """What `restore` needs besides the source and the record of uses, which is on disk up to here.
+
+        trained: how many of the batches sampled here have been trained; of one that was fetched ahead the uses will
+        not count (None: all have been). Raises `ValueError` when there is neither a source to resume from nor a record.
+        """
         if not isinstance(self._source, ResumableSource) or self._uses is None:
             raise ValueError("replay can be resumed only from a source with a position and with a record of uses")
         with self._lock:
+            ahead = [] if trained is None or self._sampled == trained else self._newest
+            trajectories = [t for group in ahead for t in group.trajectories]
+            self.buffer.take_back(trajectories)
+            counts = self.buffer.counts()
+            self.buffer.use(trajectories)
+            self._uses.sync()
             return {
                 "position": self._source.position,
+                "lineage": [*self._lineage, (self._source.position, self.now.incarnation)],
+                "ahead": [t.uid for t in trajectories],
+                "counts": {f.name: _pair(getattr(counts, f.name)) for f in fields(counts)},
                 "score_position": self._source.score_position if isinstance(self._source, ScoringSource) else 0,
                 "uses_bytes": self._uses.size,
                 "now": str(self.now),
@@ -218,8 +236,12 @@ class Replay:
                 "selector": self.selector.state(),
             }
 
-    def restore(self, state: Json) -> None:
+    def restore(self, state: Json, now: Version | None = None) -> None:
         """Rebuild a fresh replay as it was at `state()`: it then samples exactly as that would have.
+
+        now: the trainer's version from here on, the same step of a later incarnation (None: as it was). What the
+        incarnations that led to the state had taken in by then was sampled by this one's own past, and is named so: it
+        is as old as it was. All else that the source has is of weights that are no past of these, and never recent.
 
         Reads the source again from its beginning. What was used after the state was taken counts as never used: the
         weights that it trained are gone. Raises `ValueError` when this replay is not fresh, or as `state` does.
@@ -233,12 +255,14 @@ class Replay:
             cut_uses(self._uses_path, state["uses_bytes"])
             uses = read_uses(self._uses_path)
             self._uses = UseLog(self._uses_path)
-            self.now, self.buffer.reference = Version.parse(state["now"]), Version.parse(state["reference"])
-            self._source.position = 0
-            while chunk := self._source.drain(_CHUNK, state["position"]):
-                for trajectory in chunk:
-                    self.buffer.add(trajectory, uses[trajectory.uid])
-            self._source.position = state["position"]
+            if state["ahead"]:
+                uses.subtract(state["ahead"])
+                self._uses.take_back(state["ahead"])
+            self.now = Version.parse(state["now"]) if now is None else now
+            self.buffer.reference = Version.parse(state["reference"])
+            self._lineage = [(position, incarnation) for position, incarnation in state["lineage"]]
+            self._take_in_again(self._source, uses)
+            self.buffer.carry(Counts(**{name: Amount(*pair) for name, pair in state["counts"].items()}))
             self._restore_scores(state["score_position"])
             self._ask(self.buffer.unscored())
             self._rng.bit_generator.state = state["rng"]
@@ -253,6 +277,17 @@ class Replay:
         """Have these scored under the reference of now, where the source can."""
         if uids and isinstance(self._source, ScoringSource):
             self._source.ask(self.reference, uids)
+
+    def _take_in_again(self, source: ResumableSource, uses: Mapping[str, int]) -> None:
+        """What had been taken in by each checkpoint of the lineage, in the same order."""
+        source.position = 0
+        for position, incarnation in self._lineage:
+            while chunk := source.drain(_CHUNK, position):
+                for trajectory in chunk:
+                    past = trajectory.version.incarnation == incarnation
+                    renamed = _renamed(trajectory, self.now.incarnation) if past else trajectory
+                    self.buffer.add(renamed, uses.get(trajectory.uid, 0))
+            source.position = position
 
     def _restore_scores(self, until: int) -> None:
         """What had come in up to a position. What came in under an earlier reference does not count any longer."""
@@ -273,6 +308,18 @@ class Replay:
         if not self.buffer.prompts(SMALLEST_GROUP):
             return "empty"
         return reason
+
+
+def _renamed(trajectory: Trajectory, incarnation: int) -> Trajectory:
+    """The same as sampled by `incarnation`."""
+    if trajectory.version.incarnation == incarnation:
+        return trajectory
+    first, last = (replace(version, incarnation=incarnation) for version in trajectory.completion.versions)
+    return replace(trajectory, completion=replace(trajectory.completion, versions=(first, last)))
+
+
+def _pair(amount: Amount) -> tuple[int, int]:
+    return amount.trajectories, amount.tokens
 
 
 _UNITS = ("trajectories", "tokens")

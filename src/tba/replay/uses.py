@@ -29,7 +29,7 @@ class UseLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
         self.size = self._file.tell()  # bytes, with all that was recorded
-        self._queue: Queue[bytes | None] = Queue(_BATCHES)
+        self._queue: Queue[bytes | threading.Event | None] = Queue(_BATCHES)
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._write, name="uses", daemon=True)
         self._thread.start()
@@ -49,26 +49,40 @@ class UseLog:
         self._put(line)
         self.size += len(line)
 
+    def sync(self) -> None:
+        """Returns once all that was recorded is on disk. Raises as `record` does."""
+        written = threading.Event()
+        self._put(written)
+        if not written.wait(self.deadline_s):
+            raise self._late()
+        if self._error is not None:
+            raise self._error
+
     def close(self) -> None:
         """Returns once everything is on disk. Raises as `record` does."""
         if self._thread.is_alive():
             self._put(None)
             self._thread.join(self.deadline_s)
             if self._thread.is_alive():
-                raise DeadlineExceeded(f"waited {self.deadline_s:g} s for {self.path} to be written to disk")
+                raise self._late()
         self._file.close()
         if self._error is not None:
             raise self._error
 
-    def _put(self, line: bytes | None) -> None:
+    def _put(self, line: bytes | threading.Event | None) -> None:
         try:
             self._queue.put(line, timeout=self.deadline_s)
         except Full as error:
-            raise DeadlineExceeded(f"waited {self.deadline_s:g} s for {self.path} to be written to disk") from error
+            raise self._late() from error
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"waited {self.deadline_s:g} s for {self.path} to be written to disk")
 
     def _write(self) -> None:
         while (line := self._queue.get()) is not None:
-            if self._error is None:
+            if isinstance(line, threading.Event):
+                line.set()
+            elif self._error is None:
                 try:
                     self._file.write(line)
                     self._file.flush()

@@ -1,19 +1,23 @@
 """The run directory: where the halves meet, and what a run leaves behind.
 
     runs/NAME/  recipe.json  journal.sqlite  weights/  checkpoints/  logs/  metrics.jsonl  samples.jsonl
-                summary.json  curves.png  tensorboard/
+                faults.jsonl  summary.json  curves.png  tensorboard/
 
-Invariant: `recipe.json` alone (a name or path, the overrides, the run's own facts) rebuilds the recipe in any process.
+Invariant: `recipe.json` alone (a name or path, the overrides, the run's own facts) rebuilds the recipe in any process,
+and says which incarnation this is: begun, resumed, or its trainer started again, each time under another number.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +27,29 @@ from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
 from tba.study import MARK
 
+_POLL = 0.05  # seconds between two looks at the lock
+
 
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths of one run. Made by `create`, reopened by `open`."""
 
     path: Path
+    lock: int | None = field(default=None, compare=False)  # descriptor, while it is held
 
     @classmethod
     def create(
-        cls, path: Path, source: str, overrides: list[str], recipe: Recipe, started: float | None = None
+        cls,
+        path: Path,
+        source: str,
+        overrides: list[str],
+        recipe: Recipe,
+        began: float | None = None,
+        sft_seconds: float = 0.0,
     ) -> RunDirectory:
-        """Makes the directory and writes recipe.json; `started` is when the run began (seconds since the epoch).
+        """Makes the directory and writes recipe.json; `began` is when (by `time.monotonic`), None: now.
 
-        Raises `UserError` when a run is there already.
+        `sft_seconds` were spent on a warm start since. Raises `UserError` when a run is there already.
         """
         if (path / "recipe.json").exists():
             raise UserError(f"{path} holds a run already: choose another --run-name, or remove it")
@@ -49,7 +62,10 @@ class RunDirectory:
             "recipe": f"{file.resolve()}{mark}{variant}" if file else source,
             "digest": _digest(file) if file else None,
             "overrides": overrides,
-            "started": time.time() if started is None else started,
+            "started": time.time(),  # for people: nothing is computed from it
+            "clock": {"began": time.monotonic() if began is None else began, "before": 0.0},
+            "sft_seconds": sft_seconds,
+            "incarnations": [{"why": "begun"}],
             "resolved": resolved(recipe),
         }
         write_json(run.path / "recipe.json", facts)
@@ -75,6 +91,51 @@ class RunDirectory:
         if facts["digest"] is not None and facts["digest"] != _digest(Path(file)):
             raise UserError(f"{file} has changed since the run at {self.path} began: start a new run")
         return tba.settings.override(tba.settings.find(source), facts["overrides"], f"tba train {source}")
+
+    @property
+    def incarnation(self) -> int:
+        """Of the weights that are trained now; 0 is the first."""
+        return len(self.facts.get("incarnations", ["begun"])) - 1
+
+    def begin_again(self, why: str, overrides: Sequence[str] = (), before: float | None = None) -> None:
+        """Another incarnation, with further overrides; whoever starts from here on belongs to it.
+
+        before: seconds that the run had been going when it was left (None: it has never been left).
+        """
+        facts = self.facts
+        facts["overrides"] = [*facts["overrides"], *overrides]
+        facts["incarnations"] = [*facts.get("incarnations", [{"why": "begun"}]), {"why": why}]
+        if before is not None:
+            facts["clock"] = {"began": time.monotonic(), "before": before}
+        facts["resolved"] = resolved(tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], ""))
+        write_json(self.path / "recipe.json", facts)
+
+    def clock(self) -> Callable[[], float]:
+        """Gives the seconds that the run has been going, in every process of this machine, whoever sets its clock."""
+        clock: Mapping[str, float] = self.facts["clock"]
+        return lambda: clock["before"] + time.monotonic() - clock["began"]
+
+    @contextmanager
+    def held(self, seconds: float) -> Iterator[RunDirectory]:
+        """The run with its lock, which the parts that are started from it inherit and hold for as long as they live.
+
+        Raises `UserError` when it is held by others for `seconds` more.
+        """
+        with (self.path / "lock").open("a+") as file:
+            deadline = time.monotonic() + seconds
+            while not _locked(file.fileno()):
+                if time.monotonic() >= deadline:
+                    file.seek(0)
+                    who = file.read().strip() or "unknown"
+                    raise UserError(
+                        f"the run at {self.path} is still going on (process {who} or a part of it): "
+                        "let it end, or end it, before it is resumed"
+                    )
+                time.sleep(_POLL)
+            file.truncate(0)
+            file.write(f"{os.getpid()}")
+            file.flush()
+            yield replace(self, lock=file.fileno())
 
     def journal(self, recipe: Recipe) -> Path:
         """The journal's file: here, or in `run.journal_dir` under this run's name."""
@@ -125,6 +186,17 @@ def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
     if run_name is None and (root / name).exists():
         name += f"-{os.getpid()}"
     return root / name
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the lock is ours now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a filesystem without locks: nobody can be kept out
+    return True
 
 
 def _make(folder: Path) -> None:

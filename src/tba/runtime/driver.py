@@ -7,20 +7,25 @@ replay and trainer: their result files); nothing here is found by subtraction.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tba.recipe import Recipe
 from tba.record.clock import share_of
 from tba.record.evaluations import read_evaluations
+from tba.record.faults import count_faults
 from tba.record.ledger import Ledger
 from tba.record.live import Status
+from tba.record.memory import peak_memory_bytes
 from tba.record.metrics import rates, read_metrics
 from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.journal import JournalFollower
 from tba.runtime.directory import RunDirectory
+from tba.types import Json
+
+if TYPE_CHECKING:
+    from tba.runtime.training import TrainHalf
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Progress:
         return Status(
             step=int(row.get("step", 0)),
             steps=self.recipe.steps,
-            elapsed_seconds=time.time() - self.run.facts["started"],
+            elapsed_seconds=self.run.clock()(),
             training_seconds=row["wall_seconds"] - first if rows else 0.0,
             phase="warm-up" if phase == "training" and not rows else phase,
             reward=row.get("reward"),
@@ -52,6 +57,24 @@ class Progress:
             trainer_paced=row.get("trainer_paced"),
             note=note,
         )
+
+
+def result_of(half: TrainHalf) -> dict[str, Json]:
+    """What the summary needs of a training half that has ended."""
+    began = half.began_training
+    return {
+        "clock": half.clock.seconds(),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "steps": half.trainer.version.step,
+        "version": str(half.trainer.version),
+        "skipped": half.trainer.skipped,
+        "ledger": half.replay.ledger(),
+        "position": half.journal.position,
+        "lags": dict(half.lags),
+        "reference_resets": half.references.resets,
+        "warm_up_seconds": half.elapsed() if began is None else began,
+        "train_seconds": 0.0 if began is None else half.ended_training - began,
+    }
 
 
 def summarise(
@@ -75,7 +98,7 @@ def summarise(
         seed=recipe.seed,
         steps=trainer["steps"],
         wall_seconds=WallSeconds(
-            total=time.time() - run.facts["started"],
+            total=run.clock()(),
             sft=sft_seconds,
             warm_up=max(0.0, trainer["warm_up_seconds"] - sft_seconds),
             train=trainer["train_seconds"],
@@ -89,7 +112,7 @@ def summarise(
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
         reference_resets=trainer["reference_resets"],
-        faults={**faults, "skipped_steps": trainer["skipped"]},
+        faults={**count_faults(run.path), **faults, "skipped_steps": trainer["skipped"]},
         peak_memory_bytes={
             "trainer": trainer["peak_memory_bytes"],
             **{name: half["peak_memory_bytes"] for name, half in halves.items()},

@@ -20,6 +20,9 @@ from tba.record.evaluations import EvaluationWriter
 from tba.types import Evaluation, Json, Prompt, Version
 
 
+_WHY = "evaluate"
+
+
 class Jobs(Protocol):
     """Claims of evaluation jobs, and the counts of what they cost (the journal keeps both)."""
 
@@ -36,6 +39,68 @@ class PinnedWeights(Protocol):
     def newer_than(self, version: Version | None) -> PublishedWeights | None: ...
 
     def at(self, version: Version) -> PublishedWeights: ...
+
+
+class KeptWeights(Protocol):
+    """Versions that can be kept from being pruned."""
+
+    def versions(self) -> list[Version]: ...
+
+    def pin(self, version: Version, why: str) -> None: ...
+
+    def unpin(self, version: Version, why: str) -> None: ...
+
+    def pins(self, version: Version) -> list[str]: ...
+
+
+@dataclass
+class Requests:
+    """What the trainer asks to be evaluated: the first version, one every so many steps, and the last. Each is kept
+    until it has been.
+    """
+
+    every: int  # steps; 0: the first and the last only
+    steps: int  # of the run
+    weights: KeptWeights
+    done: Callable[[str], bool]  # whether a job has been
+    _pending: dict[Version, float] = field(default_factory=dict)  # -> when the run had these weights
+    _seen: int | None = None  # the step of the newest version that was published
+
+    def beside(self, version: Version, seconds: float) -> list[dict[str, Json]]:
+        """What stands in the manifest of a version that is published now."""
+        for done in [v for v in self._pending if self.done(_job(v))]:
+            del self._pending[done]
+            self.weights.unpin(done, _WHY)
+        if self._seen is None or (version.step > self._seen and self._due(version.step, self._seen)):
+            self._pending[version] = seconds
+        self._seen = version.step
+        return [
+            {"version": str(v), "wall_seconds": s, "during": 0 < v.step < self.steps} for v, s in self._pending.items()
+        ]
+
+    def pin(self) -> None:
+        """Keep them. Only the publishing process prunes: after publishing is soon enough."""
+        for version in self._pending:
+            if _WHY not in self.weights.pins(version):
+                self.weights.pin(version, _WHY)
+
+    def state(self) -> Json:
+        """What `restore` takes."""
+        return {"pending": {str(v): s for v, s in self._pending.items()}, "seen": self._seen}
+
+    def restore(self, state: Json) -> None:
+        """Go on where `state` was taken, with what is still wanted and still there; later requests are forgotten."""
+        asked = {Version.parse(name): seconds for name, seconds in state["pending"].items()}
+        wanted = {version: seconds for version, seconds in asked.items() if not self.done(_job(version))}
+        there = self.weights.versions()
+        self._pending = {version: seconds for version, seconds in wanted.items() if version in there}
+        self._seen = state["seen"] if len(self._pending) == len(wanted) else None  # None: the next one in their place
+        for version in there:
+            if version not in self._pending and _WHY in self.weights.pins(version):
+                self.weights.unpin(version, _WHY)
+
+    def _due(self, step: int, before: int) -> bool:
+        return step >= self.steps or (self.every > 0 and step // self.every > before // self.every)
 
 
 @dataclass
@@ -60,10 +125,11 @@ class Examiner:
         """Evaluate the versions that `manifest` asks for and nobody has claimed."""
         for request in manifest.get("evaluate", ()):
             name = request["version"]
-            if name not in self.done and self.jobs.claim(f"evaluate {name}", self.claim_seconds):
+            version = Version.parse(name)
+            if name not in self.done and self.jobs.claim(_job(version), self.claim_seconds):
                 with self.clock.state("eval"):
                     settings = self.settings.during() if request["during"] else self.settings
-                    self.evaluate(Version.parse(name), float(request["wall_seconds"]), settings)
+                    self.evaluate(version, float(request["wall_seconds"]), settings)
 
     def evaluate(self, version: Version, wall_seconds: float, settings: EvaluationSettings) -> None:
         """One version on the held-out split; `wall_seconds` is when the run had these weights."""
@@ -84,5 +150,10 @@ class Examiner:
             return
         evaluations = [replace(e, wall_seconds=wall_seconds) for e in found.evaluations]
         self.writer.write(evaluations, found.answers)
-        self.jobs.finish(f"evaluate {version}", evaluations)
+        self.jobs.finish(_job(version), evaluations)
         self.done.add(str(version))
+
+
+def _job(version: Version) -> str:
+    """The name under which its evaluation is claimed."""
+    return f"evaluate {version}"

@@ -6,7 +6,6 @@ paced) brings another round. With k = 1, m = 1 and a recent window of 0 this is 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -34,7 +33,7 @@ class Inline:
     def go(self) -> dict[str, object]:
         """Runs to the end; the faults it survived. Ctrl-C ends it between two tokens or steps, with a checkpoint."""
         torch.set_num_threads(self.recipe.run.threads)
-        started = self.run.facts["started"]
+        clock = self.run.clock()
         with log_to(self.run.path, "inline"), stop_requests() as stop, ExitStack() as ends:
             search = start_searching(self.recipe, self.run, 0, interrupted=stop)
             ends.callback(search.close)
@@ -47,6 +46,8 @@ class Inline:
                 elapsed=lambda: time.time() - started - search.clock.seconds().get("eval", 0.0),
             )
             ends.callback(train.close)
+            train.beside = search
+            restore_searcher(search, train)
             self._turns(search, train, stop)
             train.finish()
             self.tell("evaluating", "")

@@ -67,6 +67,16 @@ class References:
         """A checkpoint has been made under the reference of now."""
         self._of_checkpoints.append(self.now)
 
+    def state(self) -> Json:
+        """What `restore` takes: the resets there were, and under what the checkpoints that are kept were made."""
+        return {"resets": list(self.resets), "of_checkpoints": [str(version) for version in self._of_checkpoints]}
+
+    def restore(self, state: Json) -> None:
+        """Go on where `state` was taken. What is pinned stays so until the next reset."""
+        self.resets[:] = state["resets"]
+        self._of_checkpoints.extend(Version.parse(version) for version in state["of_checkpoints"])
+        self._pinned[:] = [version for version in self.weights.versions() if WHY in self.weights.pins(version)]
+
     def metrics(self) -> dict[str, float]:
         """For the step's line, where there are resets."""
         return {"reference_step": float(self.now.step)} if self.every else {}

@@ -25,7 +25,7 @@ from tba.runtime.evaluation import Examiner
 from tba.search.prompts import PosteriorPrompts, PromptSource, PromptStream, UniformPrompts, encode
 from tba.search.rescoring import Rescorer
 from tba.search.searcher import Searcher
-from tba.types import Prompt, Split, Version
+from tba.types import Json, Prompt, Split, Version
 from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.searcher")
@@ -41,14 +41,31 @@ class SearchHalf:
     weights: WeightDirectory
     clock: ShareClock
     run: RunDirectory
+    incarnation: int = 0  # in which it was started
 
     def evaluate(self) -> bool:
         """Evaluate what is asked for beside the newest weights; whether the trainer has said stop."""
         newest = self.weights.newer_than(None)
-        if newest is None:
-            return False
+        if newest is None or newest.version.incarnation < self.incarnation:
+            return False  # what a trainer asked that is gone is not wanted any longer
         self.examiner.answer(newest.manifest)
         return bool(newest.manifest.get("stop"))
+
+    def state(self) -> Json:
+        """What `restore` takes: the generators and the count of rounds."""
+        prompts = getattr(self.searcher.prompts, "rng", None)
+        return {
+            "rng": self.searcher.rng.bit_generator.state,
+            "prompts_rng": None if prompts is None else prompts.bit_generator.state,
+            "rounds": self.searcher.rounds,
+        }
+
+    def restore(self, state: Json) -> None:
+        """Go on where `state` was taken."""
+        self.searcher.rng.bit_generator.state = state["rng"]
+        if state["prompts_rng"] is not None:
+            self.searcher.prompts.rng.bit_generator.state = state["prompts_rng"]  # type: ignore[attr-defined]
+        self.searcher.rounds = state["rounds"]
 
     def close(self) -> None:
         """Leave what the summary needs."""
@@ -76,7 +93,8 @@ def start_searching(
     engine, reward = model.engine(Version()), recipe.task.reward()
     reference = model.reference(recipe.policy_temperature, Version())
     clock = ShareClock()
-    seeds = [recipe.seed, 1 + index, attempt]
+    incarnation = run.incarnation
+    seeds = [recipe.seed, 1 + index, attempt, *([incarnation] if incarnation else [])]
     searcher = Searcher(
         name=name,
         engine=engine,
@@ -107,7 +125,7 @@ def start_searching(
         clock=clock,
         interrupted=interrupted,
     )
-    return SearchHalf(searcher, examiner, journal, weights, clock, run)
+    return SearchHalf(searcher, examiner, journal, weights, clock, run, incarnation)
 
 
 def _source(recipe: Recipe, prompts: list[Prompt], journal: JournalWriter, rng: np.random.Generator) -> PromptSource:

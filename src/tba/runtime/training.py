@@ -15,12 +15,12 @@ from tba.protocols import HEADS
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.jsonl import write_json
-from tba.record.memory import peak_memory_bytes
 from tba.record.recorder import Recorder
 from tba.replay.journal import JournalFollower
 from tba.replay.replay import Replay
 from tba.runtime.directory import RunDirectory
 from tba.runtime.reference import References
+from tba.runtime.resuming import Stateful, beginning, restore, state_of
 from tba.runtime.waiting import ReplayWait, Stopped, Timed
 from tba.train.batches import Sampled
 from tba.train.checkpoint import save_checkpoint
@@ -44,12 +44,16 @@ class TrainHalf:
     journal: JournalFollower
     weights: WeightDirectory
     references: References
+    requests: Requests
     recorder: Recorder
     clock: ShareClock
     source: Timed
     elapsed: Callable[[], float]  # seconds since the run began, evaluation apart
+    resumed: Mapping[str, Json] | None = None  # the state of the checkpoint that it goes on from
+    beside: Stateful | None = None  # the searcher that takes turns with it, to be saved at the same step
+    trained: int = 0  # batches, by this process
+    checkpointed: Version | None = None  # the newest
     lags: Counter[int] = field(default_factory=Counter)
-    pending: dict[Version, float] = field(default_factory=dict)  # to be evaluated -> when the run had these weights
     began_training: float | None = None
     ended_training: float = 0.0
     _searched: dict[str, float] = field(default_factory=dict)
@@ -66,14 +70,15 @@ class TrainHalf:
             metrics = self.trainer.step()
         except Stopped:
             return
-        self._pin()
+        self.trained += 1
+        self.requests.pin()
         if self.references.due(self.trainer.version):
             self._reset_reference()
         self.ended_training = self.elapsed()
         if self.began_training is None:
             self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
         trajectories = [t for group in self.trainer.groups for t in group.trajectories]
-        self.lags.update(t.version.lag(before) for t in trajectories)
+        self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
         self._look()
         own = {
             "trainer_idle": self.clock.share("idle"),
@@ -83,29 +88,24 @@ class TrainHalf:
             **self._searched,
         }
         self.recorder.step(self.trainer.version, self.ended_training, metrics | own, trajectories)
-        every = self.recipe.run.checkpoint_every
-        if every and self.trainer.version.step % every == 0:
+        if self._checkpoint_due():
             self.checkpoint()
+
+    def _checkpoint_due(self) -> bool:
+        """At the first weight sync from every so many steps on: a run that goes on begins with one too."""
+        version, every = self.trainer.version, self.recipe.run.checkpoint_every
+        before = 0 if self.checkpointed is None else self.checkpointed.step
+        return every > 0 and version == self.trainer.published and version.step // every > before // every
 
     def notes(self, version: Version) -> Mapping[str, Json]:
         """What lies beside a published version: the reference, which are to be evaluated, and whether to stop."""
-        for done in [v for v in self.pending if self.journal.job_done(f"evaluate {v}")]:
-            del self.pending[done]
-            self.weights.unpin(done, "evaluate")
-        every, k = self.recipe.evaluation.every, self.recipe.sync_every
-        due = every and version.step // every > max(0, version.step - k) // every
-        if version.step == 0 or self.finished or due:
-            self.pending[version] = self.elapsed()
-        requests = [
-            {"version": str(v), "wall_seconds": s, "during": 0 < v.step < self.recipe.steps}
-            for v, s in self.pending.items()
-        ]
+        requests = self.requests.beside(version, self.elapsed())
         return {"evaluate": requests, "stop": self.finished, "reference": str(self.references.at(version))}
 
     def publish(self) -> None:
         """The weights as they are."""
         self.trainer.publish()
-        self._pin()
+        self.requests.pin()
 
     def _reset_reference(self) -> None:
         """The policy as it is now is the reference of the steps to come."""
@@ -115,30 +115,26 @@ class TrainHalf:
         if self.recipe.reset_optimizer:
             self.trainer.optimizer.forget()
 
-    def _pin(self) -> None:
-        """Keep versions until they have been evaluated. Only this process prunes: after publishing is soon enough."""
-        for version in self.pending:
-            if "evaluate" not in self.weights.pins(version):
-                self.weights.pin(version, "evaluate")
-
     def checkpoint(self) -> None:
-        """Model, optimizer and step in the Hugging Face layout."""
+        """Model and optimizer in the Hugging Face layout, and all else at this step (`resuming`)."""
+        self.references.checkpointed()
         save_checkpoint(
             self.run.checkpoints,
             self.trainer.version,
             lambda folder: self.recipe.model.save(self.trainer.policy, folder),
             self.trainer.optimizer,
-            {"reference": str(self.references.now)},
+            state_of(self),
             keep=self.recipe.run.checkpoints,
             heads=self.trainer.policy.heads,
         )
-        self.references.checkpointed()
+        self.checkpointed = self.trainer.version
 
     def finish(self) -> None:
         """The last version out, and a checkpoint of it."""
         if self.trainer.published != self.trainer.version:
             self.publish()
-        self.checkpoint()
+        if self.checkpointed != self.trainer.version:
+            self.checkpoint()
 
     def close(self) -> None:
         """Leave what the summary needs; end the threads."""
@@ -147,23 +143,7 @@ class TrainHalf:
             self.replay.take_back(ahead.groups)
         self.replay.drain()
         self._look_at_evaluations()
-        began = self.ended_training if self.began_training is None else self.began_training
-        write_json(
-            self.run.result("trainer"),
-            {
-                "clock": self.clock.seconds(),
-                "peak_memory_bytes": peak_memory_bytes(),
-                "steps": self.trainer.version.step,
-                "version": str(self.trainer.version),
-                "skipped": self.trainer.skipped,
-                "ledger": self.replay.ledger(),
-                "position": self.journal.position,
-                "lags": dict(self.lags),
-                "reference_resets": self.references.resets,
-                "warm_up_seconds": self.elapsed() if self.began_training is None else self.began_training,
-                "train_seconds": self.ended_training - began,
-            },
-        )
+        write_json(self.run.result("trainer"), result_of(self))
         self.recorder.close()
         self.replay.close()
         self.journal.close()
@@ -192,15 +172,16 @@ def start_training(
     fill: Callable[[], object] | None = None,
     elapsed: Callable[[], float] | None = None,
 ) -> TrainHalf:
-    """The trainer of the run at `run`, its first version published."""
+    """The trainer of the run at `run`, its first version published. A later incarnation goes on where it can."""
     model = recipe.model.prepared(recipe.task)
     recipe = replace(recipe, model=model)
-    policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS)
+    version, checkpoint = beginning(run)
+    saved = None if checkpoint is None else checkpoint.path
+    policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
     journal = JournalFollower(run.journal(recipe), keep_rows=recipe.replay.keep_rows)
     replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
     weights = WeightDirectory(run.weights)
     clock = ShareClock(warming_up=True)
-    started = run.facts["started"]
     sampled = Sampled(replay, recipe.groups_per_step, recipe.group_size)
     wait = ReplayWait(
         replay=replay,
@@ -220,6 +201,7 @@ def start_training(
         sync_every=recipe.sync_every,
         max_tokens_per_pass=recipe.max_tokens_per_pass,
         directory=run.path,
+        version=version,
         notes=lambda version: half.notes(version),
     )
     ahead = Prefetch(wait, recipe.run.idle_deadline, wait.close) if prefetch else wait
@@ -232,10 +214,14 @@ def start_training(
         journal=journal,
         weights=weights,
         references=References(recipe.reference_reset, recipe.steps, recipe.run.checkpoints, replay, weights),
+        requests=Requests(recipe.evaluation.every, recipe.steps, weights, journal.job_done),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         clock=clock,
         source=source,
-        elapsed=elapsed or (lambda: time.time() - started),
+        elapsed=elapsed or run.clock(),
+        resumed=None if checkpoint is None else checkpoint.state,
     )
+    if checkpoint is not None:
+        restore(half, checkpoint)
     half.publish()
     return half

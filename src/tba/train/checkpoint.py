@@ -1,16 +1,18 @@
 """Checkpoints: the model in the Hugging Face layout, the optimizer's state, and where the run stood.
 
     checkpoints/step-N/   config.json model.safetensors (tokenizer)   (heads.safetensors)
-                          optimizer.safetensors optimizer.json   run.json
+                          optimizer.safetensors optimizer.json   run.json (the manifest)
 
-Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there. `from_pretrained` takes one as
-it is, and a run resumed from one goes on bit for bit as if it had not stopped. One process writes.
+Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there. `run.json` ties all of it to one
+version: it holds the rest of the run's state at that step, and size and checksum of every other file, so that damage is
+found before anything is believed. `from_pretrained` takes a folder as it is. One process writes.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +28,7 @@ from tba.weights.beside import folder_beside, remove_folder, remove_leftovers
 RUN = "run.json"
 HEADS = "heads.safetensors"
 STEP = re.compile(r"step-\d+")
+_BLOCK = 1 << 22  # bytes read at a time
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,18 @@ class Checkpoint:
             raise UserError(f"there is no checkpoint at {path} (no {RUN}); give a folder checkpoints/step-N") from error
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"the checkpoint at {path} is damaged ({RUN}: {error}); give an older one") from error
+
+    def verify(self) -> None:
+        """Read every file once. Raises `UserError` when one is missing, cut or changed since it was written."""
+        run = json.loads((self.path / RUN).read_text())
+        for name, (size, checksum) in run.get("files", {}).items():
+            try:
+                found = _measured(self.path / name)
+            except OSError as error:
+                raise UserError(f"the checkpoint at {self.path} is damaged ({name}: {error.strerror})") from error
+            if found != (size, checksum):
+                how = f"{found[0]} bytes instead of {size}" if found[0] != size else "its checksum differs"
+                raise UserError(f"the checkpoint at {self.path} is damaged ({name}: {how})")
 
     def load_heads(self, heads: torch.nn.ModuleDict) -> None:
         """Put what was saved into a policy's heads. Raises `UserError` when they are missing, damaged or others."""
@@ -86,7 +101,9 @@ def save_checkpoint(
         optimizer.save(beside)
         if heads:
             safetensors.torch.save_file(heads.state_dict(), beside / HEADS)
-        (beside / RUN).write_text(json.dumps({"version": str(version), "state": dict(state or {})}))
+        files = {str(p.relative_to(beside)): _measured(p) for p in sorted(beside.rglob("*")) if p.is_file()}
+        manifest = {"version": str(version), "state": dict(state or {}), "files": files}
+        (beside / RUN).write_text(json.dumps(manifest))
         if path.exists():
             remove_folder(path)
     for old in _folders(folder)[:-keep]:
@@ -95,14 +112,46 @@ def save_checkpoint(
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """That of the latest version, None when there is none. Raises `UserError` when one is damaged."""
+    """That of the latest version, None when there is none. Raises `UserError` when all are damaged."""
     folders = _folders(folder)
     return Checkpoint.load(folders[-1]) if folders else None
 
 
+def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The latest that is whole to the last byte (None when there is none), and what is wrong with each later one."""
+    damaged = []
+    for path in reversed(_folders(folder)):
+        try:
+            checkpoint = Checkpoint.load(path)
+            checkpoint.verify()
+        except UserError as error:
+            damaged.append(str(error))
+        else:
+            return checkpoint, damaged
+    return None, damaged
+
+
 def _folders(folder: Path) -> list[Path]:
-    """Oldest version first: by steps alone, a resume from an earlier step would count as older."""
+    """Oldest version first: by steps alone, a resume from an earlier step would count as older. What has no version
+    that can be read comes before all.
+    """
     if not folder.is_dir():
         return []
-    named = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
-    return sorted(named, key=lambda path: Checkpoint.load(path).version)
+    named = sorted((path for path in folder.iterdir() if STEP.fullmatch(path.name)), key=lambda path: path.name)
+    return sorted(named, key=_version)
+
+
+def _version(path: Path) -> Version:
+    try:
+        return Checkpoint.load(path).version
+    except UserError:
+        return Version(-1)
+
+
+def _measured(path: Path) -> tuple[int, int]:
+    """(bytes, CRC-32) of a file."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            size, checksum = size + len(block), zlib.crc32(block, checksum)
+    return size, checksum

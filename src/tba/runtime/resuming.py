@@ -1,0 +1,137 @@
+"""A run at one step: what a checkpoint holds beside the model and the optimizer, and how a later incarnation goes on.
+
+Invariant: all of the state is of the same step, that of the checkpoint's version. What lies outside the checkpoint (the
+journal, the record of uses) only grows, and the state names how far it had come: the uses after it are cut off, the
+trajectories after it stay and are used as old data. Prompts are leased in the journal, which is never set back: what
+was in flight is handed out again, what was answered is not.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import random
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from tba.errors import UserError
+from tba.record.faults import record_fault
+from tba.replay.uses import cut_uses
+from tba.runtime.directory import RunDirectory
+from tba.train.checkpoint import Checkpoint, newest_sound
+from tba.types import Json, Version
+
+if TYPE_CHECKING:
+    from tba.runtime.searching import SearchHalf
+    from tba.runtime.training import TrainHalf
+
+
+class Stateful(Protocol):
+    """What can be saved with the trainer."""
+
+    def state(self) -> Json: ...
+
+
+log = logging.getLogger("tba.trainer")
+
+
+def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
+    """What this incarnation's trainer begins with, and the checkpoint that it goes on from, if there is one.
+
+    A damaged checkpoint is passed over for the one before, and recorded as a fault. Without any a later incarnation
+    begins at step 0, with all trajectories of the earlier ones as old data. Raises `UserError` when all are damaged.
+    """
+    if run.incarnation == 0:
+        return Version(), None
+    checkpoint, damaged = newest_sound(run.checkpoints)
+    for what in damaged:
+        log.warning("%s; it is passed over", what)
+        record_fault(run.path, "damaged_checkpoints", what)
+    if checkpoint is not None:
+        log.info("going on from %s, as incarnation %d", checkpoint.path, run.incarnation)
+        return Version(run.incarnation, checkpoint.version.step), checkpoint
+    if damaged:
+        raise UserError(f"every checkpoint of the run at {run.path} is damaged ({damaged[0]}): start a new run")
+    if run.uses.exists():
+        cut_uses(run.uses, 0)
+    return Version(run.incarnation), None
+
+
+def state_of(half: TrainHalf) -> dict[str, Json]:
+    """Everything but the weights and the optimizer's moments, as JSON."""
+    next_prompt, in_flight = half.journal.leases()
+    return {
+        "replay": half.replay.state(half.trained),
+        "reference": str(half.references.now),
+        "references": half.references.state(),
+        "evaluations": half.requests.state(),
+        "generators": generators(),
+        "journal": {"rows": half.journal.totals().rows, "next_prompt": next_prompt, "prompts_in_flight": in_flight},
+        "lags": [[lag, count] for lag, count in sorted(half.lags.items())],
+        "skipped": half.trainer.skipped,
+        "clock": half.clock.seconds(),
+        "began_training": half.began_training,
+        "ended_training": half.ended_training,
+        "searcher": None if half.beside is None else half.beside.state(),
+    }
+
+
+def restore(half: TrainHalf, checkpoint: Checkpoint) -> None:
+    """Into a half that has just been made, whose policy has the checkpoint's weights and whose replay is empty."""
+    state = checkpoint.state
+    checkpoint.load_heads(half.trainer.policy.heads)
+    half.trainer.optimizer.load(checkpoint.path)
+    half.trainer.skipped = state["skipped"]
+    half.references.restore(state["references"])
+    half.requests.restore(state["evaluations"])
+    half.lags = Counter(dict(state["lags"]))
+    half.clock.carry(state["clock"])
+    half.began_training, half.ended_training = state["began_training"], state["ended_training"]
+    half.checkpointed = half.trainer.version
+    set_generators(state["generators"])
+
+
+def restore_searcher(search: SearchHalf, half: TrainHalf) -> None:
+    """The searcher that takes turns with the trainer goes on with the same draws.
+
+    Only where nothing has been put since: else it would draw a second time what is there already.
+    """
+    if half.resumed is None or half.resumed["searcher"] is None:
+        return
+    if half.journal.totals().rows == half.resumed["journal"]["rows"]:
+        search.restore(half.resumed["searcher"])
+
+
+def generators() -> dict[str, Json]:
+    """The process's own generators. Nothing of ours draws from them; a task, a reward or a model of the user's may."""
+    name, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    kind, numbers, gauss_next = random.getstate()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "torch": _text(torch.get_rng_state()),
+        "cuda": [_text(state) for state in devices],
+        "numpy": [str(name), np.asarray(key).tolist(), int(position), int(has_gauss), float(gauss)],
+        "python": [kind, list(numbers), gauss_next],
+    }
+
+
+def set_generators(state: Json) -> None:
+    """The inverse of `generators`; devices that are no longer there are left out."""
+    torch.set_rng_state(_tensor(state["torch"]))
+    for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_tensor(text), device)
+    name, key, *rest = state["numpy"]
+    np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
+    kind, numbers, gauss_next = state["python"]
+    random.setstate((kind, tuple(numbers), gauss_next))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> Any:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
