@@ -1,4 +1,4 @@
-"""The command line: train, check, sft, eval, study, recipes, show.
+"""The command line: train, import, check, sft, eval, study, recipes, show.
 
 Invariant: bad input ends in one sentence on standard error and exit code 2, without a traceback.
 """
@@ -14,7 +14,11 @@ from pathlib import Path
 USAGE = """\
 tba: asynchronous, off-policy RL post-training of language models (Trajectory Balance with Asynchrony)
 
-  tba train RECIPE [--run-name NAME] [--runs DIR] [--field value ...]   run a recipe (a name, or a path to a .py file)
+  tba train RECIPE [--run-name NAME] [--runs DIR] [--data FILE|RUN] [--field value ...]
+                                            run a recipe (a name, or a path to a .py file); --offline learns from the
+                                            trajectories that are there, without searchers
+  tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed]
+                                            answers from elsewhere (JSON Lines, Parquet, another run) into a run
   tba check RECIPE [--field value ...]      resolve, validate, estimate memory and time; run nothing
   tba sft RECIPE --out DIR [--field value ...]    the recipe's supervised warm start
   tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response
@@ -35,6 +39,7 @@ class TrainOptions:
 
     run_name: str | None = None
     runs: Path = Path("runs")
+    data: Path | None = None  # a file of answers, or another run: imported before the run begins
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
     commands = {
         "train": train,
+        "import": import_,
         "check": check,
         "sft": sft,
         "eval": evaluate,
@@ -101,7 +107,21 @@ def train(arguments: list[str]) -> int:
 
     name, rest = _named(arguments, "tba train RECIPE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(TrainOptions(), rest, "tba train")
-    return run_recipe(name, overrides, options.runs, options.run_name)
+    return run_recipe(name, overrides, options.runs, options.run_name, options.data)
+
+
+def import_(arguments: list[str]) -> int:
+    """`tba import RUN FILE...`."""
+    from tba.command.importing import ImportOptions, import_files
+    from tba.errors import UserError
+    from tba.settings import split_options
+
+    first = next((i for i, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
+    named, rest = arguments[:first], arguments[first:]
+    if len(named) < 2:
+        raise UserError("`tba import RUN FILE` needs a run's folder and one or more files (or other runs) first")
+    options, overrides = split_options(ImportOptions(), rest, "tba import")
+    return import_files(Path(named[0]), [Path(name) for name in named[1:]], options, overrides)
 
 
 def check(arguments: list[str]) -> int:

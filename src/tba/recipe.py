@@ -39,6 +39,11 @@ class Model(Protocol):
         """Which heads (`protocols.HEADS`) its policies can be given."""
         ...
 
+    @property
+    def max_completion_tokens(self) -> int:
+        """How many tokens an answer of its engines has at most, the end of text included."""
+        ...
+
     def policy(self, temperature: float, heads: frozenset[str] = ...) -> Policy: ...
 
     def engine(self, version: Version) -> Engine: ...
@@ -104,6 +109,7 @@ class Recipe:
     policy_temperature: float = 1.0  # of the policy and the reference in the objective
     max_tokens_per_pass: int = 16384  # of one forward and backward; larger batches go in slices
     searchers: int = 1  # processes that generate; inline: exactly one
+    offline: bool = False  # learn from the trajectories that are there (`tba import`, --data); searchers only evaluate
     runtime: Literal["processes", "inline"] = "processes"  # each part its own process, or one that takes turns
     prompts: PromptSettings = field(default_factory=PromptSettings)
     vine: Vine | None = None  # rollouts from the steps of each answer, for objectives that need step values
@@ -126,6 +132,11 @@ class Recipe:
             raise UserError(
                 f"--replay.keep-rows is {self.replay.keep_rows}, but after a reset of the reference trajectories are "
                 "scored again from the journal: keep all (None), or set --reference-reset 0"
+            )
+        if self.offline and self.reference_reset:
+            raise UserError(
+                f"--reference-reset is {self.reference_reset}, but after a reset searchers score trajectories anew, "
+                "and --offline there are none: set it to 0, or train with searchers"
             )
         if self.runtime == "inline" and self.searchers != 1:
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")

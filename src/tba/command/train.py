@@ -12,7 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.command.check import validate
-from tba.errors import TbaError
+from tba.command.importing import ImportOptions, refuse, take_in
+from tba.command.weights import with_weights
+from tba.errors import TbaError, UserError
 from tba.recipe import Recipe
 from tba.record.failure import Failure
 from tba.record.live import LiveView
@@ -23,19 +25,23 @@ from tba.record.summary import Summary
 from tba.record.tensorboard import TensorBoardEvents
 from tba.runtime.directory import RunDirectory, new_path
 from tba.runtime.driver import Progress, summarise
+from tba.runtime.importing import is_prepared, take_over
 from tba.runtime.inline import Inline
 from tba.runtime.processes import Processes
-from tba.runtime.searching import prompts_of
 from tba.settings import find, override
 
 _LOOK = 0.5  # seconds between two looks at the run's files, on a terminal
+WARM_UP = "--replay.pacing.warm-up"
 _BUSY = 0.5  # load per core, before we begin, from which the machine counts as busy
 
 
-def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None) -> int:
-    """Exit code 0 when the run finished or was stopped on purpose."""
+def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None, data: Path | None = None) -> int:
+    """Exit code 0 when the run finished or was stopped on purpose. `data`: what is imported before it begins."""
     console = Console()
     recipe = override(find(name), overrides, f"tba train {name}")
+    path = new_path(runs, recipe.name, run_name)
+    if recipe.offline:
+        recipe, overrides = _offline(recipe, name, overrides, path, data)
     for warning in validate(recipe):
         console.print(f"note: {warning}", style="yellow")
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
@@ -44,7 +50,7 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
         console.print(
             f"note: this machine is busy (load {busy:.1f} per core): expect it to take longer", style="yellow"
         )
-    run, summary, stopped = carry_out(recipe, name, overrides, new_path(runs, recipe.name, run_name), console)
+    run, summary, stopped = carry_out(recipe, name, overrides, path, console, data)
     draw_curves([RunRecord.read(run.path)], run.path / "curves.png")
     console.print(closing_page(RunRecord.read(run.path), next_steps(name, run, stopped)))
     for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
@@ -54,9 +60,9 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
 
 
 def carry_out(
-    recipe: Recipe, name: str, overrides: list[str], path: Path, console: Console
+    recipe: Recipe, name: str, overrides: list[str], path: Path, console: Console, data: Path | None = None
 ) -> tuple[RunDirectory, Summary, bool]:
-    """One run, from the warm start to its summary."""
+    """One run, from the warm start to its summary. It begins with what is imported from `data`, or was at `path`."""
     began = time.time()
     said: list[str] = []  # a warm start that is made now says so
 
@@ -64,15 +70,17 @@ def carry_out(
         said.append(line)
         console.print(line, highlight=False)
 
-    prepared = recipe.model.prepared(recipe.task, say)
+    recipe, overrides = with_weights(recipe, name, overrides, say)
     sft_seconds = time.time() - began if said else 0.0
-    prompts_of(recipe, prepared.tokenizer(), "eval")  # a missing file or model ends here, before there is a run
-    found = getattr(prepared, "path", "")
-    if found and not getattr(recipe.model, "path", ""):
-        overrides = [*overrides, "--model.path", found]  # so that every part finds the same weights
-        recipe = override(find(name), overrides, f"tba train {name}")
+    if data is not None:
+        refuse(recipe, [data])
+    if is_prepared(path):
+        take_over(path, recipe)
     run = RunDirectory.create(path, name, overrides, recipe, began)
     console.print(f"run {run.path}", highlight=False)
+    if data is not None:
+        with _failure_recorded(run):
+            take_in(recipe, run, [data], ImportOptions(), console)
     progress = Progress(recipe, run)
     with LiveView(console, recipe.record.status_seconds, recipe.name) as view:
         every = _LOOK if console.is_terminal else recipe.record.status_seconds / 4
@@ -87,6 +95,20 @@ def carry_out(
                 if e.version.step == summary.steps:
                     events.write(e.version.step, time.time(), {f"eval/{e.metric}": e.value})
     return run, summary, runtime.stopped
+
+
+def _offline(
+    recipe: Recipe, name: str, overrides: list[str], path: Path, data: Path | None
+) -> tuple[Recipe, list[str]]:
+    """Without a warm-up: all that will ever come is there. Raises `UserError` when nothing is."""
+    if data is None and not is_prepared(path):
+        raise UserError(
+            "--offline learns from trajectories that are there, but a new run has none: give --data FILE or --data "
+            "RUN, or the --run-name of a run that `tba import` made"
+        )
+    if not any(argument.split("=")[0] == WARM_UP for argument in overrides):
+        overrides = [*overrides, WARM_UP, "0"]
+    return override(find(name), overrides, f"tba train {name}"), overrides
 
 
 @contextmanager

@@ -92,6 +92,10 @@ class HuggingFace:
     def heads(self) -> frozenset[str]:
         return HEADS
 
+    @property
+    def max_completion_tokens(self) -> int:
+        return self.generation.max_completion_tokens
+
     def policy(self, temperature: float, heads: frozenset[str] = frozenset()) -> CausalPolicy:
         model, _ = _loaded(self.path, self._device, torch.float32)  # the weights that AdamW keeps
         return CausalPolicy(

@@ -39,6 +39,10 @@ class TabularModel:
     def heads(self) -> frozenset[str]:
         return HEADS
 
+    @property
+    def max_completion_tokens(self) -> int:
+        return self.task.length
+
     def policy(self, temperature: float, heads: frozenset[str] = frozenset()) -> TabularPolicy:
         return TabularPolicy(self.task, temperature, heads=heads)
 

@@ -15,6 +15,7 @@ import torch
 from tba.recipe import Recipe
 from tba.record.log import log_to
 from tba.runtime.directory import RunDirectory
+from tba.runtime.offline import nothing_more
 from tba.runtime.searching import SearchHalf, start_searching
 from tba.runtime.stopping import stop_requests
 from tba.runtime.training import TrainHalf, start_training
@@ -42,7 +43,7 @@ class Inline:
                 self.run,
                 stop=stop,
                 prefetch=False,
-                fill=lambda: _round(search, train),
+                fill=nothing_more if self.recipe.offline else lambda: _round(search, train),
                 elapsed=lambda: time.time() - started - search.clock.seconds().get("eval", 0.0),
             )
             ends.callback(train.close)
@@ -58,7 +59,7 @@ class Inline:
     def _turns(self, search: SearchHalf, train: TrainHalf, stop: Callable[[], bool]) -> None:
         _evaluate(search, train)
         while not train.finished and not stop():
-            for _ in range(self.recipe.run.inline_rounds_per_sync):
+            for _ in range(0 if self.recipe.offline else self.recipe.run.inline_rounds_per_sync):
                 _round(search, train)
             published = train.trainer.published
             while train.trainer.published == published and not train.finished and not stop():

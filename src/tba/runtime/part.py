@@ -14,11 +14,13 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
 ORPHANED = 3  # exit code of a part whose driver is gone
+_LOOK = 0.1  # seconds between two looks for weights to evaluate, where that is all there is to do
 _GRACE = 5.0  # seconds an orphan has to end by itself
 
 
@@ -74,7 +76,7 @@ def _body(part: str) -> Callable[[object, Stop], None]:
 
 
 def _search(part: str, run: object, stop: Stop) -> None:
-    """Rounds until told to stop. Consumes prompts and weights, waits for nothing."""
+    """Rounds until told to stop. Consumes prompts and weights, waits for nothing; offline it only evaluates."""
     import torch
 
     from tba.runtime.directory import RunDirectory
@@ -87,7 +89,10 @@ def _search(part: str, run: object, stop: Stop) -> None:
     half = start_searching(recipe, run, int(part.removeprefix("searcher-")), attempt, stop)
     try:
         while not stop() and not half.evaluate():
-            half.searcher.round()
+            if recipe.offline:
+                time.sleep(_LOOK)
+            else:
+                half.searcher.round()
     finally:
         half.close()
 
@@ -97,12 +102,15 @@ def _train(run: object, stop: Stop) -> None:
     import torch
 
     from tba.runtime.directory import RunDirectory
+    from tba.runtime.offline import nothing_more
     from tba.runtime.training import start_training
 
     assert isinstance(run, RunDirectory)
     recipe = run.recipe()
     torch.set_num_threads(recipe.run.threads)
-    half = start_training(recipe, run, stop, prefetch=recipe.run.prefetch)
+    half = start_training(
+        recipe, run, stop, prefetch=recipe.run.prefetch, fill=nothing_more if recipe.offline else None
+    )
     try:
         while not half.finished and not stop():
             half.step()

@@ -122,7 +122,7 @@ class Processes:
 
     @property
     def searchers(self) -> list[str]:
-        return [f"searcher-{i}" for i in range(self.recipe.searchers)]
+        return [f"searcher-{i}" for i in range(1 if self.recipe.offline else self.recipe.searchers)]
 
     def _start(self, name: str, ends: ExitStack) -> Part:
         part = Part(name, self.run, self.recipe.run.threads)
