@@ -19,6 +19,7 @@ from tba.record.recorder import Recorder
 from tba.replay.journal import JournalFollower
 from tba.replay.replay import Replay
 from tba.runtime.directory import RunDirectory
+from tba.runtime.offline import require_enough
 from tba.runtime.reference import References
 from tba.runtime.resuming import Stateful, beginning, restore, state_of
 from tba.runtime.waiting import ReplayWait, Stopped, Timed
@@ -180,6 +181,8 @@ def start_training(
     policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
     journal = JournalFollower(run.journal(recipe), keep_rows=recipe.replay.keep_rows)
     replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
+    if recipe.offline:
+        require_enough(recipe, replay)
     weights = WeightDirectory(run.weights)
     clock = ShareClock(warming_up=True)
     sampled = Sampled(replay, recipe.groups_per_step, recipe.group_size)
