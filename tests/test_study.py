@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -48,7 +49,7 @@ class InThisProcess:
         return code
 
 
-def study(out: Path, *fields: str, last: int = 1000, **options: str) -> tuple[int, list[tuple[str, int]]]:
+def study(out: Path, *fields: str, last: int = 1000, **options: Any) -> tuple[int, list[tuple[str, int]]]:
     """Exit code and what was run."""
     runner = InThisProcess(last)
     code = run_study(TOY, StudyOptions(out=out, **options), fields, runner)
@@ -104,6 +105,23 @@ def test_a_run_that_was_cut_off_is_made_anew_and_one_without_its_divergence_is_m
     assert repeatable(copy) == repeatable(whole)
     metrics = [(folder / "runs" / "often-1" / "metrics.jsonl").read_bytes() for folder in (whole, copy)]
     assert metrics[0] == metrics[1]  # with its wall-clock: it was not run again
+
+
+def test_two_runs_at_a_time_end_in_the_same_table(whole: Path, tmp_path: Path) -> None:
+    both, one = threading.Barrier(2), threading.Lock()
+
+    def together(trial: Trial, stop: Callable[[], bool]) -> int:
+        both.wait(60)  # breaks unless another run has begun
+        with one:  # in this process torch has one state for all
+            return trial_process.carry_out(trial.order())
+
+    assert run_study(TOY, StudyOptions(out=tmp_path, only="often,rarely", jobs=2), (), together) == 0
+    assert repeatable(tmp_path) == [row for row in repeatable(whole) if row[0] != "broken"]
+
+
+def test_fewer_than_one_run_at_a_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--jobs is 0: give the number of runs at a time"):
+        study(tmp_path, jobs=0)
 
 
 def test_nothing_is_run_twice(whole: Path) -> None:

@@ -87,6 +87,10 @@ def test_a_separator_may_end_inside_a_token_or_span_several() -> None:
     assert Vine(separator="\n").split(tokens, Pieces()) == [0, 2, 3, 5]
 
 
+def test_without_a_separator_every_token_is_a_step() -> None:
+    assert Vine(separator="").split(np.array([4, 4, 7]), character_tokenizer("abcdefgh")) == [0, 1, 2]
+
+
 def test_a_value_is_the_expected_reward_of_answers_that_go_on_from_there() -> None:
     rollouts = SPLIT_AT_B.start(TabularEngine(TASK), TASK.reward(), TOKENIZER)
     counts: Counter[str] = Counter()
@@ -217,7 +221,6 @@ def test_answers_whose_rollouts_were_interrupted_are_in_flight_and_those_without
 def test_settings_that_cannot_work_are_refused() -> None:
     for changes, said in (
         ({"rollouts": 0}, "0 rollouts"),
-        ({"separator": ""}, "the separator ''"),
         ({"max_steps": 0}, "max_steps is 0"),
         ({"max_tokens": 0}, "max_tokens is 0"),
     ):

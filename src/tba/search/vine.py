@@ -28,17 +28,14 @@ class Vine:
     """How an answer is split into steps, and how often each is continued. Raises `UserError` for what cannot work."""
 
     rollouts: int = 9  # continuations of each distinct prefix, whose mean reward is its value
-    separator: str = "\n"  # a step ends with it
+    separator: str = "\n"  # a step ends with it; empty: every token is a step
     joined: str = "####"  # a last step that begins so belongs to the one before; empty: none does
     max_steps: int | None = 25  # steps after which no value is estimated: the rest counts as one; None: no limit
     max_tokens: int | None = None  # of prefix and continuation; a longer one counts as truncated there; None: no limit
 
     def __post_init__(self) -> None:
-        if self.rollouts < 1 or self.separator == "":
-            raise UserError(
-                f"the vine has {self.rollouts} rollouts and the separator {self.separator!r}: give at least 1, and a "
-                "text that ends a step"
-            )
+        if self.rollouts < 1:
+            raise UserError(f"the vine has {self.rollouts} rollouts: give at least 1")
         for name in ("max_steps", "max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -52,6 +49,8 @@ class Vine:
 
         A step of white space alone goes with the one before (the first with the one after).
         """
+        if not self.separator:
+            return list(range(len(tokens)))
         pieces = [tokenizer.decode([int(token)], skip_special_tokens=True) for token in tokens]
         text, end, starts = "".join(pieces), 0, [0]
         for i, piece in enumerate(pieces[:-1]):
