@@ -36,7 +36,7 @@ assert isinstance(quickstart.task, Arithmetic)
 assert isinstance(quickstart.model, HuggingFace)
 task, model = replace(quickstart.task, eval_problems=5000), quickstart.model
 
-# The quickstart in fewer steps, evaluated on 5,000 problems before and after and on 500 every 20 steps, one answer to each.
+# The quickstart in fewer steps, evaluated on 5,000 problems before and after and on 500 every 20 steps: one answer each.
 base = replace(
     quickstart,
     task=task,
@@ -46,23 +46,33 @@ base = replace(
     record=RecordSettings(tensorboard=False, samples=0),
 )
 
+CORRECTIONS = {
+    "none": Correction(),
+    "token": Correction("truncate", "token"),
+    "sequence": Correction("truncate", "sequence"),
+}
+
 
 def objectives(beta: float = BETA) -> dict[str, Objective]:
-    """Each with the pull `beta` in units of reward. Online DPO has it in its own unit; RAFT has none."""
+    """Each with the pull `beta` in units of reward. Online DPO has it in its own unit; RAFT has none.
+
+    `tb-corrected` is Trajectory Balance whose terms are weighted by the answer's ratio of policy to behaviour, where below 1.
+    """
     b = Constant(beta)
     return {
         "tb": TrajectoryBalance(b),
-        "tb-learned-z": TrajectoryBalance(b, log_z="learned"),
-        "subtb": SubtrajectoryBalance(b),
+        "tb-corrected": TrajectoryBalance(b, correction=Correction("truncate", "sequence", cap=1.0)),
         "tba-prime": TbaPrime(b),
-        "reinforce": Reinforce(b, baseline="none"),
         "rloo": Reinforce(b),
-        "prox-rloo": proximal_rloo(b),
         "grpo": Grpo(b),
         "dr-grpo": dr_grpo(b),
         "ppo": Ppo(b),
         "online-dpo": OnlineDpo(b),
+        "prox-rloo": proximal_rloo(b),
+        "reinforce": Reinforce(b, baseline="none"),
         "raft": Raft(),
+        "tb-learned-z": TrajectoryBalance(b, log_z="learned"),
+        "subtb": SubtrajectoryBalance(b),
     }
 
 
@@ -104,10 +114,3 @@ def synchronous(recipe: Recipe) -> Recipe:
             selection=RecencyReward(m=1.0), pacing=Pacing(warm_up=0), recent_window=0, buffer=recipe.replay.buffer
         ),
     )
-
-
-CORRECTIONS = {
-    "none": Correction(),
-    "token": Correction("truncate", "token"),
-    "sequence": Correction("truncate", "sequence"),
-}
