@@ -36,7 +36,7 @@ assert isinstance(quickstart.task, Arithmetic)
 assert isinstance(quickstart.model, HuggingFace)
 task, model = replace(quickstart.task, eval_problems=5000), quickstart.model
 
-# The quickstart in fewer steps, evaluated on 5,000 problems before and after and on 500 every 20 steps: one answer each.
+# The quickstart in fewer steps, evaluated on 5,000 problems before and after, on 500 every 20 steps: one answer each.
 base = replace(
     quickstart,
     task=task,
@@ -56,7 +56,7 @@ CORRECTIONS = {
 def objectives(beta: float = BETA) -> dict[str, Objective]:
     """Each with the pull `beta` in units of reward. Online DPO has it in its own unit; RAFT has none.
 
-    `tb-corrected` is Trajectory Balance whose terms are weighted by the answer's ratio of policy to behaviour, where below 1.
+    `tb-corrected`: a term counts less where the policy has become less likely to give its answer than what sampled it.
     """
     b = Constant(beta)
     return {
