@@ -21,6 +21,7 @@ from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.search.prompts import PromptSettings
 from tba.search.vine import Vine
+from tba.train.control import Control
 from tba.train.optimizer import OptimizerSettings
 from tba.types import Json, Version
 
@@ -113,6 +114,7 @@ class Recipe:
     runtime: Literal["processes", "inline"] = "processes"  # each part its own process, or one that takes turns
     prompts: PromptSettings = field(default_factory=PromptSettings)
     vine: Vine | None = None  # rollouts from the steps of each answer, for objectives that need step values
+    control: Control = field(default_factory=Control)
     run: RuntimeSettings = field(default_factory=RuntimeSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 
@@ -140,7 +142,19 @@ class Recipe:
             )
         if self.runtime == "inline" and self.searchers != 1:
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
+        self._require_what_the_control_moves()
         self._require_what_the_objective_needs()
+
+    def _require_what_the_control_moves(self) -> None:
+        if self.control.signal == "none":
+            return
+        m = getattr(self.replay.selection, "m", None)
+        if m is None:
+            raise UserError(
+                f"--control.signal is {self.control.signal}, but {type(self.replay.selection).__name__} has no m that "
+                "could be moved: choose RecencyReward, or none"
+            )
+        self.control.start(self.sync_every, m)
 
     def _require_what_the_objective_needs(self) -> None:
         objective, needs = type(self.objective).__name__, self.objective.needs

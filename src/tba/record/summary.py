@@ -70,6 +70,7 @@ class Summary:
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
     reference_resets: Sequence[Mapping[str, Json]] = ()  # each the step, the version that became it, and when
+    control: Sequence[Mapping[str, Json]] = ()  # each move of the controller: its step, why, and k and m from there on
     faults: Mapping[str, Json] = field(default_factory=dict)  # what went wrong and was survived: {"restarts": 1}
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by part
     versions: Mapping[str, str] = field(default_factory=memory.versions)
@@ -100,6 +101,7 @@ class Summary:
             "trajectories": asdict(self.trajectories),
             "lag": asdict(self.lag),
             "reference_resets": [dict(reset) for reset in self.reference_resets],
+            "control": [dict(change) for change in self.control],
             "faults": dict(self.faults),
             "peak_memory_bytes": dict(self.peak_memory_bytes),
             "versions": dict(self.versions),

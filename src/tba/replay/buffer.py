@@ -6,8 +6,8 @@ at its own event. Only trajectories of the current reference can be sampled. Wha
 uses and its turn to leave, and can be sampled once it has been scored anew; until then it waits, unless it was used.
 
 "Newer" is by arrival, the one order on which all searchers agree. "Recent" is by the weights that sampled.
-No operation scans the memory, but moving to another reference or incarnation; listing a prompt's trajectories costs
-that prompt's own, once after each change (which is all of it where there is one prompt only).
+No operation scans the memory, but moving to another reference, incarnation or window; listing a prompt's trajectories
+costs that prompt's own, once after each change (which is all of it where there is one prompt only).
 """
 
 from __future__ import annotations
@@ -202,6 +202,17 @@ class Buffer:
         for step in [s for s in self._recent_by_step if s < now.step - self._window]:
             for uid in self._recent_by_step.pop(step):
                 self._recent.remove(self._all[uid])
+
+    @property
+    def window(self) -> int:
+        """Trainer updates within which a trajectory is recent."""
+        return self._window
+
+    @window.setter
+    def window(self, window: int) -> None:
+        if window != self._window:
+            self._window = window
+            self._rebuild_recent()
 
     @property
     def reference(self) -> Version:

@@ -1,11 +1,20 @@
-"""When a batch may be taken: after the warm-up, and not more often than reuse allows.
+"""Which side may go on: the trainer after the warm-up and while reuse allows it, and, if wished, both within a band.
 
 Invariant: mean uses per trajectory received never exceed `max_mean_uses`. "The trainer never waits" is honest only with
-such a bound: a trainer that chews one batch over and over is never idle either.
+such a bound: a trainer that chews one batch over and over is never idle either. All else here is off by default.
+
+With `samples_per_insert` = s uses are to keep up with what is received after the warm-up, as by Reverb's rate limiter
+(Cassirer et al. 2021, arXiv 2102.04736, section 3.4): the balance
+
+    s (received - warm_up) - uses
+
+is kept within +- `band` batches. A trainer that would take it below is held (`paced`); searchers ease off while it is
+above. Neither can hold the other for ever: see `wanted`.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -16,16 +25,26 @@ Held: TypeAlias = Literal["warm_up", "paced"]
 
 @dataclass(frozen=True)
 class Pacing:
-    """How the trainer is held back."""
+    """How the trainer is held back, and how searchers ease off."""
 
     warm_up: int = 500  # trajectories received before the first batch (paper: 500 GSM8K, 10,000 TL;DR)
     max_mean_uses: float = 8.0  # uses per trajectory received; the trainer is held (`paced`) beyond
+    samples_per_insert: float | None = None  # wanted uses of a trajectory that is received; None: as it comes
+    band: float = 8.0  # batches by which either side may be ahead of that
+    eases_off: Literal["trainer", "searchers", "both"] = "both"  # who waits when ahead by more
 
     def __post_init__(self) -> None:
         if self.warm_up < 0:
             raise UserError(f"--replay.pacing.warm-up is {self.warm_up}: give a number of trajectories, 0 or more")
         if not self.max_mean_uses > 0:
             raise UserError(f"--replay.pacing.max-mean-uses is {self.max_mean_uses}: give a positive number, or inf")
+        if not self.band >= 1:
+            raise UserError(f"--replay.pacing.band is {self.band}: give a number of batches, 1 or more")
+        if self.samples_per_insert is not None and not 0 < self.samples_per_insert <= self.max_mean_uses:
+            raise UserError(
+                f"--replay.pacing.samples-per-insert is {self.samples_per_insert}: give a positive number up to "
+                f"--replay.pacing.max-mean-uses, {self.max_mean_uses}"
+            )
 
     def held(self, received: int, trained_total: int, batch: int) -> Held | None:
         """Why a batch of `batch` trajectories may not be taken yet, or None: it may."""
@@ -33,4 +52,19 @@ class Pacing:
             return "warm_up"
         if trained_total + batch > self.max_mean_uses * received:
             return "paced"
+        if self.samples_per_insert is not None and self.eases_off != "searchers":
+            after = self.samples_per_insert * (received - self.warm_up) - trained_total - batch
+            if after < -self.band * batch:
+                return "paced"
         return None
+
+    def wanted(self, trained_total: int, batch: int, updates: int) -> int | None:
+        """How many trajectories searchers may have sent down, in all, before they ease off; None: any number.
+
+        It holds until the next `updates` batches have been taken. They are allowed for, so that a trainer that is held
+        is never one that these searchers starve: with that many received it may take all of them.
+        """
+        if self.samples_per_insert is None or self.eases_off == "trainer":
+            return None
+        uses = trained_total + (updates + self.band) * batch
+        return self.warm_up + math.ceil(uses / self.samples_per_insert)

@@ -20,7 +20,7 @@ from tba.protocols import TrajectorySource
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
 from tba.replay.pacing import Held, Pacing
 from tba.replay.scores import Score
-from tba.replay.selection import SMALLEST_GROUP, RecencyReward, Selection
+from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector, Selection
 from tba.replay.uses import UseLog, cut_uses, read_uses
 from tba.types import Group, Json, Trajectory, Version
 
@@ -182,6 +182,21 @@ class Replay:
             if self._uses is not None:
                 self._uses.take_back([t.uid for t in trajectories])
             self._sampled, self._newest = self._sampled - 1, ()
+
+    def steer(self, m: float, window: int) -> None:
+        """From the next batch on: the share of recent groups, and the trainer updates within which they are recent.
+
+        Raises `ValueError` when the selection has no such share.
+        """
+        if not isinstance(self.selector, RecencyRewardSelector):
+            raise ValueError(f"{type(self.selector).__name__} has no share of recent groups that could be moved")
+        with self._lock:
+            self.selector.m, self.buffer.window = m, window
+
+    def wanted(self, batch: int, updates: int) -> int | None:
+        """How many trajectories searchers may have sent down before they ease off (`Pacing.wanted`)."""
+        with self._lock:
+            return self.settings.pacing.wanted(self.buffer.trained_total, batch, updates)
 
     @property
     def samples_per_insert(self) -> float:

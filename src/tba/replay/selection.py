@@ -73,6 +73,7 @@ class RecencyRewardSelector:
 
     def __init__(self, settings: RecencyReward) -> None:
         self.settings = settings
+        self.m = settings.m  # may be moved
         self.counts: Counter[str] = Counter(recent=0, reward=0, recent_shortfall=0, ragged=0, repeated=0)
         self._recent = Deck()
         self._all = Deck()
@@ -85,7 +86,7 @@ class RecencyRewardSelector:
         """
         chosen: list[Group] = []
         batch: set[str] = set()
-        for recent in rng.random(groups) < self.settings.m:
+        for recent in rng.random(groups) < self.m:
             prompt, is_recent = self._prompt(store, size, bool(recent), batch, rng)
             trajectories = store.recent(prompt) if is_recent else store.of(prompt)
             if is_recent or self.settings.inverse_temperature == 0:

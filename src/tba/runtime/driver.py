@@ -72,6 +72,7 @@ def result_of(half: TrainHalf) -> dict[str, Json]:
         "position": half.journal.position,
         "lags": dict(half.lags),
         "reference_resets": half.references.resets,
+        "control": half.steering.changes(),
         "warm_up_seconds": half.elapsed() if began is None else began,
         "train_seconds": 0.0 if began is None else half.ended_training - began,
     }
@@ -112,6 +113,7 @@ def summarise(
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
         reference_resets=trainer["reference_resets"],
+        control=trainer["control"],
         faults={**count_faults(run.path), **faults, "skipped_steps": trainer["skipped"]},
         peak_memory_bytes={
             "trainer": trainer["peak_memory_bytes"],

@@ -68,6 +68,7 @@ def state_of(half: TrainHalf) -> dict[str, Json]:
         "reference": str(half.references.now),
         "references": half.references.state(),
         "evaluations": half.requests.state(),
+        "steering": half.steering.state(),
         "generators": generators(),
         "journal": {"rows": half.journal.totals().rows, "next_prompt": next_prompt, "prompts_in_flight": in_flight},
         "lags": [[lag, count] for lag, count in sorted(half.lags.items())],
@@ -87,6 +88,7 @@ def restore(half: TrainHalf, checkpoint: Checkpoint) -> None:
     half.trainer.skipped = state["skipped"]
     half.references.restore(state["references"])
     half.requests.restore(state["evaluations"])
+    half.steering.restore(state["steering"])
     half.lags = Counter(dict(state["lags"]))
     half.clock.carry(state["clock"])
     half.began_training, half.ended_training = state["began_training"], state["ended_training"]

@@ -21,6 +21,7 @@ from tba.replay.replay import Replay
 from tba.runtime.directory import RunDirectory
 from tba.runtime.offline import require_enough
 from tba.runtime.reference import References
+from tba.runtime.steering import Steering
 from tba.runtime.resuming import Stateful, beginning, restore, state_of
 from tba.runtime.waiting import ReplayWait, Stopped, Timed
 from tba.train.batches import Sampled
@@ -46,6 +47,7 @@ class TrainHalf:
     weights: WeightDirectory
     references: References
     requests: Requests
+    steering: Steering
     recorder: Recorder
     clock: ShareClock
     source: Timed
@@ -86,6 +88,7 @@ class TrainHalf:
             "trainer_paced": self.clock.share("paced"),
             **self.replay.metrics(),
             **self.references.metrics(),
+            **self.steering.after(self.trainer.version.step, metrics),
             **self._searched,
         }
         self.recorder.step(self.trainer.version, self.ended_training, metrics | own, trajectories)
@@ -101,7 +104,8 @@ class TrainHalf:
     def notes(self, version: Version) -> Mapping[str, Json]:
         """What lies beside a published version: the reference, which are to be evaluated, and whether to stop."""
         requests = self.requests.beside(version, self.elapsed())
-        return {"evaluate": requests, "stop": self.finished, "reference": str(self.references.at(version))}
+        own = {"evaluate": requests, "stop": self.finished, "reference": str(self.references.at(version))}
+        return own | self.steering.notes()
 
     def publish(self) -> None:
         """The weights as they are."""
@@ -218,6 +222,7 @@ def start_training(
         weights=weights,
         references=References(recipe.reference_reset, recipe.steps, recipe.run.checkpoints, replay, weights),
         requests=Requests(recipe.evaluation.every, recipe.steps, weights, journal.job_done),
+        steering=Steering.of(recipe, trainer, replay),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         clock=clock,
         source=source,

@@ -1,0 +1,144 @@
+"""A controller of staleness: it moves the sync interval k and the share m of recent groups to keep a signal in range.
+
+Invariant: what it does follows from the signals it was shown and from nothing else (no clock, no chance), so that equal
+runs are steered equally, and one that goes on from its `state` is steered on. k and m stay within bounds.
+
+It works like a thermostat. The signal is averaged over windows of `every` updates. A window on the stale side of the
+range makes the data fresher by one notch: k is halved and m raised by 0.1. Three windows in a row on the fresh side
+allow one notch more staleness: k is doubled and m lowered by 0.1. The window after a change is not judged, since its
+data are still those of before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Literal, TypeAlias
+
+from tba.errors import UserError
+from tba.types import Json
+
+Signal: TypeAlias = Literal["none", "ess", "off_policy", "lag", "residual_relative"]
+PATIENCE = 3  # windows on the fresh side before anything is loosened
+NOTCH = 0.1  # of m
+
+
+@dataclass(frozen=True)
+class Control:
+    """Which signal is kept in which range by moving k (`sync_every`) and m (`replay.selection.m`)."""
+
+    signal: Signal = "none"  # what is kept in range, a name of metrics.jsonl; none: k and m stay as they are
+    low: float = 0.5  # the range of the signal's mean over a window; these two are for ess
+    high: float = 0.9
+    every: int = 10  # updates in a window
+    most_sync_every: int = 16  # k is kept within 1 and this
+    least_m: float = 0.5  # m is kept within this and 1
+
+    def __post_init__(self) -> None:
+        if not self.low < self.high:
+            raise UserError(f"--control.low is {self.low} and --control.high {self.high}: give a range, low below high")
+        for name in ("every", "most_sync_every"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise UserError(f"--control.{flag} is {getattr(self, name)}: give a number of updates, 1 or more")
+        if not 0 <= self.least_m <= 1:
+            raise UserError(f"--control.least-m is {self.least_m}, it is a probability: give 0 to 1")
+
+    def start(self, sync_every: int, m: float) -> Controller:
+        """A controller that begins at k = `sync_every` and `m`. Raises `UserError` when they are out of bounds."""
+        if self.signal != "none" and sync_every > self.most_sync_every:
+            raise UserError(
+                f"--sync-every is {sync_every}, above --control.most-sync-every {self.most_sync_every}: raise the bound"
+            )
+        if self.signal != "none" and m < self.least_m:
+            raise UserError(f"--replay.selection.m is {m}, below --control.least-m {self.least_m}: lower the bound")
+        return Controller(self, sync_every, m)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One move of the controller: after which step, the mean that caused it, and what holds from there on."""
+
+    step: int
+    signal: str
+    value: float
+    sync_every: int
+    m: float
+
+    def to_json(self) -> dict[str, Json]:
+        return asdict(self)
+
+
+class Controller:
+    """Show it every step's metrics (`observe`); `sync_every` and `m` are what it wants now."""
+
+    def __init__(self, settings: Control, sync_every: int, m: float) -> None:
+        self.settings = settings
+        self.sync_every = sync_every
+        self.m = m
+        self.changes: list[Change] = []
+        self._steps = 0  # of this window
+        self._sum = 0.0
+        self._count = 0  # steps of this window that had the signal
+        self._fresh = 0  # windows in a row on the fresh side
+        self._settling = False  # this window is not judged
+
+    @property
+    def on(self) -> bool:
+        return self.settings.signal != "none"
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> Change | None:
+        """What the step's metrics lead to. A step without the signal, or where it is not finite, does not count."""
+        if not self.on:
+            return None
+        value = metrics.get(self.settings.signal, math.nan)
+        if math.isfinite(value):
+            self._sum, self._count = self._sum + value, self._count + 1
+        self._steps += 1
+        if self._steps < self.settings.every:
+            return None
+        mean = self._sum / self._count if self._count else math.nan
+        settling, self._settling = self._settling, False
+        self._steps, self._sum, self._count = 0, 0.0, 0
+        return None if settling or math.isnan(mean) else self._decide(step, mean)
+
+    def _decide(self, step: int, mean: float) -> Change | None:
+        stale, fresh = mean > self.settings.high, mean < self.settings.low
+        if self.settings.signal == "ess":  # the one that falls with staleness
+            stale, fresh = fresh, stale
+        self._fresh = self._fresh + 1 if fresh else 0
+        if stale:
+            wanted = max(1, self.sync_every // 2), min(1.0, round(self.m + NOTCH, 6))
+        elif self._fresh >= PATIENCE:
+            self._fresh = 0
+            looser = min(self.settings.most_sync_every, 2 * self.sync_every)
+            wanted = looser, max(self.settings.least_m, round(self.m - NOTCH, 6))
+        else:
+            return None
+        if wanted == (self.sync_every, self.m):
+            return None  # at its bounds already
+        self.sync_every, self.m = wanted
+        self._settling = True
+        self.changes.append(Change(step, self.settings.signal, mean, *wanted))
+        return self.changes[-1]
+
+    def state(self) -> Json:
+        """What `restore` takes, as JSON can hold it."""
+        return {
+            "sync_every": self.sync_every,
+            "m": self.m,
+            "steps": self._steps,
+            "sum": self._sum,
+            "count": self._count,
+            "fresh": self._fresh,
+            "settling": self._settling,
+            "changes": [change.to_json() for change in self.changes],
+        }
+
+    def restore(self, state: Json) -> None:
+        """Go on where `state` was taken."""
+        self.sync_every, self.m = state["sync_every"], state["m"]
+        self._steps, self._sum, self._count = state["steps"], state["sum"], state["count"]
+        self._fresh, self._settling = state["fresh"], state["settling"]
+        self.changes = [Change(**change) for change in state["changes"]]

@@ -1,0 +1,84 @@
+"""Pacing: when each side may go on, that the balance stays in its band, and that neither side can starve the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tba.errors import UserError
+from tba.replay.pacing import Pacing
+
+TWO = Pacing(warm_up=100, samples_per_insert=2.0, band=3.0)  # batches of 10 below
+
+
+def test_by_default_only_warm_up_and_the_bound_on_reuse_hold_the_trainer_and_nothing_the_searchers() -> None:
+    default = Pacing(warm_up=100)
+    assert default.held(99, 0, 10) == "warm_up"
+    assert default.held(100, 0, 10) is None
+    assert default.held(100, 790, 10) is None
+    assert default.held(100, 791, 10) == "paced"
+    assert default.wanted(0, 10, 2) is None
+
+
+def test_the_trainer_is_held_when_it_would_be_more_than_the_band_ahead() -> None:
+    assert TWO.held(100, 20, 10) is None  # 2 (100 - 100) - 20 - 10 = -30, three batches
+    assert TWO.held(100, 21, 10) == "paced"
+    assert TWO.held(110, 41, 10) == "paced"
+    assert TWO.held(111, 41, 10) is None
+    assert replace(TWO, eases_off="searchers").held(100, 41, 10) is None
+
+
+def test_searchers_ease_off_when_they_are_more_than_the_band_and_the_updates_to_come_ahead() -> None:
+    assert TWO.wanted(0, 10, 0) == 100 + 15  # 2 (115 - 100) - 0 = 30, three batches
+    assert TWO.wanted(0, 10, 4) == 100 + 35
+    assert TWO.wanted(21, 10, 0) == 100 + 26
+    assert replace(TWO, eases_off="trainer").wanted(0, 10, 4) is None
+
+
+@given(
+    st.floats(0.1, 8.0),
+    st.floats(1.0, 20.0),
+    st.integers(0, 300),
+    st.integers(1, 30),
+    st.integers(1, 200),
+    st.integers(0, 5000),
+)
+def test_a_trainer_that_has_all_that_searchers_may_send_before_the_next_sync_is_never_held(
+    uses: float, band: float, warm_up: int, k: int, batch: int, trained: int
+) -> None:
+    pacing = Pacing(warm_up=warm_up, samples_per_insert=uses, band=band)
+    wanted = pacing.wanted(trained, batch, k)
+    assert wanted is not None
+    assert [pacing.held(wanted, trained + j * batch, batch) for j in range(k)] == [None] * k
+
+
+@given(st.lists(st.booleans(), max_size=400), st.sampled_from([0.5, 1.0, 2.5]), st.integers(1, 12))
+def test_whoever_is_faster_the_balance_stays_in_its_band(turns: list[bool], uses: float, per_round: int) -> None:
+    pacing = Pacing(warm_up=20, samples_per_insert=uses, band=2.0)
+    received = trained = 0
+    for trainers in turns:
+        wanted = pacing.wanted(trained, 10, 0)
+        assert wanted is not None
+        if trainers and pacing.held(received, trained, 10) is None:
+            trained += 10
+        elif not trainers and received < wanted:
+            received += per_round
+        balance = uses * (received - 20) - trained
+        assert balance >= -2.0 * 10 - 1e-9 or received < 20
+        assert balance <= 2.0 * 10 + uses * (per_round + 1) + 1e-9  # a round that was begun is finished
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"samples_per_insert": 0.0}, "--replay.pacing.samples-per-insert is 0.0"),
+        ({"samples_per_insert": 9.0}, "give a positive number up to --replay.pacing.max-mean-uses, 8.0"),
+        ({"band": 0.5}, "--replay.pacing.band is 0.5: give a number of batches, 1 or more"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, float], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        Pacing(**settings)  # type: ignore[arg-type]
