@@ -51,6 +51,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "steps": ("steps", _decimals(0)),
     "log_ratio": ("log-ratio", _decimals(3)),  # of the trained batches, the last tenth of the steps
     "lag": ("lag", _decimals(1)),
+    "ess": ("effective sample size", percent),  # of the batches' rows, mean over all steps
     "uses": ("mean uses", _decimals(2)),
     "tokens_generated": ("tokens generated", count),
     "tokens_trained": ("tokens trained", count),  # every use
@@ -61,7 +62,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "searcher_idle": ("searchers idle", percent),
     "skipped_steps": ("steps skipped", _decimals(0)),
 }
-DATA = ("steps", "log_ratio", "lag", "uses", "tokens_generated", "tokens_trained", "skipped_steps")
+DATA = ("steps", "log_ratio", "lag", "ess", "uses", "tokens_generated", "tokens_trained", "skipped_steps")
 MACHINE = ("seconds_in_all", "trainer_memory", "searcher_memory", "trainer_idle", "trainer_paced", "searcher_idle")
 
 
@@ -88,6 +89,7 @@ def figures(run: RunRecord, metric: str, target: float | None = None) -> dict[st
         "steps": summary.steps,
         "log_ratio": end_mean(run.metrics, metrics.LOG_RATIO),
         "lag": summary.lag.mean,
+        "ess": mean(run.metrics, metrics.ESS),
         "uses": summary.trajectories.samples_per_insert,
         "tokens_generated": tokens.generated,
         "tokens_trained": tokens.trained_total,
@@ -143,6 +145,12 @@ def end_mean(rows: Sequence[Mapping[str, Json]], name: str) -> float | None:
     """The mean of a metric over the last tenth of the steps that have it."""
     _, y = metrics.column(rows, name, over="step")
     return float(y[-max(1, len(y) // _LAST) :].mean()) if len(y) else None
+
+
+def mean(rows: Sequence[Mapping[str, Json]], name: str) -> float | None:
+    """The mean of a metric over all steps that have it."""
+    _, y = metrics.column(rows, name, over="step")
+    return float(y.mean()) if len(y) else None
 
 
 def _divergence(directory: Path) -> dict[str, float]:

@@ -34,6 +34,7 @@ class Status:
     accuracy: Mapping[str, float] = field(default_factory=dict)  # newest held-out figures, by metric
     log_ratio: float | None = None  # KL to the reference, nats per completion
     lag: float | None = None  # trainer updates since sampling, mean of the newest batch
+    ess: float | None = None  # effective sample size of the newest batch, as a share of its rows
     generated_rate: float | None = None  # completion tokens per second, all searchers
     trained_rate: float | None = None  # completion tokens per second, every use counted
     trainer_idle: float | None = None
@@ -103,6 +104,7 @@ def line(status: Status) -> str:
         _if_known("accuracy", _accuracy(status, ", ")),
         _if_known("KL", _number(status.log_ratio, 2)),
         _if_known("lag", _number(status.lag, 1)),
+        _if_known("ESS", _share(status.ess)),
         _if_known("generated", _rate(status.generated_rate), " tok/s"),
         _if_known("trained", _rate(status.trained_rate), " tok/s"),
         _if_known("trainer idle", _share(status.trainer_idle)),
@@ -124,7 +126,8 @@ def table(status: Status, title: str = "") -> Group:
     trainer = (
         f"{_rate(status.trained_rate)} tok/s, idle {_share(status.trainer_idle)}, paced {_share(status.trainer_paced)}"
     )
-    grid.add_row("reward", _number(status.reward), "lag", f"{_number(status.lag, 1)} updates", "searchers", searchers)
+    lag = f"{_number(status.lag, 1)} updates, ESS {_share(status.ess)}"
+    grid.add_row("reward", _number(status.reward), "lag", lag, "searchers", searchers)
     grid.add_row("KL to reference", f"{_number(status.log_ratio, 2)} nats", "ETA", _eta(status), "trainer", trainer)
     head = Table.grid(padding=(0, 2))
     head.add_row(

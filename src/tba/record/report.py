@@ -48,6 +48,21 @@ PANELS = (
     Panel("KL to the reference", "mean log-ratio of a trained completion, nats", ((metrics.LOG_RATIO, "log-ratio"),)),
     Panel("Lag", "trainer updates since sampling", ((metrics.LAG, "mean"), (metrics.LAG_MAX, "largest"))),
     Panel(
+        "Age",
+        "seconds of a trained trajectory, mean",
+        ((metrics.WAITING, "journal to training"), (metrics.IN_FLIGHT, "round to journal")),
+    ),
+    Panel(
+        "Off-policy",
+        "log(behaviour / policy) of a trained completion, nats",
+        ((metrics.OFF_POLICY, "mean"), (metrics.OFF_POLICY_LOW, "5 %"), (metrics.OFF_POLICY_HIGH, "95 %")),
+    ),
+    Panel(
+        "Effective sample size, residual",
+        "as a share of the batch; spread of the residual over that of the rewards",
+        ((metrics.ESS, "effective sample size"), (metrics.RESIDUAL, "residual")),
+    ),
+    Panel(
         "Idle",
         "share of wall-clock after warm-up",
         (
@@ -89,21 +104,21 @@ def curves(runs: Sequence[RunRecord]) -> Any:
     from matplotlib.figure import Figure  # a second to load; no state of pyplot's, no display
 
     unit, seconds_per_unit = _time_unit(max(run.wall_seconds for run in runs))
-    figure = Figure(figsize=(12.6, 6.6), facecolor="white")
-    grid = figure.subplots(2, 3, sharex=True)
+    figure = Figure(figsize=(12.6, 9.8), facecolor="white")
+    grid = figure.subplots(3, 3, sharex=True)
     for axes, panel in zip(grid.flat, PANELS, strict=True):
         frame(axes, panel.title, panel.note)
         drawn = [_draw(axes, panel, run, i, len(runs), seconds_per_unit) for i, run in enumerate(runs)]
         _finish(axes, panel, any(drawn))
-    for axes in grid[1]:
+    for axes in grid[-1]:
         axes.set_xlabel(f"wall-clock, {unit}", color=GREY, fontsize=9)
     grid[0, 0].set_xlim(left=0)
-    figure.text(0.05, 0.965, _headline(runs), fontsize=13, fontweight="bold", color=INK, va="center")
+    figure.text(0.05, 0.976, _headline(runs), fontsize=13, fontweight="bold", color=INK, va="center")
     if len(runs) > 1:
         _name_runs(figure, runs)
     else:
-        figure.text(0.985, 0.965, _caption(runs[0]), fontsize=8.5, color=GREY, ha="right", va="center")
-    figure.subplots_adjust(left=0.05, right=0.985, top=0.86, bottom=0.085, hspace=0.34, wspace=0.19)
+        figure.text(0.985, 0.976, _caption(runs[0]), fontsize=8.5, color=GREY, ha="right", va="center")
+    figure.subplots_adjust(left=0.05, right=0.985, top=0.905, bottom=0.057, hspace=0.36, wspace=0.19)
     return figure
 
 

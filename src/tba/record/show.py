@@ -18,7 +18,7 @@ from tba.record import metrics
 from tba.record.evaluations import RecordedAnswer
 from tba.record.ledger import TERMS, Ledger
 from tba.record.run import RunRecord
-from tba.record.summary import Summary
+from tba.record.summary import WAITED, Summary
 from tba.record.text import count, duration, named, percent, printable, size
 from tba.types import Evaluation, Json
 
@@ -123,6 +123,8 @@ def _facts(summary: Summary) -> RenderableType:
             "idle after warm-up": _idle(summary),
             "lag": _lag(summary),
             "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}",
+            "slow side": _slow_side(summary),
+            **({"control": _control(summary)} if summary.control else {}),
             **({"reference reset": _resets(summary)} if summary.reference_resets else {}),
             "faults": named(summary.faults),
             "peak memory": named({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
@@ -153,6 +155,20 @@ def _idle(summary: Summary) -> str:
         f"trainer {percent(summary.trainer_idle)} and paced {percent(summary.trainer_paced)}, "
         f"searchers {percent(summary.searcher_idle)}"
     )
+
+
+def _slow_side(summary: Summary) -> str:
+    side, uses = summary.slow_side, summary.trajectories.samples_per_insert
+    waited = {"searchers": summary.trainer_idle + summary.trainer_paced, "trainer": summary.searcher_paced}.get(side, 0)
+    other = {"searchers": "the trainer", "trainer": "searchers"}.get(side, "")
+    why = f"{other} waited {percent(waited)} of the time" if waited >= WAITED else f"{uses:.2f} uses of a trajectory"
+    return f"{side} ({why})"
+
+
+def _control(summary: Summary) -> str:
+    last = summary.control[-1]
+    moves = f"{len(summary.control)} moves by {last['signal']}"
+    return f"{moves}, the last after step {last['step']} to k = {last['sync_every']} and m = {last['m']:g}"
 
 
 def _lag(summary: Summary) -> str:

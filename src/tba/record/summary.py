@@ -19,6 +19,8 @@ from tba.record.ledger import Ledger
 from tba.types import Evaluation, Json
 
 FILE = "summary.json"
+WAITED = 0.02  # of wall-clock: a side that waited for less did not wait
+EVEN = 0.1  # mean uses so near to one are one
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class Summary:
     trainer_idle: float = 0.0  # waiting for data
     trainer_paced: float = 0.0  # held by the limit on reuse
     searcher_idle: float = 0.0
+    searcher_paced: float = 0.0  # easing off because they were ahead
     tokens: Ledger = field(default_factory=Ledger)
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
@@ -75,6 +78,19 @@ class Summary:
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by part
     versions: Mapping[str, str] = field(default_factory=memory.versions)
     machine: Mapping[str, Json] = field(default_factory=memory.machine)
+
+    @property
+    def slow_side(self) -> str:
+        """The side that the other had to wait for; where neither waited, the one that would have held a pace of one use
+        for each trajectory: `searchers`, `trainer` or `neither`.
+        """
+        trainer, searchers = self.trainer_idle + self.trainer_paced, self.searcher_idle + self.searcher_paced
+        uses = self.trajectories.samples_per_insert
+        if max(trainer, searchers) >= WAITED:
+            return "searchers" if trainer >= searchers else "trainer"
+        if not self.trajectories.trained_total or 1 - EVEN <= uses <= 1 + EVEN:
+            return "neither"
+        return "searchers" if uses > 1 else "trainer"
 
     def to_json(self) -> dict[str, Json]:
         """The contents of the file."""
@@ -96,6 +112,8 @@ class Summary:
             "trainer_idle": self.trainer_idle,
             "trainer_paced": self.trainer_paced,
             "searcher_idle": self.searcher_idle,
+            "searcher_paced": self.searcher_paced,
+            "slow_side": self.slow_side,
             "samples_per_insert": self.trajectories.samples_per_insert,
             "tokens": asdict(self.tokens),
             "trajectories": asdict(self.trajectories),
@@ -124,7 +142,8 @@ class Summary:
             return None
         try:
             row = json.loads(path.read_text(encoding="utf-8"))
-            del row["samples_per_insert"]  # it follows from the trajectories
+            for follows in ("samples_per_insert", "slow_side"):
+                row.pop(follows, None)
             return cls(
                 **{
                     **row,

@@ -127,6 +127,11 @@ class JournalWriter:
             found.update(u for (u,) in self._database.rows(f"SELECT uid FROM uids WHERE uid IN ({marks})", *some))  # noqa: S608 - question marks
         return found
 
+    def rows(self) -> int:
+        """How many trajectories were ever appended, by anybody."""
+        ((rows,),) = self._database.rows("SELECT value FROM totals WHERE name = 'rows'")
+        return int(rows)
+
     def lease(self, count: int, seconds: float) -> list[int]:
         """`count` prompt positions for the next `seconds`: first those whose lease ran out, then new ones.
 

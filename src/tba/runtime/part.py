@@ -92,7 +92,7 @@ def _search(part: str, run: object, stop: Stop) -> None:
             if recipe.offline:
                 time.sleep(_LOOK)
             else:
-                half.searcher.round()
+                half.round()
     finally:
         half.close()
 

@@ -6,6 +6,7 @@ Invariant: nothing here waits. A searcher takes what is there (weights, prompts,
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,8 @@ from tba.types import Json, Prompt, Split, Version
 from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.searcher")
+_PAUSE = 0.05  # seconds between two looks at whether more is wanted
+EASED_OFF = 60.0  # seconds after which a searcher that eases off makes a round all the same: it never waits for ever
 
 
 @dataclass
@@ -42,6 +45,7 @@ class SearchHalf:
     clock: ShareClock
     run: RunDirectory
     incarnation: int = 0  # in which it was started
+    eased_since: float | None = None  # by a clock that never goes back; None: it is not easing off
 
     def evaluate(self) -> bool:
         """Evaluate what is asked for beside the newest weights; whether the trainer has said stop."""
@@ -50,6 +54,27 @@ class SearchHalf:
             return False  # what a trainer asked that is gone is not wanted any longer
         self.examiner.answer(newest.manifest)
         return bool(newest.manifest.get("stop"))
+
+    @property
+    def ahead(self) -> bool:
+        """Whether there are more trajectories than the trainer wants by now (`Pacing.wanted`); by default never."""
+        wanted = self.searcher.manifest.get("wanted")
+        return wanted is not None and self.journal.rows() >= wanted
+
+    def round(self) -> None:
+        """A round of the searcher. While it is ahead and is to ease off: what is to be scored anew, and a short pause."""
+        self.searcher.pull()
+        eased = 0.0 if self.eased_since is None else time.monotonic() - self.eased_since
+        if not self.ahead or eased > EASED_OFF:
+            self.eased_since = None
+            self.searcher.round()
+            return
+        if self.eased_since is None:
+            self.eased_since = time.monotonic()
+        with self.clock.state("paced"):
+            if self.searcher.rescorer is not None:
+                self.searcher.rescorer.round()
+            time.sleep(_PAUSE)
 
     def state(self) -> Json:
         """What `restore` takes: the generators and the count of rounds."""

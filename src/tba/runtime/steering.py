@@ -63,11 +63,11 @@ class Steering:
 
     def state(self) -> Json:
         """What `restore` takes."""
-        return self.controller.state()
+        return self.controller.state() if self.controller.on else None
 
     def restore(self, state: Json) -> None:
         """Go on where `state` was taken."""
-        if self.controller.on:
+        if self.controller.on and state is not None:
             self.controller.restore(state)
             self._apply()
 
