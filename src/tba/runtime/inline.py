@@ -60,7 +60,7 @@ class Inline:
         _evaluate(search, train)
         while not train.finished and not stop():
             for _ in range(0 if self.recipe.offline else self.recipe.run.inline_rounds_per_sync):
-                if not search.ahead:
+                if not search.ahead():
                     _round(search, train)
             published = train.trainer.published
             while train.trainer.published == published and not train.finished and not stop():

@@ -55,17 +55,20 @@ class SearchHalf:
         self.examiner.answer(newest.manifest)
         return bool(newest.manifest.get("stop"))
 
-    @property
     def ahead(self) -> bool:
-        """Whether there are more trajectories than the trainer wants by now (`Pacing.wanted`); by default never."""
-        wanted = self.searcher.manifest.get("wanted")
-        return wanted is not None and self.journal.rows() >= wanted
+        """Whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`); by default never."""
+        for newest in (False, True):  # a bound only rises: most often the one that is known already is enough
+            wanted = self.searcher.manifest.get("wanted")
+            if wanted is None or self.journal.rows() < wanted:
+                return False
+            if not newest:
+                self.searcher.pull()
+        return True
 
     def round(self) -> None:
         """A round of the searcher. While it is ahead and is to ease off: what is to be scored anew, and a short pause."""
-        self.searcher.pull()
         eased = 0.0 if self.eased_since is None else time.monotonic() - self.eased_since
-        if not self.ahead or eased > EASED_OFF:
+        if not self.ahead() or eased > EASED_OFF:
             self.eased_since = None
             self.searcher.round()
             return
