@@ -17,6 +17,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba train RECIPE [--run-name NAME] [--runs DIR] [--data FILE|RUN] [--field value ...]
                                             run a recipe (a name, or a path to a .py file); --offline learns from the
                                             trajectories that are there, without searchers
+  tba train --resume RUN [--steps N] [--field value ...]    go on with a run that was stopped or killed, or has failed
   tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed]
                                             answers from elsewhere (JSON Lines, Parquet, another run) into a run
   tba check RECIPE [--field value ...]      resolve, validate, estimate memory and time; run nothing
@@ -40,6 +41,13 @@ class TrainOptions:
     run_name: str | None = None
     runs: Path = Path("runs")
     data: Path | None = None  # a file of answers, or another run: imported before the run begins
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """What goes on."""
+
+    resume: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -101,13 +109,29 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
 
 def train(arguments: list[str]) -> int:
-    """`tba train RECIPE`."""
+    """`tba train RECIPE`, or `tba train --resume RUN`."""
     from tba.command.train import run_recipe
     from tba.settings import split_options
 
+    if any(argument.split("=")[0] == "--resume" for argument in arguments):
+        return resume(arguments)
     name, rest = _named(arguments, "tba train RECIPE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(TrainOptions(), rest, "tba train")
     return run_recipe(name, overrides, options.runs, options.run_name, options.data)
+
+
+def resume(arguments: list[str]) -> int:
+    """`tba train --resume RUN`."""
+    from tba.command.resume import resume_run
+    from tba.errors import UserError
+    from tba.settings import split_options
+
+    options, overrides = split_options(ResumeOptions(), arguments, "tba train --resume RUN")
+    if options.resume is None:
+        raise UserError("`tba train --resume RUN` needs a run's directory, such as runs/NAME")
+    if overrides and not overrides[0].startswith("-"):
+        raise UserError(f"a run that goes on has its recipe already: leave {overrides[0]!r} out")
+    return resume_run(options.resume, overrides)
 
 
 def import_(arguments: list[str]) -> int:

@@ -45,7 +45,9 @@ class Model(Protocol):
         """How many tokens an answer of its engines has at most, the end of text included."""
         ...
 
-    def policy(self, temperature: float, heads: frozenset[str] = ...) -> Policy: ...
+    def policy(self, temperature: float, heads: frozenset[str] = ..., saved: Path | None = ...) -> Policy:
+        """What is trained, with its heads at zero; with the weights that `save` wrote into the folder `saved`."""
+        ...
 
     def engine(self, version: Version) -> Engine: ...
 
@@ -64,7 +66,10 @@ class RuntimeSettings:
     stop_deadline: float = 60.0  # seconds a part has to stop cleanly
     evaluation_deadline: float = 3600.0  # seconds for the last evaluation
     lease_seconds: float = 1800.0  # a prompt not answered by then is handed out again
-    restarts: int = 3  # of each searcher that dies
+    silence_deadline: float = 1800.0  # seconds a part may give no sign of life before it is killed and started again
+    reward_deadline: float = 600.0  # seconds the reward may take over a round's answers
+    reward_retries: int = 2  # how often a reward that raised or took too long is asked again before that ends the run
+    restarts: int = 3  # of each part that dies; the trainer goes on from its newest checkpoint
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # where the journal lies; the run's directory unless that is a network filesystem
     threads: int = 1  # torch threads in each process
@@ -76,12 +81,18 @@ class RuntimeSettings:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, it must be at least {least}")
-        for name in ("idle_deadline", "stop_deadline", "evaluation_deadline", "lease_seconds"):
+        for name in _SECONDS:
             if not getattr(self, name) > 0:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, give seconds above 0")
 
 
-_LEAST = {"restarts": 0, "inline_rounds_per_sync": 1, "threads": 1, "checkpoints": 1, "checkpoint_every": 0}
+_SECONDS = (
+    *("idle_deadline", "stop_deadline", "evaluation_deadline", "lease_seconds", "silence_deadline", "reward_deadline"),
+)
+_LEAST = {
+    **{"restarts": 0, "inline_rounds_per_sync": 1, "threads": 1, "checkpoints": 1, "checkpoint_every": 0},
+    "reward_retries": 0,
+}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tba.record.show import closing_page
 from tba.record.summary import Summary
 from tba.record.tensorboard import TensorBoardEvents
 from tba.runtime.directory import RunDirectory, new_path
+from tba.runtime.disk import disk_full
 from tba.runtime.driver import Progress, summarise
 from tba.runtime.importing import is_prepared, take_over
 from tba.runtime.inline import Inline
@@ -45,12 +46,22 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
     for warning in validate(recipe):
         console.print(f"note: {warning}", style="yellow")
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
+    warn_if_busy(console)
+    run, summary, stopped = carry_out(recipe, name, overrides, path, console, data)
+    return closing_words(console, name, run, summary, stopped)
+
+
+def warn_if_busy(console: Console) -> None:
+    """A note where others already use the processors."""
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     if busy > _BUSY:
         console.print(
             f"note: this machine is busy (load {busy:.1f} per core): expect it to take longer", style="yellow"
         )
-    run, summary, stopped = carry_out(recipe, name, overrides, path, console, data)
+
+
+def closing_words(console: Console, name: str, run: RunDirectory, summary: Summary, stopped: bool) -> int:
+    """Curves, the closing page, and an account that does not close; the exit code."""
     draw_curves([RunRecord.read(run.path)], run.path / "curves.png")
     console.print(closing_page(RunRecord.read(run.path), next_steps(name, run, stopped)))
     for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
@@ -63,7 +74,7 @@ def carry_out(
     recipe: Recipe, name: str, overrides: list[str], path: Path, console: Console, data: Path | None = None
 ) -> tuple[RunDirectory, Summary, bool]:
     """One run, from the warm start to its summary. It begins with what is imported from `data`, or was at `path`."""
-    began = time.time()
+    began = time.monotonic()
     said: list[str] = []  # a warm start that is made now says so
 
     def say(line: str) -> None:
@@ -71,16 +82,22 @@ def carry_out(
         console.print(line, highlight=False)
 
     recipe, overrides = with_weights(recipe, name, overrides, say)
-    sft_seconds = time.time() - began if said else 0.0
+    sft_seconds = time.monotonic() - began if said else 0.0
     if data is not None:
         refuse(recipe, [data])
     if is_prepared(path):
         take_over(path, recipe)
-    run = RunDirectory.create(path, name, overrides, recipe, began)
+    run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
     console.print(f"run {run.path}", highlight=False)
-    if data is not None:
-        with _failure_recorded(run):
-            take_in(recipe, run, [data], ImportOptions(), console)
+    with run.held(0.0) as held:
+        if data is not None:
+            with _failure_recorded(run):
+                take_in(recipe, run, [data], ImportOptions(), console)
+        return run, *go(recipe, held, console)
+
+
+def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, bool]:
+    """What the run came to, and whether it was stopped before its last step. It is held as long as this takes."""
     progress = Progress(recipe, run)
     with LiveView(console, recipe.record.status_seconds, recipe.name) as view:
         every = _LOOK if console.is_terminal else recipe.record.status_seconds / 4
@@ -88,13 +105,14 @@ def carry_out(
         runtime = (Inline if recipe.runtime == "inline" else Processes)(recipe, run, tell)
         with _failure_recorded(run):
             faults = runtime.go()
-    summary = summarise(recipe, run, runtime.searchers, faults, sft_seconds)
+        with _failure_recorded(run):
+            summary = summarise(recipe, run, runtime.searchers, faults, run.facts.get("sft_seconds", 0.0))
     if recipe.record.tensorboard:  # the last evaluation came after the trainer had closed its events
         with closing(TensorBoardEvents(run.path)) as events:
             for e in summary.evaluations:
                 if e.version.step == summary.steps:
                     events.write(e.version.step, time.time(), {f"eval/{e.metric}": e.value})
-    return run, summary, runtime.stopped
+    return summary, runtime.stopped
 
 
 def _offline(
@@ -113,12 +131,18 @@ def _offline(
 
 @contextmanager
 def _failure_recorded(run: RunDirectory) -> Iterator[None]:
-    """Inside, an error that ends the run is left in its directory."""
+    """Inside, an error that ends the run is left in its directory, and a full disk is one that can be mended."""
     try:
         yield
-    except TbaError as error:
-        Failure.record(run.path, error)
-        raise
+    except Exception as error:
+        full = disk_full(error, run.path)
+        if full is None and not isinstance(error, TbaError):
+            raise
+        with suppress(OSError):  # there may be no room for it
+            Failure.record(run.path, full or error)
+        if full is None:
+            raise
+        raise full from error
 
 
 @dataclass
@@ -138,7 +162,8 @@ class Throttled:
 
 def next_steps(name: str, run: RunDirectory, stopped: bool) -> list[str]:
     """What to try next, as commands; `name` is what the recipe was called by."""
-    first = ["the run was stopped before its last step"] if stopped else []
+    left = ["the run was stopped before its last step; this goes on with it:", f"tba train --resume {run.path}"]
+    first = left if stopped else []
     return [
         *first,
         f"tba show {run.path}                      this page again, all counts, and the curves",

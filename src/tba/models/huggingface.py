@@ -96,8 +96,10 @@ class HuggingFace:
     def max_completion_tokens(self) -> int:
         return self.generation.max_completion_tokens
 
-    def policy(self, temperature: float, heads: frozenset[str] = frozenset()) -> CausalPolicy:
-        model, _ = _loaded(self.path, self._device, torch.float32)  # the weights that AdamW keeps
+    def policy(
+        self, temperature: float, heads: frozenset[str] = frozenset(), saved: Path | None = None
+    ) -> CausalPolicy:
+        model, _ = _loaded(str(saved or self.path), self._device, torch.float32)  # the weights that AdamW keeps
         return CausalPolicy(
             model,
             temperature,

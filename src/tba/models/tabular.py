@@ -43,8 +43,13 @@ class TabularModel:
     def max_completion_tokens(self) -> int:
         return self.task.length
 
-    def policy(self, temperature: float, heads: frozenset[str] = frozenset()) -> TabularPolicy:
-        return TabularPolicy(self.task, temperature, heads=heads)
+    def policy(
+        self, temperature: float, heads: frozenset[str] = frozenset(), saved: Path | None = None
+    ) -> TabularPolicy:
+        policy = TabularPolicy(self.task, temperature, heads=heads)
+        if saved is not None:
+            policy.load(safetensors.torch.load_file(saved / MODEL))
+        return policy
 
     def engine(self, version: Version) -> TabularEngine:
         return TabularEngine(self.task, version)

@@ -6,6 +6,7 @@ a run is not here but in `failure.json`.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from contextlib import closing
@@ -14,10 +15,12 @@ from pathlib import Path
 from tba.record.jsonl import JsonLines, read_lines
 from tba.types import Json
 
+log = logging.getLogger("tba.record.faults")
 FILE = "faults.jsonl"
 KINDS = (
     "searcher_restarts",  # a searcher was killed and started again
     "trainer_restarts",  # the trainer was, and went on from its checkpoint
+    "silences",  # a part gave no sign of life for too long and was killed
     "resumes",  # the whole run was left and taken up again
     "damaged_checkpoints",  # passed over on the way to one that is whole
     "reward_retries",  # a reward raised or hung and was asked again
@@ -25,9 +28,13 @@ KINDS = (
 
 
 def record_fault(directory: Path, kind: str, what: str) -> None:
-    """One more fault of the run in `directory`. Raises `OSError` when the disk is full."""
-    with closing(JsonLines(directory / FILE)) as lines:
-        lines.append({"kind": kind, "what": what, "time": round(time.time(), 3)})
+    """One more fault of the run in `directory`. On a full disk it is in the log only: the run has other worries."""
+    line = {"kind": kind, "what": what, "time": round(time.time(), 3)}
+    try:
+        with closing(JsonLines(directory / FILE)) as lines:
+            lines.append(line)
+    except OSError:
+        log.exception("cannot record the fault %s", line)
 
 
 def read_faults(directory: Path) -> list[dict[str, Json]]:

@@ -19,7 +19,6 @@ from tba.record.clock import ShareClock
 from tba.record.evaluations import EvaluationWriter
 from tba.types import Evaluation, Json, Prompt, Version
 
-
 _WHY = "evaluate"
 
 

@@ -16,6 +16,7 @@ from tba.recipe import Recipe
 from tba.record.log import log_to
 from tba.runtime.directory import RunDirectory
 from tba.runtime.offline import nothing_more
+from tba.runtime.resuming import restore_searcher
 from tba.runtime.searching import SearchHalf, start_searching
 from tba.runtime.stopping import stop_requests
 from tba.runtime.training import TrainHalf, start_training
@@ -44,7 +45,7 @@ class Inline:
                 stop=stop,
                 prefetch=False,
                 fill=nothing_more if self.recipe.offline else lambda: _round(search, train),
-                elapsed=lambda: time.time() - started - search.clock.seconds().get("eval", 0.0),
+                elapsed=lambda: clock() - search.clock.seconds().get("eval", 0.0),
             )
             ends.callback(train.close)
             train.beside = search
@@ -54,7 +55,7 @@ class Inline:
             self.tell("evaluating", "")
             _evaluate(search, train)
             self.stopped = not train.finished
-        return {"searcher_restarts": 0, "stopped": self.stopped}
+        return {"stopped": self.stopped}
 
     def _turns(self, search: SearchHalf, train: TrainHalf, stop: Callable[[], bool]) -> None:
         _evaluate(search, train)

@@ -4,7 +4,8 @@ Invariant: a part ends when its driver is gone. The driver holds the other end o
 byte from it asks to stop (which is not lost, however early it comes), and end of file means that the driver has died,
 however it died.
 
-Exit codes: 0 done or asked to stop, 1 an error of its own (left in logs/PART.error.json), 2 input it cannot use.
+Exit codes: 0 done or asked to stop, 1 an error of its own (left in logs/PART.error.json), 2 input it cannot use, 3 its
+driver is gone, 4 the disk is full (nothing more can be left).
 """
 
 from __future__ import annotations
@@ -19,18 +20,23 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-ORPHANED = 3  # exit code of a part whose driver is gone
+from tba.runtime.pulse import Pulse, pulse_of
+
+ORPHANED = 3  # exit codes: its driver is gone
+NO_SPACE = 4  # the disk is full
 _LOOK = 0.1  # seconds between two looks for weights to evaluate, where that is all there is to do
 _GRACE = 5.0  # seconds an orphan has to end by itself
 
 
 class Stop:
-    """Asked to stop: by the driver, by SIGTERM, or because the driver is gone."""
+    """Asked to stop: by the driver, by SIGTERM, or because the driver is gone. Whoever asks shows that it lives."""
 
-    def __init__(self) -> None:
+    def __init__(self, pulse: Path) -> None:
         self._event = threading.Event()
+        self._pulse = Pulse(pulse)
 
     def __call__(self) -> bool:
+        self._pulse.beat()
         return self._event.is_set()
 
     def listen(self) -> None:
@@ -49,13 +55,14 @@ class Stop:
 
 def main(part: str, path: Path) -> int:
     """Run `part` (`trainer` or `searcher-N`) of the run at `path` until it is done."""
-    stop = Stop()
+    stop = Stop(pulse_of(path, part))
     stop.listen()
     faulthandler.register(signal.SIGUSR1)  # a look at where it is, in its log
     from tba.errors import UserError
     from tba.record.jsonl import write_json
     from tba.record.log import set_up_log
     from tba.runtime.directory import RunDirectory
+    from tba.runtime.disk import disk_full
 
     run = RunDirectory.open(path)
     set_up_log(path, part)
@@ -63,6 +70,9 @@ def main(part: str, path: Path) -> int:
         _body(part)(run, stop)
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows it as its own
         text = traceback.format_exc()
+        if disk_full(error, path) is not None:
+            print(text, file=sys.stderr)  # noqa: T201 - as far as it fits
+            return NO_SPACE
         write_json(run.error(part), {"kind": type(error).__name__, "message": str(error), "traceback": text})
         print(text, file=sys.stderr)  # noqa: T201 - standard error is the part's log
         return 2 if isinstance(error, UserError) else 1

@@ -1,8 +1,9 @@
 """The `processes` runtime: the trainer and each searcher in its own process on this machine. The embedded default.
 
 Down through the journal, up through versioned safetensors; nothing listens on a port. The driver (this process) starts
-the parts, restarts a searcher that dies (bounded), and ends them. Its loop consumes exit codes and waits for nothing
-else; every phase of it has a deadline that names what it waits for.
+the parts, starts one that dies again (bounded; the trainer goes on from its newest checkpoint, as another incarnation),
+and ends them. Its loop consumes exit codes and signs of life and waits for nothing else; every phase of it has a
+deadline that names what it waits for.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
 from tba.recipe import Recipe
+from tba.record.faults import record_fault
 from tba.record.log import tail
 from tba.runtime.directory import RunDirectory
+from tba.runtime.disk import no_space
+from tba.runtime.part import NO_SPACE
+from tba.runtime.pulse import Watch, pulse_of
 from tba.runtime.stopping import stop_requests
 
 _POLL = 0.05  # seconds between two looks at the parts
@@ -35,6 +40,7 @@ class Part:
     threads: int
     attempt: int = 0
     process: subprocess.Popen[bytes] = field(init=False)
+    watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
         self.start()
@@ -42,6 +48,7 @@ class Part:
     def start(self) -> None:
         environment = {**os.environ, "TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
         log: IO[bytes]
+        self.watch = Watch(pulse_of(self.run.path, self.name))
         with self.run.log(self.name).open("ab") as log:
             self.process = subprocess.Popen(  # noqa: S603 - our own module, our own arguments
                 [sys.executable, "-m", "tba.runtime.part", self.name, str(self.run.path)],
@@ -49,6 +56,7 @@ class Part:
                 stdout=log,
                 stderr=log,
                 env=environment,
+                pass_fds=() if self.run.lock is None else (self.run.lock,),  # held as long as anybody writes
                 start_new_session=True,  # Ctrl-C reaches the driver only, which ends the parts in order
             )
 
@@ -89,6 +97,8 @@ class Part:
                 return DeadlineExceeded(f"{who}: {error['message']}; its log is {log}")
             return PartFailed(f"{who} ended with {error['kind']}; its log is {log}\n{error['traceback']}")
         code = self.code or 0
+        if code == NO_SPACE:
+            return no_space(self.run.path)
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return PartFailed(f"{who} {how}; its log is {log}\n{tail(log, 15)}")
 
@@ -100,7 +110,6 @@ class Processes:
     recipe: Recipe
     run: RunDirectory
     tell: Callable[[str, str], None]  # (phase, note), a few times a second
-    restarts: int = 0
     stopped: bool = False
     _note: str = ""
 
@@ -108,7 +117,12 @@ class Processes:
         """Runs to the end; the faults it survived. Raises what a part ended with."""
         with stop_requests() as stop, ExitStack() as ends:
             trainer, *searchers = [self._start(name, ends) for name in ("trainer", *self.searchers)]
-            self._train(trainer, searchers, stop)
+            try:
+                self._train(trainer, searchers, stop)
+            except TbaError:
+                with suppress(DeadlineExceeded):
+                    self._stop([trainer], "a checkpoint")  # what ends the run need not cost what was learnt
+                raise
             self._stop([trainer], "a checkpoint")
             if trainer.code != 0:
                 raise trainer.failure()
@@ -118,7 +132,7 @@ class Processes:
                 self._evaluate(searchers, stop)
             self._stop(searchers, "their last round")
             failed = [part.name for part in searchers if part.code != 0]
-        return {"searcher_restarts": self.restarts, "stopped": self.stopped, "failed_while_stopping": failed}
+        return {"stopped": self.stopped, "failed_while_stopping": failed}
 
     @property
     def searchers(self) -> list[str]:
@@ -131,7 +145,8 @@ class Processes:
 
     def _train(self, trainer: Part, searchers: list[Part], stop: Callable[[], bool]) -> None:
         """Until the trainer has ended, or we are to stop. It has its own deadline for a batch."""
-        while trainer.code is None and not stop():
+        while (trainer.code is None or self._revived(trainer, "trainer_restarts")) and not stop():
+            self._end_silent([trainer, *searchers])
             self._watch(searchers)
             self.tell("training", self._note)
             time.sleep(_POLL)
@@ -140,6 +155,7 @@ class Processes:
         """Until the searchers have seen that the trainer is done, and evaluated its last version."""
         deadline = time.monotonic() + self.recipe.run.evaluation_deadline
         while any(part.code is None for part in searchers) and not stop():
+            self._end_silent(searchers)
             self._watch(searchers)
             self.tell("evaluating", self._note)
             if time.monotonic() > deadline:
@@ -156,11 +172,30 @@ class Processes:
             code = part.code
             if code is None or code == 0:
                 continue
-            if code > 0 or part.attempt >= self.recipe.run.restarts:
+            if not self._revived(part, "searcher_restarts"):
                 raise part.failure()
-            self.restarts += 1
-            self._note = f"{part.name} was killed by signal {-code} and started again"
-            part.start_again()
+
+    def _revived(self, part: Part, kind: str) -> bool:
+        """Start a part that was killed again, unless that has been done as often as it may."""
+        code = part.code
+        if code is None or code >= 0 or part.attempt >= self.recipe.run.restarts:
+            return False
+        why = f"{part.name} was killed by signal {-code}"
+        if part.name == "trainer":
+            self.run.begin_again(why)
+        self._note = f"{why} and started again"
+        record_fault(self.run.path, kind, self._note)
+        part.start_again()
+        return True
+
+    def _end_silent(self, parts: list[Part]) -> None:
+        """A part that hangs is killed: as one that dies, it is started again, a bounded number of times."""
+        for part in parts:
+            if part.code is None and part.watch.silence() > self.recipe.run.silence_deadline:
+                what = f"{part.name} (process {part.process.pid}) gave no sign of life for "
+                record_fault(self.run.path, "silences", f"{what}{self.recipe.run.silence_deadline:g} s and was killed")
+                part.process.kill()
+                part.process.wait()
 
     def _stop(self, parts: list[Part], what: str) -> None:
         """Ask, wait, and at the deadline kill."""

@@ -17,12 +17,14 @@ from tba.protocols import Reference, Tokenizer
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.evaluations import EvaluationWriter
+from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import peak_memory_bytes
 from tba.replay.journal import JournalWriter
 from tba.replay.scores import Score
 from tba.runtime.directory import RunDirectory
 from tba.runtime.evaluation import Examiner
+from tba.search.patience import PatientReward
 from tba.search.prompts import PosteriorPrompts, PromptSource, PromptStream, UniformPrompts, encode
 from tba.search.rescoring import Rescorer
 from tba.search.searcher import Searcher
@@ -118,7 +120,7 @@ def start_searching(
     journal = JournalWriter(run.journal(recipe), name)
     journal.resume()
     weights = WeightDirectory(run.weights)
-    engine, reward = model.engine(Version()), recipe.task.reward()
+    engine, reward = model.engine(Version()), _patient(recipe, run)
     reference = model.reference(recipe.policy_temperature, Version())
     clock = ShareClock()
     incarnation = run.incarnation
@@ -154,6 +156,16 @@ def start_searching(
         interrupted=interrupted,
     )
     return SearchHalf(searcher, examiner, journal, weights, clock, run, incarnation)
+
+
+def _patient(recipe: Recipe, run: RunDirectory) -> PatientReward:
+    """The task's reward, within a deadline and asked again when it fails."""
+    return PatientReward(
+        recipe.task.reward(),
+        recipe.run.reward_deadline,
+        recipe.run.reward_retries,
+        told=lambda what: record_fault(run.path, "reward_retries", what),
+    )
 
 
 def _source(recipe: Recipe, prompts: list[Prompt], journal: JournalWriter, rng: np.random.Generator) -> PromptSource:

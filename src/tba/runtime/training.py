@@ -19,6 +19,8 @@ from tba.record.recorder import Recorder
 from tba.replay.journal import JournalFollower
 from tba.replay.replay import Replay
 from tba.runtime.directory import RunDirectory
+from tba.runtime.driver import result_of
+from tba.runtime.evaluation import Requests
 from tba.runtime.offline import require_enough
 from tba.runtime.reference import References
 from tba.runtime.steering import Steering
@@ -185,6 +187,9 @@ def start_training(
     policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
     journal = JournalFollower(run.journal(recipe), keep_rows=recipe.replay.keep_rows)
     replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
+    replay.now = version
+    if checkpoint is not None:
+        replay.restore(checkpoint.state["replay"], version)
     if recipe.offline:
         require_enough(recipe, replay)
     weights = WeightDirectory(run.weights)

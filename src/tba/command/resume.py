@@ -1,0 +1,100 @@
+"""`tba train --resume RUN`: a run that was stopped, killed or has failed goes on from its newest checkpoint.
+
+Invariant: nothing of the run is changed before it is certain that it can go on. What it learnt after that checkpoint is
+gone; what was sampled after it stays and is used as old data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from tba.command.train import closing_words, go, warn_if_busy
+from tba.command.trial import differences
+from tba.errors import UserError
+from tba.recipe import Recipe, resolved
+from tba.record.failure import FILE as FAILURE
+from tba.record.failure import Failure
+from tba.record.faults import record_fault
+from tba.record.jsonl import plain
+from tba.record.metrics import read_last
+from tba.record.summary import FILE as SUMMARY
+from tba.record.summary import Summary
+from tba.replay.journal import JournalWriter
+from tba.runtime.directory import RunDirectory
+from tba.settings import find, override
+from tba.train.checkpoint import Checkpoint, newest_checkpoint
+
+_PATIENCE = 15.0  # seconds that parts of a run whose driver was killed have to end
+_KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir")  # what a run is about
+
+
+def resume_run(path: Path, overrides: list[str]) -> int:
+    """Exit code 0 when the run finished or was stopped on purpose."""
+    console = Console()
+    with RunDirectory.open(path).held(_PATIENCE) as run:
+        recipe, checkpoint = resumable(run, overrides)
+        why = take_up(run, recipe, overrides)
+        console.print(f"{recipe.name}: going on from {checkpoint.path} ({why})", highlight=False)
+        warn_if_busy(console)
+        summary, stopped = go(recipe, run, console)
+    return closing_words(console, run.facts["recipe"], run, summary, stopped)
+
+
+def resumable(run: RunDirectory, overrides: Sequence[str]) -> tuple[Recipe, Checkpoint]:
+    """The recipe with the overrides, and the checkpoint. Raises `UserError` when the run cannot go on so."""
+    facts = run.facts
+    then = run.recipe()
+    made = {**facts["resolved"]}
+    for name, was, now in differences(made, plain(resolved(then))):
+        if was is not None and now is not None:
+            raise UserError(
+                f"recipe {facts['recipe']} has changed since the run at {run.path} began ({name} was {was!r} and is "
+                f"{now!r}): start a new run, or set it back"
+            )
+    recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba train --resume")
+    for name, was, now in differences(plain(resolved(then)), plain(resolved(recipe))):
+        if name.startswith(_KEPT):
+            raise UserError(f"a run keeps its {name}, which is {was!r}: start a new run for {now!r}")
+    checkpoint = newest_checkpoint(run.checkpoints)
+    if checkpoint is None:
+        raise UserError(
+            f"the run at {run.path} has no checkpoint to go on from: it ended before its first "
+            f"(--run.checkpoint-every is {then.run.checkpoint_every}); start a new run"
+        )
+    if not run.journal(recipe).is_file():
+        raise UserError(f"the journal of the run at {run.path} is gone ({run.journal(recipe)}): start a new run")
+    _refuse_finished(run, recipe, checkpoint)
+    return recipe, checkpoint
+
+
+def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint) -> None:
+    summary, step = Summary.read(run.path), checkpoint.version.step
+    done = summary is not None and not summary.faults.get("stopped")
+    if step > recipe.steps or (step == recipe.steps and done):
+        raise UserError(
+            f"the run at {run.path} has made {step} steps, all that are asked for: give more with --steps, or start a "
+            "new run"
+        )
+
+
+def take_up(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> str:
+    """Begin the next incarnation; why the last one ended. What it held is given back at once."""
+    summary, failure, last = Summary.read(run.path), Failure.read(run.path), read_last(run.path)
+    before = max(summary.wall_seconds.total if summary else 0.0, float(last["wall_seconds"]) if last else 0.0)
+    why = "it was killed"
+    if failure is not None:
+        why = f"it had failed: {failure}"
+    elif summary is not None:
+        why = "it was stopped" if summary.faults.get("stopped") else "it had finished"
+    journal = run.journal(recipe)
+    for index in range(run.recipe().searchers):
+        with JournalWriter(journal, f"searcher-{index}") as former:
+            former.resume()
+    run.begin_again(f"resumed: {why}", overrides, before)
+    record_fault(run.path, "resumes", why)
+    for left in (run.path / SUMMARY, run.path / FAILURE, *(run.path / "logs").glob("*.error.json")):
+        left.unlink(missing_ok=True)
+    return why

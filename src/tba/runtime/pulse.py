@@ -1,0 +1,57 @@
+"""A sign of life of each part, and the driver's watch over it: a part that hangs is found, however it hangs.
+
+Invariant: a part that goes on asks now and then whether it is to stop, and each time that is its sign (a file's time,
+set anew); the driver compares signs, never clocks, and measures silence by a clock that nobody sets.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_EVERY = 0.5  # seconds between two signs at least
+
+
+def pulse_of(run: Path, part: str) -> Path:
+    """The file whose time is the part's sign."""
+    return run / "logs" / f"{part}.pulse"
+
+
+@dataclass
+class Pulse:
+    """The part's end: `beat` as often as you like."""
+
+    path: Path
+    _last: float = -_EVERY
+
+    def beat(self) -> None:
+        """Costs nothing nearly always. A disk that is full or gone is somebody else's to report."""
+        now = time.monotonic()
+        if now - self._last < _EVERY:
+            return
+        self._last = now
+        with suppress(OSError):
+            self.path.touch()
+            os.utime(self.path, ns=(time.monotonic_ns(), time.monotonic_ns()))  # differs from before in any case
+
+
+@dataclass
+class Watch:
+    """The driver's end: how long a part has been silent, since it was started or last gave a sign."""
+
+    path: Path
+    _seen: int | None = None
+    _since: float = field(default_factory=time.monotonic)
+
+    def silence(self) -> float:
+        """Seconds."""
+        try:
+            sign: int | None = self.path.stat().st_mtime_ns
+        except OSError:
+            sign = None
+        if sign != self._seen:
+            self._seen, self._since = sign, time.monotonic()
+        return time.monotonic() - self._since

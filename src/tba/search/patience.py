@@ -1,0 +1,67 @@
+"""A reward that may hang or raise, asked with a deadline and asked again a bounded number of times.
+
+Invariant: `judge` ends: with the judgements, with what the reward last raised, or with `DeadlineExceeded` that names
+the reward. Each wait is of a thread of its own, which a call that never returns keeps and nobody else; it is a daemon,
+so that it cannot keep a process alive either.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tba.errors import DeadlineExceeded, UserError
+from tba.protocols import Reward
+from tba.types import Completion, Judgement, Prompt
+
+log = logging.getLogger("tba.searcher")
+_FIRST_PAUSE = 0.25  # seconds before a reward is asked again; doubled each time
+
+
+@dataclass
+class PatientReward:
+    """Another reward. Bad input (a `UserError` that nothing else caused) stays bad: it is raised at once."""
+
+    reward: Reward
+    deadline: float  # seconds for one call
+    retries: int  # calls after the first
+    told: Callable[[str], None]  # what went wrong, each time that it is asked again
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
+        """As the reward does. Raises what it raised at last, `DeadlineExceeded` when it took too long at last."""
+        for attempt in range(self.retries):
+            try:
+                return self._ask(answered)
+            except Exception as error:
+                if isinstance(error, UserError) and error.__cause__ is None:
+                    raise
+                what = f"{type(self.reward).__name__}: {type(error).__name__}: {error}"
+                log.warning("%s; it is asked again", what)
+                self.told(what)
+                threading.Event().wait(_FIRST_PAUSE * 2**attempt)
+        return self._ask(answered)
+
+    def _ask(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
+        """One call, in a thread. Waits for that thread, at most until the deadline."""
+        found: list[Sequence[Judgement]] = []
+        raised: list[BaseException] = []
+
+        def call() -> None:
+            try:
+                found.append(self.reward.judge(answered))
+            except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+                raised.append(error)
+
+        thread = threading.Thread(target=call, name="judge", daemon=True)
+        thread.start()
+        thread.join(self.deadline)
+        if raised:
+            raise raised[0]
+        if not found:
+            raise DeadlineExceeded(
+                f"waited {self.deadline:g} s for the reward {type(self.reward).__name__} to judge {len(answered)} "
+                "answers: make it faster, or raise --run.reward-deadline"
+            )
+        return found[0]
