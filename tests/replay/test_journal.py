@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import old_journals
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from trajectory_cases import same, trajectory
 import tba.replay.journal
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.filesystem import network_filesystem
-from tba.replay.journal import JournalFollower, JournalWriter, Totals
+from tba.replay.journal import Gone, JournalFollower, JournalWriter, Totals
 from tba.replay.scores import Score
 from tba.types import Evaluation, Trajectory, Version
 
@@ -240,18 +241,104 @@ def test_a_job_can_be_claimed_again_once_its_time_is_over_but_not_once_it_is_don
     assert follower.jobs_done() == {"evaluate 0.4", "evaluate 0.6"}
 
 
-def test_retention_deletes_drained_rows_beyond_the_newest_and_counts_them(path: Path, writer: JournalWriter) -> None:
-    rows = [trajectory(tokens=(i, i)) for i in range(100)]
-    with JournalFollower(path, keep_rows=16) as follower:
+def test_retention_deletes_the_oldest_drained_bodies_above_a_size_and_counts_them(
+    path: Path, writer: JournalWriter
+) -> None:
+    rows = [trajectory(tokens=range(2000), uid=f"t{i}") for i in range(100)]  # 16 kB each
+    with JournalFollower(path, keep_bytes=800_000) as follower:
         writer.put(rows)
-        follower.drain(limit=40)
-        assert follower.totals() == Totals(rows=100, tokens=200, retired_rows=40, retired_tokens=80)
-        assert uids(follower.drain()) == uids(rows[40:])  # what was not drained yet is never deleted
-        assert follower.totals() == Totals(rows=100, tokens=200, retired_rows=84, retired_tokens=168)
+        assert uids(follower.drain(limit=10)) == uids(rows[:10])
+        retired = follower.totals().retired_rows
+        assert retired == 10  # it is far too large, but what was not drained yet is never deleted
+        assert uids(follower.drain()) == uids(rows[10:])
+        totals = follower.totals()
+        assert totals.rows == 100
+        assert 60 <= totals.retired_rows <= 75
+        assert totals.retired_tokens == 2000 * totals.retired_rows
+        assert follower.undrained() == {"trajectories": 0, "tokens": 0}
         follower.position = 0
-        assert uids(follower.drain()) == uids(rows[84:])
-        writer.put(rows[:3])  # a repeat is known even when the row has gone
+        assert uids(follower.drain()) == uids(rows[totals.retired_rows :])
+        assert follower.take_gone() == Gone(totals.retired_rows, totals.retired_tokens)
+        assert follower.take_gone() == Gone()
+        writer.put(rows[:3])  # a repeat is known even when the body has gone
         assert follower.drain() == []
+
+
+def test_the_file_does_not_grow_beyond_the_size_it_is_kept_to(path: Path, writer: JournalWriter) -> None:
+    with JournalFollower(path, keep_bytes=1_000_000, wal_bytes=100_000) as follower:
+        for n in range(60):
+            writer.put([trajectory(n, range(2000)) for _ in range(5)])
+            follower.drain()
+        assert follower.totals().rows == 300
+    assert path.stat().st_size < 1_300_000
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_journal_of_an_earlier_version_is_brought_to_the_present_one_with_all_that_was_in_it(
+    path: Path, version: int
+) -> None:
+    rows = [
+        replace(trajectory(i % 3, (i, 5), version=i, reward=i / 2), provenance={"searcher": "searcher-0"})
+        for i in range(10)
+    ]
+    old_journals.make(path, version, rows, retired=2)
+    with JournalWriter(path, "searcher-1") as writer, JournalFollower(path) as follower:
+        assert all(map(same, follower.drain(), rows[2:]))
+        assert follower.position == 10
+        writer.put([*rows[5:], trajectory(uid="new")])
+        assert uids(follower.drain()) == ["new"]
+        assert follower.position == 11
+        assert follower.totals() == Totals(rows=11, tokens=22, retired_rows=2, retired_tokens=4)
+        assert follower.counters()["searcher-0"] == {"generated_trajectories": 10}
+        assert writer.lease(2, 9.0) == [5, 7]  # one that had run out, and a new one
+        follower.ask(LATER, uids(rows))
+        assert uids(writer.unscored(LATER, 3, 9.0)) == uids(rows[:6:-1])
+    with sqlite3.connect(path) as connection:
+        facts = "SELECT uid, owner, tokens, incarnation, step, reward FROM trajectories WHERE seq < 11"
+        expected = [(t.uid, "searcher-0", 2, 0, t.version.step, t.reward) for t in rows[2:]]
+        assert connection.execute(facts).fetchall() == expected
+        assert connection.execute("PRAGMA user_version").fetchall() == [(4,)]
+    connection.close()
+
+
+def test_a_migration_that_is_cut_off_leaves_the_earlier_version_as_it_was(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [trajectory(tokens=(i,)) for i in range(4)]
+    old_journals.make(path, 1, rows)
+
+    def cut_off(connection: sqlite3.Connection) -> None:
+        connection.execute("ALTER TABLE trajectories RENAME TO bodies")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setitem(tba.replay.journal.JOURNAL.migrations, 3, cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            JournalFollower(path)
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA user_version").fetchall() == [(1,)]
+    connection.close()
+    with JournalFollower(path) as follower:
+        assert all(map(same, follower.drain(), rows))
+
+
+def test_a_trajectory_whose_bytes_have_changed_is_left_out_counted_and_never_learnt_from(
+    path: Path, writer: JournalWriter
+) -> None:
+    rows = [trajectory(tokens=(i, 7, 7), uid=f"t{i}") for i in range(5)]
+    writer.put(rows)
+    with sqlite3.connect(path) as connection:
+        ((body,),) = connection.execute("SELECT body FROM bodies WHERE seq = 3")
+        changed = bytearray(body)
+        changed[-20] ^= 1  # one bit of a log-probability
+        connection.execute("UPDATE bodies SET body = ? WHERE seq = 3", (bytes(changed),))
+    connection.close()
+    with JournalFollower(path) as follower:
+        assert uids(follower.drain()) == ["t0", "t1", "t3", "t4"]
+        assert follower.take_gone() == Gone(damaged_trajectories=1, damaged_tokens=3)
+        follower.position = 0
+        assert uids(follower.drain()) == ["t0", "t1", "t3", "t4"]
+        assert follower.take_gone() == Gone(damaged_trajectories=1, damaged_tokens=3)
 
 
 def test_the_write_ahead_log_stays_bounded_while_a_follower_drains(path: Path, writer: JournalWriter) -> None:
@@ -367,7 +454,7 @@ def test_files_that_are_no_journal_of_this_version_are_refused(tmp_path: Path) -
     connection = sqlite3.connect(newer)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(UserError, match="schema version 99, this program reads version 3"):
+    with pytest.raises(UserError, match="schema version 99, this program reads version 4"):
         JournalWriter(newer, "a")
 
 

@@ -14,6 +14,7 @@ from runs import made
 
 from tba.errors import DeadlineExceeded
 from tba.record.evaluations import read_answers, read_evaluations
+from tba.replay.journal import Gone, JournalFollower
 from tba.runtime.searching import SearchHalf, start_searching
 from tba.runtime.training import TrainHalf, start_training
 from tba.train.prefetch import Prefetch
@@ -126,15 +127,19 @@ def test_with_take_in_at_syncs_new_data_are_seen_when_weights_go_out_and_not_bef
     assert seen == [1, 1, 1, 4, 4, 4]
 
 
-def test_the_journal_keeps_as_many_rows_as_it_is_told(start: Start) -> None:
-    search, train = start("--replay.keep-rows", "32", "--steps", "30", prefetch=False)
+def test_the_journal_keeps_to_the_size_it_is_told_and_what_leaves_is_counted(start: Start) -> None:
+    search, train = start("--replay.keep-gb", "0.0003", "--steps", "30", prefetch=False)
     train.source.wait.fill = lambda: rounds(search, 1)
-    for _ in range(5):
+    for _ in range(10):
         rounds(search, 1)
         train.step()
     totals = train.journal.totals()
-    assert totals.rows == 5 * 64
-    assert totals.retired_rows >= 4 * 64
+    assert totals.rows == 10 * 64
+    with JournalFollower(train.run.journal(train.recipe)) as other:
+        left = other.drain()
+        assert len(left) == totals.rows - totals.retired_rows
+        assert other.take_gone() == Gone(totals.retired_rows, totals.retired_tokens)
+    assert 64 <= len(left) <= 9 * 64
 
 
 def test_an_evaluation_is_asked_for_at_the_start_every_so_often_and_at_the_end_and_done_once(start: Start) -> None:

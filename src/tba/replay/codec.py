@@ -3,12 +3,16 @@
 Invariant: `decode_trajectory(encode_trajectory(t), prompt)` equals `t` exactly, arrays and floats bit for bit (a scalar
 NaN stays a NaN, whichever it was). Decoded arrays are read-only views of the bytes they came from.
 
-Layout: header length (uint32), header (ASCII JSON), zeros up to a multiple of 8; then each array, padded to 8 bytes.
+Layout: header length (31 bits) and a bit that says "sealed" (uint32), header (ASCII JSON), zeros up to a multiple of 8;
+then each array, padded to 8 bytes. A trajectory is sealed: its body ends with the CRC-32 of all that comes before, so
+that bytes that have changed on the disk are found before anything is learnt from them. Bodies of earlier versions of
+this format are not sealed and are read as they are. A prompt has its digest for its name.
 """
 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -22,7 +26,15 @@ _TOKENS = np.dtype("<i4")
 _LOGS = np.dtype("<f4")
 _MASK = np.dtype("?")
 _STOP_REASONS = {reason.value: reason for reason in StopReason}
+_SEALED = 1 << 31
+_CRC_BYTES = 4
+_PADDING = [bytes(n) for n in range(8)]
+_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for each call
 _Array = npt.NDArray[Any]
+
+
+class Damaged(ValueError):
+    """A body whose bytes are not what was written."""
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
@@ -51,17 +63,17 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     """
     c = trajectory.completion
     length = len(c.tokens)
-    core = [np.ascontiguousarray(c.tokens, _TOKENS), np.ascontiguousarray(trajectory.log_reference, _LOGS)]
+    core: list[_Array] = [np.asarray(c.tokens, _TOKENS), np.asarray(trajectory.log_reference, _LOGS)]
     if c.log_behavior is not None:
-        core.append(np.ascontiguousarray(c.log_behavior, _LOGS))
+        core.append(np.asarray(c.log_behavior, _LOGS))
     if c.mask is not None:
-        core.append(np.ascontiguousarray(c.mask, _MASK))
+        core.append(np.asarray(c.mask, _MASK))
     for array in core:
         if array.shape != (length,):
             raise ValueError(f"trajectory {trajectory.uid} has {length} tokens, but an array of shape {array.shape}")
     extra = {name: _plain(name, array) for name, array in trajectory.arrays.items()}
     first, last = c.versions
-    header = {
+    header: dict[str, Json] = {
         "uid": trajectory.uid,
         "length": length,
         "log_behavior": c.log_behavior is not None,
@@ -77,12 +89,29 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
         "provenance": dict(trajectory.provenance),
         "created": float(trajectory.created),
     }
-    return _pack(header, [*core, *extra.values()])
+    return _sealed(_pack(header, [*core, *extra.values()], _SEALED))
 
 
 def decode_trajectory(body: bytes, prompt: Prompt) -> Trajectory:
-    """The inverse of `encode_trajectory`."""
-    header, at = _header(body)
+    """The inverse of `encode_trajectory`. Raises `Damaged` when these are not the bytes that were written."""
+    header, at = _intact(body)
+    try:
+        return _trajectory(body, header, at, prompt)
+    except (ValueError, KeyError, TypeError, IndexError) as error:  # of a body that was not sealed
+        raise Damaged(f"a trajectory cannot be read: {error}") from error
+
+
+def facts_of(body: bytes) -> dict[str, Any]:
+    """What is written of a trajectory apart from its arrays and its prompt; `uid` is one of the facts. Raises as
+    `decode_trajectory` does.
+    """
+    header, _ = _intact(body)
+    if not (isinstance(header.get("uid"), str) and isinstance(header.get("length"), int)):
+        raise Damaged("these are not the facts of a trajectory")
+    return header
+
+
+def _trajectory(body: bytes, header: dict[str, Any], at: int, prompt: Prompt) -> Trajectory:
     length = header["length"]
     step = _aligned(4 * length)
     tokens = np.frombuffer(body, _TOKENS, length, at)
@@ -145,17 +174,37 @@ def _arrays(body: bytes, at: int, specification: Sequence[Sequence[Any]]) -> dic
     return arrays
 
 
-def _pack(header: Json, arrays: Sequence[_Array]) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode("ascii")
-    pieces = [len(text).to_bytes(4, "little"), text, bytes(_aligned(4 + len(text)) - 4 - len(text))]
+def _pack(header: Json, arrays: Sequence[_Array], flag: int = 0) -> bytes:
+    text = _json(header).encode("ascii")
+    pieces = [(flag | len(text)).to_bytes(4, "little"), text, _PADDING[-(4 + len(text)) & 7]]
     for array in arrays:
-        pieces += (array.tobytes(), bytes(_aligned(array.nbytes) - array.nbytes))
+        data = array.tobytes()
+        pieces += (data, _PADDING[-len(data) & 7])
     return b"".join(pieces)
+
+
+def _sealed(body: bytes) -> bytes:
+    return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
+
+
+def _intact(body: bytes) -> tuple[dict[str, Any], int]:
+    """The header, and where the arrays begin; raises `Damaged`."""
+    try:
+        if body[3] & 0x80 and zlib.crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(
+            body[-_CRC_BYTES:], "little"
+        ):
+            raise Damaged("a trajectory's checksum differs from what was written")
+        header, at = _header(body)
+    except (ValueError, IndexError, TypeError) as error:
+        raise error if isinstance(error, Damaged) else Damaged(f"a trajectory cannot be read: {error}") from error
+    if not isinstance(header, dict):
+        raise Damaged("a trajectory's header is not an object")
+    return header, at
 
 
 def _header(body: bytes) -> tuple[dict[str, Any], int]:
     """The header, and where the arrays begin."""
-    end = 4 + int.from_bytes(body[:4], "little")
+    end = 4 + (int.from_bytes(body[:4], "little") & ~_SEALED)
     return json.loads(body[4:end].decode("ascii")), _aligned(end)
 
 

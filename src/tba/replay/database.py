@@ -9,8 +9,9 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -24,18 +25,31 @@ _MEND = {
     sqlite3.SQLITE_CANTOPEN: "cannot be opened: choose a place that can be written",
     sqlite3.SQLITE_READONLY: "may not be written: choose a place that can be",
     sqlite3.SQLITE_NOTADB: "is not a SQLite file: choose another place for the run",
+    sqlite3.SQLITE_CORRUPT: "is damaged: end what uses it; whoever opens it next sets it aside and recovers its rows",
+    sqlite3.SQLITE_IOERR: "cannot be read or written, its disk gives errors: move the run to another",
 }
 _PAUSE = 0.005  # seconds between tries where SQLite itself does not wait
+
+
+@dataclass(frozen=True)
+class Schema:
+    """Which file this is, and what is in it."""
+
+    kind: int  # in the file's header, which tells it from other people's files
+    version: int
+    tables: str  # statements that make an empty one
+    migrations: Mapping[int, Callable[[sqlite3.Connection], None]]  # n: from version n to n + 1, in a transaction
+    page_bytes: int  # of new files
 
 
 class Database:
     """One connection. Safe to share between the threads of one process; never across a fork.
 
-    Raises `UserError` when the file is something else or of another schema version, `DeadlineExceeded` when others
-    keep it locked for longer than `deadline_s` seconds.
+    A file of an earlier schema version is brought to the present one. Raises `UserError` when the file is something
+    else or of a later version, `DeadlineExceeded` when others keep it locked for longer than `deadline_s` seconds.
     """
 
-    def __init__(self, path: Path, kind: int, version: int, schema: str, deadline_s: float = 30.0) -> None:
+    def __init__(self, path: Path, schema: Schema, deadline_s: float = 30.0) -> None:
         self.path = Path(path)
         self.deadline_s = deadline_s
         self.lock = threading.RLock()
@@ -46,31 +60,37 @@ class Database:
             )
         try:
             with self._explained():
-                self._waiting(lambda: self._prepare(kind, version, schema))
+                self._waiting(lambda: self._prepare(schema))
         except BaseException:
             self._connection.close()
             raise
 
-    def _prepare(self, kind: int, version: int, schema: str) -> None:
+    def _prepare(self, schema: Schema) -> None:
+        self._connection.execute(f"PRAGMA page_size = {schema.page_bytes}")  # of a new file; another keeps its own
         self._connection.execute("PRAGMA journal_mode = WAL")  # may be refused while another process does the same
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
         self._connection.execute("PRAGMA synchronous = FULL")
         with self.transaction() as connection:
-            found_kind = connection.execute("PRAGMA application_id").fetchone()[0]
-            found = connection.execute("PRAGMA user_version").fetchone()[0]
-            empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-            if empty:
-                for statement in schema.split(";"):
+            kind, found = _identity(connection)
+            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+                for statement in schema.tables.split(";"):
                     connection.execute(statement)
-                connection.execute(f"PRAGMA application_id = {kind}")
-                connection.execute(f"PRAGMA user_version = {version}")
-            elif found_kind != kind:
-                raise UserError(f"{self.path} is a SQLite file of something else: choose another place for the run")
-            elif found != version:
-                raise UserError(
-                    f"{self.path} has schema version {found}, this program reads version {version}: "
-                    f"open it with the program that wrote it, or start a new run"
-                )
+                connection.execute(f"PRAGMA application_id = {schema.kind}")
+            else:
+                self._refuse_others(kind, found, schema)
+                for version in range(found, schema.version):
+                    schema.migrations[version](connection)
+            if found != schema.version:
+                connection.execute(f"PRAGMA user_version = {schema.version}")
+
+    def _refuse_others(self, kind: int, found: int, schema: Schema) -> None:
+        if kind != schema.kind:
+            raise UserError(f"{self.path} is a SQLite file of something else: choose another place for the run")
+        if found > schema.version or any(v not in schema.migrations for v in range(found, schema.version)):
+            raise UserError(
+                f"{self.path} has schema version {found}, this program reads version {schema.version}: "
+                f"open it with the program that wrote it, or start a new run"
+            )
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -152,3 +172,11 @@ class Database:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
+    """(kind, schema version) of a file."""
+    ((kind,), (version,)) = (
+        connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
+    )
+    return kind, version

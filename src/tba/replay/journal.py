@@ -13,12 +13,12 @@ what they count.
 from __future__ import annotations
 
 import fcntl
-import hashlib
+import logging
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -26,38 +26,18 @@ from typing import IO, Any, Self, TypeAlias
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay import scores
-from tba.replay.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
+from tba.replay.codec import Damaged, decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
 from tba.replay.database import Database
 from tba.replay.filesystem import network_filesystem
+from tba.replay.schema import BODY, JOURNAL, TRAJECTORY, prompt_id
 from tba.replay.scores import Score
 from tba.types import Evaluation, Prompt, Trajectory, Version
 
-_KIND = 0x54424131  # "TBA1" in the file's header
-_VERSION = 3
+log = logging.getLogger("tba.journal")
 _LAST = 2**63 - 1  # no position is larger
 _PATIENCE = 0.1  # seconds that housekeeping may keep the trainer
 _AT_ONCE = 500  # parameters of one query, of which SQLite allows 999 where it is old
-_SCHEMA = """
-CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE trajectories (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, prompt INTEGER NOT NULL, tokens INTEGER NOT NULL, body BLOB NOT NULL
-);
-CREATE TABLE uids (uid TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID;
-CREATE TABLE leases (position INTEGER PRIMARY KEY, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL);
-CREATE TABLE outcomes (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, position INTEGER NOT NULL, successes REAL NOT NULL, failures REAL NOT NULL
-);
-CREATE TABLE jobs (
-    job TEXT PRIMARY KEY, owner TEXT NOT NULL, issued REAL NOT NULL, seconds REAL NOT NULL, done INTEGER NOT NULL
-);
-CREATE TABLE evaluations (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, job TEXT NOT NULL, version TEXT NOT NULL, wall_seconds REAL NOT NULL,
-    metric TEXT NOT NULL, value REAL NOT NULL, n INTEGER NOT NULL, seconds REAL NOT NULL, tokens INTEGER NOT NULL
-);
-CREATE TABLE counters (owner TEXT, name TEXT, value INTEGER NOT NULL, PRIMARY KEY (owner, name)) WITHOUT ROWID;
-CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
-INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('retired_rows', 0), ('retired_tokens', 0), ('positions', 0);
-"""
+_RETIRED_AT_ONCE = 20_000  # rows
 _Row: TypeAlias = tuple[Any, ...]
 
 
@@ -69,6 +49,19 @@ class Totals:
     tokens: int
     retired_rows: int
     retired_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """What is on record and cannot be taken in (any more): retired before it was, or damaged."""
+
+    retired_trajectories: int = 0
+    retired_tokens: int = 0
+    damaged_trajectories: int = 0
+    damaged_tokens: int = 0
+
+    def __add__(self, other: Gone) -> Gone:
+        return Gone(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class JournalWriter:
@@ -103,11 +96,13 @@ class JournalWriter:
         for t in trajectories:
             if id(t.prompt) not in prompts:
                 body = encode_prompt(t.prompt)
-                prompts[id(t.prompt)] = (_content_id(body), body)
-            rows.append((t.uid, prompts[id(t.prompt)][0], t.length, encode_trajectory(t)))
+                prompts[id(t.prompt)] = (prompt_id(body), body)
+            rows.append((t, prompts[id(t.prompt)][0], encode_trajectory(t)))
         with self._database.transaction() as connection:
             connection.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompts.values())
-            tokens = [row[2] for row in rows if _append(connection, *row)]
+            bodies = [(seq, key, t.length, body) for t, key, body in rows if (seq := self._append(connection, t, key))]
+            connection.executemany(BODY, bodies)
+            tokens = [length for _, _, length, _ in bodies]
             connection.executemany(
                 "DELETE FROM leases WHERE position = ? AND owner = ?", [(position, self.owner) for position in leases]
             )
@@ -124,7 +119,8 @@ class JournalWriter:
         for first in range(0, len(uids), _AT_ONCE):
             some = uids[first : first + _AT_ONCE]
             marks = ",".join("?" * len(some))
-            found.update(u for (u,) in self._database.rows(f"SELECT uid FROM uids WHERE uid IN ({marks})", *some))  # noqa: S608 - question marks
+            query = f"SELECT uid FROM trajectories WHERE uid IN ({marks})"  # noqa: S608 - question marks
+            found.update(uid for (uid,) in self._database.rows(query, *some))
         return found
 
     def rows(self) -> int:
@@ -240,6 +236,16 @@ class JournalWriter:
             connection.execute("UPDATE jobs SET seconds = 0 WHERE owner = ? AND NOT done", (self.owner,))
             connection.execute("UPDATE unscored SET seconds = 0 WHERE owner = ?", (self.owner,))
 
+    def _append(self, connection: sqlite3.Connection, t: Trajectory, prompt: int) -> int | None:
+        """Its number, or None: its uid was there already. Uids outlive bodies, so a repeat is known after retention."""
+        facts = (t.uid, self.owner, prompt, t.length, t.version.incarnation, t.version.step, t.reward, t.created)
+        try:
+            return connection.execute(TRAJECTORY, facts).lastrowid
+        except sqlite3.IntegrityError as error:  # not OR IGNORE, which would use up a number
+            if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_UNIQUE:
+                raise
+            return None
+
     def _count(self, connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
         connection.executemany(
             "INSERT INTO counters VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET value = value + excluded.value",
@@ -270,8 +276,8 @@ class JournalWriter:
 class JournalFollower:
     """The reading end: a `TrajectorySource` that remembers its `position` and `score_position` (settable, to resume).
 
-    keep_rows: drained rows beyond the newest so many are deleted, and counted (None: all are kept). Deleting and
-    checkpointing are done by one follower only, the first that is open; any other just reads.
+    keep_bytes: while the file holds more, the oldest bodies that have been drained are deleted, and counted (None: all
+    are kept). Deleting and checkpointing are done by one follower only, the first that is open; any other just reads.
     wal_bytes: the write-ahead log is truncated when it is larger than this.
     """
 
@@ -279,36 +285,80 @@ class JournalFollower:
         self,
         path: Path,
         position: int = 0,
-        keep_rows: int | None = None,
+        keep_bytes: int | None = None,
         wal_bytes: int = 16 << 20,
         deadline_s: float = 30.0,
     ) -> None:
-        if keep_rows is not None and keep_rows < 0:
-            raise UserError(f"the journal cannot keep {keep_rows} rows: give 0 or more, or None to keep all")
         self.position = position
         self.score_position = 0
-        self._keep_rows = keep_rows
+        self._keep_bytes = keep_bytes
         self._wal_bytes = wal_bytes
         self._database = _open(path, deadline_s)
         self._lock_path = Path(f"{path}-follower")
         self._lock: IO[str] | None = None
         self._prompts: dict[int, Prompt] = {}
         self._evaluation = 0
+        self._gone = Gone()
 
     def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]:
-        """What is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never waits."""
-        rows: list[_Row] = self._database.rows(
-            "SELECT seq, prompt, body FROM trajectories WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?",
-            self.position,
-            _LAST if until is None else until,
-            -1 if limit is None else limit,
-        )
-        trajectories = [decode_trajectory(body, self._prompt(prompt)) for _, prompt, body in rows]
-        if rows:
-            self.position = rows[-1][0]
-            self._retire()
-            self._truncate()
+        """What is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never waits.
+
+        What has been retired or cannot be read is passed over: `take_gone` tells how much that was.
+        """
+        trajectories: list[Trajectory] = []
+        while not trajectories and (rows := self._bodies(limit, until)):
+            for seq, prompt, body in rows:
+                try:
+                    trajectories.append(decode_trajectory(body, self._prompt(prompt)))
+                except Damaged as error:
+                    self._gone += self._give_up(seq, str(error))
         return trajectories
+
+    def take_gone(self) -> Gone:
+        """What was passed over since last asked."""
+        gone, self._gone = self._gone, Gone()
+        return gone
+
+    def _bodies(self, limit: int | None, until: int | None) -> list[_Row]:
+        """(seq, prompt, body) of what is next, and the position after it."""
+        ((last,),) = self._database.rows(
+            "SELECT coalesce(max(seq), 0) FROM trajectories WHERE seq <= ?", _LAST if until is None else until
+        )
+        if last <= self.position:
+            return []
+        rows: list[_Row] = self._database.rows(
+            "SELECT seq, prompt, body FROM bodies WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?",
+            *(self.position, last, -1 if limit is None else limit),
+        )
+        end = rows[-1][0] if len(rows) == limit else last
+        ((known,),) = self._database.rows(
+            "SELECT count(*) FROM trajectories WHERE seq > ? AND seq <= ?", self.position, end
+        )
+        if known != len(rows):
+            self._gone += self._without_body(self.position, end)
+        self.position = end
+        self._retire()
+        self._truncate()
+        return rows
+
+    def _without_body(self, after: int, until: int) -> Gone:
+        found = self._database.rows(
+            "SELECT seq <= (SELECT value FROM totals WHERE name = 'retired_until'), count(*), sum(tokens) "
+            "FROM trajectories WHERE seq > ? AND seq <= ? AND NOT EXISTS (SELECT 1 FROM bodies b "
+            "WHERE b.seq = trajectories.seq) GROUP BY 1",
+            *(after, until),
+        )
+        amounts = {bool(retired): (rows, tokens) for retired, rows, tokens in found}
+        return Gone(*amounts.get(True, (0, 0)), *amounts.get(False, (0, 0)))
+
+    def _give_up(self, seq: int, why: str) -> Gone:
+        """A body that is not what was written is deleted; its facts stay."""
+        ((tokens,),) = self._database.rows("SELECT tokens FROM trajectories WHERE seq = ?", seq)
+        log.warning("trajectory %d of %s is damaged and left out (%s)", seq, self._database.path, why)
+        if self._holds_lock():
+            with self._database.transaction() as connection:
+                connection.execute("DELETE FROM bodies WHERE seq = ?", (seq,))
+        return Gone(damaged_trajectories=1, damaged_tokens=tokens)
 
     def ask(self, reference: Version, uids: Sequence[str]) -> None:
         """Have searchers score these trajectories under `reference`; what was asked under another is forgotten."""
@@ -328,7 +378,9 @@ class JournalFollower:
     def undrained(self) -> dict[str, int]:
         """{"trajectories", "tokens"} after the position."""
         ((rows, tokens),) = self._database.rows(
-            "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE seq > ?", self.position
+            "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories "
+            "WHERE seq > max(?, (SELECT value FROM totals WHERE name = 'retired_until'))",
+            self.position,
         )
         return {"trajectories": rows, "tokens": tokens}
 
@@ -339,7 +391,9 @@ class JournalFollower:
 
     def totals(self) -> Totals:
         """What was ever appended and deleted."""
-        values = dict(self._database.rows("SELECT name, value FROM totals WHERE name != 'positions'"))
+        values = dict(
+            self._database.rows("SELECT name, value FROM totals WHERE name NOT IN ('positions', 'retired_until')")
+        )
         return Totals(**values)
 
     def counters(self) -> dict[str, dict[str, int]]:
@@ -385,32 +439,47 @@ class JournalFollower:
             self.checkpoint()
 
     def _retire(self) -> None:
-        """Delete drained rows beyond the newest `keep_rows`, an eighth at a time: each time costs a disk flush."""
-        if self._keep_rows is None or not self._holds_lock():
+        """Delete the oldest drained bodies while the file holds too much, an eighth at a time: each time costs a disk
+        flush. Their facts stay, so that whoever takes in again what was written knows that they are gone.
+        """
+        if self._keep_bytes is None or not self._holds_lock():
             return
-        ((newest, oldest),) = self._database.rows(
-            "SELECT coalesce((SELECT seq FROM trajectories ORDER BY seq DESC LIMIT 1), 0), "
-            "coalesce((SELECT seq FROM trajectories ORDER BY seq LIMIT 1), 0)"
+        (((pages,),), ((free,),), ((size,),)) = (
+            self._database.rows(f"PRAGMA {name}") for name in ("page_count", "freelist_count", "page_size")
         )
-        last = min(self.position, newest - self._keep_rows)
-        if last - oldest + 1 <= self._keep_rows // 8:
+        excess = (pages - free) * size - self._keep_bytes
+        if excess <= 0:
             return
+        last, freed = 0, 0
+        for seq, body in self._database.rows(
+            "SELECT seq, length(body) FROM bodies WHERE seq <= ? ORDER BY seq LIMIT ?", self.position, _RETIRED_AT_ONCE
+        ):
+            last, freed = seq, freed + body
+            if freed >= excess + self._keep_bytes // 8:
+                break
+        if last:
+            self._delete_bodies(last)
+
+    def _delete_bodies(self, last: int) -> None:
         with (
             suppress(DeadlineExceeded),  # tried again at the next drain
             self._database.patience(_PATIENCE),
             self._database.transaction() as connection,
         ):
             rows, tokens = connection.execute(
-                "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE seq <= ?", (last,)
+                "SELECT count(*), coalesce(sum(tokens), 0) FROM bodies WHERE seq <= ?", (last,)
             ).fetchone()
-            connection.execute("DELETE FROM trajectories WHERE seq <= ?", (last,))
+            connection.execute("DELETE FROM bodies WHERE seq <= ?", (last,))
             _add(connection, {"retired_rows": rows, "retired_tokens": tokens})
+            connection.execute("UPDATE totals SET value = max(value, ?) WHERE name = 'retired_until'", (last,))
 
     def _prompt(self, content_id: int) -> Prompt:
-        """One object for each prompt, however many trajectories it has."""
+        """One object for each prompt, however many trajectories it has. Raises `Damaged` when it cannot be read."""
         prompt = self._prompts.get(content_id)
         if prompt is None:
-            ((body,),) = self._database.rows("SELECT body FROM prompts WHERE id = ?", content_id)
+            bodies = self._database.rows("SELECT body FROM prompts WHERE id = ?", content_id)
+            if not bodies or prompt_id(body := bodies[0][0]) != content_id:
+                raise Damaged("its prompt is missing or not what was written")
             if len(self._prompts) >= 1 << 16:
                 self._prompts.clear()
             prompt = self._prompts[content_id] = decode_prompt(body)
@@ -451,26 +520,10 @@ def _open(path: Path, deadline_s: float) -> Database:
             f"the journal {path} would lie on a network filesystem ({kind}), where SQLite loses data: "
             f"give a folder on a local disk with --run.journal-dir"
         )
-    return Database(path, _KIND, _VERSION, _SCHEMA + scores.SCHEMA, deadline_s)
-
-
-def _append(connection: sqlite3.Connection, uid: str, prompt: int, tokens: int, body: bytes) -> bool:
-    """Whether the uid was new. Uids outlive their rows, so a repeat is known even after retention."""
-    if connection.execute("SELECT 1 FROM uids WHERE uid = ?", (uid,)).fetchone() is not None:
-        return False
-    added = connection.execute(
-        "INSERT INTO trajectories (prompt, tokens, body) VALUES (?, ?, ?)", (prompt, tokens, body)
-    )
-    connection.execute("INSERT INTO uids VALUES (?, ?)", (uid, added.lastrowid))
-    return True
+    return Database(path, JOURNAL, deadline_s)
 
 
 def _add(connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
     connection.executemany(
         "UPDATE totals SET value = value + ? WHERE name = ?", [(by, name) for name, by in increments.items()]
     )
-
-
-def _content_id(body: bytes) -> int:
-    """64 bits of the content, as SQLite's signed integer."""
-    return int.from_bytes(hashlib.blake2b(body, digest_size=8).digest(), "little", signed=True)

@@ -39,11 +39,18 @@ class ReplaySettings:
     buffer: BufferSettings = field(default_factory=BufferSettings)
     recent_window: int | None = None  # trainer updates within which data is recent; None: 2 x sync_every
     take_in: Literal["always", "sync"] = "always"  # new data at once, or only at weight syncs (the paper's own way)
-    keep_rows: int | None = None  # newest trajectories kept in the journal on disk; None: all
+    keep_gb: float | None = None  # the journal on disk is kept to this size: the oldest leave; None: all is kept
 
     def __post_init__(self) -> None:
+        if self.keep_gb is not None and not self.keep_gb > 0:
+            raise UserError(f"--replay.keep-gb is {self.keep_gb}: give a size in GB above 0, or None to keep all")
         if self.recent_window is not None and self.recent_window < 0:
             raise UserError(f"--replay.recent-window is {self.recent_window}: give a number of updates, 0 or more")
+
+    @property
+    def keep_bytes(self) -> int | None:
+        """The size that the journal is kept to."""
+        return None if self.keep_gb is None else int(1e9 * self.keep_gb)
 
 
 @runtime_checkable

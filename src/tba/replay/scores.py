@@ -45,7 +45,7 @@ def ask(connection: sqlite3.Connection, reference: Version, uids: Sequence[str])
     """Ask for the scores of `uids` under `reference` that are not there yet; what was asked of others is forgotten."""
     connection.execute("DELETE FROM unscored WHERE reference != ?", (str(reference),))
     connection.executemany(
-        "INSERT OR IGNORE INTO unscored SELECT seq, ?1, '', 0, 0 FROM uids WHERE uid = ?2 "
+        "INSERT OR IGNORE INTO unscored SELECT seq, ?1, '', 0, 0 FROM trajectories WHERE uid = ?2 "
         "AND NOT EXISTS (SELECT 1 FROM scores WHERE uid = ?2 AND reference = ?1)",
         [(str(reference), uid) for uid in uids],
     )
@@ -56,7 +56,7 @@ def lease(
 ) -> list[tuple[int, int, bytes]]:
     """(prompt, seq, body) of the newest trajectories asked for that nobody is at, which `owner` then is."""
     rows = connection.execute(
-        "SELECT prompt, seq, trajectories.body FROM unscored JOIN trajectories USING (seq) "
+        "SELECT prompt, seq, bodies.body FROM unscored JOIN bodies USING (seq) "
         "WHERE reference = ? AND issued + seconds <= ? ORDER BY seq DESC LIMIT ?",
         (str(reference), now, count),
     ).fetchall()
@@ -77,7 +77,7 @@ def put(connection: sqlite3.Connection, scores: Sequence[Score]) -> int:
         )
         new += written.rowcount
         connection.execute(
-            "DELETE FROM unscored WHERE reference = ? AND seq = (SELECT seq FROM uids WHERE uid = ?)",
+            "DELETE FROM unscored WHERE reference = ? AND seq = (SELECT seq FROM trajectories WHERE uid = ?)",
             (str(score.reference), score.uid),
         )
     return new

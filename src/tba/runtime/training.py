@@ -185,7 +185,7 @@ def start_training(
     version, checkpoint = beginning(run)
     saved = None if checkpoint is None else checkpoint.path
     policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
-    journal = JournalFollower(run.journal(recipe), keep_rows=recipe.replay.keep_rows)
+    journal = JournalFollower(run.journal(recipe), keep_bytes=recipe.replay.keep_bytes)
     replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
     replay.now = version
     if checkpoint is not None:
