@@ -25,6 +25,7 @@ STATUS = Status(
     accuracy={"pass@1/greedy": 0.61, "pass@1/sampled": 0.552, "pass@8/sampled": 0.9},
     log_ratio=1.234,
     lag=9.4,
+    ess=0.625,
     generated_rate=2100.0,
     trained_rate=15_234.0,
     trainer_idle=0.021,
@@ -53,8 +54,8 @@ def rendered(renderable: object, width: int = 120) -> str:
 def test_a_plain_line_holds_every_field_once_it_is_known() -> None:
     assert line(STATUS).strip().split(" | ") == [
         "95 s", "step 120/400", "reward 0.712", "accuracy greedy 61.0 %, sampled 55.2 %, pass@8/sampled 90.0 %",
-        "KL 1.23", "lag 9.4", "generated 2100 tok/s", "trained 15.2k tok/s", "trainer idle 2.1 %", "paced 0.4 %",
-        "searchers idle 0.0 %", "ETA 2:20 min", "searcher-0 was started again",
+        "KL 1.23", "lag 9.4", "ESS 62.5 %", "generated 2100 tok/s", "trained 15.2k tok/s", "trainer idle 2.1 %",
+        "paced 0.4 %", "searchers idle 0.0 %", "ETA 2:20 min", "searcher-0 was started again",
     ]  # fmt: skip
     assert line(Status(0, 400, 3.0, phase="warm-up")).strip() == "3 s | step 0/400 | warm-up"
 
@@ -83,7 +84,8 @@ def test_the_view_of_a_terminal_shows_every_field() -> None:
     text = said(console)
     for part in (
         "quickstart", "step 120/400", "0.712", "greedy 61.0 %", "sampled 55.2 %", "KL to reference", "1.23 nats",
-        "9.4 updates", "2100 tok/s", "15.2k tok/s", "idle 2.1 %", "paced 0.4 %", "2:20 min", "started again",
+        "9.4 updates", "ESS 62.5 %", "2100 tok/s", "15.2k tok/s", "idle 2.1 %", "paced 0.4 %", "2:20 min",
+        "started again",
     ):  # fmt: skip
         assert part in text
 
@@ -100,6 +102,7 @@ def test_a_finished_run_is_shown_with_its_account_and_faults(make_run: MakeRun) 
         "first quickstart, seed 3, 40 steps, 33 s", "40.0 % [35.8, 44.4]", "+40.0 points", "10,000", "8,000", "24,000",
         "5.0 updates on average, 95 % within 7, at most 9", "trainer 2.0 % and paced 1.0 %, searchers 0.0 %",
         "restarts 1", "trainer 2.0 GiB", "samples per insert 2.40",
+        "slow side searchers (the trainer waited 3.0 % of the time)",
     ):  # fmt: skip
         assert part in text
     assert "closes yes yes" in text

@@ -12,7 +12,10 @@ from tba.record.report import PANELS, curves, draw_curves, smooth
 from tba.record.run import RunRecord
 
 MakeRun = Callable[..., Path]
-TITLES = ["Reward", "Accuracy", "KL to the reference", "Lag", "Idle", "Tokens per second"]
+TITLES = [
+    *("Reward", "Accuracy", "KL to the reference", "Lag", "Age", "Off-policy", "Effective sample size, residual"),
+    *("Idle", "Tokens per second"),
+]
 
 
 def labelled(axes: object) -> dict[str, object]:
@@ -23,13 +26,18 @@ def labelled(axes: object) -> dict[str, object]:
 def test_there_is_a_panel_for_each_thing_to_watch_with_the_run_s_own_numbers(make_run: MakeRun) -> None:
     figure = curves([RunRecord.read(make_run())])
     assert [axes.get_title(loc="left") for axes in figure.axes] == TITLES == [panel.title for panel in PANELS]
-    reward, accuracy, ratio, lag, idle, rates = figure.axes
+    reward, accuracy, ratio, lag, age, off_policy, share, idle, rates = figure.axes
     assert np.allclose(reward.lines[0].get_ydata(), np.arange(1, 41) / 40)  # faint, as recorded
     assert np.allclose(reward.lines[0].get_xdata(), 10 + 0.5 * np.arange(1, 41))
     assert np.allclose(ratio.lines[0].get_ydata(), 2 * np.arange(1, 41) / 40)
     assert list(labelled(accuracy)) == ["pass@1/greedy", "pass@1/sampled"]
     assert np.allclose(labelled(accuracy)["pass@1/sampled"].get_ydata(), [40, 80])  # type: ignore[attr-defined]
     assert list(labelled(lag)) == ["mean", "largest"]
+    assert list(labelled(age)) == ["journal to training", "round to journal"]
+    assert np.allclose(labelled(age)["round to journal"].get_ydata(), 0.25)  # type: ignore[attr-defined]
+    assert list(labelled(off_policy)) == ["mean", "5 %", "95 %"]
+    assert np.allclose(labelled(off_policy)["5 %"].get_ydata(), -0.5)  # type: ignore[attr-defined]
+    assert list(labelled(share)) == ["effective sample size", "residual"]
     assert list(labelled(idle)) == ["trainer", "trainer, paced", "searchers"]
     assert np.allclose(labelled(idle)["trainer"].get_ydata(), 2.0)  # type: ignore[attr-defined]
     assert list(labelled(rates)) == ["generated", "trained"]
@@ -56,7 +64,7 @@ def test_a_panel_without_numbers_says_so(make_run: MakeRun, tmp_path: Path) -> N
     run = make_run(finished=False)
     (run / "metrics.jsonl").write_text('{"step": 1, "wall_seconds": 2.0, "reward": 0.5}\n')
     said = [[text.get_text() for text in axes.texts] for axes in curves([RunRecord.read(run)]).axes]
-    assert ["not recorded" in texts for texts in said] == [False, False, True, True, True, True]
+    assert ["not recorded" in texts for texts in said] == [False, False, *[True] * 7]
 
 
 def test_the_file_is_a_png_of_at_most_200_kilobytes(make_run: MakeRun) -> None:

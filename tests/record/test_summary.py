@@ -1,6 +1,7 @@
 """`summary.json` has the keys it is to have."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ SUMMARY = Summary(
     tokens=Ledger(generated=10, trained_once=7, trained_total=20, waiting=3),
     trajectories=Ledger(generated=4, trained_once=3, trained_total=9, waiting=1),
     lag=Lag(9.8, 17.0, 41.0),
+    control=({"step": 20, "signal": "ess", "value": 0.4, "sync_every": 1, "m": 1.0},),
     reference_resets=({"step": 200, "version": "0.200", "wall_seconds": 101.5},),
     faults={"restarts": 1, "non_finite_steps": 0},
     peak_memory_bytes={"searcher-0": 1 << 28, "trainer": 1 << 29},
@@ -37,7 +39,7 @@ def test_the_keys_of_the_summary_are_exactly_these(tmp_path: Path) -> None:
     assert set(row) == {
         "recipe", "seed", "steps", "wall_seconds", "evaluations", "trainer_idle", "trainer_paced", "searcher_idle",
         "samples_per_insert", "tokens", "trajectories", "lag", "faults", "peak_memory_bytes", "versions", "machine",
-        "reference_resets",
+        "reference_resets", "searcher_paced", "slow_side", "control",
     }  # fmt: skip
     assert row["reference_resets"] == [{"step": 200, "version": "0.200", "wall_seconds": 101.5}]
     assert set(row["wall_seconds"]) == {"total", "sft", "warm_up", "train", "eval"}
@@ -68,3 +70,32 @@ def test_a_file_that_is_no_summary_is_said_in_one_sentence(tmp_path: Path, text:
     (tmp_path / "summary.json").write_text(text)
     with pytest.raises(UserError, match=r"summary.json: wanted a run's summary"):
         Summary.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "searchers", "uses", "slow"),
+    [
+        ((0.05, 0.0), 0.0, 3, "searchers"),  # the trainer waited for data
+        ((0.0, 0.03), 0.0, 3, "searchers"),  # or was held, since there was too little of it
+        ((0.0, 0.01), 0.06, 1, "trainer"),  # searchers eased off
+        ((0.01, 0.0), 0.0, 3, "searchers"),  # nobody waited; the trainer used what there was three times
+        ((0.0, 0.0), 0.0, 0.5, "trainer"),  # or half of it once
+        ((0.0, 0.0), 0.0, 1.05, "neither"),
+        ((0.0, 0.0), 0.0, 0, "neither"),  # nothing was trained
+    ],
+)
+def test_the_slow_side_is_the_one_that_was_waited_for_or_could_not_keep_up_with_one_use_of_each(
+    trainer: tuple[float, float], searchers: float, uses: float, slow: str
+) -> None:
+    account = Ledger(generated=200, trained_once=100, waiting=100, trained_total=round(200 * uses))
+    idle, paced = trainer
+    summary = replace(
+        SUMMARY,
+        trainer_idle=idle,
+        trainer_paced=paced,
+        searcher_idle=0.0,
+        searcher_paced=searchers,
+        trajectories=account,
+    )
+    assert summary.slow_side == slow
+    assert summary.to_json()["slow_side"] == slow

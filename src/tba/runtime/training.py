@@ -23,8 +23,8 @@ from tba.runtime.driver import result_of
 from tba.runtime.evaluation import Requests
 from tba.runtime.offline import require_enough
 from tba.runtime.reference import References
-from tba.runtime.steering import Steering
 from tba.runtime.resuming import Stateful, beginning, restore, state_of
+from tba.runtime.steering import Steering
 from tba.runtime.waiting import ReplayWait, Stopped, Timed
 from tba.train.batches import Sampled
 from tba.train.checkpoint import save_checkpoint
