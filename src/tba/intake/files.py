@@ -33,12 +33,12 @@ class Refusal:
 Values: TypeAlias = Mapping[str, Json]
 
 
-def read(path: Path) -> Iterator[tuple[int, Values | Refusal]]:
+def read(path: Path, longest: int = LONGEST) -> Iterator[tuple[int, Values | Refusal]]:
     """(number from 1, object or refusal) of every line. Raises `UserError` when the file cannot be opened."""
-    return _parquet(path) if path.suffix == ".parquet" else _json_lines(path)
+    return _parquet(path) if path.suffix == ".parquet" else _json_lines(path, longest)
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, Values | Refusal]]:
+def _json_lines(path: Path, longest: int) -> Iterator[tuple[int, Values | Refusal]]:
     try:
         file: IO[bytes] = gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115 - closed below
     except OSError as error:
@@ -48,9 +48,9 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Values | Refusal]]:
     with file:
         for number in count(1):
             try:
-                line = file.readline(LONGEST)
-                long = len(line) == LONGEST and not line.endswith(b"\n")
-                while long and (more := file.readline(LONGEST)) and not more.endswith(b"\n"):
+                line = file.readline(longest)
+                long = len(line) == longest and not line.endswith(b"\n")
+                while long and (more := file.readline(longest)) and not more.endswith(b"\n"):
                     pass
             except (OSError, EOFError, zlib.error) as error:
                 yield number, Refusal("the file cannot be read any further", str(error))
@@ -58,7 +58,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Values | Refusal]]:
             if not line:
                 return
             if long:
-                yield number, Refusal(f"longer than {LONGEST >> 20} MiB")
+                yield number, Refusal(f"longer than {longest} bytes")
             elif line.strip():
                 yield number, _object(line)
 

@@ -1,0 +1,112 @@
+"""What a line says: prompts and answers as people and other programs write them."""
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tba.intake.answers import Answer, answer_of
+from tba.intake.files import Refusal
+
+USER, ANSWER = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
+SYSTEM = {"role": "system", "content": "Be brief."}
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {}, optional={"role": st.sampled_from(["user", "assistant", "system", "tool", 3]), "content": JSON}
+    )
+)
+FIELDS = dict.fromkeys(("reward", "completion", "source", "stop_reason", "answer"), JSON)
+LINES = st.fixed_dictionaries(
+    {}, optional={"prompt": JSON | MESSAGES, "messages": JSON | MESSAGES, "response": JSON | st.text(), **FIELDS}
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LINES)
+def test_any_object_is_an_answer_of_text_or_refused_with_a_reason(values: dict[str, Any]) -> None:
+    found = answer_of(values)
+    if isinstance(found, Refusal):
+        assert found.reason
+        return
+    assert isinstance(found.response, str)
+    assert found.response
+    found.response.encode()
+    if isinstance(found.prompt, tuple):
+        assert found.prompt[-1]["role"] == "user"
+    assert not {"prompt", "response", "messages", "reward"} & found.fields.keys()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": "6*7?", "response": "42"},
+        {"prompt": "6*7?", "completion": "42", "messages": None},
+        {"prompt": [USER], "response": "42"},
+        {"messages": [USER, ANSWER]},
+        {"messages": [USER], "response": "42"},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "6*"}, {"type": "text", "text": "7?"}]},
+                ANSWER,
+            ]
+        },
+    ],
+)
+def test_the_ways_of_writing_an_answer_say_the_same(values: dict[str, Any]) -> None:
+    found = answer_of(values)
+    assert isinstance(found, Answer)
+    asked = found.prompt if isinstance(found.prompt, str) else found.prompt[0]["content"]
+    assert (asked, found.response, found.truncated, found.claimed, dict(found.fields)) == (
+        "6*7?",
+        "42",
+        False,
+        None,
+        {},
+    )
+
+
+def test_the_answer_of_a_chat_is_its_last_message_and_the_others_are_its_prompt() -> None:
+    more = {"role": "user", "content": "and 6*8?"}
+    found = answer_of({"messages": [SYSTEM, USER, ANSWER, more, {"role": "assistant", "content": "48"}]})
+    assert isinstance(found, Answer)
+    assert (found.prompt, found.response) == ((SYSTEM, USER, ANSWER, more), "48")
+
+
+def test_what_is_claimed_and_where_it_ended_is_kept_apart_from_the_fields_of_the_problem() -> None:
+    line = {"prompt": "p", "response": "r", "reward": 1, "source": "me", "finish_reason": "length", "answer": "9"}
+    found = answer_of(line)
+    assert found == Answer("p", "r", truncated=True, claimed=1.0, source="me", fields={"answer": "9"})
+    odd = answer_of({**line, "reward": "much"})
+    assert isinstance(odd, Answer)
+    assert odd.claimed is not None
+    assert math.isnan(odd.claimed)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"text": "..."}, "no field 'prompt'"),
+        ({"prompt": "p"}, "no answer"),
+        ({"prompt": "p", "response": ""}, "an empty answer"),
+        ({"prompt": "p", "response": 42}, "an answer that is no text"),
+        ({"prompt": 3, "response": "r"}, "a prompt that is no text"),
+        ({"prompt": "p", "response": "\ud800"}, "not valid text"),
+        ({"messages": []}, "without a user's message"),
+        ({"messages": [ANSWER]}, "without a user's message"),
+        ({"messages": [USER]}, "no answer"),
+        ({"messages": [USER, ANSWER], "response": "42"}, "another answer beside it"),
+        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "a message that is not of"),
+        ({"messages": ["hello"]}, "a message that is not of"),
+    ],
+)
+def test_what_is_no_answer_says_why(values: dict[str, Any], reason: str) -> None:
+    found = answer_of(values)
+    assert isinstance(found, Refusal)
+    assert reason in found.reason

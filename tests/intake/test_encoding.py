@@ -1,0 +1,147 @@
+"""Text from elsewhere as the run's tokens, to the task's own prompts."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tba.intake.answers import Answer
+from tba.intake.encoding import Encoded, Encoder, Known
+from tba.intake.files import Refusal
+from tba.tasks.characters import character_tokenizer
+from tba.types import ELSEWHERE, Completion, Prompt, Sampling, StopReason, Trajectory, Version
+
+TOKENIZER = character_tokenizer("0123456789+= Q:uera\n[]sint")
+EOS = TOKENIZER.eos_token_id
+
+
+def prompt(text: str, **fields: Any) -> Prompt:
+    return Prompt("sums", np.array(TOKENIZER.encode(text), dtype=np.int32), text, fields)
+
+
+TRAIN = [prompt("Q: 1+1=\n", question="1+1=", answer="2"), prompt("Q: 2+2=\n", question="2+2=", answer="4")]
+HELD_OUT = [prompt("Q: 3+3=\n", question="3+3=", answer="6")]
+ENCODER = Encoder("sums", TOKENIZER, Known(TRAIN), Known(HELD_OUT), False, max_prompt_tokens=20, max_tokens=5)
+
+
+def encoded(*answer: Any, encoder: Encoder = ENCODER, **more: Any) -> Encoded:
+    found = encoder.encode(Answer(*answer, **more))
+    assert isinstance(found, Encoded), found
+    return found
+
+
+def refused(*answer: Any, encoder: Encoder = ENCODER) -> str:
+    found = encoder.encode(Answer(*answer))
+    assert isinstance(found, Refusal), found
+    return found.reason
+
+
+USER = ({"role": "user", "content": "1+1="},)
+
+
+@pytest.mark.parametrize("asked", ["Q: 1+1=\n", "Q: 1+1=", "1+1=", " 1+1=\n", USER])
+def test_a_prompt_of_the_task_is_found_by_its_text_or_by_what_it_asks(asked: Any) -> None:
+    found = encoded(asked, "2", fields={"answer": "3"})
+    assert found.prompt is TRAIN[0]  # with its own fields: a line cannot say what is right
+    assert found.known
+
+
+@pytest.mark.parametrize("asked", ["Q: 3+3=\n", "3+3=", ({"role": "user", "content": "3+3="},)])
+def test_answers_to_prompts_that_are_held_out_are_refused(asked: Any) -> None:
+    assert "held out" in refused(asked, "6")
+
+
+def test_a_prompt_that_the_task_lacks_is_taken_with_the_fields_of_its_line() -> None:
+    found = encoded("4+4=", "8", fields={"answer": "8"})
+    assert not found.known
+    assert found.prompt.text == "4+4="
+    assert found.prompt.fields == {"answer": "8"}
+    assert found.prompt.task == "sums"
+
+
+def test_a_question_that_two_prompts_ask_names_neither() -> None:
+    twice = replace(ENCODER, train=Known([*TRAIN, prompt("u: 1+1=\n", question="1+1=")]))
+    assert not encoded("1+1=", "2", encoder=twice).known
+    assert encoded("u: 1+1=\n", "2", encoder=twice).known
+
+
+def test_an_answer_ends_in_the_end_of_text_unless_it_was_cut_off() -> None:
+    whole, cut = encoded("1+1=", "12").completion, encoded("1+1=", "12", True).completion
+    assert whole.tokens.tolist() == [*TOKENIZER.encode("12"), EOS]
+    assert cut.tokens.tolist() == TOKENIZER.encode("12")
+    assert (whole.stop_reason, cut.stop_reason) == (StopReason.EXTERNAL, StopReason.LENGTH)
+    for completion in (whole, cut):
+        assert completion.text == "12"
+        assert (completion.log_behavior, completion.sampling) == (None, None)
+        assert completion.versions == (ELSEWHERE, ELSEWHERE)
+
+
+def test_an_end_of_text_that_the_log_spells_is_no_second_one() -> None:
+    assert encoded("1+1=", "12<eos>").completion.tokens.tolist() == encoded("1+1=", "12").completion.tokens.tolist()
+
+
+@pytest.mark.parametrize("answer", ["one", "1<eos>2", "<eos>", "<pad>1", "π"])
+def test_an_answer_whose_tokens_would_say_something_else_is_refused(answer: str) -> None:
+    assert "cannot write" in refused("1+1=", answer)
+
+
+def test_longer_than_the_run_can_answer_or_ask_is_refused() -> None:
+    assert encoded("1+1=", "1111").completion.tokens.size == 5
+    assert refused("1+1=", "11111") == "an answer longer than 5 tokens"
+    assert refused("1+1=", "1" * 10**7) == "an answer longer than 5 tokens"
+    assert refused("1+1=" * 6, "1") == "a prompt longer than 20 tokens"
+
+
+TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{{ 's:' if add_generation_prompt }}"
+
+
+def chatting() -> Encoder:
+    """The same task put as chats, by a tokenizer with a template."""
+    tokenizer = character_tokenizer("0123456789+= :\n[]serutainy")
+    tokenizer.chat_template = TEMPLATE
+    text = "[user]1+1=\ns:"
+    known = Prompt("sums", np.array(tokenizer.encode(text), dtype=np.int32), text, {"answer": "2"})
+    return replace(ENCODER, tokenizer=tokenizer, train=Known([known]), held_out=Known([]), chat=True)
+
+
+def test_a_chat_and_its_bare_question_are_the_same_prompt_where_the_task_chats() -> None:
+    encoder = chatting()
+    assert encoded(USER, "2", encoder=encoder).known
+    assert encoded("1+1=", "2", encoder=encoder).known
+    other = encoded("7+1=", "8", encoder=encoder)
+    assert (other.prompt.text, other.known) == ("[user]7+1=\ns:", False)
+
+
+def test_turns_before_the_question_are_part_of_the_prompt_and_need_a_template() -> None:
+    turns = (*USER, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2="})
+    wide = replace(chatting(), max_prompt_tokens=99)
+    assert encoded(turns, "4", encoder=wide).prompt.text.startswith("[user]1+1=\n[assistant]2\n[user]2+2=")
+    assert "no chat template" in refused(turns, "4")
+
+
+def trajectory(asked: Prompt, tokens: list[int], text: str) -> Trajectory:
+    behaviour = np.full(len(tokens), -0.5, dtype=np.float32)
+    completion = Completion(
+        np.array(tokens, dtype=np.int32), text, StopReason.EOS, (Version(0, 7), Version(0, 8)), Sampling(), behaviour
+    )
+    return Trajectory("u", asked, completion, 1.0, behaviour, Version(0, 5))
+
+
+def test_a_trajectory_of_another_run_keeps_its_tokens_and_behaviour_but_not_its_version() -> None:
+    old = trajectory(prompt("Q: 1+1=\n"), [*TOKENIZER.encode("2"), EOS], "2")
+    found = ENCODER.adopt(old)
+    assert isinstance(found, Encoded)
+    assert found.prompt is TRAIN[0]
+    assert found.completion.tokens.tolist() == old.completion.tokens.tolist()
+    assert found.completion.log_behavior is old.completion.log_behavior
+    assert found.completion.versions == (ELSEWHERE, ELSEWHERE)
+    assert "held out" in ENCODER.adopt(replace(old, prompt=HELD_OUT[0])).reason  # type: ignore[union-attr]
+
+
+def test_a_trajectory_of_another_tokenizer_is_taken_by_its_text() -> None:
+    old = trajectory(prompt("Q: 1+1=\n"), [5000, 5001], "2")
+    answer = ENCODER.adopt(old)
+    assert isinstance(answer, Answer)
+    assert (answer.prompt, answer.response, answer.truncated) == ("Q: 1+1=\n", "2", False)
+    assert encoded("Q: 1+1=\n", "2").known
