@@ -29,8 +29,8 @@ class Control:
     """Which signal is kept in which range by moving k (`sync_every`) and m (`replay.selection.m`)."""
 
     signal: Signal = "none"  # what is kept in range, a name of metrics.jsonl; none: k and m stay as they are
-    low: float = 0.5  # the range of the signal's mean over a window; these two are for ess
-    high: float = 0.9
+    low: float = 0.5  # the signal's mean over a window is kept above this
+    high: float = 0.9  # and below this; these two are for ess
     every: int = 10  # updates in a window
     most_sync_every: int = 16  # k is kept within 1 and this
     least_m: float = 0.5  # m is kept within this and 1

@@ -1,0 +1,159 @@
+"""The controller in a run, and both sides easing off: what is moved and recorded, and that nothing waits for ever."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import final_weights, inline, made
+
+from tba.errors import UserError
+from tba.protocols import TrajectoryStore
+from tba.record.metrics import read_metrics
+from tba.runtime.searching import EASED_OFF, SearchHalf, start_searching
+from tba.runtime.training import TrainHalf, start_training
+from tba.types import Group
+
+Start = Callable[..., tuple[SearchHalf, TrainHalf]]
+SMALL = (
+    "--evaluation.problems",
+    "1",
+    "--replay.pacing.warm-up",
+    "64",
+    "--group-size",
+    "8",
+)  # batches of 16, rounds of 64
+STALE = (*SMALL, "--steps", "120", "--sync-every", "8", "--replay.selection.m", "0.5", "--control.every", "5")
+ESS = ("--control.signal", "ess", "--control.low", "0.6", "--control.high", "0.99")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Both halves of a run of the toy in this process, as a runtime would start them."""
+    with ExitStack() as ends:
+
+        def started(*overrides: str) -> tuple[SearchHalf, TrainHalf]:
+            recipe, run = made(tmp_path / "run", *SMALL, *overrides)
+            search = start_searching(recipe, run, 0)
+            ends.callback(search.close)
+            train = start_training(recipe, run, stop=lambda: False, prefetch=False)
+            ends.callback(train.close)
+            return search, train
+
+        yield started
+
+
+def test_the_controller_moves_k_and_m_and_every_move_is_on_record(tmp_path: Path) -> None:
+    summary = inline(tmp_path / "run", *STALE, *ESS)
+    assert len(summary.control) >= 2
+    k, m = 8, 0.5
+    for change in summary.control:
+        assert (change["signal"], change["step"] % 5) == ("ess", 0)
+        stale = change["value"] < 0.6
+        assert change["sync_every"] == (max(1, k // 2) if stale else min(16, 2 * k))
+        assert change["m"] == pytest.approx(min(1.0, m + 0.1) if stale else max(0.5, m - 0.1))
+        k, m = change["sync_every"], change["m"]
+    held, moves = (8.0, 0.5), {change["step"]: change for change in summary.control}
+    for row in read_metrics(tmp_path / "run"):
+        assert (row["sync_every"], row["m"]) == held
+        if row["step"] in moves:
+            held = float(moves[row["step"]]["sync_every"]), moves[row["step"]]["m"]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["control"] == list(summary.control)
+
+
+def test_equal_runs_are_steered_equally_to_the_same_weights(tmp_path: Path) -> None:
+    first, second = (inline(tmp_path / name, *STALE, *ESS) for name in ("first", "second"))
+    assert first.control == second.control
+    mine, other = final_weights(tmp_path / "first"), final_weights(tmp_path / "second")
+    assert all(torch.equal(mine[name], other[name]) for name in mine)
+
+
+def test_with_the_controller_off_nothing_is_moved_and_nothing_recorded_of_it(start: Start) -> None:
+    search, train = start("--sync-every", "1")
+    search.round()
+    train.step()
+    assert not {"sync_every", "m"} & read_metrics(train.run.path)[-1].keys()
+    assert train.steering.changes() == []
+    assert train.steering.state() is None
+    newest = train.weights.newer_than(None)
+    assert newest is not None
+    assert "wanted" not in newest.manifest
+
+
+def test_a_move_holds_for_the_trainer_and_the_replay_and_the_recent_window_only_widens(start: Start) -> None:
+    _, train = start("--sync-every", "4", "--control.signal", "lag", "--control.low", "1", "--control.high", "3",
+                     "--control.every", "1")  # fmt: skip
+    selector = train.replay.selector
+    assert (train.trainer.sync_every, train.replay.buffer.window) == (4, 8)
+    train.steering.after(1, {"lag": 5.0})
+    assert (train.trainer.sync_every, train.replay.buffer.window, getattr(selector, "m")) == (2, 8, 0.6)  # noqa: B009
+    for step in range(2, 12):
+        train.steering.after(step, {"lag": 0.0})
+    assert (train.trainer.sync_every, train.replay.buffer.window, getattr(selector, "m")) == (8, 16, 0.5)  # noqa: B009
+    state = json.loads(json.dumps(train.steering.state()))
+    train.steering.after(12, {"lag": 5.0})
+    train.steering.restore(state)
+    assert (train.trainer.sync_every, train.replay.buffer.window) == (8, 16)
+
+
+def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Oldest:
+        """No setting at all."""
+
+        def start(self) -> Oldest:
+            return self
+
+        def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
+            return []
+
+    recipe, _ = made(tmp_path / "run")
+    odd = replace(recipe.replay, selection=Oldest())  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="Oldest has no m that could be moved"):
+        replace(recipe, replay=odd, control=replace(recipe.control, signal="ess"))
+
+
+def test_searchers_that_are_ahead_ease_off_until_the_trainer_has_caught_up(start: Start) -> None:
+    search, train = start("--replay.pacing.samples-per-insert", "1", "--replay.pacing.band", "1", "--sync-every", "5")
+    for _ in range(3):
+        search.round()
+    assert search.journal.rows() == 192 >= 64 + (5 + 1) * 16  # what version 0 wants
+    for _ in range(3):
+        search.round()
+    assert (search.journal.rows(), search.searcher.rounds) == (192, 3)
+    assert search.clock.seconds()["paced"] > 0
+    for _ in range(5):
+        train.step()
+    search.round()
+    assert (search.journal.rows(), search.searcher.rounds) == (256, 4)
+
+
+def test_a_searcher_does_not_ease_off_for_ever(start: Start) -> None:
+    search, _ = start("--replay.pacing.samples-per-insert", "1", "--replay.pacing.band", "1", "--sync-every", "5")
+    for _ in range(4):
+        search.round()
+    assert search.searcher.rounds == 3
+    search.eased_since = time.monotonic() - EASED_OFF - 1
+    search.round()
+    assert (search.searcher.rounds, search.eased_since) == (4, None)
+
+
+@pytest.mark.parametrize("uses", [0.5, 1.0, 8.0])
+def test_taking_turns_uses_keep_up_with_what_comes_within_the_band(tmp_path: Path, uses: float) -> None:
+    """By itself a turn is 5 batches of 16 for a round of 64: 1.25 uses."""
+    summary = inline(
+        tmp_path / "run", *SMALL, "--sync-every", "5", "--steps", "60", "--replay.pacing.band", "2",
+        "--replay.pacing.samples-per-insert", str(uses),
+    )  # fmt: skip
+    account = summary.trajectories
+    balance = uses * (account.generated - 64) - account.trained_total
+    assert account.trained_total == 60 * 16
+    assert -2 * 16 <= balance <= (2 + 5) * 16 + uses * (64 + 1)
+    assert summary.slow_side == "searchers" or uses == 8.0
