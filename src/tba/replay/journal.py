@@ -72,7 +72,7 @@ class JournalWriter:
     """
 
     def __init__(
-        self, path: Path, owner: str, deadline_s: float = 30.0, clock: Callable[[], float] = time.time
+        self, path: Path, owner: str, deadline_s: float = 30.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.owner = owner
         self._clock = clock
@@ -253,8 +253,9 @@ class JournalWriter:
         )
 
     def _now(self, connection: sqlite3.Connection, table: str) -> float:
-        """The time. What was issued in the future (the clock has been set back) counts as issued now: it stays live,
-        and runs out after its own length at the latest.
+        """The time, by a clock that all processes of a machine share and nobody sets. It begins again when the machine
+        does: what seems to have been issued in the future counts as issued now, and runs out after its own length at
+        the latest.
         """
         now = self._clock()
         connection.execute(f"UPDATE {table} SET issued = ?1 WHERE issued > ?1", (now,))  # noqa: S608 - our own names
