@@ -94,7 +94,7 @@ def test_what_is_claimed_and_where_it_ended_is_kept_apart_from_the_fields_of_the
     [
         ({"text": "..."}, "no field 'prompt'"),
         ({"prompt": "p"}, "no answer"),
-        ({"prompt": "p", "response": ""}, "an empty answer"),
+        ({"prompt": "p", "response": ""}, "an answer that is empty"),
         ({"prompt": "p", "response": 42}, "an answer that is no text"),
         ({"prompt": 3, "response": "r"}, "a prompt that is no text"),
         ({"prompt": "p", "response": "\ud800"}, "not valid text"),

@@ -53,6 +53,7 @@ def import_files(path: Path, files: Sequence[Path], options: ImportOptions, over
         console.print(
             f"begin it with: tba train {options.recipe} --runs {path.parent} --run-name {path.name} [--offline]",
             highlight=False,
+            soft_wrap=True,
         )
     return 0
 
@@ -134,4 +135,4 @@ def tell(report: Report, file: Path, console: Console) -> None:
             "determines it only where there are answers, and searchers fill the rest"
         )
     for line in lines:
-        console.print(Text(printable(line, 400)))
+        console.print(Text(printable(line, 400)), soft_wrap=True)

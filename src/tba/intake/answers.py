@@ -57,13 +57,15 @@ def answer_of(values: Values) -> Answer | Refusal:
 def _answer(given: Values, prompt: Json, response: Json) -> Answer | Refusal:
     if response is None:
         return Refusal("no answer", f"neither of the fields {', '.join(RESPONSE)}, nor a last message of the assistant")
-    for name, text in (("prompt", prompt), ("answer", response)):
-        if isinstance(text, str | tuple) and not text:
-            return Refusal(f"an empty {name}")
-        if isinstance(text, str) and not is_text(text):
-            return Refusal(f"a {name} that is not valid text", "it has half of a surrogate pair")
-        if not isinstance(text, str | tuple):
-            return Refusal(f"a {name} that is no text", type(text).__name__)
+    for name, text in (("a prompt", prompt), ("an answer", response)):
+        if isinstance(text, tuple):
+            continue
+        if not isinstance(text, str):
+            return Refusal(f"{name} that is no text", type(text).__name__)
+        if not text:
+            return Refusal(f"{name} that is empty")
+        if not is_text(text):
+            return Refusal(f"{name} that is not valid text", "it has half of a surrogate pair")
     source = given.get("source")
     return Answer(
         prompt,
