@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +54,26 @@ def inline_again(path: Path, *overrides: str, **changes: Any) -> Summary:
     return summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)
 
 
+def forked(act: Callable[[], object]) -> int:
+    """The process id of a copy of this process that does so and ends: 0, or 1 with its traceback in our output."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        act()
+        code = 0
+    except BaseException:  # noqa: BLE001 - it ends here
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def ended(child: int) -> int:
+    """How a forked process ended: its exit code, or minus the signal that killed it."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def processes(path: Path, *overrides: str, source: Path = TOY) -> Summary:
     """A whole run, each part in its own process and this one its driver."""
     recipe, run = made(path, *overrides, source=source)
@@ -61,8 +83,13 @@ def processes(path: Path, *overrides: str, source: Path = TOY) -> Summary:
 
 def train(path: Path, *arguments: str) -> subprocess.Popen[str]:
     """`tba train` of the toy in a process of its own; the run is at `path`."""
-    command = [sys.executable, "-m", "tba", "train", str(TOY), "--runs", str(path.parent), "--run-name", path.name]
-    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return command("train", str(TOY), "--runs", str(path.parent), "--run-name", path.name, *arguments)
+
+
+def command(*arguments: str) -> subprocess.Popen[str]:
+    """A command in a process of its own."""
+    whole = [sys.executable, "-m", "tba", *arguments]
+    return subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:

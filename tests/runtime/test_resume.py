@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +13,41 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import final_weights, inline, inline_again
+from runs import (
+    TOY,
+    distance,
+    ended,
+    final_weights,
+    forked,
+    inline,
+    inline_again,
+    made,
+    quiet,
+    steps_of,
+    until,
+)
 from safetensors.torch import load_file
 
+from tba.__main__ import main
+from tba.engines.transformers import EngineSettings
+from tba.models.huggingface import HuggingFace
+from tba.record.faults import read_faults
 from tba.record.metrics import read_metrics
+from tba.record.summary import Summary
 from tba.replay.journal import JournalFollower
-from tba.train.checkpoint import newest_checkpoint
+from tba.replay.uses import read_uses
+from tba.runtime.directory import RunDirectory
+from tba.runtime.inline import Inline
+from tba.runtime.resuming import generators, set_generators
+from tba.runtime.training import TrainHalf, start_training
+from tba.search.exploration import Fixed
+from tba.tasks.arithmetic import Arithmetic
+from tba.tasks.characters import character_tokenizer
+from tba.train.checkpoint import newest_checkpoint, newest_sound
+from tba.train.scratch import ScratchModel
 from tba.types import Sampling, Version
 
+SECONDS = 120.0
 SHORT = ("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8", "--record.samples", "0")
 RUN = (*SHORT, "--replay.pacing.warm-up", "32", "--steps", "60", "--run.checkpoint-every", "20")
 SAME = ("loss", "reward", "lag", "lag_max", "log_ratio", "grad_norm", "lr", "replay_trajectories", "groups_recent")
@@ -29,15 +59,14 @@ class PowerCut(Exception):
 
 @dataclass
 class Cut:
-    """Draws plain settings until the first round after `step` steps of the run at `path`."""
+    """Draws plain settings until the first round after `step` steps of the run at `path`, in which it cuts it off."""
 
     path: Path
     step: int
     cut: list[int]
 
     def draw(self, rng: np.random.Generator) -> Sampling:
-        rows = read_metrics(self.path)
-        if not self.cut and rows and rows[-1]["step"] >= self.step:
+        if not self.cut and steps_of(self.path) >= self.step:
             self.cut.append(1)
             raise PowerCut
         return Sampling()
@@ -46,25 +75,362 @@ class Cut:
     greedy = False
 
 
+def toy(folder: Path) -> dict[str, Any]:
+    """The enumerable toy."""
+    return {}
+
+
+def llama(folder: Path) -> dict[str, Any]:
+    """A random Llama on one-digit sums."""
+    task = Arithmetic(digits=1, train_problems=40, eval_problems=1)
+    tokenizer = character_tokenizer(task.alphabet)
+    ScratchModel(hidden_size=16, layers=1, heads=2, ff_size=24, max_positions=16).start(tokenizer).save_pretrained(
+        folder
+    )
+    tokenizer.save_pretrained(folder)
+    model = HuggingFace(str(folder), device="cpu", generation=EngineSettings(slots=5, max_completion_tokens=4))
+    return {"task": task, "model": model}
+
+
+@pytest.mark.parametrize(
+    ("setting", "overrides"),
+    [
+        (toy, ()),
+        (toy, ("--reference-reset", "15", "--rescored-per-round", "10")),
+        (toy, ("--prompts.selection", "posterior", "--prompts-per-round", "1", "--replay.buffer.per-prompt", "40")),
+        (toy, ("--replay.pacing.max-mean-uses", "1.5", "--evaluation.every", "10", "--replay.take-in", "sync")),
+        (
+            llama,
+            (
+                "--replay.pacing.warm-up",
+                "64",
+            ),
+        ),
+    ],
+)
 def test_a_run_cut_off_at_a_checkpoint_and_taken_up_again_equals_the_uninterrupted_one_bit_for_bit(
-    tmp_path: Path,
+    tmp_path: Path, setting: Callable[[Path], dict[str, Any]], overrides: tuple[str, ...]
 ) -> None:
     """The round that was under way had leased its prompts; they are handed out again, to the same draws."""
-    whole = inline(tmp_path / "whole", *RUN)
+    changes = setting(tmp_path / "model")
+    whole = inline(tmp_path / "whole", *RUN, *overrides, exploration=Fixed(), **changes)
     path = tmp_path / "cut"
     exploration = Cut(path, 20, [])
     with pytest.raises(PowerCut):
-        inline(path, *RUN, exploration=exploration)
-    assert not (path / "summary.json").exists()
-    again = inline_again(path, exploration=exploration)
-    assert torch.equal(final_weights(path)["prefix.logits"], final_weights(tmp_path / "whole")["prefix.logits"])
-    for file in ("optimizer.safetensors",):
-        one, other = (load_file(run / "checkpoints" / "step-60" / file) for run in (path, tmp_path / "whole"))
-        assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+        inline(path, *RUN, *overrides, exploration=exploration, **changes)
+    again = inline_again(path, exploration=exploration, **changes)
+    one, other = final_weights(path), final_weights(tmp_path / "whole")
+    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
+    one, other = (load_file(run / "checkpoints/step-60/optimizer.safetensors") for run in (path, tmp_path / "whole"))
+    assert all(torch.equal(one[name], other[name]) for name in one.keys() | other.keys())
     rows = [read_metrics(run) for run in (tmp_path / "whole", path)]
     assert [row["step"] for row in rows[1]] == list(range(1, 61))
     assert [[row[name] for name in SAME] for row in rows[0]] == [[row[name] for name in SAME] for row in rows[1]]
     assert [row["version"] for row in rows[1]][19:21] == ["0.20", "1.21"]
     assert (again.tokens, again.trajectories, again.lag) == (whole.tokens, whole.trajectories, whole.lag)
+    assert [(e.metric, e.value) for e in again.evaluations] == [(e.metric, e.value) for e in whole.evaluations]
     assert (tmp_path / "whole" / "uses.jsonl").read_bytes() == (path / "uses.jsonl").read_bytes()
     assert again.trajectories.closes()
+
+
+def test_a_checkpoint_changes_nothing_in_the_run_that_makes_it(tmp_path: Path) -> None:
+    inline(tmp_path / "one", *RUN)
+    inline(tmp_path / "other", *RUN, "--run.checkpoint-every", "0")
+    assert torch.equal(
+        final_weights(tmp_path / "one")["prefix.logits"], final_weights(tmp_path / "other")["prefix.logits"]
+    )
+
+
+def uids_of(path: Path) -> list[str]:
+    """Of all trajectories that were acknowledged, in order."""
+    with JournalFollower(path / "journal.sqlite") as journal:
+        return [t.uid for t in journal.drain()]
+
+
+def assert_whole(path: Path, summary: Summary, acknowledged: list[str]) -> None:
+    """Nothing lost, nothing counted twice: in the journal, in the record of uses, in the account, in the steps."""
+    uids = uids_of(path)
+    assert uids[: len(acknowledged)] == acknowledged
+    assert len(set(uids)) == len(uids) == summary.trajectories.generated - summary.trajectories.rejected
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+    uses = +read_uses(path / "uses.jsonl")
+    assert uses.total() == summary.trajectories.trained_total
+    assert len(uses) == summary.trajectories.trained_once
+    branch: dict[int, float] = {}
+    for row in read_metrics(path):  # a step that was trained again replaces the one whose weights are gone
+        branch[int(row["step"])] = row["trajectories"]
+    assert list(branch) == list(range(1, summary.steps + 1))
+    assert sum(branch.values()) == summary.trajectories.trained_total
+
+
+def test_what_was_sampled_after_the_checkpoint_stays_and_is_never_recent(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    exploration = Cut(path, 33, [])
+    with pytest.raises(PowerCut):
+        inline(path, *RUN, exploration=exploration)
+    checkpoint = newest_checkpoint(path / "checkpoints")
+    assert checkpoint is not None
+    position = checkpoint.state["replay"]["position"]
+    there = uids_of(path)
+    late = set(there[position:])
+    assert len(late) > 0
+    assert read_uses(path / "uses.jsonl").total() > 20 * 16
+    run = RunDirectory.open(path)
+    run.begin_again("resumed")
+    half = start_training(run.recipe(), run, stop=lambda: False, prefetch=False)
+    assert half.trainer.version == half.trainer.published == Version(1, 20)
+    assert half.replay.buffer.trained_total == 20 * 16
+    half.replay.drain()
+    held = {t.uid: t for key in half.replay.buffer.prompts() for t in half.replay.buffer.of(key)}
+    recent = {t.uid for key in half.replay.buffer.prompts() for t in half.replay.buffer.recent(key)}
+    assert late & held.keys()
+    assert not late & recent
+    assert recent  # what the checkpoint's own past had sampled is as old as it was
+    assert {held[uid].version.incarnation for uid in recent} == {1}
+    assert {held[uid].version.lag(half.trainer.version) for uid in late & held.keys()} == {21}
+    half.close()
+    assert_whole(path, inline_again(path, exploration=exploration), there)
+
+
+def test_killed_at_random_moments_again_and_again_a_run_loses_nothing_and_arrives(tmp_path: Path) -> None:
+    """Ten kills of one run, each a random number of steps after the last; then it goes to its end."""
+    rng, path = np.random.default_rng(11), tmp_path / "run"
+    run = (*SHORT, "--steps", "400", "--run.checkpoint-every", "10", "--replay.pacing.warm-up", "32")
+    child = forked(lambda: inline(path, *run, "--optimizer.lr", "0.1"))
+    seen: list[str] = []
+    for _ in range(10):
+        lines = steps_of(path) + int(rng.integers(12, 40))
+        until(lambda lines=lines: steps_of(path) >= lines, SECONDS, "some steps")  # type: ignore[misc]
+        os.kill(child, signal.SIGKILL)
+        assert ended(child) == -signal.SIGKILL
+        now = uids_of(path)
+        assert now[: len(seen)] == seen
+        seen = now
+        child = forked(lambda: inline_again(path))
+    assert ended(child) == 0
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.steps == 400
+    assert_whole(path, summary, seen)
+    assert distance(path, 0.5) < 0.1
+    versions = [Version.parse(row["version"]) for row in read_metrics(path)]
+    assert versions == sorted(versions)
+    assert {v.incarnation for v in versions} == set(range(11))
+
+
+def test_prompts_in_flight_are_issued_again_first_and_every_prompt_has_its_answers(tmp_path: Path) -> None:
+    """Whatever was cut off: each position up to the last was answered, exactly once, by all S samples."""
+    path = tmp_path / "run"
+    changes = llama(tmp_path / "model")
+    for step in (10, 25, 40):
+        with pytest.raises(PowerCut):
+            (inline_again if path.exists() else inline)(
+                path, *(() if path.exists() else RUN), exploration=Cut(path, step, []), **changes
+            )
+        with JournalFollower(path / "journal.sqlite") as journal:
+            assert len(journal.leases()[1]) == 2
+    inline_again(path, exploration=Fixed(), **changes)
+    with JournalFollower(path / "journal.sqlite") as journal:
+        issued, in_flight = journal.leases()
+        answers = len(journal.drain())
+    assert in_flight == []
+    assert answers == issued * 8
+
+
+def flip(path: Path, at: int = -9) -> None:
+    """One byte of a file is changed."""
+    body = bytearray(path.read_bytes())
+    body[at] ^= 1
+    path.write_bytes(body)
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "said"),
+    [
+        ("model.safetensors", flip, "model.safetensors: its checksum differs"),
+        ("optimizer.safetensors", cut_in_half, r"optimizer.safetensors: \d+ bytes instead of \d+"),
+        ("optimizer.json", Path.unlink, "optimizer.json: No such file"),
+        ("run.json", cut_in_half, r"is damaged \(run.json"),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_and_said_so(
+    tmp_path: Path, file: str, damage: Callable[[Path], object], said: str
+) -> None:
+    path = tmp_path / "run"
+    exploration = Cut(path, 45, [])
+    with pytest.raises(PowerCut):
+        inline(path, *RUN, exploration=exploration)
+    there = uids_of(path)
+    damage(path / "checkpoints" / "step-40" / file)
+    summary = inline_again(path, exploration=exploration)
+    assert [row["version"] for row in read_metrics(path)][44:46] == ["0.45", "1.21"]
+    (fault,) = (fault for fault in read_faults(path) if fault["kind"] == "damaged_checkpoints")
+    assert "step-40" in fault["what"]
+    assert pytest.importorskip("re").search(said, fault["what"])
+    assert summary.faults["damaged_checkpoints"] == 1
+    assert_whole(path, summary, there)
+    found, damaged = newest_sound(path / "checkpoints")
+    assert (found.version if found else None, damaged) == (Version(1, 60), [])
+    assert {p.name for p in (path / "checkpoints").iterdir()} == {"step-40", "step-60"}
+
+
+def test_where_all_checkpoints_are_damaged_one_sentence_says_so(tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(PowerCut):
+        inline(path, *RUN, exploration=Cut(path, 45, []))
+    for checkpoint in (path / "checkpoints").iterdir():
+        flip(checkpoint / "model.safetensors")
+    assert main(["train", "--resume", str(path), "--runtime", "inline"]) == 2
+    assert "every checkpoint of the run at" in capsys.readouterr().err
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    inline(tmp_path / "run", *RUN, "--steps", "20")
+    return tmp_path / "run"
+
+
+def refused(arguments: list[str], capsys: Any) -> str:
+    """The one sentence with which a command ends."""
+    assert main(arguments) == 2
+    said: str = capsys.readouterr().err
+    assert said.startswith("tba: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finished: Path, capsys: Any) -> None:
+    resume = ["train", "--resume", str(finished)]
+    assert "has made 20 steps, all that are asked for: give more with --steps" in refused(resume, capsys)
+    assert "has made 20 steps" in refused([*resume, "--steps", "10"], capsys)
+    assert "there is no run at" in refused(["train", "--resume", str(tmp_path / "none")], capsys)
+    assert "needs a value" in refused(["train", "--resume"], capsys)
+    assert "has its recipe already: leave 'quickstart' out" in refused(["train", "quickstart", *resume[1:]], capsys)
+    said = refused([*resume, "--steps", "40", "--task.symbols", "5"], capsys)
+    assert "a run keeps its task.symbols, which is 4: start a new run for 5" in said
+    assert "has no field --step" in refused([*resume, "--step", "40"], capsys)
+    with RunDirectory.open(finished).held(0.0):
+        assert "is still going on (process" in refused_soon([*resume, "--steps", "40"], capsys)
+    (finished / "journal.sqlite").unlink()
+    assert "the journal of the run at" in refused([*resume, "--steps", "40"], capsys)
+    for checkpoint in (finished / "checkpoints").iterdir():
+        for file in checkpoint.iterdir():
+            file.unlink()
+        checkpoint.rmdir()
+    assert "has no checkpoint to go on from" in refused([*resume, "--steps", "40"], capsys)
+    assert RunDirectory.open(finished).incarnation == 0
+
+
+def refused_soon(arguments: list[str], capsys: Any) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tba.command.resume._PATIENCE", 0.0)
+        return refused(arguments, capsys)
+
+
+def test_a_run_whose_recipe_has_changed_is_not_gone_on_with(tmp_path: Path, capsys: Any) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(TOY.read_text())
+    recipe, run = made(tmp_path / "run", *RUN, "--steps", "20", source=source)
+    Inline(recipe, run, quiet).go()
+    source.write_text(TOY.read_text().replace("steps=600", "steps=601"))
+    assert "mine.py has changed since the run at" in refused(["train", "--resume", str(run.path)], capsys)
+    facts = json.loads((run.path / "recipe.json").read_text())
+    facts |= {"recipe": str(TOY), "digest": None}
+    facts["resolved"]["sync_every"] = 4
+    (run.path / "recipe.json").write_text(json.dumps(facts))
+    said = refused(["train", "--resume", str(run.path)], capsys)
+    assert "(sync_every was 4 and is 5): start a new run, or set it back" in said
+
+
+def test_a_finished_run_is_given_more_steps(finished: Path, capsys: Any) -> None:
+    before = json.loads((finished / "summary.json").read_text())["wall_seconds"]["total"]
+    assert main(["train", "--resume", str(finished), "--steps", "40", "--runtime", "inline"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "going on from" in said
+    assert "(it had finished)" in said
+    summary = Summary.read(finished)
+    assert summary is not None
+    assert (summary.steps, summary.faults["resumes"]) == (40, 1)
+    assert summary.wall_seconds.total > before
+    assert_whole(finished, summary, [])
+    rows = read_metrics(finished)
+    assert [row["wall_seconds"] for row in rows] == sorted(row["wall_seconds"] for row in rows)
+    assert {str(e.version) for e in summary.evaluations} == {"0.0", "0.20", "1.40"}
+    assert main(["show", str(finished)]) == 0
+
+
+def test_every_generator_of_the_process_is_part_of_the_state() -> None:
+    import random
+
+    state = json.loads(json.dumps(generators()))
+    drawn = [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()]
+    set_generators(state)
+    assert [torch.rand(3).tolist(), np.random.rand(3).tolist(), random.random()] == drawn
+
+
+def test_the_manifest_ties_everything_to_one_step(finished: Path) -> None:
+    checkpoint = newest_checkpoint(finished / "checkpoints")
+    assert checkpoint is not None
+    state = checkpoint.state
+    assert checkpoint.version == Version(0, 20)
+    with JournalFollower(finished / "journal.sqlite") as journal:
+        assert state["journal"]["rows"] == journal.totals().rows
+        assert state["journal"]["next_prompt"] == journal.leases()[0]
+    assert state["journal"]["prompts_in_flight"] == []
+    assert state["replay"]["uses_bytes"] == (finished / "uses.jsonl").stat().st_size
+    assert state["replay"]["counts"]["trained_total"][0] == 20 * 16 == sum(count for _, count in state["lags"])
+    assert set(state) >= {"reference", "generators", "searcher", "evaluations", "clock", "skipped"}
+    files = json.loads((checkpoint.path / "run.json").read_text())["files"]
+    assert set(files) == {p.name for p in checkpoint.path.iterdir()} - {"run.json"}
+
+
+def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_path: Path) -> None:
+    from tba.runtime.searching import start_searching
+    from tba.train.prefetch import Prefetch
+
+    recipe, run = made(tmp_path / "run", *RUN, "--steps", "9", "--sync-every", "1")
+    search = start_searching(recipe, run, 0)
+    for _ in range(9):
+        search.searcher.round()
+    search.close()
+    half = start_training(recipe, run, stop=lambda: False, prefetch=True)
+    for _ in range(3):
+        half.step()
+    assert isinstance(half.source.source, Prefetch)
+    assert half.source.source.ready(30.0)
+    assert half.replay.buffer.trained_total == 4 * 16
+    half.checkpoint()
+    half.source.close()
+    half.recorder.close()
+    half.journal.close()
+    half.replay.close()  # as a kill would leave it
+    run.begin_again("resumed")
+    again = start_training(recipe, run, stop=lambda: False, prefetch=False)
+    assert again.replay.ledger()["trained_total_trajectories"] == 3 * 16 == sum(again.lags.values())
+    assert (+read_uses(run.uses)).total() == 3 * 16
+    again.close()
+
+
+def restarted(path: Path) -> TrainHalf:
+    run = RunDirectory.open(path)
+    run.begin_again("trainer was killed by signal 9")
+    return start_training(run.recipe(), run, stop=lambda: False, prefetch=False)
+
+
+def test_without_a_checkpoint_a_trainer_begins_again_with_all_there_is_as_old_data(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    with pytest.raises(PowerCut):
+        inline(path, *RUN, "--run.checkpoint-every", "0", exploration=Cut(path, 30, []))
+    half = restarted(path)
+    assert half.trainer.version == Version(1, 0)
+    half.replay.drain()
+    buffer = half.replay.buffer
+    assert buffer.received == len(uids_of(path)) > 0
+    assert buffer.trained_total == read_uses(path / "uses.jsonl").total() == 0
+    assert not buffer.recent_prompts(1)
+    half.close()

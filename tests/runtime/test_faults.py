@@ -1,0 +1,425 @@
+"""Whatever dies, fills up, hangs or lies, at whatever moment: the run goes on or says why in one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import (
+    alive,
+    children,
+    command,
+    distance,
+    ended,
+    final_weights,
+    forked,
+    inline,
+    inline_again,
+    made,
+    processes,
+    quiet,
+    steps_of,
+    train,
+    until,
+)
+from test_resume import RUN, SECONDS, SHORT, assert_whole, uids_of
+
+import tba.replay.journal
+import tba.runtime.directory
+import tba.train.checkpoint
+import tba.weights.beside
+import tba.weights.directory
+from tba.__main__ import main
+from tba.errors import DeadlineExceeded, NonFiniteLoss, UserError
+from tba.record.faults import count_faults, read_faults
+from tba.record.metrics import read_metrics
+from tba.record.summary import Summary
+from tba.runtime.disk import disk_full
+from tba.runtime.inline import Inline
+from tba.types import Version
+
+FAULTY = Path(__file__).with_name("faulty.py")
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying(function: Callable[..., Any], nth: int, when: Callable[..., bool] = lambda *_: True) -> Callable[..., Any]:
+    """The same function, but at its nth call of that kind the process is killed before it does anything."""
+    calls = [0]
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        calls[0] += when(*arguments)
+        if calls[0] == nth:
+            die()
+        return function(*arguments, **named)
+
+    return call
+
+
+def mid_append(patch: pytest.MonkeyPatch, nth: int) -> None:
+    """Within the transaction of a round, some of its trajectories written."""
+    writer = tba.replay.journal.JournalWriter
+    patch.setattr(writer, "_append", dying(writer._append, 16 * nth + 5))
+
+
+def mid_publish(patch: pytest.MonkeyPatch, nth: int) -> None:
+    """The tensors of a version are in their place, its manifest is not."""
+    directory = tba.weights.directory.WeightDirectory
+    a_manifest = dying(directory._write, nth, lambda self, version, suffix, value: suffix == ".json")
+    patch.setattr(directory, "_write", a_manifest)
+
+
+def mid_manifest(patch: pytest.MonkeyPatch, nth: int) -> None:
+    """Half of a version's manifest is written, beside its place."""
+
+    def half(path: Path, text: str, *rest: Any) -> int:
+        if path.name.startswith(".") and path.name.endswith(".json") and path.parent.name == "weights":
+            mid_manifest.calls -= 1  # type: ignore[attr-defined]
+            if mid_manifest.calls == 0:  # type: ignore[attr-defined]
+                path.write_bytes(text.encode()[: len(text) // 2])
+                die()
+        return path.write_bytes(text.encode())
+
+    mid_manifest.calls = nth  # type: ignore[attr-defined]
+    patch.setattr(Path, "write_text", half)
+
+
+def mid_checkpoint(patch: pytest.MonkeyPatch, nth: int) -> None:
+    """All of a checkpoint's files are written, and some of them are on the disk."""
+    patch.setattr(tba.weights.beside, "sync", dying(tba.weights.beside.sync, 5 * nth))
+
+
+def before_the_rename(patch: pytest.MonkeyPatch, nth: int) -> None:
+    """A checkpoint is whole, beside its place."""
+    patch.setattr(tba.weights.beside, "_rename", dying(tba.weights.beside._rename, nth))
+
+
+def mid_prune(patch: pytest.MonkeyPatch, nth: int) -> None:
+    """A checkpoint is in its place, and the one too many is not yet taken away."""
+    patch.setattr(tba.train.checkpoint, "remove_folder", dying(tba.train.checkpoint.remove_folder, nth))
+
+
+@pytest.mark.parametrize(
+    ("point", "nth"),
+    [(mid_append, 9), (mid_publish, 8), (mid_manifest, 8), (mid_checkpoint, 2), (before_the_rename, 2), (mid_prune, 1)],
+)
+def test_a_run_killed_at_a_named_point_loses_nothing_acknowledged_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, point: Callable[[pytest.MonkeyPatch, int], None], nth: int
+) -> None:
+    path = tmp_path / "run"
+
+    def run() -> None:
+        point(monkeypatch, nth)
+        inline(path, *RUN)
+
+    assert ended(forked(run)) == -signal.SIGKILL
+    done, there = steps_of(path), uids_of(path)
+    assert done >= 20
+    summary = inline_again(path)
+    assert summary.steps == 60
+    assert_whole(path, summary, there)
+    assert not [p for p in path.rglob(".*") if p.is_dir()]
+    assert max(int(row["step"]) for row in read_metrics(path)[:done]) == done
+
+
+def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run"
+    inline(path, *RUN, "--steps", "20")
+    there = uids_of(path)
+
+    def again() -> None:
+        patch = dying(tba.runtime.directory.write_json, 1)
+        monkeypatch.setattr(tba.runtime.directory, "write_json", patch)
+        main(["train", "--resume", str(path), "--steps", "40"])
+
+    assert ended(forked(again)) == -signal.SIGKILL
+    assert main(["train", "--resume", str(path), "--steps", "40", "--runtime", "inline"]) == 0
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.steps == 40
+    assert_whole(path, summary, there)
+
+
+LONG = (*SHORT, "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20", "--searchers", "2")
+
+
+def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_on_from_its_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """Searcher, trainer, searcher, trainer; then the run is let go to its end by a resume of all its steps."""
+    rng, path = np.random.default_rng(3), tmp_path / "run"
+    driver = train(path, *LONG, "--steps", "1000000", "--optimizer.lr", "0.1")
+    try:
+        for part in ("searcher-0", "trainer", "searcher-1", "trainer"):
+            wanted = steps_of(path) + int(rng.integers(25, 60))
+            until(lambda wanted=wanted: steps_of(path) > wanted, SECONDS, "steps")  # type: ignore[misc]
+            there = uids_of(path)
+            victim = children(driver.pid)[part]
+            os.kill(victim, signal.SIGKILL)
+            until(lambda: children(driver.pid).get(part) not in (None, victim), SECONDS, part)  # noqa: B023
+            assert uids_of(path)[: len(there)] == there
+        wanted = steps_of(path) + 30
+        until(lambda: steps_of(path) > wanted, SECONDS, "steps after the last kill")
+        driver.send_signal(signal.SIGINT)
+        _, errors = driver.communicate(timeout=SECONDS)
+    finally:
+        driver.kill()
+    assert (driver.returncode, errors) == (0, "")
+    summary = Summary.read(path)
+    assert summary is not None
+    assert (summary.faults["searcher_restarts"], summary.faults["trainer_restarts"]) == (2, 2)
+    assert_whole(path, summary, there)
+    versions = [Version.parse(row["version"]) for row in read_metrics(path)]
+    assert versions == sorted(versions)
+    assert versions[-1].incarnation == 2
+    assert distance(path, 0.5) < 0.2
+
+
+def test_when_the_driver_is_killed_the_run_waits_for_its_parts_to_end_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    driver = train(path, *LONG, "--steps", "1000000")
+    try:
+        until(lambda: steps_of(path) > 45, SECONDS, "steps")
+        parts = children(driver.pid)
+    finally:
+        driver.kill()
+        driver.communicate(timeout=SECONDS)
+    again = command("train", "--resume", str(path), "--steps", "1000000")  # at once: the parts are still there
+    try:
+        until(lambda: any(row["version"].startswith("1.") for row in read_metrics(path)), SECONDS, "steps again")
+        assert not [pid for pid in parts.values() if alive(pid)]
+        there = uids_of(path)
+        done = steps_of(path)
+        until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
+        again.send_signal(signal.SIGINT)
+        said, errors = again.communicate(timeout=SECONDS)
+    finally:
+        again.kill()
+    assert (again.returncode, errors) == (0, "")
+    assert "(it was killed)" in " ".join(said.split())
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.faults["resumes"] == 1
+    assert_whole(path, summary, there)
+
+
+def test_parts_that_hang_are_found_killed_and_started_again(tmp_path: Path) -> None:
+    """Stopped processes: alive, and never heard of again."""
+    path = tmp_path / "run"
+    driver = train(path, *LONG, "--steps", "1000000", "--run.silence-deadline", "10")
+    try:
+        until(lambda: steps_of(path) > 25, SECONDS, "steps")
+        parts = children(driver.pid)
+        for part in ("trainer", "searcher-0"):
+            os.kill(parts[part], signal.SIGSTOP)
+        until(
+            lambda: (
+                not {parts["trainer"], parts["searcher-0"]} & set(children(driver.pid).values())
+                and len(children(driver.pid)) == 3
+            ),
+            SECONDS,
+            "new ones",
+        )
+        done = steps_of(path)
+        until(lambda: steps_of(path) > done, SECONDS, "steps again")
+        driver.send_signal(signal.SIGINT)
+        driver.communicate(timeout=SECONDS)
+    finally:
+        driver.kill()
+    faults = count_faults(path)
+    assert faults["silences"] == 2
+    assert (faults["searcher_restarts"], faults["trainer_restarts"]) == (1, 1)
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.trajectories.closes()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of 3 MB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("runtime", ["inline", "processes"])
+def test_a_full_disk_ends_the_run_in_one_sentence_and_with_space_it_goes_on(
+    small_disk: Path, runtime: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_disk / "run"
+    filled = small_disk / "ballast"
+    filled.write_bytes(bytes(1 << 20))
+    begin = ["train", str(Path(__file__).with_name("toy.py")), "--runs", str(small_disk), "--run-name", "run"]
+    long = ("--steps", "1000000", "--runtime", runtime, "--record.samples", "0", "--run.checkpoint-every", "20")
+    assert main([*begin, *long, "--evaluation.problems", "1"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"tba: the disk of {path} is full: free some space, then go on with `tba train --resume {path}`\n"
+    assert not children(os.getpid())
+    filled.unlink()
+    there = uids_of(path)
+    steps = steps_of(path) + 10
+    assert steps > 40
+    assert main(["train", "--resume", str(path), "--steps", str(steps), "--runtime", runtime]) == 0
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.steps == steps
+    uids = uids_of(path)
+    assert uids[: len(there)] == there
+    assert summary.tokens.closes(), summary.tokens
+
+
+def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Where nobody may mount: the system's own error, of a write that does not fit."""
+    path = tmp_path / "run"
+
+    def limited() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))
+        begin = ["train", str(Path(__file__).with_name("toy.py")), "--runs", str(tmp_path), "--run-name", "run"]
+        code = main([*begin, "--steps", "100000", "--runtime", "inline", *SHORT, "--run.checkpoint-every", "20"])
+        os._exit(code)
+
+    assert ended(forked(limited)) == 2
+    assert "is full: free some space, then go on with `tba train --resume" in capfd.readouterr().err
+    there, steps = uids_of(path), steps_of(path) + 10
+    assert_whole(path, inline_again(path, "--steps", str(steps)), there)
+
+
+def test_other_errors_are_no_full_disk(tmp_path: Path) -> None:
+    assert disk_full(ValueError("no"), tmp_path) is None
+    assert disk_full(PermissionError(13, "Permission denied"), tmp_path) is None
+    assert disk_full(OSError(28, "No space left on device"), tmp_path) is not None
+
+
+def faulty(path: Path, *overrides: str) -> Summary:
+    recipe, run = made(path, *RUN, *overrides, source=FAULTY)
+    from tba.runtime.driver import summarise
+
+    return summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)
+
+
+def test_a_reward_that_raises_or_hangs_now_and_then_is_asked_again_and_counted(tmp_path: Path) -> None:
+    raises, hangs = tmp_path / "raises", tmp_path / "hangs"
+    raises.write_text("2")
+    hangs.write_text("1")
+    files = ("--task.raises", str(raises), "--task.hangs", str(hangs))
+    summary = faulty(tmp_path / "run", *files, "--run.reward-deadline", "0.5", "--run.reward-retries", "3")
+    assert summary.steps == 60
+    assert summary.faults["reward_retries"] == 3
+    assert summary.trajectories.closes()
+    said = [fault["what"] for fault in read_faults(tmp_path / "run")]
+    assert said[0] == "Reward: ConnectionError: the judge is not there"
+    assert "waited 0.5 s for the reward Reward to judge" in said[-1]
+    undisturbed = faulty(tmp_path / "other")
+    assert undisturbed.faults["reward_retries"] == 0
+    one, other = (final_weights(tmp_path / name)["prefix.logits"] for name in ("run", "other"))
+    assert torch.equal(one, other)  # what is asked again is the same question
+
+
+@pytest.mark.parametrize("runtime", ["inline", "processes"])
+@pytest.mark.parametrize(("how", "said"), [("raises", "judge is not there"), ("hangs", "waited 0.5 s for the reward")])
+def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended(
+    tmp_path: Path, runtime: str, how: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, file = tmp_path / "run", tmp_path / how
+    patience = ("--run.reward-deadline", "0.5", "--run.reward-retries", "1", f"--task.{how}", str(file))
+    file.write_text("0")
+    begin = ["train", str(FAULTY), "--runs", str(tmp_path), "--run-name", "run", "--runtime", runtime]
+    if runtime == "inline":
+        recipe, run = made(path, *RUN, *patience, "--steps", "20", source=FAULTY)
+        Inline(recipe, run, quiet).go()
+        file.write_text("99")
+        with pytest.raises((ConnectionError, DeadlineExceeded), match=said):
+            inline_again(path, "--steps", "40")
+    else:
+        file.write_text("99")
+        assert main([*begin, *RUN, *patience]) == 1
+        assert said in capsys.readouterr().err
+        assert (path / "checkpoints" / "step-0").is_dir()  # of the trainer, which was asked to end in order
+        assert not children(os.getpid())
+    file.write_text("0")
+    assert main(["train", "--resume", str(path), "--steps", "40", "--runtime", runtime]) == 0
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.steps == 40
+    assert_whole(path, summary, [])
+
+
+def test_a_run_that_ended_with_a_loss_that_is_no_number_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    path, file = tmp_path / "run", tmp_path / "nan"
+    file.write_text("0")
+    recipe, run = made(path, *RUN, "--steps", "40", "--objective.nan", str(file), source=FAULTY)
+    Inline(recipe, run, quiet).go()
+    file.write_text("3")
+    with pytest.raises(NonFiniteLoss, match=r"3 steps in a row after version 1\.40"):
+        inline_again(path, "--steps", "60")
+    there = uids_of(path)
+    summary = inline_again(path)
+    assert summary.steps == 60
+    assert read_metrics(path)[-1]["version"] == "2.60"
+    assert_whole(path, summary, there)
+    assert np.isfinite(final_weights(path)["prefix.logits"].numpy()).all()
+
+
+def test_a_clock_on_the_wall_that_jumps_changes_nothing_but_what_people_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An hour back and a day forth at every look: the same weights, the same account, and a wall-clock that rises."""
+    steady = inline(tmp_path / "steady", *RUN)
+    real, looks = time.time, [0]
+
+    def jumping() -> float:
+        looks[0] += 1
+        return real() + (-3600.0 if looks[0] % 2 else 86400.0) * (1 + looks[0] % 7)
+
+    monkeypatch.setattr(time, "time", jumping)
+    jumped = inline(tmp_path / "jumped", *RUN)
+    monkeypatch.undo()
+    assert looks[0] > 60
+    one, other = (final_weights(tmp_path / name)["prefix.logits"] for name in ("steady", "jumped"))
+    assert torch.equal(one, other)
+    assert (jumped.tokens, jumped.trajectories) == (steady.tokens, steady.trajectories)
+    seconds = [row["wall_seconds"] for row in read_metrics(tmp_path / "jumped")]
+    assert seconds == sorted(seconds)
+    assert 0 <= seconds[0] <= jumped.wall_seconds.total < 3600
+    leases = json.loads((tmp_path / "jumped" / "logs" / "trainer.result.json").read_text())
+    assert leases["clock"]["busy"] >= 0
+
+
+def test_a_dead_part_is_given_up_after_so_many_restarts_and_the_run_can_be_taken_up(tmp_path: Path) -> None:
+    broken = Path(__file__).with_name("broken_reward.py")
+    with pytest.raises(Exception, match=r"searcher-0 \(process \d+\) was killed by signal 9"):
+        processes(tmp_path / "run", "--task.deadly", "--run.restarts", "1", source=broken)
+    assert count_faults(tmp_path / "run")["searcher_restarts"] == 1
+    assert (tmp_path / "run" / "checkpoints" / "step-0").is_dir()
+
+
+def test_user_errors_of_a_reward_are_not_asked_again(tmp_path: Path) -> None:
+    from tba.search.patience import PatientReward
+
+    class Wrong:
+        def judge(self, answered: Any) -> Any:
+            calls.append(1)
+            raise UserError("the answer key has no such problem")
+
+    calls: list[int] = []
+    with pytest.raises(UserError, match="no such problem"):
+        PatientReward(Wrong(), 5.0, 3, told=lambda what: None).judge([])
+    assert calls == [1]
