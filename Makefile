@@ -1,6 +1,7 @@
 # make quickstart   set up, then the main job: asynchronous TBA on two CPU processes, before and after
 # make test         set up, then the tests
 # make check        lint and types          make smoke   a one-minute run          make clean   remove .venv and runs
+# make faults       kills searcher, trainer and driver at random moments (half an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
 # TORCH=cpu             Linux without a GPU: the CPU build of torch (about 0.2 GB instead of 3 GB)
@@ -19,11 +20,11 @@ endif
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test check smoke clean format
+.PHONY: quickstart test check smoke faults clean format
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -9
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
 
 $(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
@@ -43,6 +44,9 @@ check: $(VENV)/installed
 
 smoke: $(VENV)/installed
 	@$(BIN)/tba train quickstart --steps 60 --evaluation.every 0 --evaluation.problems 300
+
+faults: $(VENV)/installed
+	@$(BIN)/python benchmarks/faults.py
 
 format: $(VENV)/installed
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
