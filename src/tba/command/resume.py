@@ -64,6 +64,8 @@ def resumable(run: RunDirectory, overrides: Sequence[str]) -> tuple[Recipe, Chec
             f"the run at {run.path} has no checkpoint to go on from: it ended before its first "
             f"(--run.checkpoint-every is {then.run.checkpoint_every}); start a new run"
         )
+    if "replay" not in checkpoint.state:
+        raise UserError(f"{checkpoint.path} was made by an earlier version of this program: start a new run")
     if not run.journal(recipe).is_file():
         raise UserError(f"the journal of the run at {run.path} is gone ({run.journal(recipe)}): start a new run")
     _refuse_finished(run, recipe, checkpoint)

@@ -145,7 +145,7 @@ class Processes:
 
     def _train(self, trainer: Part, searchers: list[Part], stop: Callable[[], bool]) -> None:
         """Until the trainer has ended, or we are to stop. It has its own deadline for a batch."""
-        while (trainer.code is None or self._revived(trainer, "trainer_restarts")) and not stop():
+        while (trainer.code is None or self._goes_on(trainer, searchers)) and not stop():
             self._end_silent([trainer, *searchers])
             self._watch(searchers)
             self.tell("training", self._note)
@@ -174,6 +174,15 @@ class Processes:
                 continue
             if not self._revived(part, "searcher_restarts"):
                 raise part.failure()
+
+    def _goes_on(self, trainer: Part, searchers: list[Part]) -> bool:
+        """Start a trainer that was killed again, and searchers that had ended because it seemed to be done."""
+        if not self._revived(trainer, "trainer_restarts"):
+            return False
+        for part in searchers:
+            if part.code == 0:
+                part.start_again()
+        return True
 
     def _revived(self, part: Part, kind: str) -> bool:
         """Start a part that was killed again, unless that has been done as often as it may."""

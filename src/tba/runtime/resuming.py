@@ -80,8 +80,13 @@ def state_of(half: TrainHalf) -> dict[str, Json]:
     }
 
 
-def restore(half: TrainHalf, checkpoint: Checkpoint) -> None:
-    """Into a half that has just been made, whose policy has the checkpoint's weights and whose replay is empty."""
+def restore(half: TrainHalf, checkpoint: Checkpoint | None) -> None:
+    """Into a half that has just been made, whose policy and replay are the checkpoint's (None: those of step 0)."""
+    half.journal.evaluations()  # have been recorded
+    if checkpoint is None:
+        half.requests.restore({"pending": {}, "seen": None})
+        half.references.restore({"resets": [], "of_checkpoints": []})
+        return
     state = checkpoint.state
     checkpoint.load_heads(half.trainer.policy.heads)
     half.trainer.optimizer.load(checkpoint.path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from tba.protocols import HEADS
@@ -144,16 +145,16 @@ class TrainHalf:
             self.checkpoint()
 
     def close(self) -> None:
-        """Leave what the summary needs; end the threads."""
-        ahead = self.source.close()
-        if ahead is not None:
-            self.replay.take_back(ahead.groups)
-        self.replay.drain()
-        self._look_at_evaluations()
-        write_json(self.run.result("trainer"), result_of(self))
-        self.recorder.close()
-        self.replay.close()
-        self.journal.close()
+        """Leave what the summary needs; end the threads. All is closed, whatever fails on the way."""
+        with ExitStack() as ends:
+            for part in (self.journal, self.replay, self.recorder):
+                ends.callback(part.close)
+            ahead = self.source.close()
+            if ahead is not None:
+                self.replay.take_back(ahead.groups)
+            self.replay.drain()
+            self._look_at_evaluations()
+            write_json(self.run.result("trainer"), result_of(self))
 
     def _look(self) -> None:
         """The searchers' own counts, now and then."""
@@ -234,7 +235,7 @@ def start_training(
         elapsed=elapsed or run.clock(),
         resumed=None if checkpoint is None else checkpoint.state,
     )
-    if checkpoint is not None:
+    if version.incarnation:
         restore(half, checkpoint)
     half.publish()
     return half
