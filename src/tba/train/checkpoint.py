@@ -29,6 +29,7 @@ RUN = "run.json"
 HEADS = "heads.safetensors"
 STEP = re.compile(r"step-\d+")
 _BLOCK = 1 << 22  # bytes read at a time
+_UNKNOWN = Version(-1)  # of a checkpoint whose manifest cannot be read
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,13 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
 
 
 def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The latest that is whole to the last byte (None when there is none), and what is wrong with each later one."""
+    """The latest that is whole to the last byte (None when there is none), and what is wrong with each later one, and
+    with each that does not even tell how late it is.
+    """
     damaged = []
-    for path in reversed(_folders(folder)):
+    folders = _folders(folder)
+    unknown = [path for path in folders if _version(path) == _UNKNOWN]
+    for path in [*unknown, *reversed(folders[len(unknown) :])]:
         try:
             checkpoint = Checkpoint.load(path)
             checkpoint.verify()
@@ -145,7 +150,7 @@ def _version(path: Path) -> Version:
     try:
         return Checkpoint.load(path).version
     except UserError:
-        return Version(-1)
+        return _UNKNOWN
 
 
 def _measured(path: Path) -> tuple[int, int]:
