@@ -36,7 +36,7 @@ def test_the_figures_of_a_run_are_those_it_recorded(make_run: Callable[..., Path
             "seconds_to_target": 10.0,  # 40 % at 0 s and 80 % at 20 s after the first step
             "seconds": 20.0, "seconds_in_all": 33.0, "steps": 40.0,
             "log_ratio": 2 * 38.5 / 40,  # steps 37 to 40
-            "lag": 5.0, "uses": 2_400 / 1_000, "tokens_generated": 10_000.0, "tokens_trained": 24_000.0,
+            "lag": 5.0, "ess": 0.75, "uses": 2_400 / 1_000, "tokens_generated": 10_000.0, "tokens_trained": 24_000.0,
             "trainer_memory": 2.0**31, "searcher_memory": 300 * 2.0**20,
             "trainer_idle": 0.02, "trainer_paced": 0.01, "searcher_idle": 0.0, "skipped_steps": 0.0,
             "kl": 1.5, "reward": 0.75,

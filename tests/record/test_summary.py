@@ -30,7 +30,7 @@ SUMMARY = Summary(
 )
 LEDGER_KEYS = {
     "generated", "trained_once", "trained_total", "waiting", "evicted", "rejected", "duplicate", "in_flight_at_stop",
-    "evaluation", "auxiliary",
+    "evaluation", "auxiliary", "imported",
 }  # fmt: skip
 
 
