@@ -76,7 +76,7 @@ def make(path: Path, version: int, trajectories: Sequence[Trajectory], retired: 
     connection.executemany("UPDATE totals SET value = ? WHERE name = ?", [(v, k) for k, v in totals.items()])
     connection.execute("DELETE FROM trajectories WHERE seq <= ?", (retired,))
     connection.execute("INSERT INTO counters VALUES ('searcher-0', 'generated_trajectories', ?)", (len(tokens),))
-    connection.execute("INSERT INTO leases VALUES (5, 'searcher-0', 1.0, 1e9)")
+    connection.execute("INSERT INTO leases VALUES (5, 'searcher-0', 1.0, 0.5)")
     connection.commit()
     connection.close()
 

@@ -297,7 +297,7 @@ def test_a_journal_of_an_earlier_version_is_brought_to_the_present_one_with_all_
         facts = "SELECT uid, owner, tokens, incarnation, step, reward FROM trajectories WHERE seq < 11"
         expected = [(t.uid, "searcher-0", 2, 0, t.version.step, t.reward) for t in rows[2:]]
         assert connection.execute(facts).fetchall() == expected
-        assert connection.execute("PRAGMA user_version").fetchall() == [(4,)]
+        assert connection.execute("PRAGMA user_version").fetchall() == [(5,)]
     connection.close()
 
 
@@ -454,7 +454,7 @@ def test_files_that_are_no_journal_of_this_version_are_refused(tmp_path: Path) -
     connection = sqlite3.connect(newer)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(UserError, match="schema version 99, this program reads version 4"):
+    with pytest.raises(UserError, match="schema version 99, this program reads version 5"):
         JournalWriter(newer, "a")
 
 

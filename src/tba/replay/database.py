@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import IO, Any, Self, TypeVar
 
 from tba.errors import DeadlineExceeded, UserError
 
@@ -47,9 +47,12 @@ class Database:
 
     A file of an earlier schema version is brought to the present one. Raises `UserError` when the file is something
     else or of a later version, `DeadlineExceeded` when others keep it locked for longer than `deadline_s` seconds.
+
+    lock: a file that is closed with it.
     """
 
-    def __init__(self, path: Path, schema: Schema, deadline_s: float = 30.0) -> None:
+    def __init__(self, path: Path, schema: Schema, deadline_s: float = 30.0, lock: IO[str] | None = None) -> None:
+        self._held = lock
         self.path = Path(path)
         self.deadline_s = deadline_s
         self.lock = threading.RLock()
@@ -66,24 +69,30 @@ class Database:
             raise
 
     def _prepare(self, schema: Schema) -> None:
+        self._refuse_others(schema)  # before anything is changed
         self._connection.execute(f"PRAGMA page_size = {schema.page_bytes}")  # of a new file; another keeps its own
         self._connection.execute("PRAGMA journal_mode = WAL")  # may be refused while another process does the same
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
         self._connection.execute("PRAGMA synchronous = FULL")
         with self.transaction() as connection:
-            kind, found = _identity(connection)
-            if connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0:
+            found = self._refuse_others(schema)
+            if found is None:
                 for statement in schema.tables.split(";"):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {schema.kind}")
-            else:
-                self._refuse_others(kind, found, schema)
-                for version in range(found, schema.version):
-                    schema.migrations[version](connection)
+            for version in range(schema.version if found is None else found, schema.version):
+                schema.migrations[version](connection)
             if found != schema.version:
                 connection.execute(f"PRAGMA user_version = {schema.version}")
 
-    def _refuse_others(self, kind: int, found: int, schema: Schema) -> None:
+    def _refuse_others(self, schema: Schema) -> int | None:
+        """The schema version of the file, None where it is empty. Raises `UserError` when it cannot be used."""
+        ((kind,), (found,), (entries,)) = (
+            self._connection.execute(query).fetchone()
+            for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
+        )
+        if entries == 0:
+            return None
         if kind != schema.kind:
             raise UserError(f"{self.path} is a SQLite file of something else: choose another place for the run")
         if found > schema.version or any(v not in schema.migrations for v in range(found, schema.version)):
@@ -91,6 +100,7 @@ class Database:
                 f"{self.path} has schema version {found}, this program reads version {schema.version}: "
                 f"open it with the program that wrote it, or start a new run"
             )
+        return int(found)
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -164,6 +174,8 @@ class Database:
         """Closed for good; what was committed stays."""
         with self.lock:
             self._connection.close()
+            if self._held is not None:
+                self._held.close()
 
     def __enter__(self) -> Self:
         return self
@@ -172,11 +184,3 @@ class Database:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
-    """(kind, schema version) of a file."""
-    ((kind,), (version,)) = (
-        connection.execute(f"PRAGMA {name}").fetchone() for name in ("application_id", "user_version")
-    )
-    return kind, version

@@ -29,7 +29,8 @@ from tba.replay import scores
 from tba.replay.codec import Damaged, decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
 from tba.replay.database import Database
 from tba.replay.filesystem import network_filesystem
-from tba.replay.schema import BODY, JOURNAL, TRAJECTORY, prompt_id
+from tba.replay.recovery import Recovery, look_over
+from tba.replay.schema import BODY, JOURNAL, TRAJECTORY, keep_prompts, prompt_id
 from tba.replay.scores import Score
 from tba.types import Evaluation, Prompt, Trajectory, Version
 
@@ -99,7 +100,7 @@ class JournalWriter:
                 prompts[id(t.prompt)] = (prompt_id(body), body)
             rows.append((t, prompts[id(t.prompt)][0], encode_trajectory(t)))
         with self._database.transaction() as connection:
-            connection.executemany("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompts.values())
+            keep_prompts(connection, prompts.values())
             bodies = [(seq, key, t.length, body) for t, key, body in rows if (seq := self._append(connection, t, key))]
             connection.executemany(BODY, bodies)
             tokens = [length for _, _, length, _ in bodies]
@@ -397,6 +398,13 @@ class JournalFollower:
         )
         return Totals(**values)
 
+    def recoveries(self) -> list[Recovery]:
+        """Each time that a damaged file was set aside, the first first."""
+        rows: list[_Row] = self._database.rows(
+            "SELECT time, damaged, why, rows, lost_rows, lost_tokens FROM recoveries ORDER BY place"
+        )
+        return [Recovery(*row) for row in rows]
+
     def counters(self) -> dict[str, dict[str, int]]:
         """Each owner's counts."""
         counters: dict[str, dict[str, int]] = {}
@@ -521,7 +529,12 @@ def _open(path: Path, deadline_s: float) -> Database:
             f"the journal {path} would lie on a network filesystem ({kind}), where SQLite loses data: "
             f"give a folder on a local disk with --run.journal-dir"
         )
-    return Database(path, JOURNAL, deadline_s)
+    lock = look_over(path)
+    try:
+        return Database(path, JOURNAL, deadline_s, lock)
+    except BaseException:
+        lock.close()
+        raise
 
 
 def _add(connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:

@@ -1,6 +1,7 @@
 """The journal's tables, and how those of earlier versions become them.
 
-    prompts         each prompt once, under the digest of its body
+    prompts         each prompt, under the digest of its body
+    prompt_copies   the same once more on other pages: few bytes, without which no trajectory is worth anything
     trajectories    what is known of each: who put it, which weights sampled it, its reward; these rows stay
     bodies          all of it but for its prompt. Retention takes away the oldest, up to `retired_until`; beyond that a
                     trajectory without a body has been damaged
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+from collections.abc import Iterable
 
 from tba.replay import scores
 from tba.replay.codec import Damaged, facts_of
@@ -23,6 +25,7 @@ from tba.replay.database import Schema
 _TABLES = (
     """
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE prompt_copies (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE trajectories (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, uid TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, prompt INTEGER NOT NULL,
     tokens INTEGER NOT NULL, incarnation INTEGER NOT NULL, step INTEGER NOT NULL, reward REAL, created REAL
@@ -107,13 +110,26 @@ def _from_3(connection: sqlite3.Connection) -> None:
     )
 
 
+def _from_4(connection: sqlite3.Connection) -> None:
+    """Prompts twice."""
+    connection.execute("CREATE TABLE prompt_copies (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
+    connection.execute("INSERT INTO prompt_copies SELECT id, body FROM prompts")
+
+
 JOURNAL = Schema(
     kind=0x54424131,  # "TBA1" in the file's header
-    version=4,
+    version=5,
     tables=_TABLES,
-    migrations={1: _from_1, 2: _from_2, 3: _from_3},
+    migrations={1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4},
     page_bytes=8192,  # a body of 128 tokens is a bit over 2 kB: on pages of 4096 it would have one for itself
 )
+
+
+def keep_prompts(connection: sqlite3.Connection, prompts: Iterable[tuple[int, bytes]]) -> None:
+    """Those that are not there yet."""
+    for prompt in prompts:
+        if connection.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompt).rowcount:
+            connection.execute("INSERT OR REPLACE INTO prompt_copies VALUES (?, ?)", prompt)
 
 
 def described(seq: int, prompt: int, tokens: int, body: bytes, owner: str = "") -> tuple[object, ...]:

@@ -1,0 +1,327 @@
+"""A journal is looked over by whoever opens it first; a damaged one is set aside and its rows brought into a new file.
+
+    journal.sqlite-open          locked: shared by all who have it open, alone by who looks it over
+    journal.sqlite.damaged-1     what was set aside (with its -wal), as it was; nothing is ever deleted
+    journal.sqlite.recovering    the new file while it is made; `.recovered` once it is whole
+
+Invariant: a file is replaced only while nobody else has it open, and only by one that is whole on the disk; killed at
+any moment, the next to open it ends what was begun. Every trajectory whose own pages are whole is brought over, with
+its checksum compared; of the others the number is kept, in their places, without a body, so that they are counted and
+never taken for data. Counts (`counters`) that cannot be read are made again from the trajectories.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+from urllib.parse import quote
+
+from tba.errors import DeadlineExceeded, UserError
+from tba.replay.codec import Damaged, facts_of
+from tba.replay.database import Database
+from tba.replay.pages import committed, page_bytes_of, rows_of, torn, wal_frames
+from tba.replay.schema import BODY, JOURNAL, described, keep_prompts, prompt_id
+
+log = logging.getLogger("tba.journal")
+_DEADLINE = 1800.0  # seconds that looking over and recovering a large file may take
+_POLL = 0.02
+_PAGE_SIZES = (8192, 4096)  # where the file's header is lost
+_DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+_PLAIN = ("leases", "outcomes", "jobs", "evaluations", "counters", "unscored", "scores", "recoveries")
+_FACTS = 9  # columns
+_LEAST_BYTES = 32  # that the facts of a trajectory take up
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """A damaged file that was set aside."""
+
+    time: float  # seconds since the epoch
+    damaged: str  # the name that the file has now
+    why: str
+    rows: int  # trajectories in the new file, with their bodies
+    lost_rows: int
+    lost_tokens: int
+
+    def __str__(self) -> str:
+        return (
+            f"the journal was damaged ({self.why}); it was set aside as {self.damaged}: "
+            f"{self.rows} trajectories were recovered, {self.lost_rows} could not be read"
+        )
+
+
+def look_over(path: Path, deadline_s: float = _DEADLINE) -> IO[str]:
+    """The lock that whoever has the journal open holds. The first looks the file over, the others wait until it has.
+
+    Raises `DeadlineExceeded` when that takes too long, `UserError` for a file that is none of ours.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = Path(f"{path}-open").open("a")  # noqa: SIM115 - it is the caller's
+    try:
+        if _locked(lock, fcntl.LOCK_EX):
+            _look(path)
+        limit = time.monotonic() + deadline_s
+        while not _locked(lock, fcntl.LOCK_SH):
+            if time.monotonic() >= limit:
+                raise DeadlineExceeded(f"waited {deadline_s:g} s for another process to look over the journal {path}")
+            time.sleep(_POLL)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a journal, in a few words; None when nothing is. Nothing is changed.
+
+    A file of somebody else's is not damaged: who opens it will refuse it.
+    """
+    wal = Path(f"{path}-wal")
+    if not path.exists() or not path.stat().st_size:
+        return "it is empty, its log is not" if committed(wal_frames(wal, _wal_page_bytes(wal))) else None
+    size = page_bytes_of(path)
+    if size is None:
+        return "its header is not a journal's"
+    if torn(wal_frames(wal, size)):
+        return "its log is damaged"
+    try:
+        with closing(_read_only(path)) as connection:
+            kind = connection.execute("PRAGMA application_id").fetchone()[0]
+            if kind != JOURNAL.kind:
+                return None
+            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+    except sqlite3.DatabaseError as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
+            return str(error)
+        return None  # who opens it says what it is
+    return None if found == "ok" else str(found).splitlines()[-1]
+
+
+def _look(path: Path) -> None:
+    recovered = Path(f"{path}.recovered")
+    for part in ("", "-wal", "-shm", "-journal"):
+        Path(f"{path}.recovering{part}").unlink(missing_ok=True)
+    if recovered.exists():
+        _replace(path, recovered, _free_name(path))
+    elif (why := damage(path)) is not None:
+        aside = _free_name(path)
+        recovery = _recover(path, Path(f"{path}.recovering"), why, aside.name)
+        os.replace(f"{path}.recovering", recovered)
+        _replace(path, recovered, aside)
+        log.warning("%s: %s", path, recovery)
+
+
+def _replace(path: Path, recovered: Path, aside: Path) -> None:
+    """Both names first, so that at no moment there is a journal without its data under some name."""
+    if path.exists():
+        os.link(path, aside)
+    wal = Path(f"{path}-wal")
+    if wal.exists():  # before the new file takes the name: SQLite would read the old log into it
+        os.rename(wal, f"{aside}-wal")
+    Path(f"{path}-shm").unlink(missing_ok=True)
+    os.replace(recovered, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _recover(path: Path, new: Path, why: str, aside: str) -> Recovery:
+    """A new file of all that can be read in `path`. Raises `UserError` when nothing shows that it was a journal."""
+    with Database(new, JOURNAL) as database:
+        with database.transaction() as connection:
+            known = _copy_tables(path, connection)
+            _copy_rows(path, connection, known)
+            (found,) = connection.execute("SELECT count(*) FROM bodies").fetchone()
+            if not found and not known.ours:
+                raise UserError(f"{path} is not a SQLite file, and nothing of a journal is in it: choose another place")
+            recovery = Recovery(time.time(), aside, why, found, *_account(connection, known))
+            connection.execute(
+                "INSERT INTO recoveries (time, damaged, why, rows, lost_rows, lost_tokens) VALUES (?, ?, ?, ?, ?, ?)",
+                astuple(recovery),
+            )
+        database.checkpoint()
+    for part in ("-wal", "-shm"):
+        Path(f"{new}{part}").unlink(missing_ok=True)  # empty: it has been moved into the file
+    return recovery
+
+
+@dataclass
+class _Known:
+    """What the damaged file says of itself, as far as SQLite can read it."""
+
+    most: int  # trajectories that a file of its size can have
+    ours: bool = False
+    totals: dict[str, int] = field(default_factory=dict)
+    counters: bool = False  # whether they are all there
+
+    def believe(self, totals: dict[str, Any]) -> None:
+        """Take totals over that are possible; else there are none."""
+        numbers = all(isinstance(value, int) and value >= 0 for value in totals.values())
+        if numbers and totals.get("retired_until", 0) <= totals.get("rows", -1) <= self.most:
+            self.totals = totals
+
+
+def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
+    """The small tables, each as far as it can be read."""
+    known = _Known(sum(p.stat().st_size for p in (path, Path(f"{path}-wal")) if p.exists()) // _LEAST_BYTES)
+    with suppress(sqlite3.DatabaseError, OSError), closing(_read_only(path)) as old:
+        known.ours = old.execute("PRAGMA application_id").fetchone()[0] == JOURNAL.kind
+        for table in _PLAIN:
+            whole = _copy_table(old, connection, table)
+            known.counters |= whole and table == "counters"
+        with suppress(sqlite3.DatabaseError):
+            known.believe(dict(old.execute("SELECT name, value FROM totals").fetchall()))
+    return known
+
+
+def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> bool:
+    """Whether all of it could be read."""
+    try:
+        columns = [row[1] for row in new.execute(f"PRAGMA table_info({table})")]
+        marks = ",".join("?" * len(columns))
+        for row in old.execute(f"SELECT {','.join(columns)} FROM {table}"):  # noqa: S608 - our own names
+            with suppress(sqlite3.IntegrityError):  # a damaged value where there has to be one
+                new.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)  # noqa: S608
+    except sqlite3.DatabaseError:
+        return False
+    return True
+
+
+def _copy_rows(path: Path, connection: sqlite3.Connection, known: _Known) -> None:
+    """Prompts, bodies and facts, page by page; bodies whose prompt is lost are no data."""
+    retired = known.totals.get("retired_until", 0)
+    connection.execute("CREATE TEMP TABLE facts (seq INTEGER PRIMARY KEY, uid, owner, prompt, tokens, i, s, r, c)")
+    for rowid, columns in _rows(path):
+        if not 0 < rowid <= known.most and len(columns) != 2:
+            continue  # its number has changed
+        match columns:
+            case (None, bytes(body)) if prompt_id(body) == rowid:
+                keep_prompts(connection, [(rowid, body)])
+            case (None, int(prompt), int(tokens), bytes(body)) if rowid > retired and _is_whole(body, tokens):
+                connection.execute(BODY.replace("INSERT", "INSERT OR IGNORE"), (rowid, prompt, tokens, body))
+            case (None, str(), str(), int(), int(tokens), int(), int(), _, _) if 0 <= tokens < 1 << 40:
+                marks = ",".join("?" * _FACTS)
+                connection.execute(f"INSERT OR IGNORE INTO facts VALUES ({marks})", (rowid, *columns[1:]))  # noqa: S608
+            case _:
+                pass
+    connection.execute("DELETE FROM bodies WHERE NOT EXISTS (SELECT 1 FROM prompts p WHERE p.id = prompt)")
+
+
+def _rows(path: Path) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    wal = Path(f"{path}-wal")
+    size = page_bytes_of(path) if path.exists() and path.stat().st_size else _wal_page_bytes(wal)
+    for page_bytes in [size] if size else _PAGE_SIZES:
+        yield from rows_of(path, wal, page_bytes)
+
+
+def _is_whole(body: bytes, tokens: int) -> bool:
+    try:
+        return bool(facts_of(body)["length"] == tokens)
+    except Damaged:
+        return False
+
+
+def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
+    """Facts, totals and counts that agree with the bodies; (trajectories, tokens) that are lost."""
+    totals = known.totals
+    retired = totals.get("retired_until", 0)
+    owners = dict(connection.execute("SELECT seq, owner FROM facts"))
+    for seq, prompt, tokens, body in connection.execute("SELECT seq, prompt, tokens, body FROM bodies"):
+        row = described(seq, prompt, tokens, body, owners.get(seq, ""))
+        connection.execute("INSERT OR IGNORE INTO trajectories VALUES (?,?,?,?,?,?,?,?,?)", row)
+    connection.execute("DELETE FROM bodies WHERE seq NOT IN (SELECT seq FROM trajectories)")
+    connection.execute("INSERT OR IGNORE INTO trajectories SELECT * FROM facts")
+    _fill_places(connection, totals)
+    (rows, tokens), (lost_rows, lost_tokens), (old_rows, old_tokens) = (
+        connection.execute(f"{_AMOUNT} {condition}", (retired,)).fetchone()
+        for condition in ("seq > 0 OR ?", "seq > ? AND seq NOT IN (SELECT seq FROM bodies)", "seq <= ?")
+    )
+    new = {
+        "rows": max(rows, totals.get("rows", 0)),
+        "tokens": max(tokens, totals.get("tokens", 0)),
+        "positions": totals.get("positions", 0),
+        "retired_until": retired,
+        "retired_rows": totals.get("retired_rows", old_rows),
+        "retired_tokens": totals.get("retired_tokens", old_tokens),
+    }
+    connection.executemany("UPDATE totals SET value = ? WHERE name = ?", [(v, name) for name, v in new.items()])
+    if not known.counters:
+        _count_again(connection)
+    elif totals and rows > totals["rows"]:  # of transactions that SQLite itself could not read
+        _count_put(connection, totals["rows"])
+    return lost_rows, lost_tokens
+
+
+_AMOUNT = "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE"
+
+
+def _fill_places(connection: sqlite3.Connection, totals: dict[str, int]) -> None:
+    """A trajectory of which nothing is left keeps its place; the first such has the tokens that are missing."""
+    retired = totals.get("retired_until", 0)
+    (last, tokens) = connection.execute("SELECT coalesce(max(seq), 0), sum(tokens) FROM trajectories").fetchone()
+    last = max(last, totals.get("rows", 0))
+    there = {seq for (seq,) in connection.execute("SELECT seq FROM trajectories WHERE seq > ?", (retired,))}
+    missing = [seq for seq in range(retired + 1, last + 1) if seq not in there]
+    short = max(0, totals.get("tokens", 0) - totals.get("retired_tokens", 0) - (tokens or 0))
+    for n, seq in enumerate(missing):
+        row = (seq, f"lost-{seq}", "", 0, short if n == 0 else 0, 0, 0, None, None)
+        connection.execute("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?)", row)
+
+
+def _count_again(connection: sqlite3.Connection) -> None:
+    """What each owner generated or imported: all that it put, and what it rejected or left unfinished."""
+    for unit in ("trajectories", "tokens"):
+        names = (f"generated_{unit}", f"imported_{unit}", f"rejected_{unit}", f"in_flight_{unit}")
+        connection.execute("DELETE FROM counters WHERE name IN (?, ?)", names[:2])
+        connection.execute(
+            "INSERT INTO counters SELECT owner, ?1, sum(value) FROM counters WHERE name IN (?3, ?4) GROUP BY owner",
+            names,
+        )
+    _count_put(connection, 0)
+
+
+def _count_put(connection: sqlite3.Connection, after: int) -> None:
+    """Add to each owner's counts what it put after a number."""
+    for unit, amount in (("trajectories", "count(*)"), ("tokens", "sum(tokens)")):
+        connection.execute(
+            f"INSERT INTO counters SELECT owner, CASE WHEN incarnation < 0 THEN ?1 ELSE ?2 END, {amount} "  # noqa: S608
+            "FROM trajectories WHERE seq > ?3 GROUP BY owner, incarnation < 0 "
+            "ON CONFLICT DO UPDATE SET value = value + excluded.value",
+            (f"imported_{unit}", f"generated_{unit}", after),
+        )
+
+
+def _read_only(path: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=5.0, isolation_level=None)
+
+
+def _wal_page_bytes(wal: Path) -> int:
+    if not wal.exists():
+        return 0
+    with wal.open("rb") as file:
+        return int.from_bytes(file.read(12)[8:12], "big")
+
+
+def _free_name(path: Path) -> Path:
+    n = 1
+    while (aside := path.with_name(f"{path.name}.damaged-{n}")).exists() or Path(f"{aside}-wal").exists():
+        n += 1
+    return aside
+
+
+def _locked(lock: IO[str], how: int) -> bool:
+    try:
+        fcntl.flock(lock, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

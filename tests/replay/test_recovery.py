@@ -1,0 +1,315 @@
+"""A damaged journal: found, set aside, and what is in it brought into a new one and counted."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+import struct
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import old_journals
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from trajectory_cases import same, trajectory
+
+import tba.replay.recovery
+from tba.errors import UserError
+from tba.replay.journal import Gone, JournalFollower, JournalWriter
+from tba.replay.pages import Frame, torn, wal_frames
+from tba.replay.recovery import damage, look_over
+from tba.types import Trajectory
+
+ROWS = 120
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trajectory]]:
+    """A journal that has been closed, and what is in it: a few long answers among short ones."""
+    path = tmp_path_factory.mktemp("whole") / "journal.sqlite"
+    rows = [trajectory(i % 5, range(6000 if i % 40 == 3 else 60), version=i, uid=f"t{i}") for i in range(ROWS)]
+    with JournalFollower(path), JournalWriter(path, "searcher-0") as writer:
+        for i in range(0, ROWS, 8):
+            put = rows[i : i + 8]
+            tokens = sum(t.length for t in put)
+            writer.put(put, counters={"generated_trajectories": 9, "generated_tokens": tokens + 1})
+            writer.count(rejected_trajectories=1, rejected_tokens=1)
+        writer.lease(11, 1e6)
+    return path, rows
+
+
+def copied(whole: Path, folder: Path) -> Path:
+    return Path(shutil.copy(whole, folder / "journal.sqlite"))
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def opened(path: Path) -> tuple[list[Trajectory], Gone, JournalFollower]:
+    follower = JournalFollower(path)
+    return follower.drain(), follower.take_gone(), follower
+
+
+def assert_accounted(path: Path, rows: Sequence[Trajectory]) -> list[Trajectory]:
+    """What is there is as it was written, and what is not is counted; gives what is there."""
+    found, gone, follower = opened(path)
+    with follower:
+        by_uid = {t.uid: t for t in rows}
+        assert all(same(t, by_uid[t.uid]) for t in found)
+        assert len({t.uid for t in found}) == len(found)
+        assert len(found) + gone.damaged_trajectories == len(rows)
+        assert sum(t.length for t in found) + gone.damaged_tokens == sum(t.length for t in rows)
+        counts = follower.counters()["searcher-0"]
+        rejected = counts.get("rejected_trajectories", 0)
+        assert counts["generated_trajectories"] == len(rows) + rejected
+        for recovery in follower.recoveries():
+            assert (path.parent / recovery.damaged).exists()
+    return found
+
+
+def test_a_whole_journal_is_not_touched(whole: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
+    path = copied(whole[0], tmp_path)
+    before = path.read_bytes()
+    assert damage(path) is None
+    look_over(path).close()
+    assert path.read_bytes() == before
+    assert len(assert_accounted(path, whole[1])) == ROWS
+    assert {p.name for p in tmp_path.iterdir()} <= {
+        *("journal.sqlite", "journal.sqlite-open", "journal.sqlite-follower"),
+        *("journal.sqlite-wal", "journal.sqlite-shm"),
+    }
+
+
+def pages_of(path: Path, table: str) -> list[int]:
+    """Leaf pages of a table, by what is on them: a test may ask what the program may not."""
+    data, found = path.read_bytes(), []
+    mark = {"bodies": b'"provenance"', "uids": b"t11"}[table]
+    for at in range(0, len(data), 8192):
+        page = data[at : at + 8192]
+        if page[0] == (13 if table == "bodies" else 10) and mark in page:
+            found.append(at)
+    return found
+
+
+def test_of_a_page_that_is_destroyed_only_its_own_rows_are_lost_and_all_is_counted(
+    whole: tuple[Path, list[Trajectory]], tmp_path: Path
+) -> None:
+    path = copied(whole[0], tmp_path)
+    at = pages_of(path, "bodies")[2]
+    original = path.read_bytes()
+    on_the_page = original[at : at + 8192].count(b'"provenance"')
+    overwrite(path, at, bytes(8192))
+    damaged = path.read_bytes()
+    found = assert_accounted(path, whole[1])
+    assert ROWS - on_the_page - 1 <= len(found) <= ROWS - on_the_page + 1
+    with JournalFollower(path) as follower, JournalWriter(path, "searcher-1") as writer:
+        (recovery,) = follower.recoveries()
+        assert (recovery.rows, recovery.lost_rows) == (len(found), ROWS - len(found))
+        assert recovery.damaged == "journal.sqlite.damaged-1"
+        assert str(recovery).endswith(
+            f"{len(found)} trajectories were recovered, {ROWS - len(found)} could not be read"
+        )
+        assert writer.lease(1, 9.0) == [11]  # positions go on
+        writer.put([trajectory(uid="later")])
+        assert [t.uid for t in follower.drain()][-1] == "later"
+        assert follower.position == ROWS + 1
+    assert (tmp_path / recovery.damaged).read_bytes() == damaged
+
+
+def test_without_the_page_of_the_prompts_nothing_is_lost(whole: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
+    path = copied(whole[0], tmp_path)
+    data = path.read_bytes()
+    pages = [at for at in range(8192, len(data), 8192) if data[at] == 13 and b"question 3" in data[at : at + 8192]]
+    assert len(pages) == 2
+    overwrite(path, pages[0], bytes(8192))
+    assert len(assert_accounted(path, whole[1])) == ROWS
+
+
+def test_an_index_that_is_damaged_loses_nothing(whole: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
+    path = copied(whole[0], tmp_path)
+    overwrite(path, pages_of(path, "uids")[0], b"\xff" * 4000)
+    assert len(assert_accounted(path, whole[1])) == ROWS
+
+
+@pytest.mark.parametrize("size", [100, 5000, 8192])
+def test_a_file_whose_beginning_is_destroyed_gives_its_trajectories_and_their_counts(
+    whole: tuple[Path, list[Trajectory]], tmp_path: Path, size: int
+) -> None:
+    path = copied(whole[0], tmp_path)
+    overwrite(path, 0, b"\x55" * size)
+    assert len(assert_accounted(path, whole[1])) == ROWS
+
+
+def test_a_file_that_was_cut_off_gives_what_is_left(whole: tuple[Path, list[Trajectory]], tmp_path: Path) -> None:
+    path = copied(whole[0], tmp_path)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size * 3 // 4)
+    found, _, follower = opened(path)
+    follower.close()
+    assert 0.3 * ROWS < len(found) < 0.7 * ROWS
+    by_uid = {t.uid: t for t in whole[1]}
+    assert all(same(t, by_uid[t.uid]) for t in found)
+
+
+def test_a_damaged_journal_of_an_earlier_version_is_recovered_as_the_present_one(tmp_path: Path) -> None:
+    path, rows = tmp_path / "journal.sqlite", [trajectory(tokens=range(300), uid=f"t{i}") for i in range(40)]
+    old_journals.make(path, 3, rows)
+    overwrite(path, 2 * 4096, b"\0" * 100)  # the root of the trajectories
+    assert damage(path) is not None
+    found, _, follower = opened(path)
+    follower.close()
+    assert {t.uid for t in found} == {t.uid for t in rows}
+
+
+def test_what_was_acknowledged_is_found_in_a_log_whose_beginning_is_damaged(tmp_path: Path) -> None:
+    path, rows = tmp_path / "journal.sqlite", [trajectory(i, range(50), uid=f"t{i}") for i in range(30)]
+    with JournalWriter(path, "searcher-0") as writer:
+        for t in rows:
+            writer.put([t], counters={"generated_trajectories": 1, "generated_tokens": 50})
+        copy = tmp_path / "copy"
+        copy.mkdir()
+        for part in ("", "-wal"):
+            shutil.copy(f"{path}{part}", copy / f"journal.sqlite{part}")
+    path, wal = copy / "journal.sqlite", copy / "journal.sqlite-wal"
+    frames = wal_frames(wal, 8192)
+    assert all(frame.whole for frame in frames)
+    assert len([f for f in frames if f.commits]) > 30
+    middle = [f for f in frames if f.commits][20]
+    overwrite(wal, middle.at + 8000, b"\xff" * 100)
+    assert torn(wal_frames(wal, 8192))
+    found = assert_accounted(path, rows)
+    assert {t.uid for t in found} == {t.uid for t in rows}
+    assert Path(f"{copy}/journal.sqlite.damaged-1-wal").exists()
+
+
+def test_what_a_power_cut_left_of_the_last_transaction_is_no_damage() -> None:
+    sound = [Frame(n, 0, n % 3 == 0, True) for n in range(1, 10)]
+    rest = [Frame(10, 0, False, False), Frame(11, 0, True, False)]
+    assert not torn(sound)
+    assert not torn(sound + rest)
+    assert torn(sound + rest + rest)
+
+
+@given(st.binary(max_size=400), st.booleans())
+def test_the_sum_over_a_log_is_that_of_the_formats_own_loop(data: bytes, big: bool) -> None:
+    data += bytes(-len(data) % 8)
+    s0 = s1 = 0
+    for x0, x1 in struct.iter_unpack(">2I" if big else "<2I", data):
+        s0 = (s0 + x0 + s1) % 2**32
+        s1 = (s1 + x1 + s0) % 2**32
+    assert tba.replay.pages._Checksum(big).after((0, 0), data) == (s0, s1)
+
+
+def test_recovery_that_is_killed_at_any_of_its_steps_is_ended_by_the_next_to_open(
+    whole: tuple[Path, list[Trajectory]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached = 0
+    for step in range(99):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        path = copied(whole[0], folder)
+        overwrite(path, pages_of(path, "bodies")[1], bytes(8192))
+        calls = 0
+
+        def counted(act: str, step: int = step) -> None:
+            nonlocal calls
+            calls += 1
+            if calls > step:
+                raise KeyboardInterrupt(act)
+
+        with monkeypatch.context() as patch:
+            for name in ("replace", "rename", "link", "fsync"):
+                real = getattr(tba.replay.recovery.os, name)
+                patch.setattr(
+                    tba.replay.recovery.os, name, lambda *a, real=real, name=name: (counted(name), real(*a))[1]
+                )
+            try:
+                look_over(path).close()
+                done = True
+            except KeyboardInterrupt:
+                done = False
+        found = assert_accounted(path, whole[1])
+        assert len(found) >= ROWS - 4
+        assert any(p.name.startswith("journal.sqlite.damaged-") for p in folder.iterdir())
+        if done:
+            break
+        reached += 1
+    assert reached >= 4
+
+
+def test_while_somebody_has_it_open_nobody_looks_it_over(
+    whole: tuple[Path, list[Trajectory]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, looks = copied(whole[0], tmp_path), []
+    real = tba.replay.recovery.damage
+    monkeypatch.setattr(tba.replay.recovery, "damage", lambda p: (looks.append(p), real(p))[1])
+    with JournalFollower(path), JournalWriter(path, "a"):
+        assert len(looks) == 1
+    with JournalWriter(path, "a"):
+        assert len(looks) == 2
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.floats(0, 1), st.binary(min_size=1, max_size=300)), min_size=1, max_size=6),
+    st.none() | st.floats(0, 1),
+)
+@example([(0.0, b"SQLite format 3\0" + bytes(84))], None)
+def test_whatever_happened_to_the_bytes_a_journal_opens_or_says_in_a_sentence_why_not_and_nothing_is_lost(
+    whole: tuple[Path, list[Trajectory]], changes: list[tuple[float, bytes]], cut: float | None
+) -> None:
+    with TemporaryDirectory() as folder:
+        path = copied(whole[0], Path(folder))
+        size = path.stat().st_size
+        for place, data in changes:
+            overwrite(path, int(place * (size - 1)), data)
+        if cut is not None:
+            with path.open("r+b") as file:
+                file.truncate(int(cut * size))
+        changed = path.read_bytes()
+        try:
+            found, _, follower = opened(path)
+        except UserError:
+            assert path.read_bytes() == changed  # left as it was
+            return
+        with follower:
+            by_uid = {t.uid: t for t in whole[1]}
+            assert all(same(t, by_uid[t.uid]) for t in found)
+            recoveries = follower.recoveries()
+        if recoveries:
+            assert (Path(folder) / recoveries[0].damaged).read_bytes() == changed
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.binary(max_size=3000) | st.binary(max_size=500).map(lambda rest: b"SQLite format 3\0" + rest))
+def test_any_bytes_in_the_journals_place_end_in_a_sentence_and_stay(data: bytes) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.sqlite"
+        path.write_bytes(data)
+        try:
+            JournalFollower(path).close()
+        except UserError:
+            assert path.read_bytes() == data
+        else:
+            assert not data or any(p.name.startswith("journal.sqlite.damaged") for p in Path(folder).iterdir())
+
+
+def test_a_sqlite_file_of_somebody_elses_is_never_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE TABLE recipes (name TEXT)")
+        connection.executemany("INSERT INTO recipes VALUES (?)", [(f"{i:0500}",) for i in range(100)])
+        connection.commit()
+    rng = np.random.default_rng(0)
+    overwrite(path, 9000, rng.bytes(5000))
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="something else"):
+        JournalFollower(path)
+    assert path.read_bytes() == before
