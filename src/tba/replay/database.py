@@ -69,7 +69,11 @@ class Database:
             raise
 
     def _prepare(self, schema: Schema) -> None:
-        self._refuse_others(schema)  # before anything is changed
+        self._connection.execute("BEGIN")  # one look, while another process may be making the tables
+        try:
+            self._refuse_others(schema)  # before anything is changed
+        finally:
+            self._connection.execute("ROLLBACK")
         self._connection.execute(f"PRAGMA page_size = {schema.page_bytes}")  # of a new file; another keeps its own
         self._connection.execute("PRAGMA journal_mode = WAL")  # may be refused while another process does the same
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
