@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tba.__main__ import EvalOptions, OutOptions, TrainOptions
+from tba.__main__ import EvalOptions, OutOptions, ResumeOptions, TrainOptions
+from tba.command.importing import ImportOptions
 from tba.command.sft import SftOptions
 from tba.command.study import StudyOptions
 from tba.record import metrics
@@ -17,7 +18,15 @@ from tba.settings import find, find_study, flags, names, override, split_options
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-OPTIONS = {"train": TrainOptions(), "eval": EvalOptions(), "sft": OutOptions(), "check": None, "study": StudyOptions()}
+OPTIONS = {
+    "train": TrainOptions(),
+    "train --resume": ResumeOptions(),
+    "import": ImportOptions(),
+    "eval": EvalOptions(),
+    "sft": OutOptions(),
+    "check": None,
+    "study": StudyOptions(),
+}
 
 
 def blocks(document: Path) -> list[str]:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from tba.intake.report import Report, counters
 from tba.protocols import Reference, Reward
 from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Trajectory
 
+S, T = TypeVar("S"), TypeVar("T")
 CHUNK = 1024  # lines that are marked, scored and written together
 Entry: TypeAlias = tuple[int, Values | Refusal | Trajectory]
 
@@ -73,7 +74,7 @@ class Intake:
     def take(
         self, entries: Iterable[Entry], source: str, progress: Callable[[int], None] = lambda lines: None
     ) -> Report:
-        """All of one source. Raises only what the journal and the reference raise."""
+        """All of one source. Raises only what the journal raises."""
         report, lines = Report(source), iter(entries)
         while chunk := list(islice(lines, CHUNK)):
             report.lines += len(chunk)
@@ -129,9 +130,8 @@ class Intake:
 
     def _put(self, candidates: list[Candidate], report: Report) -> None:
         """Mark, score, write; only what is written is counted as imported."""
-        marked = [(c, m) for c, m in zip(candidates, self._marks(candidates), strict=True)]
         kept: list[tuple[Candidate, Judgement]] = []
-        for candidate, mark in marked:
+        for candidate, mark in zip(candidates, self._marks(candidates), strict=True):
             if isinstance(mark, Judgement) and math.isfinite(mark.reward):
                 kept.append((candidate, mark))
             else:
@@ -141,11 +141,14 @@ class Intake:
         scores = self._scores([candidate for candidate, _ in kept])
         trajectories, known, now = [], [], self.now()
         for (candidate, mark), log_reference in zip(kept, scores, strict=True):
-            if not np.isfinite(log_reference).all():
-                report.refuse(candidate.number, _not_finite("log-probability under the reference", float("-inf")))
-                continue
-            trajectories.append(self._trajectory(candidate, mark, log_reference, now))
-            known.append(candidate.encoded.known)
+            if isinstance(log_reference, Refusal):
+                report.refuse(candidate.number, log_reference)
+            elif not np.isfinite(log_reference).all():
+                total = float(log_reference.sum())
+                report.refuse(candidate.number, _not_finite("log-probability under the reference", total))
+            else:
+                trajectories.append(self._trajectory(candidate, mark, log_reference, now))
+                known.append(candidate.encoded.known)
         if trajectories:
             self.sink.put(trajectories, counters=counters(trajectories))
         for trajectory, is_known in zip(trajectories, known, strict=True):
@@ -177,30 +180,21 @@ class Intake:
         ]
 
     def _judged(self, asked: Sequence[Candidate]) -> list[Judgement | Refusal]:
-        if not asked:
-            return []
-        try:
-            judgements = list(self.reward.judge([c.pair for c in asked]))
-            if len(judgements) != len(asked):
-                raise UserError(f"the reward gave {len(judgements)} marks for {len(asked)} answers: give one of each")
-        except Exception as error:  # noqa: BLE001 - a task's reward on foreign text: each that fails is refused, by name
-            if len(asked) == 1:
-                return [Refusal("the task's reward cannot mark it", _one_line(error))]
-            half = len(asked) // 2
-            return self._judged(asked[:half]) + self._judged(asked[half:])
-        return list(judgements)
+        return _each(asked, lambda some: self.reward.judge([c.pair for c in some]), "the task's reward cannot mark it")
 
-    def _scores(self, candidates: Sequence[Candidate]) -> list[FloatArray]:
+    def _scores(self, candidates: Sequence[Candidate]) -> list[FloatArray | Refusal]:
+        return _each(candidates, self._scored, "the reference cannot score it")
+
+    def _scored(self, candidates: Sequence[Candidate]) -> list[FloatArray]:
         """The reference's log-probabilities of each, in order, prompt by prompt; equal answers are scored once."""
         by_prompt: dict[str, tuple[Prompt, dict[str, Completion]]] = {}
         for prompt, completion in (c.pair for c in candidates):
             by_prompt.setdefault(prompt.key, (prompt, {}))[1].setdefault(completion.digest, completion)
         answered = [(prompt, list(completions.values())) for prompt, completions in by_prompt.values()]
-        rows = self.reference.log_probabilities_of(answered) if answered else []
         scored = {
             (prompt.key, completion.digest): row
-            for (prompt, completions), scores in zip(answered, rows, strict=True)
-            for completion, row in zip(completions, scores, strict=True)
+            for (prompt, completions), rows in zip(answered, self.reference.log_probabilities_of(answered), strict=True)
+            for completion, row in zip(completions, rows, strict=True)
         }
         return [scored[prompt.key, completion.digest] for prompt, completion in (c.pair for c in candidates)]
 
@@ -210,6 +204,22 @@ class Intake:
         if claimed is not None:
             report.claimed += 1
             report.disagreed += not math.isclose(claimed, trajectory.reward, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _each(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason: str) -> list[T | Refusal]:
+    """`act` of all at once; where that fails, of ever smaller parts, until those are alone that it fails on."""
+    if not items:
+        return []
+    try:
+        done = list(act(items))
+        if len(done) != len(items):
+            raise UserError(f"{len(items)} answers were given and {len(done)} results came back")
+    except Exception as error:  # noqa: BLE001 - foreign text may upset anything: what does is refused, with the error
+        if len(items) == 1:
+            return [Refusal(reason, _one_line(error))]
+        half = len(items) // 2
+        return _each(items[:half], act, reason) + _each(items[half:], act, reason)
+    return [*done]
 
 
 def _not_finite(what: str, value: float) -> Refusal:

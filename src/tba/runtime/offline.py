@@ -9,13 +9,23 @@ import math
 
 from tba.errors import UserError
 from tba.recipe import Recipe
+from tba.replay.journal import JournalFollower
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
 
 
-def require_enough(recipe: Recipe, replay: Replay) -> None:
-    """Takes in what there is. Raises `UserError` when that is too little for the recipe's steps."""
-    replay.drain()
+def require_enough(recipe: Recipe, replay: Replay, journal: JournalFollower) -> None:
+    """Takes in what there is. Raises `UserError`, with both closed, when that is too little for the recipe's steps."""
+    try:
+        replay.drain()
+        _require_enough(recipe, replay)
+    except UserError:
+        replay.close()
+        journal.close()
+        raise
+
+
+def _require_enough(recipe: Recipe, replay: Replay) -> None:
     received = replay.buffer.received
     if not replay.buffer.prompts(SMALLEST_GROUP):
         raise UserError(
@@ -28,13 +38,19 @@ def require_enough(recipe: Recipe, replay: Replay) -> None:
             f"--offline there are {received} trajectories and no more will come, but --replay.pacing.warm-up is "
             f"{pacing.warm_up}: set it to 0, or import more"
         )
-    uses = recipe.steps * recipe.groups_per_step * recipe.group_size / received
+    batch = recipe.groups_per_step * recipe.group_size
+    uses = recipe.steps * batch / received
     if uses > pacing.max_mean_uses:
-        most = math.floor(pacing.max_mean_uses * received / (recipe.groups_per_step * recipe.group_size))
+        most = math.floor(pacing.max_mean_uses * received / batch)
         raise UserError(
             f"--offline {recipe.steps} steps would use each of {received} trajectories {uses:.1f} times on average, "
             f"but --replay.pacing.max-mean-uses is {pacing.max_mean_uses:g}: set it to {math.ceil(uses)}, or "
             f"--steps to at most {most}"
+        )
+    if pacing.held(received, (recipe.steps - 1) * batch, batch):
+        raise UserError(
+            f"--offline nothing more is received, but --replay.pacing.samples-per-insert is {pacing.samples_per_insert}, "
+            f"which {recipe.steps} steps go beyond: set it to None"
         )
 
 

@@ -192,7 +192,7 @@ def start_training(
     if checkpoint is not None:
         replay.restore(checkpoint.state["replay"], version)
     if recipe.offline:
-        require_enough(recipe, replay)
+        require_enough(recipe, replay, journal)
     weights = WeightDirectory(run.weights)
     clock = ShareClock(warming_up=True)
     sampled = Sampled(replay, recipe.groups_per_step, recipe.group_size)
