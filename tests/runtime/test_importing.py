@@ -111,6 +111,11 @@ def test_processes_learn_offline_too_and_evaluate_before_and_after(tmp_path: Pat
         (every_answer(), ("--steps", "100"), r"use each of 168 trajectories 19\.0 times.*--steps to at most 42"),
         (every_answer()[:1], ("--steps", "1"), "of the 1 trajectories that are there no 2 answer the same prompt"),
         (every_answer(), ("--steps", "1", "--replay.pacing.warm-up", "200"), "warm-up is 200: set it to 0"),
+        (
+            every_answer(),
+            ("--steps", "20", "--replay.pacing.samples-per-insert", "1"),
+            "samples-per-insert is 1.0, which 20 steps go beyond",
+        ),
     ],
 )
 def test_an_offline_run_that_could_not_end_is_refused_before_its_first_step(

@@ -49,8 +49,8 @@ def _require_enough(recipe: Recipe, replay: Replay) -> None:
         )
     if pacing.held(received, (recipe.steps - 1) * batch, batch):
         raise UserError(
-            f"--offline nothing more is received, but --replay.pacing.samples-per-insert is {pacing.samples_per_insert}, "
-            f"which {recipe.steps} steps go beyond: set it to None"
+            f"--offline nothing more is received, but --replay.pacing.samples-per-insert is "
+            f"{pacing.samples_per_insert}, which {recipe.steps} steps go beyond: set it to None"
         )
 
 
