@@ -40,6 +40,7 @@ SYNCHRONOUS = [
     *("--runtime", "inline", "--sync-every", "1", "--replay.selection.m", "1"),
     *("--replay.recent-window", "0", "--replay.pacing.warm-up", "0"),
 ]
+SHORT_WARM_UP = ["--replay.pacing.warm-up", "280"]  # two rounds: what is made before the clock starts is a gift
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def main() -> None:
     slow = arguments.slow_judge
     recipe = str(Path(__file__).parent / "slow_judge.py") if slow else "quickstart"
     evaluation = [] if slow else EVALUATION
-    extra = ["--searchers", "4", "--replay.pacing.max-mean-uses", "2"] if slow else []
+    extra = ["--searchers", "4", "--replay.pacing.max-mean-uses", "2"] if slow else SHORT_WARM_UP
     sides: dict[str, list[Outcome]] = {"async": [], "sync": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -52,7 +52,8 @@ recipe = Recipe(
     optimizer=OptimizerSettings(lr=3e-5, schedule=WarmupStableDecay(20, 400, 180)),
     replay=ReplaySettings(
         selection=RecencyReward(m=0.95),
-        pacing=Pacing(warm_up=280),
+        # Twenty rounds: the first evaluation keeps the searcher, and the trainer must not run dry meanwhile.
+        pacing=Pacing(warm_up=2800),
         buffer=BufferSettings(distinct=False),  # an answer has four digits: few are distinct
     ),
     evaluation=EvaluationSettings(every=50, problems=2000, problems_during=500, pass_k=4, chunk=500),

