@@ -5,11 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tba.intake.answers import Answer
 from tba.intake.encoding import Encoded, Encoder, Known
 from tba.intake.files import Refusal
 from tba.tasks.characters import character_tokenizer
+from tba.train.scratch import train_bpe_tokenizer
 from tba.types import ELSEWHERE, Completion, Prompt, Sampling, StopReason, Trajectory, Version
 
 TOKENIZER = character_tokenizer("0123456789+= Q:uera\n[]sint")
@@ -91,6 +94,38 @@ def test_longer_than_the_run_can_answer_or_ask_is_refused() -> None:
     assert refused("1+1=", "11111") == "an answer longer than 5 tokens"
     assert refused("1+1=", "1" * 10**7) == "an answer longer than 5 tokens"
     assert refused("1+1=" * 6, "1") == "a prompt longer than 20 tokens"
+
+
+BPE = replace(
+    ENCODER,
+    tokenizer=train_bpe_tokenizer(["one and one is two", "Q: 1+1= 2 3 4"] * 5, 300),
+    train=Known([]),
+    held_out=Known([]),
+    max_prompt_tokens=64,
+    max_tokens=64,
+)
+TEXT = st.text(max_size=12) | st.lists(
+    st.sampled_from(["1", "+", " ", "<eos>", "<pad>", "é", "e\u0301", "\0", "\U0001d538"])
+).map("".join)
+
+
+@pytest.mark.parametrize("encoder", [ENCODER, BPE], ids=["characters", "bpe"])
+@settings(max_examples=150, deadline=None)
+@given(prompt=TEXT.filter(bool), response=TEXT.filter(bool), truncated=st.booleans())
+def test_any_text_is_refused_or_its_tokens_say_it(
+    encoder: Encoder, prompt: str, response: str, truncated: bool
+) -> None:
+    found = encoder.encode(Answer(prompt, response, truncated))
+    if isinstance(found, Refusal):
+        assert found.reason
+        return
+    tokens, eos = found.completion.tokens.tolist(), encoder.tokenizer.eos_token_id
+    said = encoder.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert said == found.completion.text
+    assert eos not in tokens[:-1]
+    assert (tokens[-1] == eos) != truncated
+    assert len(tokens) <= encoder.max_tokens
+    assert found.prompt.key == Prompt(encoder.task, found.prompt.tokens, "").key
 
 
 TEMPLATE = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}\n{% endfor %}{{ 's:' if add_generation_prompt }}"

@@ -86,6 +86,11 @@ def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
     for file in files:
         if not file.exists():
             raise UserError(f"there is no {file}: give a JSON Lines or Parquet file, or the folder of a run")
+    if "step_value" in recipe.objective.needs:
+        raise UserError(
+            f"{type(recipe.objective).__name__} needs the values of an answer's steps, which searchers alone estimate: "
+            "import into a run of another objective"
+        )
     if "log_behavior" in recipe.objective.needs and not all(f.is_dir() or f.suffix == ".sqlite" for f in files):
         raise UserError(
             f"{type(recipe.objective).__name__} needs the log-probabilities of whoever sampled an answer, and answers "
