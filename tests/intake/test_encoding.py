@@ -63,6 +63,12 @@ def test_a_prompt_that_the_task_lacks_is_taken_with_the_fields_of_its_line() -> 
     assert found.prompt.task == "sums"
 
 
+def test_all_answers_to_a_prompt_that_the_task_lacks_are_marked_by_the_fields_of_the_first() -> None:
+    fresh = replace(ENCODER, met={})
+    first = encoded("5+5=", "10", encoder=fresh, fields={"answer": "10"}).prompt
+    assert encoded("5+5=", "11", encoder=fresh, fields={"answer": "11"}).prompt is first
+
+
 def test_a_question_that_two_prompts_ask_names_neither() -> None:
     twice = replace(ENCODER, train=Known([*TRAIN, prompt("u: 1+1=\n", question="1+1=")]))
     assert not encoded("1+1=", "2", encoder=twice).known

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,8 @@ class Encoder:
     chat: bool  # the task's prompts are chats: a text that it does not know is put as a user's message
     max_prompt_tokens: int
     max_tokens: int  # of an answer, its end of text included
+    met: dict[str, Prompt] = field(default_factory=dict)  # by key, prompts that the task lacks, as they came first: all
+    # answers to one prompt are marked by the same fields
 
     def encode(self, answer: Answer) -> Encoded | Refusal:
         """Raises nothing: what cannot be tokenised is refused."""
@@ -94,7 +96,8 @@ class Encoder:
         if len(completion.tokens) > self.max_tokens:
             return self._too_long(len(completion.tokens))
         found = self.train.at(prompt.key)
-        return Encoded(found or prompt, replace(completion, versions=(ELSEWHERE, ELSEWHERE)), found is not None)
+        prompt = found or self.met.setdefault(prompt.key, prompt)
+        return Encoded(prompt, replace(completion, versions=(ELSEWHERE, ELSEWHERE)), found is not None)
 
     def _prompt(self, answer: Answer) -> Prompt | Refusal:
         texts, question = self._texts(answer.prompt)
@@ -115,7 +118,7 @@ class Encoder:
         prompt = Prompt(self.task, np.array(tokens, dtype=np.int32), texts[0], answer.fields)
         if self.held_out.at(prompt.key) is not None:
             return _HELD_OUT
-        return self.train.at(prompt.key) or prompt
+        return self.train.at(prompt.key) or self.met.setdefault(prompt.key, prompt)
 
     def _texts(self, prompt: str | tuple[Message, ...]) -> tuple[list[str], str]:
         """The texts as which a prompt may be meant, the likeliest first, and the question that it asks."""
