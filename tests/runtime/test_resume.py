@@ -99,6 +99,7 @@ def llama(folder: Path) -> dict[str, Any]:
         (toy, ("--reference-reset", "15", "--rescored-per-round", "10")),
         (toy, ("--prompts.selection", "posterior", "--prompts-per-round", "1", "--replay.buffer.per-prompt", "40")),
         (toy, ("--replay.pacing.max-mean-uses", "1.5", "--evaluation.every", "10", "--replay.take-in", "sync")),
+        (toy, ("--control.signal", "lag", "--control.low", "2", "--control.high", "3", "--control.every", "4")),
         (
             llama,
             (
