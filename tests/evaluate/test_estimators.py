@@ -15,6 +15,7 @@ from tba.evaluate.estimators import (
     difference_of_means,
     paired_difference,
     pass_at_k,
+    relative_variance,
     wilson_interval,
 )
 from tba.evaluate.student_t import quantile
@@ -121,3 +122,29 @@ def test_a_single_value_says_nothing_about_a_difference_and_no_spread_says_all()
     assert difference_of_means([1.0, 1.0], [2.0, 2.0]) == Interval(1.0, 1.0, 1.0)
     with pytest.raises(ValueError, match="there are 0 and 1"):
         difference_of_means([], [1.0])
+
+
+def test_a_relative_variance_by_hand() -> None:
+    draws = np.array([[2.0, 0.0], [1.0, 1.0], [3.0, -1.0]])  # deviations 0, (-1, 1), (1, -1) from (2, 0): trace 2
+    found = relative_variance(draws @ draws.T)
+    assert found.estimate == pytest.approx(2.0 / (4.0 - 2.0 / 3))  # the mean's square is too large by trace / 3
+
+
+def test_a_relative_variance_is_found_where_it_is_known_and_its_interval_holds_it() -> None:
+    mean, spread, rng = np.array([3.0, 0.0, -4.0] + [0.0] * 47), 2.0, np.random.default_rng(0)
+    known, held = 50 * spread**2 / 25.0, 0
+    for _ in range(300):
+        draws = mean + spread * rng.standard_normal((40, 50))
+        found = relative_variance(draws @ draws.T)
+        held += not found.excludes(known)
+    assert 270 <= held <= 298  # 285 of 300 are expected
+
+
+def test_a_relative_variance_does_not_depend_on_scale_and_is_infinite_without_a_mean() -> None:
+    draws = np.random.default_rng(1).standard_normal((20, 5)) + 2.0
+    gram = draws @ draws.T
+    assert relative_variance(gram * 9.0).estimate == pytest.approx(relative_variance(gram).estimate)
+    opposite = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
+    assert relative_variance(opposite @ opposite.T) == Interval(float("inf"), 0.0, float("inf"))
+    with pytest.raises(ValueError, match="3 draws or more"):
+        relative_variance(np.eye(2))

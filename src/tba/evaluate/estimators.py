@@ -123,6 +123,35 @@ def difference_of_means(first: Values, second: Values, *, confidence: float = 0.
     return Interval(difference, difference - half, difference + half)
 
 
+def relative_variance(gram: npt.NDArray[np.floating], *, confidence: float = 0.95) -> Interval:
+    """The total variance of a random vector over the squared norm of its mean, from M independent draws of it.
+
+    `gram` [M, M] holds the draws' inner products. With D the mean of its diagonal and N that of the rest, the trace of
+    the covariance is estimated by D - N and the squared norm of the mean by N, both unbiased; the figure is their
+    ratio. The interval is the jackknife's over draws, symmetric in the logarithm; where the draws do not tell the mean
+    from 0 it has no upper bound. Raises `ValueError` for fewer than 3 draws.
+    """
+    square = np.asarray(gram, dtype=np.float64)
+    count = square.shape[0]
+    if square.shape != (count, count) or count < 3:
+        raise ValueError(f"a relative variance needs the inner products of 3 draws or more, but got {square.shape}")
+    z = _normal_quantile(confidence)
+    own, all_pairs = np.diagonal(square), square.sum()
+    diagonal, rest = own.mean(), (all_pairs - own.sum()) / (count * (count - 1))
+    left_out = (own.sum() - own) / (count - 1)
+    pairs_left = all_pairs - own.sum() - 2 * (square.sum(axis=1) - own)
+    rest_left = pairs_left / ((count - 1) * (count - 2))
+    estimate = float(diagonal / rest - 1) if rest > 0 else math.inf
+    if rest <= 0 or rest_left.min() <= 0:
+        return Interval(estimate, 0.0, math.inf)
+    ratios = left_out / rest_left - 1
+    if min(estimate, ratios.min()) <= 0:  # no variance to speak of
+        return Interval(estimate, min(estimate, 0.0), max(estimate, float(ratios.max())))
+    logs = np.log(ratios)
+    error = math.sqrt((count - 1) / count * float(((logs - logs.mean()) ** 2).sum()))
+    return Interval(estimate, estimate * math.exp(-z * error), estimate * math.exp(z * error))
+
+
 def _normal_quantile(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1, but is {confidence}")

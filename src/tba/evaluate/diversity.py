@@ -1,0 +1,89 @@
+"""How many different right answers a policy has to a problem, and how much a further attempt finds (pass@k).
+
+Invariant: on-policy, like `divergence`: all figures are of the same draws of the weights that are measured, at the
+policy temperature. Two answers are different when their texts are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.evaluate.estimators import pass_at_k
+from tba.protocols import Engine, Reward
+from tba.types import Prompt, Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Diversity:
+    """Means over prompts, each answered `samples` times."""
+
+    distinct: float  # different right answers among the samples
+    distinct_error: float  # standard error of that mean, over prompts
+    differ: float | None  # the chance that two right answers to a prompt differ; None: nowhere were there two
+    pass_at: tuple[float, ...]  # pass@k at k - 1, k from 1 to `samples`, unbiased; the first is the accuracy
+    prompts: int
+    samples: int
+
+
+def diversity(
+    engine: Engine,
+    reward: Reward,
+    prompts: Sequence[Prompt],
+    samples: int,
+    rng: np.random.Generator,
+    *,
+    threshold: float = 1.0,
+    policy_temperature: float = 1.0,
+    chunk: int = 64,
+) -> Diversity:
+    """Of the engine's present weights; an answer is right if its reward is at least `threshold`.
+
+    Raises `UserError` when there is nothing to sample.
+    """
+    if not prompts or samples < 1:
+        raise UserError(f"the diversity was asked of {len(prompts)} prompts and {samples} samples: give at least 1")
+    right: list[list[str]] = []
+    for start in range(0, len(prompts), chunk):
+        asked = prompts[start : start + chunk]
+        answered = engine.generate(asked, samples, Sampling(policy_temperature), rng)
+        judged = iter(reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
+        for row in answered:
+            marks = islice(judged, len(row))
+            right.append([c.text for c, mark in zip(row, marks, strict=True) if mark.reward >= threshold])
+    return diversity_of(right, samples)
+
+
+def diversity_of(right: Sequence[Sequence[str]], samples: int) -> Diversity:
+    """From the right answers among `samples` to each prompt, as texts."""
+    distinct = [len(set(texts)) for texts in right]
+    chances = [chance for texts in right if (chance := chance_to_differ(texts)) is not None]
+    return Diversity(
+        distinct=float(np.mean(distinct)),
+        distinct_error=float(np.std(distinct, ddof=1)) / math.sqrt(len(right)) if len(right) > 1 else math.inf,
+        differ=float(np.mean(chances)) if chances else None,
+        pass_at=tuple(
+            float(np.mean([pass_at_k(samples, len(texts), k) for texts in right])) for k in range(1, samples + 1)
+        ),
+        prompts=len(right),
+        samples=samples,
+    )
+
+
+def chance_to_differ(texts: Sequence[str]) -> float | None:
+    """The chance that two of the texts, drawn without putting back, differ; None for fewer than two.
+
+    1 - sum of n (n - 1) over N (N - 1), n the times a text is there: unbiased for that of two fresh draws (Simpson
+    1949), so that it can be compared between policies which are right unequally often.
+    """
+    total = len(texts)
+    if total < 2:
+        return None
+    same = sum(n * (n - 1) for n in Counter(texts).values())
+    return 1.0 - same / (total * (total - 1))

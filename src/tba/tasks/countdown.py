@@ -1,0 +1,149 @@
+"""Countdown with several solutions: reach a target with given digits, each used once, by any right expression.
+
+`23579=16:` is answered by `9+7+5-2-3`, `7-2+5+9-3` or any other of its right answers, of which there are at least
+`least_answers`. So a policy can be right in one way or in many, which accuracy alone does not tell.
+
+Invariant: a digest of digits and target decides the split, so training and evaluation never share a problem; the
+demonstrations of a problem's right answers are drawn evenly over all of them.
+
+Demonstrations can be careless (`wrong_operations`), as in `arithmetic`; the reward is always right.
+
+Shape legend: S sets of digits, N digits of each, F forms (an order of the digits and the operations between them).
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.errors import UserError
+from tba.rewards.expression import Expression
+from tba.tasks.held_out import check_share, is_held_out
+from tba.types import Problem, Split
+
+_OPERATIONS = "+-*"
+_DIGITS = range(1, 10)
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """`DIGITS=TARGET:`, the digits ascending, answered by an expression of them all; products come before sums."""
+
+    digits: int = 5  # given in each problem, 2 to 5, from 1 to 9, perhaps some twice
+    operations: str = "+-"  # any of + - *, each as often as one likes
+    least_answers: int = 24  # right ones that a problem has at least, as texts: 1+2 and 2+1 are two
+    largest_target: int = 99  # targets are from 1 to this
+    train_problems: int = 6_000  # distinct ones, drawn by `seed`
+    eval_problems: int = 1_000  # distinct ones, none of them for training
+    held_out: float = 0.15  # share of all problems that only evaluation may use
+    wrong_operations: float = 0.0  # share of the demonstrations with one operation wrong: to be unlearnt by RL
+    seed: int = 0  # of the problems drawn, and of their demonstrations
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.digits <= 5:
+            raise UserError(f"countdown has digits {self.digits}: give a number from 2 to 5")
+        if not self.operations or sorted(self.operations) != sorted(set(self.operations) & set(_OPERATIONS)):
+            raise UserError(f"countdown has operations {self.operations!r}: give each of + - * at most once, as '+-'")
+        if min(self.train_problems, self.eval_problems, self.least_answers) < 1:
+            raise UserError(
+                f"countdown has {self.train_problems} train_problems, {self.eval_problems} eval_problems and "
+                f"least_answers {self.least_answers}: give at least 1 of each"
+            )
+        check_share(self.held_out, "countdown's held_out")
+        if not 0 <= self.wrong_operations <= 1 or (self.wrong_operations and len(self.operations) < 2):
+            raise UserError(
+                f"countdown has wrong_operations {self.wrong_operations} with operations {self.operations!r}: give a "
+                "share from 0 to 1, and two operations or more"
+            )
+
+    @property
+    def name(self) -> str:
+        return "countdown"
+
+    def problems(self, split: Split) -> list[Problem]:
+        """Distinct problems in an order fixed by `seed`. Raises `UserError` when there are not that many."""
+        table = _table(self.digits, self.operations)
+        there = [p for p in table.problems(self.least_answers, self.largest_target) if self._is_of(split, table, *p)]
+        wanted = self.eval_problems if split == "eval" else self.train_problems
+        if len(there) < wanted:
+            raise UserError(
+                f"countdown has only {len(there)} {split} problems with these settings, {wanted} are asked for: lower "
+                f"{split}_problems or least_answers, or raise largest_target"
+            )
+        rng = np.random.default_rng([self.seed, split == "eval"])
+        chosen = rng.permutation(len(there))[:wanted]
+        return [self._problem(table, *there[i], rng) for i in chosen]
+
+    def reward(self) -> Expression:
+        return Expression(self.operations)
+
+    def _is_of(self, split: Split, table: _Table, s: int, target: int) -> bool:
+        return is_held_out(f"{table.written(s)}={target}", self.held_out) == (split == "eval")
+
+    def _problem(self, table: _Table, s: int, target: int, rng: np.random.Generator) -> Problem:
+        right = np.flatnonzero(table.value_SF[s] == target)
+        shown = table.text(s, int(rng.choice(right)))
+        if rng.random() < self.wrong_operations:
+            shown = self._with_another_operation(shown, rng)
+        digits = table.written(s)
+        return Problem(f"{digits}={target}:", {"digits": digits, "target": target}, shown)
+
+    def _with_another_operation(self, text: str, rng: np.random.Generator) -> str:
+        place = 1 + 2 * int(rng.integers(self.digits - 1))
+        others = [o for o in self.operations if o != text[place]]
+        return text[:place] + others[rng.integers(len(others))] + text[place + 1 :]
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The values of all expressions of so many digits."""
+
+    digit_SN: npt.NDArray[np.int64]  # ascending in each set
+    forms: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]  # order of the digits, operations
+    value_SF: npt.NDArray[np.int64]
+
+    def written(self, s: int) -> str:
+        """The digits of a set."""
+        return "".join(map(str, self.digit_SN[s]))
+
+    def text(self, s: int, form: int) -> str:
+        """An expression."""
+        order, operations = self.forms[form]
+        first, *others = self.digit_SN[s, list(order)]
+        return f"{first}" + "".join(f"{o}{digit}" for o, digit in zip(operations, others, strict=True))
+
+    def problems(self, least: int, largest: int) -> list[tuple[int, int]]:
+        """(set, target) of every problem with at least so many right texts; equal digits make equal texts."""
+        found = []
+        for s, value_F in enumerate(self.value_SF):
+            _, repeats = np.unique(self.digit_SN[s], return_counts=True)
+            same = math.prod(math.factorial(n) for n in repeats)  # forms of one text
+            targets, counts = np.unique(value_F[(value_F >= 1) & (value_F <= largest)], return_counts=True)
+            found += [(s, int(t)) for t, count in zip(targets, counts, strict=True) if count >= least * same]
+        return found
+
+
+@functools.cache
+def _table(digits: int, operations: str) -> _Table:
+    digit_SN = np.array(list(itertools.combinations_with_replacement(_DIGITS, digits)))
+    orders = itertools.permutations(range(digits))
+    forms = tuple(itertools.product(orders, itertools.product(operations, repeat=digits - 1)))
+    value_SF = np.stack([_value_S(digit_SN[:, order], joined) for order, joined in forms], axis=1)
+    return _Table(digit_SN, forms, value_SF)
+
+
+def _value_S(digit_SN: npt.NDArray[np.int64], operations: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    """The value of each row's digits with these operations between them, products first."""
+    total_S, term_S = np.zeros_like(digit_SN[:, 0]), digit_SN[:, 0]
+    for n, operation in enumerate(operations, start=1):
+        if operation == "*":
+            term_S = term_S * digit_SN[:, n]
+        else:
+            total_S = total_S + term_S
+            term_S = digit_SN[:, n] if operation == "+" else -digit_SN[:, n]
+    return total_S + term_S
