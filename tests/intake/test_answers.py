@@ -22,7 +22,7 @@ MESSAGES = st.lists(
         {}, optional={"role": st.sampled_from(["user", "assistant", "system", "tool", 3]), "content": JSON}
     )
 )
-FIELDS = dict.fromkeys(("reward", "completion", "source", "stop_reason", "answer"), JSON)
+FIELDS = dict.fromkeys(("reward", "completion", "source", "stop_reason", "answer", "fields"), JSON)
 LINES = st.fixed_dictionaries(
     {}, optional={"prompt": JSON | MESSAGES, "messages": JSON | MESSAGES, "response": JSON | st.text(), **FIELDS}
 )
@@ -40,7 +40,8 @@ def test_any_object_is_an_answer_of_text_or_refused_with_a_reason(values: dict[s
     found.response.encode()
     if isinstance(found.prompt, tuple):
         assert found.prompt[-1]["role"] == "user"
-    assert not {"prompt", "response", "messages", "reward"} & found.fields.keys()
+    if not isinstance(values.get("fields"), dict):
+        assert not {"prompt", "response", "messages", "reward"} & found.fields.keys()
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,12 @@ def test_what_is_claimed_and_where_it_ended_is_kept_apart_from_the_fields_of_the
     assert isinstance(odd, Answer)
     assert odd.claimed is not None
     assert math.isnan(odd.claimed)
+
+
+def test_fields_of_the_problem_may_stand_apart_from_what_else_a_line_says() -> None:
+    found = answer_of({"prompt": "p", "response": "r", "uid": "7", "uses": 3, "fields": {"answer": "9", "prompt": "q"}})
+    assert isinstance(found, Answer)
+    assert found.fields == {"answer": "9", "prompt": "q"}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from tba.types import Json, Message
 ROLES = ("system", "user", "assistant")
 RESPONSE = ("response", "completion")  # names of the field with the answer, the first that is there counts
 ENDED = ("stop_reason", "finish_reason")  # "length" in either: the answer was cut off
+FIELDS = "fields"  # an object of the problem's own, where a line says more than that (`tba replay --export`)
 _OWN = {"prompt", "messages", "reward", "source", *RESPONSE, *ENDED}
 
 
@@ -66,14 +67,15 @@ def _answer(given: Values, prompt: Json, response: Json) -> Answer | Refusal:
             return Refusal(f"{name} that is empty")
         if not is_text(text):
             return Refusal(f"{name} that is not valid text", "it has half of a surrogate pair")
-    source = given.get("source")
+    source, problem = given.get("source"), given.get(FIELDS)
+    rest = problem if isinstance(problem, dict) else given
     return Answer(
         prompt,
         response,
         truncated="length" in (given.get(name) for name in ENDED),
         claimed=_number(given["reward"]) if "reward" in given else None,
         source=source if isinstance(source, str) and is_text(source) else None,
-        fields={name: value for name, value in given.items() if name not in _OWN},
+        fields={name: value for name, value in rest.items() if rest is problem or name not in _OWN},
     )
 
 
