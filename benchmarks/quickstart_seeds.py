@@ -1,6 +1,6 @@
 """The quickstart over seeds: held-out accuracy before and after, idle and paced shares, reuse, lag, time.
 
-python benchmarks/quickstart_seeds.py [--seeds 5] [--out FILE] [--field value ...]
+python benchmarks/quickstart_seeds.py [--seeds 5] [--first 0] [--out FILE] [--field value ...]
 """
 
 from __future__ import annotations
@@ -53,11 +53,12 @@ def main() -> None:
     """The command line above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--out", type=Path)
     arguments, fields = parser.parse_known_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for seed in range(arguments.seeds):
+        for seed in range(arguments.first, arguments.first + arguments.seeds):
             rows.append(row(one(seed, Path(folder), fields)))
             print(f"seed {seed}: " + ", ".join(f"{k} {v:.3f}" for k, v in rows[-1].items()), flush=True)
     for name in rows[0]:
