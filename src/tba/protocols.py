@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from tba.types import (
     Completion,
@@ -234,6 +235,10 @@ class TrajectoryStore(Protocol):
         ...
 
     def of(self, prompt: str) -> Sequence[Trajectory]: ...
+
+    def rewards(self, prompt: str) -> npt.NDArray[np.float64]:
+        """Those of `of(prompt)`, in order."""
+        ...
 
     def recent(self, prompt: str) -> Sequence[Trajectory]:
         """Those of `prompt` within the recent window, oldest first."""

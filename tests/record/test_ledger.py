@@ -21,7 +21,7 @@ def test_a_ledger_closes_when_every_term_adds_up_to_what_was_generated() -> None
 
 
 def test_one_lost_or_counted_twice_keeps_it_open() -> None:
-    for term in ("trained_once", "waiting", "evicted", "rejected", "duplicate", "in_flight_at_stop"):
+    for term in ("trained_once", "waiting", "evicted", "rejected", "duplicate", "damaged", "in_flight_at_stop"):
         lost = replace(CLOSED, **{term: getattr(CLOSED, term) - 1})
         twice = replace(CLOSED, **{term: getattr(CLOSED, term) + 1})
         assert (lost.difference, lost.closes()) == (1, False)

@@ -19,7 +19,8 @@ from trajectory_cases import same, trajectory
 import tba.replay.journal
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.filesystem import network_filesystem
-from tba.replay.journal import Gone, JournalFollower, JournalWriter, Totals
+from tba.replay.gone import Gone
+from tba.replay.journal import JournalFollower, JournalWriter, Totals
 from tba.replay.scores import Score
 from tba.types import Evaluation, Trajectory, Version
 

@@ -18,6 +18,7 @@ from trajectory_cases import prompt, trajectory
 
 from tba.errors import UserError
 from tba.replay.buffer import BufferSettings
+from tba.replay.codec import Stored
 from tba.replay.journal import JournalFollower, JournalWriter
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
@@ -325,8 +326,8 @@ class SteppedFollower(JournalFollower):
 
     until: int | None = None
 
-    def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]:
-        return super().drain(limit, self.until if until is None else until)
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
+        return super().drain_stored(limit, self.until if until is None else until)
 
 
 class Run:
@@ -431,3 +432,59 @@ def test_pacing_out_of_range_is_refused() -> None:
         Pacing(max_mean_uses=0)
     with pytest.raises(UserError, match=r"--replay\.recent-window is -1"):
         ReplaySettings(recent_window=-1)
+
+
+def test_what_was_damaged_on_the_disk_or_has_left_it_is_received_and_accounted_for(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with JournalWriter(path, "searcher-0") as writer, JournalFollower(path) as follower:
+        writer.put([trajectory(0, (i, 7), uid=f"t{i}") for i in range(6)])
+        writer._database.rows("UPDATE bodies SET body = substr(body, 1, 60) WHERE seq IN (2, 5)")
+        writer._database.rows("DELETE FROM bodies WHERE seq <= 1")
+        writer._database.rows("UPDATE totals SET value = 1 WHERE name = 'retired_until'")
+        replay = Replay(follower, settings_of(), uses=tmp_path / "uses")
+        assert replay.drain() == 3
+        ledger = replay.ledger()
+        assert [ledger[f"{term}_trajectories"] for term in ("received", "waiting", "evicted", "damaged")] == [
+            6,
+            3,
+            1,
+            2,
+        ]
+        assert [ledger[f"{term}_tokens"] for term in ("received", "waiting", "evicted", "damaged")] == [12, 6, 2, 4]
+        state = json.loads(json.dumps(replay.state()))
+        replay.close()
+    with JournalFollower(path) as follower:
+        again = Replay(follower, settings_of(), uses=tmp_path / "uses")
+        again.restore(state)
+        assert again.ledger() == ledger
+        again.close()
+
+
+def test_a_journal_that_was_recovered_between_two_incarnations_leaves_the_account_closed(tmp_path: Path) -> None:
+    path, count = tmp_path / "journal", 40
+    with JournalWriter(path, "searcher-0") as writer, JournalFollower(path) as follower:
+        writer.put([trajectory(i % 4, (i, *range(300)), uid=f"t{i}") for i in range(20)])
+        replay = Replay(follower, settings_of(), uses=tmp_path / "uses")
+        assert replay.ready(2, 4) is None
+        replay.sample(2, 4)
+        writer.put([trajectory(i % 4, (i, *range(300)), uid=f"t{i}") for i in range(20, count)])
+        state = json.loads(json.dumps(replay.state()))
+        replay.close()
+    with path.open("r+b") as file:  # a page of bodies in the middle
+        data = file.read()
+        pages = [at for at in range(0, len(data), 8192) if data[at] == 13 and b'"provenance"' in data[at : at + 8192]]
+        file.seek(pages[-2])
+        file.write(bytes(8192))
+    with JournalFollower(path) as follower:
+        (recovery,) = follower.recoveries()
+        again = Replay(follower, settings_of(), uses=tmp_path / "uses")
+        again.restore(state)
+        again.drain()
+        ledger = again.ledger()
+        again.close()
+    assert recovery.lost_rows > 0
+    assert ledger["received_trajectories"] == count
+    assert ledger["damaged_trajectories"] == recovery.lost_rows
+    terms = ("trained_once", "waiting", "evicted", "duplicate", "damaged")
+    for unit in ("trajectories", "tokens"):
+        assert ledger[f"received_{unit}"] == sum(ledger[f"{term}_{unit}"] for term in terms)

@@ -1,7 +1,7 @@
 """Where everything that was generated went.
 
-Invariant: generated + imported = trained at least once + waiting + evicted + rejected + duplicate + in flight at stop,
-exactly.
+Invariant: generated + imported = trained at least once + waiting + evicted + rejected + duplicate + damaged + in flight
+at stop, exactly.
 Each term is counted at its own place (searcher, journal, replay, trainer) and none by subtraction, so `closes` is a
 check and not a definition. `trained_total` counts every use; `evaluation` and `auxiliary` stand apart and are in
 neither side.
@@ -28,6 +28,7 @@ class Ledger:
     evicted: int = 0  # left by the capacity rule before they were ever trained on
     rejected: int = 0  # not usable: a reward or a log-probability that is not finite
     duplicate: int = 0  # the same completion of the same prompt was there already
+    damaged: int = 0  # was on the disk and could not be read again
     in_flight_at_stop: int = 0  # unfinished, or finished and not yet put down, when the run ended
     evaluation: int = 0  # generated to evaluate; reported apart
     auxiliary: int = 0  # continued from prefixes of answers, for the values of steps; reported apart
@@ -57,7 +58,8 @@ class Ledger:
     @property
     def accounted(self) -> int:
         """All that is known to have become of what was generated and imported."""
-        return self.trained_once + self.waiting + self.evicted + self.rejected + self.duplicate + self.in_flight_at_stop
+        left = self.evicted + self.rejected + self.duplicate + self.damaged
+        return self.trained_once + self.waiting + left + self.in_flight_at_stop
 
     @property
     def difference(self) -> int:

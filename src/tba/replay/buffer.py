@@ -2,23 +2,28 @@
 
 Invariant: every trajectory that was added is exactly one of trained (used at least once), waiting (in memory, never
 used), evicted (left by the capacity rule, never used) or duplicate (replaced by a newer copy, never used), each counted
-at its own event. Only trajectories of the current reference can be sampled. What has another one keeps its place, its
-uses and its turn to leave, and can be sampled once it has been scored anew; until then it waits, unless it was used.
+at its own event; what the source had and could not give is evicted or damaged. Only trajectories of the current
+reference can be sampled. What has another one keeps its place, its uses and its turn to leave, and can be sampled once
+it has been scored anew; until then it waits, unless it was used.
 
 "Newer" is by arrival, the one order on which all searchers agree. "Recent" is by the weights that sampled.
-No operation scans the memory, but moving to another reference, incarnation or window; listing a prompt's trajectories
-costs that prompt's own, once after each change (which is all of it where there is one prompt only).
+No operation scans the memory, but moving to another reference, incarnation or window. Trajectories lie in arrays
+(`rows`), and become objects when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from tba.errors import UserError
+from tba.replay.codec import Stored
+from tba.replay.rows import Answers, Rows
 from tba.replay.scores import Score
 from tba.replay.shelf import Listing, Shelf
 from tba.types import Trajectory, Version
@@ -50,15 +55,15 @@ class Amount:
     trajectories: int = 0
     tokens: int = 0
 
-    def add(self, trajectory: Trajectory, times: int = 1) -> None:
-        """Count it `times` times."""
+    def add(self, length: int, times: int = 1) -> None:
+        """Count a trajectory of `length` tokens `times` times."""
         self.trajectories += times
-        self.tokens += times * trajectory.length
+        self.tokens += times * length
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What became of everything that was added: received = trained_once + waiting + evicted + duplicate."""
+    """What became of everything that was added: received = trained_once + waiting + evicted + duplicate + damaged."""
 
     received: Amount
     trained_once: Amount
@@ -66,6 +71,7 @@ class Counts:
     waiting: Amount
     evicted: Amount
     duplicate: Amount
+    damaged: Amount = field(default_factory=Amount)
 
 
 class Buffer:
@@ -79,90 +85,93 @@ class Buffer:
         self._window = recent_window
         self._reference = reference
         self._now = Version()
-        self._all: OrderedDict[str, Trajectory] = OrderedDict()  # by uid, oldest first
-        self._arrival: dict[str, int] = {}  # uid -> its place in the order of arrival
+        self._rows = Rows()
         self._kept = self._shelf()  # all of them
         self._current = self._shelf()  # those of the current reference
         self._recent = self._shelf()  # the recent ones of those
         self._by_reference: Counter[Version] = Counter()
-        self._recent_by_step: dict[int, set[str]] = {}  # step that sampled -> uids on the recent shelf
-        self._uses: dict[str, int] = {}  # of the trajectories in memory that were used
-        self._waiting: dict[str, int] = {}  # uid -> tokens, of those in memory that never were
+        self._recent_by_step: dict[int, array[int]] = {}  # step that sampled -> rows that were put on the recent shelf
         self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
-        self._evicted, self._duplicate = Amount(), Amount()
+        self._waiting, self._evicted, self._duplicate, self._damaged = Amount(), Amount(), Amount(), Amount()
 
     def __len__(self) -> int:
-        return len(self._all)
+        return len(self._rows)
 
-    def add(self, trajectory: Trajectory, uses: int = 0) -> None:
+    def add(self, new: Trajectory | Stored, uses: int = 0, incarnation: int | None = None) -> None:
         """Take it in as the newest; `uses` is how often it was used before (on resume).
 
-        An earlier copy of the same completion is replaced, and the oldest leave what is over capacity. Raises
-        `ValueError` when this very trajectory is in memory already.
+        incarnation: of the weights that sampled it, where that goes by another number now (None: as it says). An
+        earlier copy of the same completion is replaced, and the oldest leave what is over capacity. Raises
+        `ValueError` when this very trajectory is in memory already, or as the journal's format does.
         """
-        uid, prompt = trajectory.uid, trajectory.prompt.key
-        if uid in self._all:
-            raise ValueError(f"trajectory {uid} was added twice: a source gives each of its trajectories once")
-        if (copy := self._kept.copy_of(trajectory)) is not None:
+        stored = Stored.of(new) if isinstance(new, Trajectory) else new
+        rows, prompt = self._rows, stored.prompt.key
+        if rows.find(stored.uid) is not None:
+            raise ValueError(f"trajectory {stored.uid} was added twice: a source gives each of its trajectories once")
+        copy = rows.copy_of(prompt, stored.digest) if self._settings.distinct else None
+        if copy is not None:
             self._remove(copy, self._duplicate)
         elif self._kept.count(prompt) >= self._settings.per_prompt:
-            self._remove(self._kept.oldest(prompt), self._evicted)
-        self._arrival[uid] = self.received
-        self._received.add(trajectory)
-        self._all[uid] = trajectory
-        self._kept.add(trajectory)
-        self._waiting[uid] = trajectory.length
+            self._remove(self._kept.of(prompt)[0], self._evicted)
+        row = rows.add(stored, self.received, stored.version.incarnation if incarnation is None else incarnation)
+        self._received.add(stored.length)
+        self._waiting.add(stored.length)
+        self._kept.add(prompt, row)
         for _ in range(uses):
-            self._use(trajectory)
-        self._by_reference[trajectory.reference] += 1
-        self._make_current(trajectory)
-        if len(self._all) > self._settings.total:
-            self._remove(next(iter(self._all.values())), self._evicted)
+            self._use(row)
+        self._by_reference[stored.reference] += 1
+        self._make_current(row)
+        if len(rows) > self._settings.total:
+            self._remove(rows.oldest, self._evicted)
+
+    def pass_over(self, evicted: Amount, damaged: Amount) -> None:
+        """What the source had and could not give: it had left by the source's own retention, or cannot be read."""
+        for own, more in ((self._evicted, evicted), (self._damaged, damaged)):
+            for amount in (own, self._received):
+                amount.trajectories += more.trajectories
+                amount.tokens += more.tokens
 
     def score(self, score: Score) -> None:
         """A trajectory is of the current reference from here on; one whose score is not finite leaves.
 
         Nothing happens when it has left before, or the score is of a reference that is not the current one any longer.
         """
-        old = self._all.get(score.uid)
-        if old is None or score.reference != self._reference or old.reference == score.reference:
+        row = self._rows.find(score.uid)
+        if row is None or score.reference != self._reference or self._reference_of(row) == score.reference:
             return
         if not np.isfinite(score.log_reference).all():
-            self._remove(old, self._evicted)
+            self._remove(row, self._evicted)
             return
-        new = replace(old, log_reference=score.log_reference, reference=score.reference)
-        self._by_reference.subtract([old.reference])
-        self._by_reference[new.reference] += 1
-        self._all[new.uid] = new
-        self._kept.replace(new)
-        self._make_current(new)
+        self._by_reference.subtract([self._reference_of(row)])
+        self._by_reference[score.reference] += 1
+        old = self._rows.stored(row).trajectory
+        self._rows.replace(row, Stored.of(replace(old, log_reference=score.log_reference, reference=score.reference)))
+        self._make_current(row)
 
     def use(self, trajectories: Iterable[Trajectory]) -> None:
         """Count one use of each. Raises `KeyError` for one that is not in memory."""
         for trajectory in trajectories:
-            if trajectory.uid not in self._all:
-                raise KeyError(f"trajectory {trajectory.uid} is not in memory")
-            self._use(trajectory)
+            self._use(self._row(trajectory))
 
     def take_back(self, trajectories: Iterable[Trajectory]) -> None:
         """Undo one `use` of each: the batch was drawn and then not trained. Raises `KeyError` as `use` does."""
         for trajectory in trajectories:
-            uid = trajectory.uid
-            self._trained_total.add(trajectory, -1)
-            self._uses[uid] -= 1
-            if not self._uses[uid]:
-                del self._uses[uid]
-                self._waiting[uid] = trajectory.length
-                self._trained_once.add(trajectory, -1)
+            row = self._row(trajectory)
+            self._trained_total.add(trajectory.length, -1)
+            self._rows.uses[row] -= 1
+            if not self._rows.uses[row]:
+                self._waiting.add(trajectory.length)
+                self._trained_once.add(trajectory.length, -1)
 
     def uses(self, uid: str) -> int:
         """How often a trajectory in memory was used."""
-        return self._uses.get(uid, 0)
+        row = self._rows.find(uid)
+        return 0 if row is None else int(self._rows.uses[row])
 
     def counts(self) -> Counts:
         """A copy of the counts."""
-        waiting = Amount(len(self._waiting), sum(self._waiting.values()))
-        amounts = (self._received, self._trained_once, self._trained_total, waiting, self._evicted, self._duplicate)
+        amounts = (self._received, self._trained_once, self._trained_total)
+        amounts += (self._waiting, self._evicted, self._duplicate, self._damaged)
         return Counts(*(Amount(a.trajectories, a.tokens) for a in amounts))
 
     def carry(self, counts: Counts) -> None:
@@ -171,11 +180,22 @@ class Buffer:
         Nothing changes where the source has all of it. What was waiting there and is not here has left by the source's
         own retention, and counts as evicted.
         """
-        waiting = self.counts().waiting
-        lost = [getattr(counts.waiting, unit) - getattr(waiting, unit) for unit in ("trajectories", "tokens")]
+        lost = [getattr(counts.waiting, unit) - getattr(self._waiting, unit) for unit in ("trajectories", "tokens")]
         self._received, self._trained_once = replace(counts.received), replace(counts.trained_once)
         self._trained_total, self._duplicate = replace(counts.trained_total), replace(counts.duplicate)
         self._evicted = Amount(counts.evicted.trajectories + lost[0], counts.evicted.tokens + lost[1])
+        self._damaged = replace(counts.damaged)
+
+    @property
+    def window(self) -> int:
+        """Trainer updates within which a trajectory is recent."""
+        return self._window
+
+    @window.setter
+    def window(self, window: int) -> None:
+        if window != self._window:
+            self._window = window
+            self._rebuild_recent()
 
     @property
     def received(self) -> int:
@@ -200,19 +220,10 @@ class Buffer:
             self._rebuild_recent()
             return
         for step in [s for s in self._recent_by_step if s < now.step - self._window]:
-            for uid in self._recent_by_step.pop(step):
-                self._recent.remove(self._all[uid])
-
-    @property
-    def window(self) -> int:
-        """Trainer updates within which a trajectory is recent."""
-        return self._window
-
-    @window.setter
-    def window(self, window: int) -> None:
-        if window != self._window:
-            self._window = window
-            self._rebuild_recent()
+            for row in self._recent_by_step.pop(step):
+                if self._rows.is_recent[row] and self._rows.step[row] == step:  # else it has left since
+                    self._recent.remove(self._key(row), row)
+                    self._rows.is_recent[row] = False
 
     @property
     def reference(self) -> Version:
@@ -224,9 +235,9 @@ class Buffer:
         if reference != self._reference:
             self._reference = reference
             self._current = self._shelf()
-            self._recent, self._recent_by_step = self._shelf(), {}
-            for trajectory in self._all.values():
-                self._make_current(trajectory)
+            self._clear_recent()
+            for row in self._rows.in_order().tolist():
+                self._make_current(row)
 
     @property
     def sampleable(self) -> int:
@@ -240,71 +251,89 @@ class Buffer:
 
     def unscored(self) -> list[str]:
         """The uids of those in memory that are not of the current reference, oldest first."""
-        return [uid for uid, trajectory in self._all.items() if trajectory.reference != self._reference]
+        rows = self._rows.in_order()
+        others = rows[self._rows.reference[rows] != self._rows.reference_number(self._reference)]
+        return [self._rows.stored(row).uid for row in others.tolist()]
 
     def prompts(self, size: int = 1) -> Listing:
         """Prompts with at least `size` distinct trajectories."""
         return self._current.prompts(size)
 
-    def of(self, prompt: str) -> Sequence[Trajectory]:
-        """The distinct trajectories of `prompt`, oldest first."""
-        return self._current.of(prompt)
+    def of(self, prompt: str) -> Answers:
+        """The distinct trajectories of `prompt`, oldest first; good until the buffer changes."""
+        return Answers(self._rows, self._current.of(prompt))
 
-    def recent(self, prompt: str) -> Sequence[Trajectory]:
-        """Those of `prompt` within the recent window, oldest first."""
-        return self._recent.of(prompt)
+    def rewards(self, prompt: str) -> npt.NDArray[np.float64]:
+        """Those of `of(prompt)`, in order."""
+        return self._rows.reward[np.asarray(self._current.of(prompt), dtype=np.intp)]
+
+    def recent(self, prompt: str) -> Answers:
+        """Those of `prompt` within the recent window, oldest first; good until the buffer changes."""
+        return Answers(self._rows, self._recent.of(prompt))
 
     def recent_prompts(self, size: int) -> Listing:
         """Prompts with at least `size` distinct recent trajectories."""
         return self._recent.prompts(size)
 
-    def _use(self, trajectory: Trajectory) -> None:
-        uid = trajectory.uid
-        self._trained_total.add(trajectory)
-        if uid in self._waiting:
-            del self._waiting[uid]
-            self._trained_once.add(trajectory)
-        self._uses[uid] = self._uses.get(uid, 0) + 1
+    def _row(self, trajectory: Trajectory) -> int:
+        row = self._rows.find(trajectory.uid)
+        if row is None:
+            raise KeyError(f"trajectory {trajectory.uid} is not in memory")
+        return row
 
-    def _remove(self, trajectory: Trajectory, unused: Amount) -> None:
+    def _key(self, row: int) -> str:
+        return self._rows.prompt(row).key
+
+    def _reference_of(self, row: int) -> Version:
+        return self._rows.reference_of(int(self._rows.reference[row]))
+
+    def _use(self, row: int) -> None:
+        length = int(self._rows.length[row])
+        self._trained_total.add(length)
+        if not self._rows.uses[row]:
+            self._waiting.add(length, -1)
+            self._trained_once.add(length)
+        self._rows.uses[row] += 1
+
+    def _remove(self, row: int, unused: Amount) -> None:
         """It leaves memory; counted under `unused` if it was never used."""
-        uid = trajectory.uid
-        del self._all[uid], self._arrival[uid]
-        self._kept.remove(trajectory)
-        self._by_reference.subtract([trajectory.reference])
-        if trajectory.reference == self._reference:
-            self._current.remove(trajectory)
-        uids = self._recent_by_step.get(trajectory.version.step, ())
-        if uid in uids:
-            self._recent_by_step[trajectory.version.step].remove(uid)
-            self._recent.remove(trajectory)
-        if uid in self._waiting:
-            del self._waiting[uid]
-            unused.add(trajectory)
-        else:
-            del self._uses[uid]
-
-    def _is_recent(self, trajectory: Trajectory) -> bool:
-        """By its own sampling version; what an earlier incarnation sampled never is."""
-        version = trajectory.version
-        return version.incarnation == self._now.incarnation and version.lag(self._now) <= self._window
+        prompt, reference, length = self._key(row), self._reference_of(row), int(self._rows.length[row])
+        self._kept.remove(prompt, row)
+        self._by_reference.subtract([reference])
+        if reference == self._reference:
+            self._current.remove(prompt, row)
+        if self._rows.is_recent[row]:
+            self._recent.remove(prompt, row)
+        if not self._rows.uses[row]:
+            self._waiting.add(length, -1)
+            unused.add(length)
+        self._rows.remove(row)
 
     def _shelf(self) -> Shelf:
-        return Shelf(self._settings.distinct, self._arrival)
+        return Shelf(lambda row: int(self._rows.arrival[row]))
 
-    def _make_current(self, trajectory: Trajectory) -> None:
-        """It can be sampled, if it is of the current reference."""
-        if trajectory.reference == self._reference:
-            self._current.add(trajectory)
-            if self._is_recent(trajectory):
-                self._add_recent(trajectory)
+    def _make_current(self, row: int) -> None:
+        """It can be sampled, if it is of the current reference; what an earlier incarnation sampled is never recent."""
+        if self._reference_of(row) == self._reference:
+            self._current.add(self._key(row), row)
+            version = Version(int(self._rows.incarnation[row]), int(self._rows.step[row]))
+            if version.incarnation == self._now.incarnation and version.lag(self._now) <= self._window:
+                self._add_recent(row)
 
-    def _add_recent(self, trajectory: Trajectory) -> None:
-        self._recent_by_step.setdefault(trajectory.version.step, set()).add(trajectory.uid)
-        self._recent.add(trajectory)
+    def _add_recent(self, row: int) -> None:
+        self._recent_by_step.setdefault(int(self._rows.step[row]), array("i")).append(row)
+        self._recent.add(self._key(row), row)
+        self._rows.is_recent[row] = True
+
+    def _clear_recent(self) -> None:
+        self._recent, self._recent_by_step = self._shelf(), {}
+        self._rows.is_recent[:] = False
 
     def _rebuild_recent(self) -> None:
-        self._recent, self._recent_by_step = self._shelf(), {}
-        for trajectory in self._all.values():
-            if trajectory.reference == self._reference and self._is_recent(trajectory):
-                self._add_recent(trajectory)
+        self._clear_recent()
+        rows = self._rows.in_order()
+        recent = self._rows.reference[rows] == self._rows.reference_number(self._reference)
+        recent &= self._rows.incarnation[rows] == self._now.incarnation
+        recent &= self._now.step - self._rows.step[rows] <= self._window
+        for row in rows[recent].tolist():
+            self._add_recent(row)

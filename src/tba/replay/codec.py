@@ -11,9 +11,11 @@ this format are not sealed and are read as they are. A prompt has its digest for
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +33,7 @@ _CRC_BYTES = 4
 _PADDING = [bytes(n) for n in range(8)]
 _json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for each call
 _Array = npt.NDArray[Any]
+UID_AT = 4  # where `uid_bytes` are found in a body
 
 
 class Damaged(ValueError):
@@ -74,7 +77,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     extra = {name: _plain(name, array) for name, array in trajectory.arrays.items()}
     first, last = c.versions
     header: dict[str, Json] = {
-        "uid": trajectory.uid,
+        "uid": trajectory.uid,  # first, see `uid_bytes`
         "length": length,
         "log_behavior": c.log_behavior is not None,
         "mask": c.mask is not None,
@@ -101,6 +104,11 @@ def decode_trajectory(body: bytes, prompt: Prompt) -> Trajectory:
         raise Damaged(f"a trajectory cannot be read: {error}") from error
 
 
+def header_of(body: bytes) -> dict[str, Any]:
+    """What is written of a prompt or a trajectory apart from its arrays. Raises as `decode_trajectory` does."""
+    return _intact(body)[0]
+
+
 def facts_of(body: bytes) -> dict[str, Any]:
     """What is written of a trajectory apart from its arrays and its prompt; `uid` is one of the facts. Raises as
     `decode_trajectory` does.
@@ -109,6 +117,54 @@ def facts_of(body: bytes) -> dict[str, Any]:
     if not (isinstance(header.get("uid"), str) and isinstance(header.get("length"), int)):
         raise Damaged("these are not the facts of a trajectory")
     return header
+
+
+def uid_bytes(uid: str) -> bytes:
+    """What the body of the trajectory with this uid, and of no other, has at `UID_AT`."""
+    return f'{{"uid":{_json(uid)},'.encode("ascii")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A trajectory as bytes, and what has to be known of it to keep it."""
+
+    prompt: Prompt
+    body: bytes
+    uid: str
+    length: int  # completion tokens
+    reward: float
+    version: Version  # the oldest weights that had a hand in it
+    reference: Version
+    digest: int  # of the completion's tokens, 64 bits
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> Stored:
+        """Raises as `encode_trajectory` does."""
+        return cls.read(trajectory.prompt, encode_trajectory(trajectory))
+
+    @classmethod
+    def read(cls, prompt: Prompt, body: bytes) -> Stored:
+        """Raises `Damaged` when these are not the bytes that were written."""
+        header, at = _intact(body)
+        try:
+            length, versions, reference = header["length"], header["versions"], header["reference"]
+            return cls(
+                prompt,
+                body,
+                header["uid"],
+                length,
+                header["reward"],
+                _version(versions[0], versions[1]),
+                _version(reference[0], reference[1]),
+                int.from_bytes(hashlib.blake2b(body[at : at + 4 * length], digest_size=8).digest(), "little"),
+            )
+        except (KeyError, TypeError, IndexError) as error:
+            raise Damaged(f"a trajectory cannot be read: {error}") from error
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """Raises `Damaged` as `read` does."""
+        return decode_trajectory(self.body, self.prompt)
 
 
 def _trajectory(body: bytes, header: dict[str, Any], at: int, prompt: Prompt) -> Trajectory:

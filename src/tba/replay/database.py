@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 from tba.errors import DeadlineExceeded, UserError
 
@@ -29,6 +29,12 @@ _MEND = {
     sqlite3.SQLITE_IOERR: "cannot be read or written, its disk gives errors: move the run to another",
 }
 _PAUSE = 0.005  # seconds between tries where SQLite itself does not wait
+
+
+class Closable(Protocol):
+    """What is closed with a connection."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,10 @@ class Database:
     A file of an earlier schema version is brought to the present one. Raises `UserError` when the file is something
     else or of a later version, `DeadlineExceeded` when others keep it locked for longer than `deadline_s` seconds.
 
-    lock: a file that is closed with it.
+    lock: closed with it.
     """
 
-    def __init__(self, path: Path, schema: Schema, deadline_s: float = 30.0, lock: IO[str] | None = None) -> None:
+    def __init__(self, path: Path, schema: Schema, deadline_s: float = 30.0, lock: Closable | None = None) -> None:
         self._held = lock
         self.path = Path(path)
         self.deadline_s = deadline_s

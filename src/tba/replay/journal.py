@@ -18,17 +18,18 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypeAlias
+from typing import IO, Any, Self, TypeAlias, TypeVar
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay import scores
-from tba.replay.codec import Damaged, decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
+from tba.replay.codec import Damaged, Stored, decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
 from tba.replay.database import Database
 from tba.replay.filesystem import network_filesystem
+from tba.replay.gone import Gone
 from tba.replay.recovery import Recovery, look_over
 from tba.replay.schema import BODY, JOURNAL, TRAJECTORY, keep_prompts, prompt_id
 from tba.replay.scores import Score
@@ -39,6 +40,7 @@ _LAST = 2**63 - 1  # no position is larger
 _PATIENCE = 0.1  # seconds that housekeeping may keep the trainer
 _AT_ONCE = 500  # parameters of one query, of which SQLite allows 999 where it is old
 _RETIRED_AT_ONCE = 20_000  # rows
+T = TypeVar("T")
 _Row: TypeAlias = tuple[Any, ...]
 
 
@@ -50,19 +52,6 @@ class Totals:
     tokens: int
     retired_rows: int
     retired_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Gone:
-    """What is on record and cannot be taken in (any more): retired before it was, or damaged."""
-
-    retired_trajectories: int = 0
-    retired_tokens: int = 0
-    damaged_trajectories: int = 0
-    damaged_tokens: int = 0
-
-    def __add__(self, other: Gone) -> Gone:
-        return Gone(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class JournalWriter:
@@ -307,14 +296,21 @@ class JournalFollower:
 
         What has been retired or cannot be read is passed over: `take_gone` tells how much that was.
         """
-        trajectories: list[Trajectory] = []
-        while not trajectories and (rows := self._bodies(limit, until)):
+        return self._drained(decode_trajectory, limit, until)
+
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
+        """The same as bytes, at less than half the cost."""
+        return self._drained(lambda body, prompt: Stored.read(prompt, body), limit, until)
+
+    def _drained(self, read: Callable[[bytes, Prompt], T], limit: int | None, until: int | None) -> list[T]:
+        found: list[T] = []
+        while not found and (rows := self._bodies(limit, until)):
             for seq, prompt, body in rows:
                 try:
-                    trajectories.append(decode_trajectory(body, self._prompt(prompt)))
+                    found.append(read(body, self._prompt(prompt)))
                 except Damaged as error:
                     self._gone += self._give_up(seq, str(error))
-        return trajectories
+        return found
 
     def take_gone(self) -> Gone:
         """What was passed over since last asked."""

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import quote
 
 from tba.errors import DeadlineExceeded, UserError
@@ -58,18 +58,40 @@ class Recovery:
         )
 
 
-def look_over(path: Path, deadline_s: float = _DEADLINE) -> IO[str]:
+class OpenLock:
+    """A file's lock. Gone when it is closed, or forgotten, or with its process."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def take(self, how: int) -> bool:
+        """Whether it is ours now: `LOCK_SH` or `LOCK_EX`."""
+        try:
+            fcntl.flock(self._descriptor, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+    __del__ = close
+
+
+def look_over(path: Path, deadline_s: float = _DEADLINE) -> OpenLock:
     """The lock that whoever has the journal open holds. The first looks the file over, the others wait until it has.
 
     Raises `DeadlineExceeded` when that takes too long, `UserError` for a file that is none of ours.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = Path(f"{path}-open").open("a")  # noqa: SIM115 - it is the caller's
+    lock = OpenLock(Path(f"{path}-open"))
     try:
-        if _locked(lock, fcntl.LOCK_EX):
+        if lock.take(fcntl.LOCK_EX):
             _look(path)
         limit = time.monotonic() + deadline_s
-        while not _locked(lock, fcntl.LOCK_SH):
+        while not lock.take(fcntl.LOCK_SH):
             if time.monotonic() >= limit:
                 raise DeadlineExceeded(f"waited {deadline_s:g} s for another process to look over the journal {path}")
             time.sleep(_POLL)
@@ -317,11 +339,3 @@ def _free_name(path: Path) -> Path:
     while (aside := path.with_name(f"{path.name}.damaged-{n}")).exists() or Path(f"{aside}-wal").exists():
         n += 1
     return aside
-
-
-def _locked(lock: IO[str], how: int) -> bool:
-    try:
-        fcntl.flock(lock, how | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

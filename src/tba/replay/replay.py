@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -18,6 +18,8 @@ import numpy as np
 from tba.errors import UserError
 from tba.protocols import TrajectorySource
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
+from tba.replay.codec import Stored
+from tba.replay.gone import Gone
 from tba.replay.pacing import Held, Pacing
 from tba.replay.scores import Score
 from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector, Selection
@@ -60,6 +62,15 @@ class ResumableSource(Protocol):
     position: int
 
     def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]: ...
+
+
+@runtime_checkable
+class StoringSource(Protocol):
+    """A `TrajectorySource` that has trajectories as bytes, and tells what it has on record and cannot give."""
+
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]: ...
+
+    def take_gone(self) -> Gone: ...
 
 
 @runtime_checkable
@@ -133,13 +144,14 @@ class Replay:
         """Take in all that the source has, scores too; how many trajectories that were. Never waits."""
         taken = 0
         with self._lock:
-            while chunk := self._source.drain(_CHUNK):
+            while chunk := self._next():
                 for trajectory in chunk:
                     self.buffer.add(trajectory)
                 self._ask([t.uid for t in chunk if t.reference != self.reference])
                 taken += len(chunk)
                 if len(chunk) < _CHUNK:
                     break
+            self._pass_over()
             if isinstance(self._source, ScoringSource):
                 while scores := self._source.drain_scores(_CHUNK):
                     for score in scores:
@@ -284,6 +296,7 @@ class Replay:
             self.buffer.reference = Version.parse(state["reference"])
             self._lineage = [(position, incarnation) for position, incarnation in state["lineage"]]
             self._take_in_again(self._source, uses)
+            self._pass_over()  # what had been taken in by then is in the counts that follow
             self.buffer.carry(Counts(**{name: Amount(*pair) for name, pair in state["counts"].items()}))
             self._restore_scores(state["score_position"])
             self._ask(self.buffer.unscored())
@@ -295,6 +308,23 @@ class Replay:
         if self._uses is not None:
             self._uses.close()
 
+    def _next(self, until: int | None = None) -> Sequence[Trajectory | Stored]:
+        """The next chunk of the source, as bytes where it has them."""
+        if isinstance(self._source, StoringSource):
+            return self._source.drain_stored(_CHUNK, until)
+        if isinstance(self._source, ResumableSource):
+            return self._source.drain(_CHUNK, until)
+        return self._source.drain(_CHUNK)
+
+    def _pass_over(self) -> None:
+        """What the source had and could not give is accounted for."""
+        if isinstance(self._source, StoringSource):
+            gone = self._source.take_gone()
+            self.buffer.pass_over(
+                evicted=Amount(gone.retired_trajectories, gone.retired_tokens),
+                damaged=Amount(gone.damaged_trajectories, gone.damaged_tokens),
+            )
+
     def _ask(self, uids: Sequence[str]) -> None:
         """Have these scored under the reference of now, where the source can."""
         if uids and isinstance(self._source, ScoringSource):
@@ -304,11 +334,10 @@ class Replay:
         """What had been taken in by each checkpoint of the lineage, in the same order."""
         source.position = 0
         for position, incarnation in self._lineage:
-            while chunk := source.drain(_CHUNK, position):
+            while chunk := self._next(position):
                 for trajectory in chunk:
                     past = trajectory.version.incarnation == incarnation
-                    renamed = _renamed(trajectory, self.now.incarnation) if past else trajectory
-                    self.buffer.add(renamed, uses.get(trajectory.uid, 0))
+                    self.buffer.add(trajectory, uses.get(trajectory.uid, 0), self.now.incarnation if past else None)
             source.position = position
 
     def _restore_scores(self, until: int) -> None:
@@ -330,14 +359,6 @@ class Replay:
         if not self.buffer.prompts(SMALLEST_GROUP):
             return "empty"
         return reason
-
-
-def _renamed(trajectory: Trajectory, incarnation: int) -> Trajectory:
-    """The same as sampled by `incarnation`."""
-    if trajectory.version.incarnation == incarnation:
-        return trajectory
-    first, last = (replace(version, incarnation=incarnation) for version in trajectory.completion.versions)
-    return replace(trajectory, completion=replace(trajectory.completion, versions=(first, last)))
 
 
 def _pair(amount: Amount) -> tuple[int, int]:

@@ -92,8 +92,7 @@ class RecencyRewardSelector:
             if is_recent or self.settings.inverse_temperature == 0:
                 rows = uniform(len(trajectories), size, rng)
             else:
-                reward_N = np.array([t.reward for t in trajectories], dtype=np.float64)
-                rows = softmax_without_replacement(reward_N, self.settings.inverse_temperature, size, rng)
+                rows = softmax_without_replacement(store.rewards(prompt), self.settings.inverse_temperature, size, rng)
             group = Group(tuple(trajectories[i] for i in rows))
             self._count(group, size, is_recent, bool(recent), prompt in batch)
             batch.add(prompt)

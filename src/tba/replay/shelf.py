@@ -1,16 +1,15 @@
-"""Distinct trajectories by prompt, and which prompts have how many of them, without scanning.
+"""Rows of trajectories by prompt, oldest first, and which prompts have how many of them, without scanning.
 
-Invariant: a `Listing` of size n holds exactly the prompts with at least n distinct trajectories on the shelf. Adding,
-replacing, removing and listing cost O(1); `of` costs the prompt's own trajectories, once after each change.
+Invariant: a `Listing` of size n holds exactly the prompts with at least n rows on the shelf. Rows are numbers, in one
+array for each prompt. Adding the newest and listing cost O(1), finding another's place O(log n) of the prompt's own.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from typing import overload
-
-from tba.types import Trajectory
 
 
 class Listing(Sequence[str]):
@@ -64,82 +63,56 @@ class Listing(Sequence[str]):
 
 
 class Shelf:
-    """Trajectories by prompt, oldest first; one for each completion digest if they are `distinct`.
+    """Rows by prompt.
 
-    arrival: the place of each uid in the order of arrival, for a shelf that is not filled in that order.
+    arrival: the order of rows, by which they are kept whatever the order in which they are added.
     """
 
-    def __init__(self, distinct: bool = True, arrival: Mapping[str, int] | None = None) -> None:
-        self._distinct = distinct
+    def __init__(self, arrival: Callable[[int], int]) -> None:
         self._arrival = arrival
-        self._by_prompt: dict[str, OrderedDict[str, Trajectory]] = {}
-        self._of: dict[str, list[Trajectory]] = {}  # what `of` answered; gone once the prompt changes
+        self._by_prompt: dict[str, array[int]] = {}
         self._listings: dict[int, Listing] = {}
 
-    def __iter__(self) -> Iterator[Trajectory]:
-        """Prompt after prompt."""
-        for bucket in self._by_prompt.values():
-            yield from bucket.values()
-
     def count(self, prompt: str) -> int:
-        """How many distinct trajectories the prompt has."""
+        """How many rows the prompt has."""
         return len(self._by_prompt.get(prompt, ()))
 
-    def copy_of(self, trajectory: Trajectory) -> Trajectory | None:
-        """What `trajectory` would replace, if that is there: the same completion of its prompt."""
-        bucket = self._by_prompt.get(trajectory.prompt.key)
-        return None if bucket is None else bucket.get(self._key(trajectory))
+    def of(self, prompt: str) -> Sequence[int]:
+        """The prompt's rows, oldest first: a live view, not to be changed."""
+        return self._by_prompt.get(prompt, ())
 
-    def _key(self, trajectory: Trajectory) -> str:
-        return trajectory.completion.digest if self._distinct else trajectory.uid
-
-    def oldest(self, prompt: str) -> Trajectory:
-        """The one that was added first. Raises `KeyError` when there is none."""
-        return next(iter(self._by_prompt[prompt].values()))
-
-    def add(self, trajectory: Trajectory) -> None:
-        """Its completion must not be there."""
-        prompt = trajectory.prompt.key
-        bucket = self._by_prompt.setdefault(prompt, OrderedDict())
-        bucket[self._key(trajectory)] = trajectory
-        self._of.pop(prompt, None)
-        if (listing := self._listings.get(len(bucket))) is not None:
+    def add(self, prompt: str, row: int) -> None:
+        """It must not be there."""
+        rows = self._by_prompt.setdefault(prompt, array("i"))
+        if not rows or self._arrival(rows[-1]) < self._arrival(row):
+            rows.append(row)
+        else:
+            rows.insert(self._place(rows, row), row)
+        if (listing := self._listings.get(len(rows))) is not None:
             listing.add(prompt)
 
-    def replace(self, trajectory: Trajectory) -> None:
-        """Takes the place of the one with its completion, which has to be there."""
-        self._by_prompt[trajectory.prompt.key][self._key(trajectory)] = trajectory
-        self._of.pop(trajectory.prompt.key, None)
-
-    def remove(self, trajectory: Trajectory) -> None:
+    def remove(self, prompt: str, row: int) -> None:
         """Raises `KeyError` when it is not there."""
-        prompt = trajectory.prompt.key
-        bucket = self._by_prompt[prompt]
-        if (listing := self._listings.get(len(bucket))) is not None:
+        rows = self._by_prompt[prompt]
+        place = self._place(rows, row)
+        if place == len(rows) or rows[place] != row:
+            raise KeyError(row)
+        if (listing := self._listings.get(len(rows))) is not None:
             listing.remove(prompt)
-        del bucket[self._key(trajectory)]
-        self._of.pop(prompt, None)
-        if not bucket:
+        del rows[place]
+        if not rows:
             del self._by_prompt[prompt]
 
-    def of(self, prompt: str) -> Sequence[Trajectory]:
-        """The prompt's trajectories, oldest first; not to be changed."""
-        found = self._of.get(prompt)
-        if found is None:
-            if (bucket := self._by_prompt.get(prompt)) is None:
-                return ()
-            found = list(bucket.values())
-            arrival = self._arrival
-            if arrival is not None:
-                found.sort(key=lambda t: arrival[t.uid])  # nearly sorted: nearly free
-            self._of[prompt] = found
-        return found
-
     def prompts(self, size: int) -> Listing:
-        """The prompts with at least `size` distinct trajectories: a live view, kept up from the first time asked."""
+        """The prompts with at least `size` rows: a live view, kept up from the first time asked."""
         if size not in self._listings:
             listing = self._listings[size] = Listing()
-            for prompt, bucket in self._by_prompt.items():
-                if len(bucket) >= size:
+            for prompt, rows in self._by_prompt.items():
+                if len(rows) >= size:
                     listing.add(prompt)
         return self._listings[size]
+
+    def _place(self, rows: Sequence[int], row: int) -> int:
+        if self._arrival(rows[0]) == self._arrival(row):
+            return 0  # most that leave are the oldest
+        return bisect_left(rows, self._arrival(row), key=self._arrival)

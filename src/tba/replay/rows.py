@@ -1,0 +1,223 @@
+"""The trajectories in memory as rows of a few arrays: what the rules ask of each in columns, all the rest as bytes.
+
+Invariant: a million trajectories are not a million objects, and one that is asked for equals what was added. A row
+keeps its number until it is removed; numbers are used again. Everything but a list of all rows costs O(1), amortised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+
+from tba.replay.bodies import Bodies, widened
+from tba.replay.codec import UID_AT, Stored, decode_trajectory, uid_bytes
+from tba.replay.places import Places
+from tba.types import Prompt, Trajectory, Version
+
+_NONE = -1
+
+
+class Rows:
+    """Columns by row. Whoever asks a column of a row that is not there gets nonsense."""
+
+    def __init__(self) -> None:
+        self.length = np.zeros(0, dtype=np.int32)
+        self.reward = np.zeros(0, dtype=np.float64)
+        self.incarnation = np.zeros(0, dtype=np.int32)  # of the oldest weights that had a hand in it
+        self.step = np.zeros(0, dtype=np.int32)
+        self.reference = np.zeros(0, dtype=np.int32)  # by number, see `reference_number`
+        self.uses = np.zeros(0, dtype=np.int32)
+        self.arrival = np.zeros(0, dtype=np.int64)
+        self.is_recent = np.zeros(0, dtype=np.bool_)
+        self._prompt = np.zeros(0, dtype=np.int32)
+        self._uid_key = np.zeros(0, dtype=np.int64)
+        self._digest = np.zeros(0, dtype=np.uint64)  # of the completion
+        self._newer = np.zeros(0, dtype=np.int32)  # a chain by arrival, from the oldest on
+        self._older = np.zeros(0, dtype=np.int32)
+        self._bodies = Bodies()
+        self._by_uid = Places()
+        self._by_answer = Places()
+        self._prompts = _Prompts()
+        self._references: list[Version] = []
+        self._free: list[int] = []
+        self._used = 0
+        self._oldest = self._newest = _NONE
+
+    def __len__(self) -> int:
+        return len(self._by_uid)
+
+    def add(self, stored: Stored, arrival: int, incarnation: int) -> int:
+        """Its row. `incarnation` is what it counts as; nothing may have arrived later."""
+        row = self._free.pop() if self._free else self._new()
+        prompt = self._prompts.add(stored.prompt)
+        self.length[row], self.reward[row] = stored.length, stored.reward
+        self.incarnation[row], self.step[row] = incarnation, stored.version.step
+        self.reference[row] = self.reference_number(stored.reference)
+        self.uses[row], self.arrival[row], self.is_recent[row], self._prompt[row] = 0, arrival, False, prompt
+        self._uid_key[row], self._digest[row] = hash(stored.uid), stored.digest
+        self._bodies.put(row, stored.body)
+        self._by_uid.add(hash(stored.uid), row)
+        self._by_answer.add(hash((stored.prompt.key, stored.digest)), row)
+        self._newer[row], self._older[row] = _NONE, self._newest
+        if self._newest == _NONE:
+            self._oldest = row
+        else:
+            self._newer[self._newest] = row
+        self._newest = row
+        return row
+
+    def remove(self, row: int) -> None:
+        """It is gone, and its number may be given to another."""
+        self._by_uid.remove(int(self._uid_key[row]), row)
+        self._by_answer.remove(hash((self.prompt(row).key, int(self._digest[row]))), row)
+        self._bodies.remove(row)
+        self._prompts.remove(int(self._prompt[row]))
+        older, newer = int(self._older[row]), int(self._newer[row])
+        if older == _NONE:
+            self._oldest = newer
+        else:
+            self._newer[older] = newer
+        if newer == _NONE:
+            self._newest = older
+        else:
+            self._older[newer] = older
+        self._free.append(row)
+
+    def find(self, uid: str) -> int | None:
+        """The row of a trajectory."""
+        beginning = uid_bytes(uid)
+        return self._by_uid.find(hash(uid), lambda row: self._bodies.has_at(row, UID_AT, beginning))
+
+    def copy_of(self, prompt: str, digest: int) -> int | None:
+        """A row with the same answer to the same prompt."""
+        return self._by_answer.find(
+            hash((prompt, digest)),
+            lambda row: int(self._digest[row]) == digest and self.prompt(row).key == prompt,
+        )
+
+    def replace(self, row: int, stored: Stored) -> None:
+        """Another body, and reference, of the same trajectory."""
+        self._bodies.remove(row)
+        self._bodies.put(row, stored.body)
+        self.reference[row] = self.reference_number(stored.reference)
+
+    def stored(self, row: int) -> Stored:
+        """As it was added."""
+        return Stored.read(self.prompt(row), self._bodies.get(row))
+
+    def trajectory(self, row: int) -> Trajectory:
+        """As it was added, and sampled by the incarnation that it counts as."""
+        found = decode_trajectory(self._bodies.get(row), self.prompt(row))
+        incarnation = int(self.incarnation[row])
+        return found if found.version.incarnation == incarnation else _renamed(found, incarnation)
+
+    def prompt(self, row: int) -> Prompt:
+        return self._prompts[int(self._prompt[row])]
+
+    def reference_number(self, reference: Version) -> int:
+        """The number of a reference: there are few."""
+        if reference not in self._references:
+            self._references.append(reference)
+        return self._references.index(reference)
+
+    def reference_of(self, number: int) -> Version:
+        return self._references[number]
+
+    @property
+    def oldest(self) -> int:
+        """Of all, by arrival. Raises `IndexError` when there is none."""
+        if self._oldest == _NONE:
+            raise IndexError("there are no rows")
+        return self._oldest
+
+    def in_order(self) -> npt.NDArray[np.intp]:
+        """All rows, oldest first."""
+        there = np.ones(self._used, dtype=np.bool_)
+        there[self._free] = False
+        rows = np.flatnonzero(there)
+        return rows[np.argsort(self.arrival[rows])]
+
+    def _new(self) -> int:
+        if self._used == len(self.length):
+            for name in _COLUMNS:
+                setattr(self, name, widened(getattr(self, name), self._used + 1))
+        self._used += 1
+        return self._used - 1
+
+
+_COLUMNS = (
+    *("length", "reward", "incarnation", "step", "reference", "uses", "arrival", "is_recent"),
+    *("_prompt", "_uid_key", "_digest", "_newer", "_older"),
+)
+
+
+class Answers(Sequence[Trajectory]):
+    """Some rows as trajectories, each made when it is asked for."""
+
+    def __init__(self, rows: Rows, numbers: Sequence[int]) -> None:
+        self._rows = rows
+        self._numbers = numbers
+
+    @overload
+    def __getitem__(self, index: int) -> Trajectory: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Trajectory]: ...
+    def __getitem__(self, index: int | slice) -> Trajectory | list[Trajectory]:
+        if isinstance(index, slice):
+            return [self._rows.trajectory(row) for row in self._numbers[index]]
+        return self._rows.trajectory(self._numbers[index])
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+
+class _Prompts:
+    """Each prompt once, by a number. Prompts of one key may differ in what the key leaves out."""
+
+    def __init__(self) -> None:
+        self._all: list[Prompt | None] = []
+        self._rows: list[int] = []  # how many each has
+        self._by_key: dict[str, list[int]] = {}
+        self._free: list[int] = []
+
+    def __getitem__(self, number: int) -> Prompt:
+        prompt = self._all[number]
+        assert prompt is not None
+        return prompt
+
+    def add(self, prompt: Prompt) -> int:
+        """Its number; it has one row more."""
+        numbers = self._by_key.setdefault(prompt.key, [])
+        for number in numbers:
+            if (other := self[number]) is prompt or (other.text == prompt.text and other.fields == prompt.fields):
+                self._rows[number] += 1
+                return number
+        if not self._free:
+            self._free.append(len(self._all))
+            self._all.append(None)
+            self._rows.append(0)
+        number = self._free.pop()
+        self._all[number], self._rows[number] = prompt, 1
+        numbers.append(number)
+        return number
+
+    def remove(self, number: int) -> None:
+        """It has one row less."""
+        self._rows[number] -= 1
+        if not self._rows[number]:
+            key = self[number].key
+            self._by_key[key].remove(number)
+            if not self._by_key[key]:
+                del self._by_key[key]
+            self._all[number] = None
+            self._free.append(number)
+
+
+def _renamed(trajectory: Trajectory, incarnation: int) -> Trajectory:
+    """The same as sampled by `incarnation`."""
+    first, last = (replace(version, incarnation=incarnation) for version in trajectory.completion.versions)
+    return replace(trajectory, completion=replace(trajectory.completion, versions=(first, last)))
