@@ -28,6 +28,7 @@ from tba.record.jsonl import write_json
 from tba.study import MARK
 
 _POLL = 0.05  # seconds between two looks at the lock
+_PROBE = 0.5  # seconds within which somebody who only looks whether a run is held has looked
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,19 @@ class RunDirectory:
 
     @property
     def facts(self) -> dict[str, Any]:
-        facts: dict[str, Any] = json.loads((self.path / "recipe.json").read_text())
-        return facts
+        """What recipe.json says. Raises `UserError` when that is not what a run writes."""
+        try:
+            facts = json.loads((self.path / "recipe.json").read_text(encoding="utf-8"))
+            if not (isinstance(facts["recipe"], str) and isinstance(facts["overrides"], list)):
+                raise TypeError("its recipe is no name")
+            if not all(isinstance(argument, str) for argument in facts["overrides"]):
+                raise TypeError("its overrides are no texts")
+            return {"digest": None, **facts}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{self.path / 'recipe.json'} is not what a run writes ({type(error).__name__}: {error}): "
+                "put it back as it was, or start a new run"
+            ) from error
 
     def recipe(self) -> Recipe:
         """The recipe, rebuilt from its name or path and the overrides; never from a pickle."""
@@ -122,7 +134,7 @@ class RunDirectory:
         Raises `UserError` when it is held by others for `seconds` more.
         """
         with (self.path / "lock").open("a+") as file:
-            deadline = time.monotonic() + seconds
+            deadline = time.monotonic() + max(seconds, _PROBE)
             while not _locked(file.fileno()):
                 if time.monotonic() >= deadline:
                     file.seek(0)
@@ -145,6 +157,11 @@ class RunDirectory:
         _make(folder)
         key = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
         return folder / f"{self.path.name}-{key}.sqlite"
+
+    def journal_there(self) -> Path:
+        """The same; the recipe is asked only where it does not lie in the run's own folder."""
+        beside = self.path / "journal.sqlite"
+        return beside if beside.exists() else self.journal(self.recipe())
 
     @property
     def uses(self) -> Path:
@@ -188,6 +205,18 @@ def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
     return root / name
 
 
+def is_held(path: Path) -> bool:
+    """Whether the run at `path` is going on: its driver, or a part of it, lives."""
+    try:
+        with (path / "lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def _locked(descriptor: int) -> bool:
     """Whether the lock is ours now."""
     try:
@@ -207,4 +236,7 @@ def _make(folder: Path) -> None:
 
 
 def _digest(path: Path) -> str:
-    return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    except (OSError, ValueError) as error:
+        raise UserError(f"the recipe's file {path} cannot be read ({error}): put it back") from error

@@ -1,0 +1,163 @@
+"""`tba replay RUN`: what the journal of a run holds, counted, asked in SQL, or written out."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tba.errors import UserError
+from tba.record.jsonl import plain
+from tba.record.text import count, printable, size
+from tba.replay.reading import JournalReader, Share, written_out
+from tba.replay.uses import read_uses
+from tba.runtime.directory import RunDirectory
+from tba.types import Json
+
+_JSON = ("fields", "reward_parts", "provenance")  # columns that are text in Parquet: their shape is the task's own
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What is wanted of a run's journal."""
+
+    sql: str | None = None  # a SELECT over its tables; `facts(body)` gives all that is written of a body as JSON
+    export: Path | None = None  # write all trajectories to a file: .jsonl, or .parquet
+    seconds: float = 60.0  # that a query may take
+
+
+def show_replay(path: Path, options: ReplayOptions) -> int:
+    """`tba replay RUN`."""
+    run = RunDirectory.open(path)
+    journal = run.journal_there()
+    uses = read_uses(run.uses)
+    if options.export is not None:
+        if options.sql is not None:
+            raise UserError("give --sql or --export, not both: an export has all trajectories")
+        done = _export(journal, options.export, uses)
+        print(f"{done} trajectories in {options.export}")  # noqa: T201 - the command's answer
+        return 0
+    with JournalReader(journal, uses, options.seconds) as reader:
+        if options.sql is None:
+            _show(Console(), path, journal, reader)
+        else:
+            _answer(*reader.query(options.sql))
+    return 0
+
+
+def _answer(names: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
+    """Columns between tabs, for other programs to read."""
+    print("\t".join(names))  # noqa: T201
+    for row in rows:
+        print("\t".join(map(_cell, row)))  # noqa: T201
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bytes):
+        return f"<{len(value)} bytes>"
+    return printable(str(value), longest=sys.maxsize, newlines=False)
+
+
+def _show(console: Console, path: Path, journal: Path, reader: JournalReader) -> None:
+    totals = reader.totals
+    console.print(
+        f"{path}: {totals.rows:,} trajectories, {count(totals.tokens)} tokens, {size(journal.stat().st_size)}",
+        highlight=False,
+    )
+    if totals.retired_rows:
+        console.print(f"{totals.retired_rows:,} of them have left the disk (--replay.keep-gb)", highlight=False)
+    for recovery in reader.recoveries:
+        console.print(str(recovery), style="yellow", highlight=False)
+    for title, shares in (
+        ("version", reader.by_version()),
+        ("searcher", reader.by_owner()),
+        ("reward", reader.by_reward()),
+        ("trained on", reader.by_uses()),
+    ):
+        console.print()
+        console.print(_table(title, shares))
+
+
+def _table(title: str, shares: Sequence[Share]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    table.add_column(title)
+    for name in ("trajectories", "tokens", "mean reward"):
+        table.add_column(name, justify="right")
+    for share in shares:
+        reward = "-" if share.reward is None else f"{share.reward:.4g}"
+        table.add_row(printable(share.name, 40) or "-", f"{share.trajectories:,}", f"{share.tokens:,}", reward)
+    return table
+
+
+def _export(journal: Path, file: Path, uses: Mapping[str, int]) -> int:
+    """How many were written."""
+    if not journal.is_file():
+        raise UserError(f"there is no journal at {journal}: give the folder of a run that has one")
+    if file.suffix not in (".jsonl", ".parquet"):
+        raise UserError(f"--export is {file}: give a name that ends in .jsonl or .parquet")
+    done = 0
+    with _beside(file) as beside, _lines(beside) if file.suffix == ".jsonl" else _parquet(beside) as put:
+        for chunk in written_out(journal, uses):
+            put(chunk)
+            done += len(chunk)
+    return done
+
+
+@contextmanager
+def _beside(file: Path) -> Iterator[Path]:
+    """A name to write to; the file is there when all of it is."""
+    beside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        yield beside
+        os.replace(beside, file)
+    except OSError as error:
+        raise UserError(f"{file} cannot be written ({error.strerror}): give another place") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def _lines(path: Path) -> Iterator[Any]:
+    file: IO[bytes]
+    with path.open("wb") as file:
+
+        def put(chunk: Sequence[Mapping[str, Json]]) -> None:
+            for values in chunk:
+                text = json.dumps(plain(values), ensure_ascii=False, allow_nan=False)
+                file.write(text.encode("utf-8", "backslashreplace") + b"\n")
+
+        yield put
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(
+            "a .parquet file needs the package pyarrow: `pip install pyarrow`, or give a name that ends in .jsonl"
+        ) from error
+    texts = ("prompt", "response", "stop_reason", "uid", "version", "source", "task", "reference", *_JSON)
+    columns = {name: pyarrow.string() for name in texts} | {"uses": pyarrow.int64()}
+    columns |= {name: pyarrow.float64() for name in ("reward", "created")}
+    columns |= {name: pyarrow.list_(pyarrow.int32()) for name in ("prompt_tokens", "tokens")}
+    columns |= {name: pyarrow.list_(pyarrow.float32()) for name in ("log_reference", "log_behavior")}
+    schema = pyarrow.schema(list(columns.items()))
+    with parquet.ParquetWriter(path, schema) as writer:
+
+        def put(chunk: Sequence[Mapping[str, Json]]) -> None:
+            rows = [{**row, **{name: json.dumps(plain(row[name])) for name in _JSON}} for row in chunk]
+            writer.write_table(pyarrow.Table.from_pylist(rows, schema))
+
+        yield put

@@ -1,0 +1,222 @@
+"""The journal as people read it: counted, asked in SQL, written out.
+
+Invariant: nothing is changed, also by a query that would (the connection is read-only, and may do nothing but select),
+and every query has a deadline. A run may be going on meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+from tba.errors import DeadlineExceeded, UserError
+from tba.replay.codec import Damaged, header_of
+from tba.replay.journal import JournalFollower
+from tba.replay.recovery import OpenLock, look_over
+from tba.types import Json, Trajectory
+
+_MAY = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
+_LOOK = 20_000  # virtual machine instructions between two looks at the clock
+_AT_ONCE = 512  # trajectories of an export
+_PARTS = 10  # of a table
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Some trajectories."""
+
+    name: str
+    trajectories: int
+    tokens: int
+    reward: float | None  # mean; None where none is known
+
+
+class JournalReader:
+    """A read-only end. `uses` fills the table `uses`: by uid, how often each was trained on.
+
+    A journal of an earlier version is brought to the present one first, and a damaged one that nobody has open is
+    recovered, as by anybody who opens it.
+    """
+
+    def __init__(self, path: Path, uses: Mapping[str, int] | None = None, deadline_s: float = 60.0) -> None:
+        if not path.is_file():
+            raise UserError(f"there is no journal at {path}: give the folder of a run that has one")
+        self.deadline_s = deadline_s
+        with JournalFollower(path) as follower:
+            self.recoveries = follower.recoveries()
+            self.totals = follower.totals()
+        self._lock: OpenLock = look_over(path)
+        self._connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)
+        self._connection.create_function("facts", 1, _facts, deterministic=True)
+        self._connection.execute("CREATE TEMP TABLE uses (uid TEXT PRIMARY KEY, uses INTEGER NOT NULL)")
+        self._connection.executemany("INSERT INTO uses VALUES (?, ?)", ((u, n) for u, n in (uses or {}).items() if n))
+        self._connection.commit()
+        self._connection.execute("PRAGMA query_only = ON")
+        self._connection.set_authorizer(_authorize)
+
+    def query(self, sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+        """The names of the columns, and the rows. Raises `UserError` for what is no query, or may not be done, and
+        `DeadlineExceeded`, also while rows are taken.
+        """
+        rows = self._rows(sql)
+        names = next(rows)
+        return [str(name) for name in names], rows
+
+    def by_version(self) -> list[Share]:
+        """Oldest weights first, in ranges of steps where there are many."""
+        groups = self._all(
+            "SELECT incarnation, step, count(*), sum(tokens), count(reward), coalesce(sum(reward), 0) "
+            "FROM trajectories GROUP BY 1, 2 ORDER BY 1, 2"
+        )
+        size = -(-len(groups) // _PARTS) if groups else 1
+        parts = []
+        for incarnation in sorted({group[0] for group in groups}):
+            own = [group for group in groups if group[0] == incarnation]
+            parts += [own[i : i + size] for i in range(0, len(own), size)]
+        return [_share(_range(part[0][:2], part[-1][:2]), [group[2:] for group in part]) for part in parts]
+
+    def by_owner(self) -> list[Share]:
+        """Each searcher, or other, that put them."""
+        return self._shares("owner", "owner")
+
+    def by_reward(self) -> list[Share]:
+        """Each reward, or as many ranges where there are many."""
+        ((distinct, low, high),) = self._all(
+            "SELECT count(DISTINCT reward), min(reward), max(reward) FROM trajectories"
+        )
+        if distinct <= _PARTS:
+            return self._shares("printf('%.6g', reward)", "reward")
+        width = (high - low) / _PARTS
+        part = f"min({_PARTS - 1}, CAST((reward - {low!r}) / {width!r} AS INTEGER))"
+        found = {share.name: share for share in self._shares(f"CAST({part} AS TEXT)", part)}
+        names = {str(i): f"{low + i * width:.4g} to {low + (i + 1) * width:.4g}" for i in range(_PARTS)}
+        return [Share(names[i], s.trajectories, s.tokens, s.reward) for i, s in found.items()]
+
+    def by_uses(self) -> list[Share]:
+        """How often they were trained on."""
+        return self._shares(
+            "CASE WHEN n IS NULL THEN 'never' WHEN n < 4 THEN n WHEN n < 8 THEN '4 to 7' ELSE '8 or more' END",
+            "min(coalesce(n, 0), 8)",
+            "(SELECT t.*, u.uses AS n FROM trajectories t LEFT JOIN uses u USING (uid))",
+        )
+
+    def _shares(self, name: str, order: str, source: str = "trajectories") -> list[Share]:
+        found = self._all(
+            f"SELECT {name}, count(*), sum(tokens), count(reward), coalesce(sum(reward), 0) FROM {source} "  # noqa: S608 - our own names
+            f"GROUP BY 1 ORDER BY min({order})"
+        )
+        return [_share(str(label), [row]) for label, *row in found]
+
+    def _all(self, sql: str) -> list[tuple[Any, ...]]:
+        rows = self._rows(sql)
+        next(rows)
+        return list(rows)
+
+    def _rows(self, sql: str) -> Iterator[tuple[Any, ...]]:
+        """The names of the columns, then the rows."""
+        limit = time.monotonic() + self.deadline_s
+        with self._explained(limit):
+            cursor = self._connection.execute(sql)
+            if cursor.description is None:
+                raise UserError(f"`{sql.strip()[:80]}` gives no rows: give one SELECT")
+            yield tuple(column[0] for column in cursor.description)
+            for row in cursor:
+                yield row
+                if time.monotonic() > limit:
+                    raise self._late()
+
+    @contextmanager
+    def _explained(self, limit: float) -> Iterator[None]:
+        self._connection.set_progress_handler(lambda: time.monotonic() > limit, _LOOK)
+        try:
+            yield
+        except (sqlite3.Error, sqlite3.Warning) as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
+                raise self._late() from error
+            tables = "prompts, trajectories, bodies, uses, counters, totals, outcomes, evaluations, recoveries"
+            raise UserError(f"the query cannot be answered ({error}): give one SELECT over {tables}") from error
+        finally:
+            self._connection.set_progress_handler(None, 0)
+
+    def _late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(
+            f"the query took longer than {self.deadline_s:g} s and was ended: make it smaller, or give more --seconds"
+        )
+
+    def close(self) -> None:
+        self._connection.close()
+        self._lock.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def written_out(path: Path, uses: Mapping[str, int]) -> Iterator[list[dict[str, Json]]]:
+    """All trajectories that can be read, oldest first, some at a time, as what `tba import` takes and more."""
+    with JournalFollower(path) as follower:
+        while chunk := follower.drain(_AT_ONCE):
+            yield [_written(t, uses.get(t.uid, 0)) for t in chunk]
+
+
+def _written(t: Trajectory, uses: int) -> dict[str, Json]:
+    c = t.completion
+    return {
+        "prompt": t.prompt.text,
+        "response": c.text,
+        "reward": t.reward,
+        "stop_reason": c.stop_reason.value,
+        "uid": t.uid,
+        "version": str(t.version),
+        "source": str(t.provenance.get("searcher", t.provenance.get("source", ""))),
+        "uses": uses,
+        "task": t.prompt.task,
+        "fields": dict(t.prompt.fields),
+        "reward_parts": dict(t.reward_parts),
+        "provenance": dict(t.provenance),
+        "created": t.created,
+        "reference": str(t.reference),
+        "prompt_tokens": t.prompt.tokens.tolist(),
+        "tokens": c.tokens.tolist(),
+        "log_reference": t.log_reference.tolist(),
+        "log_behavior": None if c.log_behavior is None else c.log_behavior.tolist(),
+    }
+
+
+def _share(name: str, groups: Sequence[Sequence[Any]]) -> Share:
+    """Of (trajectories, tokens, how many rewards are known, their sum)."""
+    trajectories, tokens, known, total = (sum(column) for column in zip(*groups, strict=True))
+    return Share(name, trajectories, tokens, total / known if known else None)
+
+
+def _range(first: tuple[int, int], last: tuple[int, int]) -> str:
+    incarnation = first[0]
+    if incarnation < 0:
+        return "none"
+    return f"{incarnation}.{first[1]}" if first == last else f"{incarnation}.{first[1]} to {incarnation}.{last[1]}"
+
+
+def _facts(body: object) -> str | None:
+    """Of a body or a prompt, as JSON text; NULL for anything else."""
+    try:
+        return json.dumps(header_of(body)) if isinstance(body, bytes) else None
+    except Damaged:
+        return None
+
+
+def _authorize(action: int, first: str | None, second: str | None, *rest: str | None) -> int:
+    if action in _MAY and second != "load_extension":
+        return sqlite3.SQLITE_OK
+    return sqlite3.SQLITE_DENY
