@@ -1,4 +1,4 @@
-"""The command line: train, import, check, sft, eval, study, recipes, show.
+"""The command line: train, search, import, check, sft, eval, study, recipes, show, replay.
 
 Invariant: bad input ends in one sentence on standard error and exit code 2, without a traceback.
 """
@@ -18,6 +18,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
                                             run a recipe (a name, or a path to a .py file); --offline learns from the
                                             trajectories that are there, without searchers
   tba train --resume RUN [--steps N] [--field value ...]    go on with a run that was stopped or killed, or has failed
+  tba search --run RUN                      one more searcher for a run that goes on; Ctrl-C leaves it
   tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed]
                                             answers from elsewhere (JSON Lines, Parquet, another run) into a run
   tba check RECIPE [--field value ...]      resolve, validate, estimate memory and time; run nothing
@@ -29,6 +30,8 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba recipes                               the recipes there are
   tba studies                               the studies there are
   tba show RUN                              a run so far, or its summary; redraws its curves
+  tba replay RUN [--sql "SELECT ..."] [--export FILE.jsonl|FILE.parquet]
+                                            the trajectories of a run: counted, asked, written out
 
 `tba train RECIPE --help` lists every field of a recipe.
 """
@@ -94,6 +97,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
     commands = {
         "train": train,
+        "search": search,
         "import": import_,
         "check": check,
         "sft": sft,
@@ -102,6 +106,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "recipes": recipes,
         "studies": studies,
         "show": show,
+        "replay": replay,
     }
     if name not in commands:
         raise UserError(f"there is no command {name!r}: use one of {', '.join(commands)}; `tba --help` shows how")
@@ -132,6 +137,19 @@ def resume(arguments: list[str]) -> int:
     if overrides and not overrides[0].startswith("-"):
         raise UserError(f"a run that goes on has its recipe already: leave {overrides[0]!r} out")
     return resume_run(options.resume, overrides)
+
+
+def search(arguments: list[str]) -> int:
+    """`tba search --run RUN`."""
+    from tba.command.search import SearchOptions, join_run
+    from tba.errors import UserError
+    from tba.settings import split_options
+
+    options, left = split_options(SearchOptions(), arguments, "tba search")
+    _refuse_more(left, "tba search --run RUN", "nothing else: the run has its recipe")
+    if options.run is None:
+        raise UserError("`tba search --run RUN` needs the directory of a run that goes on, such as runs/NAME")
+    return join_run(options.run)
 
 
 def import_(arguments: list[str]) -> int:
@@ -213,6 +231,24 @@ def show(arguments: list[str]) -> int:
 
     name, _ = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
     return show_run(Path(name))
+
+
+def replay(arguments: list[str]) -> int:
+    """`tba replay RUN`."""
+    from tba.command.replay import ReplayOptions, show_replay
+    from tba.settings import split_options
+
+    name, rest = _named(arguments, "tba replay RUN", "a run's directory, such as runs/NAME")
+    options, left = split_options(ReplayOptions(), rest, "tba replay")
+    _refuse_more(left, "tba replay RUN", "--sql, --export or --seconds")
+    return show_replay(Path(name), options)
+
+
+def _refuse_more(arguments: list[str], usage: str, what: str) -> None:
+    from tba.errors import UserError
+
+    if arguments:
+        raise UserError(f"`{usage}` does not take {arguments[0]!r}: give {what}")
 
 
 def _named(arguments: list[str], usage: str, what: str) -> tuple[str, list[str]]:

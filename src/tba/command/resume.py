@@ -24,6 +24,7 @@ from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
 from tba.runtime.directory import RunDirectory
+from tba.runtime.resuming import note_recoveries
 from tba.settings import find, override
 from tba.train.checkpoint import Checkpoint, newest_checkpoint
 
@@ -36,6 +37,8 @@ def resume_run(path: Path, overrides: list[str]) -> int:
     console = Console()
     with RunDirectory.open(path).held(_PATIENCE) as run:
         recipe, checkpoint = resumable(run, overrides)
+        for line in note_recoveries(run, run.journal(recipe)):
+            console.print(line, style="yellow", highlight=False)
         why = take_up(run, recipe, overrides)
         console.print(f"{recipe.name}: going on from {checkpoint.path} ({why})", highlight=False)
         warn_if_busy(console)

@@ -24,6 +24,9 @@ KINDS = (
     "resumes",  # the whole run was left and taken up again
     "damaged_checkpoints",  # passed over on the way to one that is whole
     "reward_retries",  # a reward raised or hung and was asked again
+    "journal_recoveries",  # a damaged journal was set aside, and its rows brought into another
+    "joined_deaths",  # a searcher that had joined died
+    "joined_late",  # one had not left when the run ended
 )
 
 

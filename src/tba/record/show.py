@@ -6,6 +6,7 @@ account that does not close is said not to.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Group, RenderableType
@@ -126,6 +127,7 @@ def _facts(summary: Summary) -> RenderableType:
             "slow side": _slow_side(summary),
             **({"control": _control(summary)} if summary.control else {}),
             **({"reference reset": _resets(summary)} if summary.reference_resets else {}),
+            **({"joined": _joined(summary)} if summary.joined else {}),
             "faults": named(summary.faults),
             "peak memory": named({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
             "versions": named(summary.versions),
@@ -142,8 +144,7 @@ def _cost(summary: Summary) -> RenderableType:
     return _pairs(
         {
             "time": f"{duration(summary.wall_seconds.total)} for {summary.steps} steps",
-            "tokens trained": f"{percent(tokens.trained_share)} of the {given}, "
-            f"each used {tokens.mean_uses:.1f} times",
+            "tokens trained": f"{percent(tokens.trained_share)} of the {given}, each used {tokens.mean_uses:.1f} times",
             "lag": _lag(summary),
             "idle after warm-up": _idle(summary),
         }
@@ -178,6 +179,12 @@ def _lag(summary: Summary) -> str:
 
 def _resets(summary: Summary) -> str:
     return "after step " + ", ".join(str(reset["step"]) for reset in summary.reference_resets)
+
+
+def _joined(summary: Summary) -> str:
+    """How many searchers joined, and how they left."""
+    left = Counter(str(searcher.get("how")) for searcher in summary.joined)
+    return f"{len(summary.joined)} searchers; {named(left)}"
 
 
 def _machine(machine: dict[str, Json] | object) -> str:

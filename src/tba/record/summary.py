@@ -74,6 +74,7 @@ class Summary:
     lag: Lag = field(default_factory=Lag)
     reference_resets: Sequence[Mapping[str, Json]] = ()  # each the step, the version that became it, and when
     control: Sequence[Mapping[str, Json]] = ()  # each move of the controller: its step, why, and k and m from there on
+    joined: Sequence[Mapping[str, Json]] = ()  # searchers that joined: `name`, `joined` and `left` in seconds, `how`
     faults: Mapping[str, Json] = field(default_factory=dict)  # what went wrong and was survived: {"restarts": 1}
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by part
     versions: Mapping[str, str] = field(default_factory=memory.versions)
@@ -120,6 +121,7 @@ class Summary:
             "lag": asdict(self.lag),
             "reference_resets": [dict(reset) for reset in self.reference_resets],
             "control": [dict(change) for change in self.control],
+            "joined": [dict(searcher) for searcher in self.joined],
             "faults": dict(self.faults),
             "peak_memory_bytes": dict(self.peak_memory_bytes),
             "versions": dict(self.versions),

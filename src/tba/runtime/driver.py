@@ -22,6 +22,7 @@ from tba.record.metrics import rates, read_metrics
 from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.journal import JournalFollower
 from tba.runtime.directory import RunDirectory
+from tba.runtime.joining import Joined
 from tba.types import Json
 
 if TYPE_CHECKING:
@@ -84,7 +85,9 @@ def summarise(
 ) -> Summary:
     """summary.json of a run whose parts have ended."""
     trainer = json.loads(run.result("trainer").read_text())
-    halves = {name: json.loads(run.result(name).read_text()) for name in searchers if run.result(name).exists()}
+    joined = Joined(run).record()
+    names = [*searchers, *(searcher["name"] for searcher in joined)]
+    halves = {name: json.loads(run.result(name).read_text()) for name in names if run.result(name).exists()}
     with JournalFollower(run.journal(recipe), position=trainer["position"]) as journal:
         owners = journal.counters()
         undrained = journal.undrained()
@@ -116,6 +119,7 @@ def summarise(
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
         reference_resets=trainer["reference_resets"],
         control=trainer["control"],
+        joined=joined,
         faults={**count_faults(run.path), **faults, "skipped_steps": trainer["skipped"]},
         peak_memory_bytes={
             "trainer": trainer["peak_memory_bytes"],

@@ -24,6 +24,7 @@ from tba.record.faults import record_fault
 from tba.record.log import tail
 from tba.runtime.directory import RunDirectory
 from tba.runtime.disk import no_space
+from tba.runtime.joining import Joined
 from tba.runtime.part import NO_SPACE
 from tba.runtime.pulse import Watch, pulse_of
 from tba.runtime.stopping import stop_requests
@@ -111,11 +112,17 @@ class Processes:
     run: RunDirectory
     tell: Callable[[str, str], None]  # (phase, note), a few times a second
     stopped: bool = False
+    joined: Joined = field(init=False)
     _note: str = ""
+
+    def __post_init__(self) -> None:
+        self.joined = Joined(self.run)
 
     def go(self) -> dict[str, object]:
         """Runs to the end; the faults it survived. Raises what a part ended with."""
+        self.joined.open()
         with stop_requests() as stop, ExitStack() as ends:
+            ends.callback(self.joined.dismiss, 0.0, lambda: None)
             trainer, *searchers = [self._start(name, ends) for name in ("trainer", *self.searchers)]
             try:
                 self._train(trainer, searchers, stop)
@@ -131,12 +138,21 @@ class Processes:
             if not self.stopped:
                 self._evaluate(searchers, stop)
             self._stop(searchers, "their last round")
+            self._see_off()
             failed = [part.name for part in searchers if part.code != 0]
         return {"stopped": self.stopped, "failed_while_stopping": failed}
 
     @property
     def searchers(self) -> list[str]:
         return [f"searcher-{i}" for i in range(1 if self.recipe.offline else self.recipe.searchers)]
+
+    def _see_off(self) -> None:
+        """Those who joined, with their last round; one that does not leave is left behind."""
+        waiting = "waiting for those who joined"
+        late = self.joined.dismiss(self.recipe.run.stop_deadline, lambda: self.tell("stopping", waiting))
+        self.joined.look(self.run.journal(self.recipe))
+        for name in late:
+            record_fault(self.run.path, "joined_late", f"{name} had not left after {self.recipe.run.stop_deadline:g} s")
 
     def _start(self, name: str, ends: ExitStack) -> Part:
         part = Part(name, self.run, self.recipe.run.threads)
@@ -168,6 +184,7 @@ class Processes:
 
     def _watch(self, searchers: list[Part]) -> None:
         """A searcher that raises ends the run; one that dies is started again, a bounded number of times."""
+        self.joined.look(self.run.journal(self.recipe))
         for part in searchers:
             code = part.code
             if code is None or code == 0:

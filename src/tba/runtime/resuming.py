@@ -12,13 +12,15 @@ import base64
 import logging
 import random
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 
 from tba.errors import UserError
-from tba.record.faults import record_fault
+from tba.record.faults import count_faults, record_fault
+from tba.replay.journal import JournalFollower
 from tba.replay.uses import cut_uses
 from tba.runtime.directory import RunDirectory
 from tba.train.checkpoint import Checkpoint, newest_sound
@@ -58,6 +60,17 @@ def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
     if run.uses.exists():
         cut_uses(run.uses, 0)
     return Version(run.incarnation), None
+
+
+def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
+    """Each time that the journal was damaged and recovered and nobody has recorded it yet: a fault, and a sentence."""
+    with JournalFollower(journal) as follower:
+        recoveries = [str(recovery) for recovery in follower.recoveries()]
+    new = recoveries[count_faults(run.path)["journal_recoveries"] :]
+    for what in new:
+        log.warning("%s", what)
+        record_fault(run.path, "journal_recoveries", what)
+    return new
 
 
 def state_of(half: TrainHalf) -> dict[str, Json]:

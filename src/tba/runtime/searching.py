@@ -57,6 +57,13 @@ class SearchHalf:
         self.examiner.answer(newest.manifest)
         return bool(newest.manifest.get("stop"))
 
+    def ended(self) -> bool:
+        """Whether the trainer has said stop, by the newest weights."""
+        newest = self.weights.newer_than(None)
+        if newest is None or newest.version.incarnation < self.incarnation:
+            return False
+        return bool(newest.manifest.get("stop"))
+
     def ahead(self) -> bool:
         """Whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`); by default never."""
         for newest in (False, True):  # a bound only rises: most often the one that is known already is enough

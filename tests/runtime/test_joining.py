@@ -1,0 +1,121 @@
+"""Searchers that join a run while it goes on, each in a process of its own, and leave it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from runs import children, made, steps_of, train, until
+
+from tba.__main__ import main
+from tba.record.faults import count_faults
+from tba.record.summary import Summary
+from tba.replay.journal import JournalFollower
+from tba.runtime.joining import FIRST, Joined, joined
+
+SECONDS = 120.0  # that a busy machine may take for what takes a few
+
+
+def search(path: Path) -> subprocess.Popen[str]:
+    """`tba search` in a process of its own."""
+    command = [sys.executable, "-m", "tba", "search", "--run", str(path)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def makers(path: Path) -> Counter[str]:
+    with JournalFollower(path / "journal.sqlite") as journal:
+        return Counter(t.provenance["searcher"] for t in journal.drain())
+
+
+def test_searchers_join_leave_and_die_while_the_trainer_goes_on_and_all_is_accounted_for(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    driver = train(path, "--steps", "1000000", "--evaluation.problems", "1")
+    others: list[subprocess.Popen[str]] = []
+    try:
+        until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
+        trainer = children(driver.pid)["trainer"]
+        others += [search(path) for _ in range(3)]
+        names = [f"searcher-{FIRST + i}" for i in range(3)]
+        until(lambda: set(names) <= set(makers(path)), SECONDS, "something of all three who joined")
+        others[0].send_signal(signal.SIGINT)
+        said, errors = others[0].communicate(timeout=SECONDS)
+        assert (others[0].returncode, errors) == (0, "")
+        assert "rounds: Ctrl-C" in said
+        others[1].kill()
+        others[1].communicate(timeout=SECONDS)
+        until(lambda: count_faults(path)["joined_deaths"] == 1, SECONDS, "the driver to see that one died")
+        done = steps_of(path)
+        until(lambda: steps_of(path) > done, SECONDS, "more steps")
+        assert children(driver.pid)["trainer"] == trainer
+        driver.send_signal(signal.SIGINT)
+        _, errors = driver.communicate(timeout=SECONDS)
+        assert (driver.returncode, errors) == (0, "")
+        said, errors = others[2].communicate(timeout=SECONDS)
+        assert (others[2].returncode, errors) == (0, "")
+        assert "the run ended" in said
+    finally:
+        for process in (driver, *others):
+            process.kill()
+            process.communicate(timeout=SECONDS)
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.tokens.closes(), summary.tokens
+    assert summary.trajectories.closes(), summary.trajectories
+    assert sorted(str(s["how"]) for s in summary.joined) == ["Ctrl-C", "it died", "the run ended"]
+    assert sum(makers(path).values()) == summary.trajectories.generated - summary.trajectories.in_flight_at_stop
+    for name in names:
+        assert f"{name} starts as process" in (path / "logs" / f"{name}.log").read_text()
+    assert main(["search", "--run", str(path)]) == 2  # it has ended
+
+
+def test_when_the_driver_is_killed_who_joined_leaves_too(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    driver = train(path, "--steps", "1000000", "--evaluation.problems", "1")
+    other = None
+    try:
+        until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
+        other = search(path)
+        until(lambda: f"searcher-{FIRST}" in makers(path), SECONDS, "something of who joined")
+        driver.kill()
+        driver.communicate(timeout=SECONDS)
+        said, errors = other.communicate(timeout=SECONDS)
+        assert (other.returncode, errors) == (0, "")
+        assert "the run ended" in said
+    finally:
+        for process in (driver, other):
+            if process is not None:
+                process.kill()
+                process.communicate(timeout=SECONDS)
+
+
+def test_no_two_who_join_have_the_same_name_and_a_name_is_not_given_again(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    with run.held(0.0):
+        with joined(run, recipe, lambda: False) as a, joined(run, recipe, lambda: False) as b:
+            assert [a.number, b.number] == [FIRST, FIRST + 1]
+            assert Joined(run).present() == [a.name, b.name]
+            assert not a.stop()
+        with joined(run, recipe, lambda: True) as c:
+            assert c.number == FIRST + 2
+            assert c.stop()
+        assert Joined(run).present() == []
+        assert [s["how"] for s in Joined(run).record()] == ["it was done", "it was done", "Ctrl-C"]
+        assert Joined(run).dismiss(0.0, lambda: None) == []
+        assert main(["search", "--run", str(run.path)]) == 2  # it is ending
+
+
+def test_what_cannot_be_joined_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, run = made(tmp_path / "run")
+    assert main(["search", "--run", str(run.path)]) == 2
+    assert "is not going on: begin it with `tba train`" in capsys.readouterr().err
+    _, turns = made(tmp_path / "turns", "--runtime", "inline")
+    with turns.held(0.0):
+        assert main(["search", "--run", str(turns.path)]) == 2
+    assert "takes turns in one process: no searcher can join it" in capsys.readouterr().err
+    assert main(["search", "--run", str(tmp_path / "nothing")]) == 2
+    assert main(["search"]) == 2
+    assert main(["search", "--run", str(run.path), "--steps", "3"]) == 2
