@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -143,15 +142,17 @@ class Searcher:
         pairs = [(prompt, c) for prompt, completions in finished for c in completions]
         judgements = self.reward.judge(pairs) if pairs else []
         references = self._scored(finished)
-        trajectories, rejected = [], ""
+        trajectories, rejected, series = [], "", b""
         for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
             if not (math.isfinite(judgement.reward) and np.isfinite(log_reference).all()):
                 _count(counts, "rejected", completion)
                 rejected = f"{completion.digest} to {prompt.key}, reward {judgement.reward}"
                 continue
+            drawn = self.rng.bytes(16)
+            series = series or drawn[:12]  # of this round: in the journal's index its ids lie side by side
             trajectories.append(
                 Trajectory(
-                    uid=uuid.UUID(bytes=self.rng.bytes(16)).hex,
+                    uid=(series + len(trajectories).to_bytes(4, "big")).hex(),
                     prompt=prompt,
                     completion=completion,
                     reward=float(judgement.reward),
