@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from tba.__main__ import main
 from tba.errors import UserError
@@ -248,3 +252,96 @@ def test_two_runs_of_one_name_do_not_share_a_journal_in_a_folder_for_journals(tm
     runs = [RunDirectory.create(tmp_path / place / "run", TOY, [], recipe) for place in ("a", "b")]
     assert len({run.journal(recipe) for run in runs}) == 2
     assert {run.journal(recipe).parent for run in runs} == {tmp_path / "local"}
+
+
+PIECES = st.sampled_from(
+    [
+        *("--steps", "--replay.pacing.warm-up", "--record.no-tensorboard", "--optimizer.betas", "--model.path"),
+        *("--prompts.selection", "--replay.keep-gb", "--run.journal-dir", "--searchers", "--objective.beta.value"),
+        *(
+            "--no-steps",
+            "--steps=3",
+            "--=",
+            "--",
+            "-",
+            "3",
+            "-3",
+            "1e9",
+            "nan",
+            "inf",
+            "None",
+            "True",
+            "posterior",
+            "'",
+        ),
+    ]
+)
+FUZZ = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@FUZZ
+@given(st.lists(PIECES | st.text(st.characters(exclude_categories=["Cs"]), max_size=12), max_size=5))
+def test_any_arguments_make_a_recipe_or_a_sentence(arguments: list[str]) -> None:
+    if {"-h", "--help"} & set(arguments):
+        return
+    with contextlib.suppress(UserError):
+        assert isinstance(overridden(QUICKSTART, *arguments), Recipe)
+
+
+@FUZZ
+@given(
+    st.binary(max_size=60)
+    | st.lists(
+        st.sampled_from(
+            [
+                "recipe = ",
+                "Recipe",
+                "(",
+                ")",
+                "1/0",
+                "assert 0",
+                "raise SystemExit",
+                "[",
+                "{",
+                "import nothing",
+                "\n",
+                " ",
+                "x",
+                "'",
+            ]
+        ),
+        max_size=12,
+    ).map(lambda words: "".join(words).encode())
+)
+@example(b"(" * 5000)
+@example(b"recipe = " + b"-" * 20_000 + b"1")
+@example(b"raise SystemExit(0)")
+@example(b"def f(): f()\nf()")
+def test_any_file_is_a_recipe_or_a_sentence_that_names_it(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "mine.py"
+    file.write_bytes(content)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a file that says odd things
+        with pytest.raises(UserError, match=r"mine\.py"):
+            find(str(file))
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=6) | st.sampled_from(["quickstart", "--steps", "3"]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["recipe", "overrides", "digest", "x"]), inner)
+    ),
+    max_leaves=8,
+)
+
+
+@FUZZ
+@given(JSON.map(json.dumps).map(str.encode) | st.binary(max_size=40))
+@example(b'{"recipe": "quickstart", "overrides": ["--steps", "3"]}')
+@example(b'{"recipe": "quickstart", "overrides": [], "digest": "0"}')
+@example(b"[" * 100_000)
+def test_whatever_recipe_json_holds_it_is_a_recipe_or_a_sentence(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "recipe.json").write_bytes(content)
+    with contextlib.suppress(UserError):
+        assert isinstance(RunDirectory.open(tmp_path).recipe(), Recipe)
+    assert (tmp_path / "recipe.json").read_bytes() == content

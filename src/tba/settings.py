@@ -31,7 +31,6 @@ from tba.study import MARK, Study, Variant
 
 T = TypeVar("T")
 _PLAIN = (str, int, float, bool, Path, type(None))
-_MISTAKES = (SyntaxError, ImportError, NameError, AttributeError, TypeError, ValueError, KeyError, OSError)
 _TITLES = "(Invalid choice|Missing argument|Unrecognized options|Value error)"  # of tyro's boxes
 _BOX = "│╭╰─╮╯-| "  # what tyro draws around its messages
 
@@ -107,7 +106,9 @@ def _from_file(path: Path, kind: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
     try:
         spec.loader.exec_module(module)
-    except _MISTAKES as error:
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}; mend the {kind} there") from error
     return module
 
