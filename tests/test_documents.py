@@ -9,6 +9,8 @@ import pytest
 
 from tba.__main__ import EvalOptions, OutOptions, ResumeOptions, TrainOptions
 from tba.command.importing import ImportOptions
+from tba.command.replay import ReplayOptions
+from tba.command.search import SearchOptions
 from tba.command.sft import SftOptions
 from tba.command.study import StudyOptions
 from tba.record import metrics
@@ -26,6 +28,8 @@ OPTIONS = {
     "sft": OutOptions(),
     "check": None,
     "study": StudyOptions(),
+    "replay": ReplayOptions(),
+    "search": SearchOptions(),
 }
 
 
