@@ -279,6 +279,15 @@ def test_a_listing_tells_every_key_added_since_any_earlier_look(keys: int) -> No
         assert (key in listing) == (key in members)
 
 
+def test_a_recent_one_that_left_does_not_leave_again_when_its_step_is_no_longer_recent() -> None:
+    buffer = Buffer(BufferSettings(per_prompt=2, total=4), recent_window=1)
+    for i in range(9):
+        buffer.add(trajectory(0, (i,), version=1))
+    buffer.now = Version(0, 9)
+    assert len(buffer.recent(prompt(0).key)) == 0
+    assert len(buffer) == 2
+
+
 def test_what_goes_by_another_incarnation_is_as_recent_as_that_and_equal_in_all_else() -> None:
     buffer = Buffer(BufferSettings(), recent_window=5)
     past = trajectory(tokens=(1, 2), version=Version(0, 7), reward=0.5)

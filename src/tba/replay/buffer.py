@@ -304,13 +304,14 @@ class Buffer:
             self._current.remove(prompt, row)
         if self._rows.is_recent[row]:
             self._recent.remove(prompt, row)
+            self._rows.is_recent[row] = False
         if not self._rows.uses[row]:
             self._waiting.add(length, -1)
             unused.add(length)
         self._rows.remove(row)
 
     def _shelf(self) -> Shelf:
-        return Shelf(lambda row: int(self._rows.arrival[row]))
+        return Shelf(lambda row: self._rows.arrival.item(row))  # a Python number, at less cost than by its index
 
     def _make_current(self, row: int) -> None:
         """It can be sampled, if it is of the current reference; what an earlier incarnation sampled is never recent."""
