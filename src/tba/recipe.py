@@ -90,7 +90,11 @@ _SECONDS = (
     *("idle_deadline", "stop_deadline", "evaluation_deadline", "lease_seconds", "silence_deadline", "reward_deadline"),
 )
 _LEAST = {
-    **{"restarts": 0, "inline_rounds_per_sync": 1, "threads": 1, "checkpoints": 1, "checkpoint_every": 0},
+    "restarts": 0,
+    "inline_rounds_per_sync": 1,
+    "threads": 1,
+    "checkpoints": 1,
+    "checkpoint_every": 0,
     "reward_retries": 0,
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from tba.errors import UserError
 from tba.types import Json
@@ -40,12 +40,12 @@ def read(path: Path, longest: int = LONGEST) -> Iterator[tuple[int, Values | Ref
 
 def _json_lines(path: Path, longest: int) -> Iterator[tuple[int, Values | Refusal]]:
     try:
-        file: IO[bytes] = gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115 - closed below
+        opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # noqa: SIM115 - closed below
     except OSError as error:
         raise UserError(
             f"{path} cannot be read ({error.strerror}): give a JSON Lines or Parquet file, or the folder of a run"
         ) from error
-    with file:
+    with opened as file:
         for number in count(1):
             try:
                 line = file.readline(longest)
@@ -86,7 +86,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Values | Refusal]]:
     except (OSError, pyarrow.ArrowException) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{path} cannot be read as Parquet ({reason}): give a Parquet or JSON Lines file") from error
-    with file:
+    with opened as file:
         number = 0
         try:
             for batch in file.iter_batches(_ROWS):

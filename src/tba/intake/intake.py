@@ -28,7 +28,8 @@ from tba.intake.report import Report, counters
 from tba.protocols import Reference, Reward
 from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Trajectory
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 CHUNK = 1024  # lines that are marked, scored and written together
 Entry: TypeAlias = tuple[int, Values | Refusal | Trajectory]
 

@@ -170,8 +170,10 @@ class Buffer:
 
     def counts(self) -> Counts:
         """A copy of the counts."""
-        amounts = (self._received, self._trained_once, self._trained_total)
-        amounts += (self._waiting, self._evicted, self._duplicate, self._damaged)
+        amounts = (
+            *(self._received, self._trained_once, self._trained_total),
+            *(self._waiting, self._evicted, self._duplicate, self._damaged),
+        )
         return Counts(*(Amount(a.trajectories, a.tokens) for a in amounts))
 
     def carry(self, counts: Counts) -> None:

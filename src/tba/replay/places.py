@@ -65,7 +65,7 @@ class Places:
     def _make(self, cells: int) -> None:
         self._mask = cells - 1
         self._keys, self._rows = np.zeros(cells, dtype=np.int64), np.full(cells, _FREE, dtype=np.int32)
-        self._key, self._row = memoryview(self._keys), memoryview(self._rows)  # a cell is read at half the cost
+        self._key, self._row = self._keys.data, self._rows.data  # memory views: a cell is read at half the cost
 
     def _grow(self) -> None:
         taken = self._rows != _FREE

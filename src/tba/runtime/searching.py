@@ -75,7 +75,7 @@ class SearchHalf:
         return True
 
     def round(self) -> None:
-        """A round of the searcher. While it is ahead of what is wanted: what is to be scored anew, and a short pause."""
+        """A round of the searcher. While it is ahead of what is wanted: what is to be scored anew, and a pause."""
         eased = 0.0 if self.eased_since is None else time.monotonic() - self.eased_since
         if not self.ahead() or eased > EASED_OFF:
             self.eased_since = None

@@ -142,7 +142,8 @@ class Searcher:
         pairs = [(prompt, c) for prompt, completions in finished for c in completions]
         judgements = self.reward.judge(pairs) if pairs else []
         references = self._scored(finished)
-        trajectories, rejected, series = [], "", b""
+        trajectories: list[Trajectory] = []
+        rejected, series = "", b""
         for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
             if not (math.isfinite(judgement.reward) and np.isfinite(log_reference).all()):
                 _count(counts, "rejected", completion)

@@ -77,7 +77,7 @@ class Countdown:
             )
         rng = np.random.default_rng([self.seed, split == "eval"])
         chosen = rng.permutation(len(there))[:wanted]
-        return [self._problem(table, *there[i], rng) for i in chosen]
+        return [self._problem(table, there[i][0], there[i][1], rng) for i in chosen]
 
     def reward(self) -> Expression:
         return Expression(self.operations)
