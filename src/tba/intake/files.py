@@ -86,7 +86,7 @@ def _parquet(path: Path) -> Iterator[tuple[int, Values | Refusal]]:
     except (OSError, pyarrow.ArrowException) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{path} cannot be read as Parquet ({reason}): give a Parquet or JSON Lines file") from error
-    with opened as file:
+    with file as file:
         number = 0
         try:
             for batch in file.iter_batches(_ROWS):
