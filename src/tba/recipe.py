@@ -169,7 +169,7 @@ class Recipe:
                 f"--control.signal is {self.control.signal}, but {type(self.replay.selection).__name__} has no m that "
                 "could be moved: choose RecencyReward, or none"
             )
-        self.control.start(self.sync_every, m)
+        self.control.start(self.sync_every, m, self.recent_window)
 
     def _require_what_the_objective_needs(self) -> None:
         objective, needs = type(self.objective).__name__, self.objective.needs

@@ -34,6 +34,8 @@ STALE = (*SMALL, "--steps", "120", "--sync-every", "8", "--replay.selection.m", 
 LAG = ("--control.signal", "lag", "--control.low", "4", "--control.high", "6")
 ESS = ("--control.signal", "ess", "--control.low", "0.97", "--control.high", "0.995")
 
+MOVED = ("sync_every", "m", "recent_window")
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
@@ -61,11 +63,11 @@ def test_the_controller_moves_k_and_m_and_every_move_is_on_record(tmp_path: Path
         assert change["sync_every"] == (max(1, k // 2) if stale else min(16, 2 * k))
         assert change["m"] == pytest.approx(min(1.0, m + 0.1) if stale else max(0.5, m - 0.1))
         k, m = change["sync_every"], change["m"]
-    held, moves = (8.0, 0.5), {change["step"]: change for change in summary.control}
+    held, moves = (8, 0.5, 16), {change["step"]: change for change in summary.control}
     for row in read_metrics(tmp_path / "run"):
-        assert (row["sync_every"], row["m"]) == held
+        assert tuple(row[name] for name in MOVED) == held
         if row["step"] in moves:
-            held = float(moves[row["step"]]["sync_every"]), moves[row["step"]]["m"]
+            held = tuple(moves[row["step"]][name] for name in MOVED)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["control"] == list(summary.control)
 
 
@@ -81,7 +83,7 @@ def test_with_the_controller_off_nothing_is_moved_and_nothing_recorded_of_it(sta
     search, train = start("--sync-every", "1")
     search.round()
     train.step()
-    assert not {"sync_every", "m"} & read_metrics(train.run.path)[-1].keys()
+    assert not {*MOVED} & read_metrics(train.run.path)[-1].keys()
     assert train.steering.changes() == []
     assert train.steering.state() is None
     newest = train.weights.newer_than(None)
@@ -89,13 +91,13 @@ def test_with_the_controller_off_nothing_is_moved_and_nothing_recorded_of_it(sta
     assert "wanted" not in newest.manifest
 
 
-def test_a_move_holds_for_the_trainer_and_the_replay_and_the_recent_window_only_widens(start: Start) -> None:
+def test_a_move_holds_for_the_trainer_and_the_replay(start: Start) -> None:
     _, train = start("--sync-every", "4", "--control.signal", "lag", "--control.low", "1", "--control.high", "3",
                      "--control.every", "1")  # fmt: skip
     selector = train.replay.selector
     assert (train.trainer.sync_every, train.replay.buffer.window) == (4, 8)
     train.steering.after(1, {"lag": 5.0})
-    assert (train.trainer.sync_every, train.replay.buffer.window, getattr(selector, "m")) == (2, 8, 0.6)  # noqa: B009
+    assert (train.trainer.sync_every, train.replay.buffer.window, getattr(selector, "m")) == (2, 4, 0.6)  # noqa: B009
     for step in range(2, 12):
         train.steering.after(step, {"lag": 0.0})
     assert (train.trainer.sync_every, train.replay.buffer.window, getattr(selector, "m")) == (8, 16, 0.5)  # noqa: B009

@@ -169,7 +169,7 @@ def _slow_side(summary: Summary) -> str:
 def _control(summary: Summary) -> str:
     last = summary.control[-1]
     moves = f"{len(summary.control)} moves by {last['signal']}"
-    return f"{moves}, the last after step {last['step']} to k = {last['sync_every']} and m = {last['m']:g}"
+    return f"{moves}, the last after step {last['step']} to k = {last['sync_every']}, m = {last['m']:g}"
 
 
 def _lag(summary: Summary) -> str:
