@@ -23,7 +23,7 @@ SUMMARY = Summary(
     tokens=Ledger(generated=10, trained_once=7, trained_total=20, waiting=3),
     trajectories=Ledger(generated=4, trained_once=3, trained_total=9, waiting=1),
     lag=Lag(9.8, 17.0, 41.0),
-    control=({"step": 20, "signal": "ess", "value": 0.4, "sync_every": 1, "m": 1.0},),
+    control=({"step": 20, "signal": "ess", "value": 0.4, "sync_every": 1, "m": 1.0, "recent_window": 2},),
     reference_resets=({"step": 200, "version": "0.200", "wall_seconds": 101.5},),
     faults={"restarts": 1, "non_finite_steps": 0},
     peak_memory_bytes={"searcher-0": 1 << 28, "trainer": 1 << 29},

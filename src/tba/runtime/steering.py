@@ -23,7 +23,7 @@ log = logging.getLogger("tba.trainer")
 
 @dataclass
 class Steering:
-    """The controller at its levers: the trainer's sync interval, the replay's share of recent groups and recent window."""
+    """The controller at its levers: the trainer's sync interval, the replay's share of recent groups and its window."""
 
     recipe: Recipe
     trainer: Trainer

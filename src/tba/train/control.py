@@ -52,7 +52,10 @@ class Control:
             raise UserError(f"--control.least-m is {self.least_m}, it is a probability: give 0 to 1")
 
     def start(self, sync_every: int, m: float, window: int) -> Controller:
-        """A controller that begins at k = `sync_every`, `m` and a recent `window`. Raises `UserError` when they are out of bounds."""
+        """A controller that begins at k = `sync_every`, `m` and a recent `window`.
+
+        Raises `UserError` when k or m is out of bounds.
+        """
         if self.signal != "none" and sync_every > self.most_sync_every:
             raise UserError(
                 f"--sync-every is {sync_every}, above --control.most-sync-every {self.most_sync_every}: raise the bound"
