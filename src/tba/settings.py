@@ -116,7 +116,7 @@ def _from_file(path: Path, kind: str) -> ModuleType:
 def _place(error: BaseException, path: Path) -> str:
     """Where in a user's file it went wrong."""
     if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}"
+        return f"{error.filename or path}, line {error.lineno or 1}"
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path.resolve()]
     return f"{path}, line {lines[-1]}" if lines else str(path)

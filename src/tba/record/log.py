@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ def set_up_log(run: Path, part: str, level: int = logging.INFO) -> logging.FileH
         if isinstance(there, logging.FileHandler) and there.baseFilename == str(path):
             return there
     path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     formatter = logging.Formatter(LINE, datefmt="%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
@@ -47,6 +48,14 @@ def set_up_log(run: Path, part: str, level: int = logging.INFO) -> logging.FileH
         faulthandler.enable(handler.stream)
     log.info("%s starts as process %d", part, os.getpid())
     return handler
+
+
+class _LogFile(logging.FileHandler):
+    """One that a full disk does not upset: the run itself says so, once."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 @contextmanager

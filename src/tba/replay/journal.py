@@ -503,11 +503,13 @@ class JournalFollower:
 
     def close(self) -> None:
         """Truncates the log if nobody is in the way, and closes. Rows stay."""
-        self.checkpoint()
-        self._database.close()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        try:
+            self.checkpoint()  # may fail, on a full disk
+        finally:
+            self._database.close()
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ whole record, or written beside its place and renamed; a write that fails takes 
 from __future__ import annotations
 
 import errno
+import resource
 import shutil
 from pathlib import Path
 
@@ -28,13 +29,12 @@ def disk_full(error: BaseException, run: Path) -> UserError | None:
         (isinstance(e, OSError) and e.errno in _ERRNOS) or any(word in str(e).lower() for word in _WORDS) for e in seen
     )
     vague = any("disk i/o error" in str(e).lower() for e in seen)  # SQLite's, for whatever the system says
-    if of_disk or (vague and shutil.disk_usage(run).free < _NOTHING):
+    limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
+    if of_disk or (vague and (limited or shutil.disk_usage(run).free < _NOTHING)):
         return no_space(run)
     return None
 
 
 def no_space(run: Path) -> UserError:
     """The sentence."""
-    return UserError(
-        f"the disk of {run} is full: free some space, then `tba train --resume {run}` goes on with the run"
-    )
+    return UserError(f"the disk of {run} is full: free some space, then go on with `tba train --resume {run}`")

@@ -30,6 +30,7 @@ from tba.runtime.pulse import Watch, pulse_of
 from tba.runtime.stopping import stop_requests
 
 _POLL = 0.05  # seconds between two looks at the parts
+_STARTING = 120.0  # seconds at least for the first sign: libraries are loaded and a model
 
 
 @dataclass
@@ -216,10 +217,12 @@ class Processes:
 
     def _end_silent(self, parts: list[Part]) -> None:
         """A part that hangs is killed: as one that dies, it is started again, a bounded number of times."""
+        usual = self.recipe.run.silence_deadline
         for part in parts:
-            if part.code is None and part.watch.silence() > self.recipe.run.silence_deadline:
-                what = f"{part.name} (process {part.process.pid}) gave no sign of life for "
-                record_fault(self.run.path, "silences", f"{what}{self.recipe.run.silence_deadline:g} s and was killed")
+            limit = usual if part.watch.heard else max(usual, _STARTING)
+            if part.code is None and part.watch.silence() > limit:
+                what = f"{part.name} (process {part.process.pid}) gave no sign of life for {limit:g} s and was killed"
+                record_fault(self.run.path, "silences", what)
                 part.process.kill()
                 part.process.wait()
 

@@ -45,13 +45,25 @@ class Watch:
     path: Path
     _seen: int | None = None
     _since: float = field(default_factory=time.monotonic)
+    _before: int | None = None  # the sign that an earlier life of the part left
+
+    def __post_init__(self) -> None:
+        self._seen = self._before = self._sign()
+
+    @property
+    def heard(self) -> bool:
+        """Whether it has given a sign since it was started: until then it loads libraries and a model."""
+        return self._sign() != self._before
 
     def silence(self) -> float:
         """Seconds."""
-        try:
-            sign: int | None = self.path.stat().st_mtime_ns
-        except OSError:
-            sign = None
+        sign = self._sign()
         if sign != self._seen:
             self._seen, self._since = sign, time.monotonic()
         return time.monotonic() - self._since
+
+    def _sign(self) -> int | None:
+        try:
+            return self.path.stat().st_mtime_ns
+        except OSError:
+            return None
