@@ -31,7 +31,19 @@ from tba.settings import find, find_study, study_names
 from tba.study import Study, Variant, positions, varying
 
 TOY = str(Path(__file__).with_name("toy_study.py"))
-SAME = ("pass@1/sampled", "pass@1/greedy", "fall", "reward", "kl", "log_ratio", "lag", "uses", "tokens_trained")
+SAME = (
+    "pass@1/sampled",
+    "pass@1/greedy",
+    "fall",
+    "reward",
+    "kl",
+    "distinct",
+    "pass@4/of4",
+    "log_ratio",
+    "lag",
+    "uses",
+    "tokens_trained",
+)
 
 
 class InThisProcess:
@@ -101,7 +113,8 @@ def test_a_run_that_was_cut_off_is_made_anew_and_one_without_its_divergence_is_m
 ) -> None:
     (copy / "runs" / "often-0" / "summary.json").unlink()
     (copy / "runs" / "often-1" / "divergence.json").unlink()
-    assert study(copy) == (0, [("often", 0), ("often", 1)])
+    (copy / "runs" / "rarely-1" / "diversity.json").unlink()
+    assert study(copy) == (0, [("often", 0), ("often", 1), ("rarely", 1)])
     assert repeatable(copy) == repeatable(whole)
     metrics = [(folder / "runs" / "often-1" / "metrics.jsonl").read_bytes() for folder in (whole, copy)]
     assert metrics[0] == metrics[1]  # with its wall-clock: it was not run again
@@ -164,6 +177,23 @@ def test_a_table_is_what_the_runs_own_files_say(whole: Path) -> None:
         assert row["n"] == "2"
 
 
+def test_diversity_is_of_the_weights_before_and_after_by_the_same_draws(whole: Path) -> None:
+    found = [json.loads((whole / "runs" / f"{v}-0" / "diversity.json").read_text()) for v in ("often", "rarely")]
+    assert found[0]["before"] == found[1]["before"]  # both began with the same weights
+    for when in ("before", "after"):
+        measured = found[0][when]
+        assert (measured["prompts"], measured["samples"], len(measured["pass_at"])) == (2, 4, 4)
+        assert measured["pass_at"] == sorted(measured["pass_at"])
+        assert measured["pass_at"][3] <= measured["distinct"] <= 4
+    assert float(figures(whole)["often", "distinct_before"]["mean"]) == pytest.approx(
+        sum(
+            json.loads((whole / "runs" / f"often-{s}" / "diversity.json").read_text())["before"]["distinct"]
+            for s in (0, 1)
+        )
+        / 2
+    )
+
+
 def test_every_run_is_an_ordinary_one_with_its_settings_in_its_folder(whole: Path) -> None:
     facts = json.loads((whole / "runs" / "rarely-1" / "recipe.json").read_text())
     assert facts["recipe"] == f"{TOY}::rarely"
@@ -205,6 +235,8 @@ def test_plots_are_drawn_of_what_varies(whole: Path) -> None:
         "frontier.png",
         "pass@1-sampled-against-sync_every.png",
         "pass@1-sampled-against-objective.beta.value.png",
+        "pass-at-k.png",
+        "diversity.png",
     }
     for path in whole.glob("*.png"):
         with Image.open(path) as image:
@@ -306,7 +338,7 @@ def test_every_variant_of_every_shipped_study_is_a_recipe_that_can_run(name: str
     shipped = find_study(name)
     assert shipped.name == name
     assert shipped.description
-    assert len(shipped.seeds) >= 3
+    assert len(shipped.seeds) >= (1 if "tuning" in name else 3)  # a choice, or a comparison
     resolved = [find(f"{name}::{variant}") for variant in shipped.variants]
     for recipe in resolved:
         validate(recipe)

@@ -33,4 +33,6 @@ study = Study(
     target=0.5,
     divergence_prompts=2,
     divergence_samples=3,
+    diversity_prompts=2,
+    diversity_samples=4,
 )

@@ -64,6 +64,8 @@ class Study:
     against: tuple[Against, ...] = ()  # plots besides accuracy over time and reward over divergence
     divergence_prompts: int = 500  # held-out prompts on which the distance to the reference is measured; 0: it is not
     divergence_samples: int = 4  # answers to each
+    diversity_prompts: int = 100  # held-out prompts on which different right answers and pass@k are measured
+    diversity_samples: int = 0  # answers to each, before and after the run; 0: they are not measured
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w.-]+", self.name):

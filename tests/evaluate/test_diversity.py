@@ -1,6 +1,5 @@
 """Different right answers and pass@k: by hand, by enumeration, and against the enumerable toy."""
 
-from collections import Counter
 from itertools import combinations
 
 import numpy as np
@@ -49,8 +48,7 @@ def test_fewer_than_two_right_answers_say_nothing_of_their_difference() -> None:
 
 
 def test_what_is_measured_of_an_engine_is_what_its_distribution_says() -> None:
-    """Right is what is rewarded as the best answer is: each answer's own chance gives both figures."""
-    policy, samples, repeats = TabularPolicy(TASK, 1.0, torch.float64), 16, 60
+    policy, samples, repeats = TabularPolicy(TASK, 1.0, torch.float64), 16, 100
     engine = TabularEngine(TASK, Version())
     engine.load(policy.weights(), Version(0, 1))
     rewards_QO = np.array(TASK.rewards_QO)[: len(PROMPTS)]
@@ -63,7 +61,6 @@ def test_what_is_measured_of_an_engine_is_what_its_distribution_says() -> None:
     assert found.pass_at[0] == pytest.approx(accuracy_Q.mean(), abs=4 * 0.5 / (len(PROMPTS) * repeats * samples) ** 0.5)
     assert found.pass_at[samples - 1] == pytest.approx((1 - (1 - accuracy_Q) ** samples).mean(), abs=0.1)
     assert list(found.pass_at) == sorted(found.pass_at)
-    assert Counter(p.key for p in PROMPTS * repeats).most_common(1)[0][1] == repeats
 
 
 def test_nothing_to_sample_is_refused() -> None:

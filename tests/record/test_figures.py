@@ -44,6 +44,23 @@ def test_the_figures_of_a_run_are_those_it_recorded(make_run: Callable[..., Path
     )  # fmt: skip
 
 
+def test_diversity_is_told_of_both_ends_and_pass_at_k_at_powers_of_two(make_run: Callable[..., Path]) -> None:
+    run = make_run()
+    before = {"distinct": 4.5, "differ": 0.75, "pass_at": [0.25, 0.4, 0.5, 0.6, 0.65, 0.7], "samples": 6}
+    after = {"distinct": 2.0, "differ": None, "pass_at": [0.5, 0.6, 0.65, 0.7, 0.72, 0.74], "samples": 6}
+    (run / "diversity.json").write_text(json.dumps({"before": before, "after": after}))
+    found = figures(RunRecord.read(run), "pass@1/sampled")
+    assert {name: value for name, value in found.items() if "of6" in name or name.startswith(("dist", "diff"))} == {
+        "distinct": 2.0,
+        "distinct_before": 4.5,
+        "differ_before": 0.75,
+        "pass@1/of6": 0.5,
+        "pass@2/of6": 0.6,
+        "pass@4/of6": 0.7,
+    }
+    assert (heading("pass@4/of6"), shown("pass@4/of6", 0.7)) == ("pass@4/of6, %", "70.0")
+
+
 def test_what_a_run_does_not_have_is_not_there(make_run: Callable[..., Path]) -> None:
     found = figures(RunRecord.read(make_run()), "pass@1/sampled", target=0.85)
     assert {"kl", "reward", "seconds_to_target", "pass@4/sampled"} & found.keys() == set()

@@ -12,20 +12,29 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from rich.console import Console
 
 from tba.command.check import validate
 from tba.command.trial import Runner, Trial, in_child
 from tba.errors import UserError
 from tba.record.comparison import Outcome
-from tba.record.figures import accuracy_curve, heading, shown
+from tba.record.figures import accuracy_curve, heading, pass_of, read_diversity, shown
 from tba.record.run import RunRecord
-from tba.record.study_plots import Curve, Line, draw_against, draw_frontier, draw_over_time, lines_of
+from tba.record.study_plots import (
+    Curve,
+    Line,
+    draw_against,
+    draw_frontier,
+    draw_over_time,
+    draw_pass_at_k,
+    lines_of,
+)
 from tba.record.study_table import TABLE_FILE, Comparison, view, write_tables
 from tba.record.text import duration
 from tba.runtime.stopping import stop_requests
@@ -93,7 +102,7 @@ class Progress:
 
 def _run_all(left: Sequence[Trial], jobs: int, progress: Progress, runner: Runner) -> bool:
     """`jobs` runs at a time, in their order; whether we were stopped before the last."""
-    waiting, going = list(left), {}
+    waiting, going = list(left), dict[Future[str], Trial]()
     with stop_requests() as stop, ThreadPoolExecutor(jobs) as pool:
         while going or (waiting and not stop()):
             while waiting and len(going) < jobs and not stop():
@@ -216,6 +225,7 @@ def _plots(study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], f
             curves[trial.variant].append(accuracy_curve(RunRecord.read(trial.path), study.metric))
     yield draw_over_time(folder / "over-time.png", study.name, study.metric, curves, lines)
     yield draw_frontier(folder / "frontier.png", study.name, outcomes, lines)
+    yield from _diversity_plots(study, [t for t in trials if (t.variant, t.seed) in there], outcomes, lines, folder)
     for against in study.against or varying(recipes):
         y = against.y or study.metric
         at = positions(against.x, recipes, outcomes)
@@ -224,3 +234,20 @@ def _plots(study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], f
             drawn = [Line("", [v for line in drawn for v in line.variants])]
         file = folder / f"{y.replace('/', '-')}-against-{against.x}.png"
         yield draw_against(file, study.name, y, against.label or against.x, at, outcomes, drawn)
+
+
+def _diversity_plots(
+    study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], lines: Sequence[Line], folder: Path
+) -> Iterator[Path | None]:
+    """pass@k over k, and the different right answers over accuracy; of the runs whose diversity was measured."""
+    found = [(trial.variant, measured) for trial in trials if (measured := read_diversity(trial.path))]
+    if not study.diversity_samples or not found:
+        return
+    before = [measured["before"]["pass_at"] for _, measured in found]
+    after: dict[str, list[Sequence[float]]] = {}
+    for variant, measured in found:
+        after.setdefault(variant, []).append(measured["after"]["pass_at"])
+    yield draw_pass_at_k(folder / "pass-at-k.png", study.name, before, after, lines)
+    start = (float(np.mean(before, axis=0)[0]), float(np.mean([m["before"]["distinct"] for _, m in found])))
+    accuracy = pass_of(1, study.diversity_samples)
+    yield draw_frontier(folder / "diversity.png", study.name, outcomes, lines, accuracy, "distinct", start)

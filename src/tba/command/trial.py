@@ -22,7 +22,7 @@ from tba.errors import UserError
 from tba.recipe import Recipe, resolved
 from tba.record.comparison import Outcome
 from tba.record.failure import Failure
-from tba.record.figures import DIVERGENCE_FILE, figures
+from tba.record.figures import DIVERGENCE_FILE, DIVERSITY_FILE, figures
 from tba.record.jsonl import plain
 from tba.record.log import tail
 from tba.record.run import RunRecord
@@ -65,9 +65,15 @@ class Trial:
         summary = Summary.read(self.path)
         if summary is None or summary.faults.get("stopped"):
             return "cut off"
-        if not self.study.divergence_prompts or (self.path / DIVERGENCE_FILE).exists():
+        if all((self.path / file).exists() for file in self._wanted()):
             return "ended"
         return "not measured" if any((self.path / "weights").glob("*.safetensors")) else "cut off"
+
+    def _wanted(self) -> list[str]:
+        """The files that measuring its last weights leaves."""
+        study = self.study
+        asked = {DIVERGENCE_FILE: study.divergence_prompts, DIVERSITY_FILE: study.diversity_samples}
+        return [file for file, count in asked.items() if count]
 
     def difference(self) -> str | None:
         """The first field in which the run there is of another recipe, with both values; None when there is none."""
@@ -97,8 +103,8 @@ class Trial:
             "source": self.source,
             "overrides": list(self.overrides),
             "path": str(self.path),
-            "prompts": self.study.divergence_prompts,
-            "samples": self.study.divergence_samples,
+            "divergence": [self.study.divergence_prompts, self.study.divergence_samples],
+            "diversity": [self.study.diversity_prompts, self.study.diversity_samples],
         }
 
     def carry_out(self, stop: Callable[[], bool], runner: Runner) -> None:

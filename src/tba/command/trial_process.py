@@ -1,4 +1,4 @@
-"""One run of a study in a process of its own: `tba train`, then the distance to the reference that it has come to.
+"""One run of a study in a process of its own: `tba train`, then what is measured of the weights that it has come to.
 
     python -m tba.command.trial_process '{"source": "staleness::tb-k4", "overrides": ["--seed", "1"], ...}'
 
@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,16 @@ import torch
 from tba.command.train import run_recipe
 from tba.errors import TbaError, UserError
 from tba.evaluate.divergence import divergence
+from tba.evaluate.diversity import diversity
+from tba.protocols import Engine
 from tba.recipe import Recipe
-from tba.record.figures import DIVERGENCE_FILE
+from tba.record.figures import DIVERGENCE_FILE, DIVERSITY_FILE
 from tba.record.jsonl import write_json
 from tba.record.summary import Summary
 from tba.runtime.directory import RunDirectory
 from tba.runtime.searching import prompts_of
 from tba.settings import find, override
-from tba.types import Version
+from tba.types import Json, Prompt, Version
 from tba.weights.directory import WeightDirectory
 
 
@@ -40,34 +43,62 @@ def carry_out(order: dict[str, Any]) -> int:
         if Summary.read(path) is None:
             run_recipe(source, overrides, path.parent, path.name)
         summary = Summary.read(path)
-        if order["prompts"] and summary is not None and not summary.faults.get("stopped"):
+        if summary is not None and not summary.faults.get("stopped"):
             recipe = override(find(source), overrides, f"tba train {source}")
-            measure(recipe, RunDirectory.open(path), order["prompts"], order["samples"])
+            measure(recipe, RunDirectory.open(path), order["divergence"], order["diversity"])
     except TbaError as error:
         print(f"tba: {error}", file=sys.stderr)  # noqa: T201 - it is the study's log of this run
         return 2 if isinstance(error, UserError) else 1
     return 0
 
 
-def measure(recipe: Recipe, run: RunDirectory, prompts: int, samples: int) -> None:
-    """`divergence.json` of a run that has finished: its last weights on the first held-out prompts."""
+def measure(recipe: Recipe, run: RunDirectory, divergence_of: Sequence[int], diversity_of: Sequence[int]) -> None:
+    """`divergence.json` and `diversity.json` of a run that has finished, on the first held-out prompts.
+
+    Each takes (prompts, samples of each), and is left out where one of them is 0.
+    """
+    if not (all(divergence_of) or all(diversity_of)):
+        return
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
     engine = model.engine(Version())
+    prompts = prompts_of(recipe, model.tokenizer(), "eval")
+    found = {}
+    if all(diversity_of):
+        found["before"] = _diversity(recipe, engine, prompts, diversity_of)
     weights = WeightDirectory(run.weights).newer_than(None)
     assert weights is not None  # a run that has finished has published its last weights
     engine.load(weights.read(), weights.version)
-    found = divergence(
+    if all(diversity_of):
+        found["after"] = _diversity(recipe, engine, prompts, diversity_of)
+        write_json(run.path / DIVERSITY_FILE, found)
+    if all(divergence_of):
+        measured = divergence(
+            engine,
+            model.reference(recipe.policy_temperature, Version()),
+            recipe.task.reward(),
+            prompts[: divergence_of[0]],
+            divergence_of[1],
+            np.random.default_rng([recipe.seed, 11]),
+            policy_temperature=recipe.policy_temperature,
+            chunk=recipe.evaluation.chunk,
+        )
+        write_json(run.path / DIVERGENCE_FILE, asdict(measured))
+
+
+def _diversity(recipe: Recipe, engine: Engine, prompts: Sequence[Prompt], of: Sequence[int]) -> dict[str, Json]:
+    """By the same random numbers whenever it is called."""
+    measured = diversity(
         engine,
-        model.reference(recipe.policy_temperature, Version()),
         recipe.task.reward(),
-        prompts_of(recipe, model.tokenizer(), "eval")[:prompts],
-        samples,
-        np.random.default_rng([recipe.seed, 11]),
+        prompts[: of[0]],
+        of[1],
+        np.random.default_rng([recipe.seed, 12]),
+        threshold=recipe.evaluation.threshold,
         policy_temperature=recipe.policy_temperature,
         chunk=recipe.evaluation.chunk,
     )
-    write_json(run.path / DIVERGENCE_FILE, asdict(found))
+    return asdict(measured)
 
 
 def _watch() -> None:

@@ -18,6 +18,7 @@ from tba.record.text import count, percent
 from tba.types import Evaluation, Json
 
 DIVERGENCE_FILE = "divergence.json"  # what `tba.evaluate.divergence` found, as JSON
+DIVERSITY_FILE = "diversity.json"  # what `tba.evaluate.diversity` found, before and after
 _LAST = 10  # the last tenth of the steps is what a mean over the end is taken of
 
 
@@ -45,6 +46,10 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "fall": ("largest fall, points", _points),  # below the best so far, over the run's evaluations
     "reward": ("reward", _decimals(3)),  # held-out, sampled after the run
     "kl": ("KL, nats", _decimals(3)),  # to the reference, the same samples
+    "distinct": ("different right answers", _decimals(1)),  # of one problem, among the samples of the diversity
+    "distinct_before": ("different ones before", _decimals(1)),  # the same of the weights that the run began with
+    "differ": ("two right ones differ, %", _points),
+    "differ_before": ("two differ before, %", _points),
     "seconds_to_target": ("s to target", _seconds),  # since the first step
     "seconds": ("s training", _seconds),  # from the first step to the last
     "seconds_in_all": ("s in all", _seconds),  # start-up and evaluations too
@@ -100,6 +105,7 @@ def figures(run: RunRecord, metric: str, target: float | None = None) -> dict[st
         "searcher_idle": summary.searcher_idle,
         "skipped_steps": float(summary.faults.get("skipped_steps") or 0),
         **_divergence(run.directory),
+        **_diversity(run.directory),
     }
     return {name: float(value) for name, value in found.items() if value is not None}
 
@@ -159,3 +165,31 @@ def _divergence(directory: Path) -> dict[str, float]:
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
     return {"kl": found["kl"], "reward": found["reward"]}
+
+
+def read_diversity(directory: Path) -> dict[str, Json]:
+    """What was measured of the first and of the last weights of a run, by `before` and `after`; empty when nothing was.
+
+    Each has the fields of `tba.evaluate.diversity.Diversity`.
+    """
+    path = directory / DIVERSITY_FILE
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+
+
+def pass_of(k: int, samples: int) -> str:
+    """The name of pass@k among the samples of the diversity."""
+    return f"pass@{k}/of{samples}"
+
+
+def _diversity(directory: Path) -> dict[str, float | None]:
+    found = read_diversity(directory)
+    if not found:
+        return {}
+    before, after = found["before"], found["after"]
+    samples = after["samples"]
+    powers = [2**i for i in range(samples.bit_length())]  # 1, 2, 4, ... up to the samples
+    return {
+        **{name: after[name] for name in ("distinct", "differ")},
+        **{f"{name}_before": before[name] for name in ("distinct", "differ")},
+        **{pass_of(k, samples): after["pass_at"][k - 1] for k in powers},
+    }

@@ -22,7 +22,7 @@ from tba.record.report import COLOURS, GREY, INK, STYLES, frame, save_figure
 Curve = Sequence[tuple[float, float]]  # (seconds, accuracy)
 _GRID = 200  # points of a mean curve
 _LOG_FROM = 16.0  # largest over smallest x from which an axis is logarithmic
-_PERCENT = ("pass@", "fall")  # figures that are drawn in percent
+_PERCENT = ("pass@", "fall", "differ")  # figures that are drawn in percent
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,33 @@ def draw_over_time(
     return save_figure(figure, path)
 
 
-def draw_frontier(path: Path, title: str, outcomes: Sequence[Outcome], lines: Sequence[Line]) -> Path | None:
-    """Reward over the divergence from the reference that it took: a line per family (the paper's Figure 4)."""
-    if not any({"kl", "reward"} <= o.figures.keys() for o in outcomes):
+def draw_frontier(
+    path: Path,
+    title: str,
+    outcomes: Sequence[Outcome],
+    lines: Sequence[Line],
+    x: str = "kl",
+    y: str = "reward",
+    start: tuple[float, float] | None = None,
+) -> Path | None:
+    """One figure over another: a line per family. Reward over the divergence that it took is the paper's Figure 4.
+
+    `start` is where all runs began, in the figures' units.
+    """
+    if not any({x, y} <= o.figures.keys() for o in outcomes):
         return None
     figure, (axes,) = _panels(1, title)
-    frame(axes, "Reward and divergence", "held-out prompts, after the run; mean over runs and each run")
+    scale = np.array([100.0 if name.startswith(_PERCENT) else 1.0 for name in (x, y)])
+    frame(axes, heading(y), "held-out prompts, after the run; mean over runs and each run")
+    if start is not None:
+        axes.plot(*(scale * start), "+", ms=9, mew=2, color=INK, label="before")
     for i, line in enumerate(lines):
         colour, means = COLOURS[i % len(COLOURS)], []
         for variant in line.variants:
-            found = [(o.figures["kl"], o.figures["reward"]) for o in _with(outcomes, variant, "kl", "reward")]
+            found = [scale * (o.figures[x], o.figures[y]) for o in _with(outcomes, variant, x, y)]
             if not found:
                 continue
-            axes.plot([x for x, _ in found], [y for _, y in found], "o", ms=3, color=colour, alpha=0.3)
+            axes.plot(*np.transpose(found), "o", ms=3, color=colour, alpha=0.3)
             mean = np.mean(found, axis=0)
             means.append(mean)
             axes.annotate(variant, mean, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
@@ -81,8 +95,38 @@ def draw_frontier(path: Path, title: str, outcomes: Sequence[Outcome], lines: Se
             style = STYLES[i // len(COLOURS) % len(STYLES)]
             label = line.family or "all variants"
             axes.plot(*np.transpose(means), "o", ls=style, ms=5, lw=1.2, color=colour, label=label)
-    axes.set_xlabel("KL to the reference, nats", color=GREY, fontsize=9)
-    axes.set_ylabel("reward", color=GREY, fontsize=9)
+    axes.set_xlabel("KL to the reference, nats" if x == "kl" else heading(x), color=GREY, fontsize=9)
+    axes.set_ylabel(heading(y), color=GREY, fontsize=9)
+    axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    return save_figure(figure, path)
+
+
+def draw_pass_at_k(
+    path: Path,
+    title: str,
+    before: Sequence[Sequence[float]],
+    after: Mapping[str, Sequence[Sequence[float]]],
+    lines: Sequence[Line],
+) -> Path | None:
+    """pass@k over k from 1: of the first weights (`before`, runs) and of the last (variant -> runs), means over runs.
+
+    A colour per family and a style per variant in it; in a family alone, a colour per variant.
+    """
+    if not before:
+        return None
+    figure, (axes,) = _panels(1, title)
+    frame(axes, "pass@k, %", "a right answer among k attempts; held-out prompts, mean over runs")
+    mean_K = np.mean(before, axis=0)
+    axes.plot(range(1, len(mean_K) + 1), 100 * mean_K, color=GREY, ls=":", lw=2, label="before")
+    for i, line in enumerate(lines):
+        for j, variant in enumerate(v for v in line.variants if after.get(v)):
+            colour, style = (i, j) if len(lines) > 1 else (j, 0)
+            mean_K = np.mean(after[variant], axis=0)
+            look = {"color": COLOURS[colour % len(COLOURS)], "ls": STYLES[style % len(STYLES)]}
+            axes.plot(range(1, len(mean_K) + 1), 100 * mean_K, lw=1.6, label=variant, **look)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("k", color=GREY, fontsize=9)
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     return save_figure(figure, path)
 

@@ -73,7 +73,7 @@ class Summary:
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
     reference_resets: Sequence[Mapping[str, Json]] = ()  # each the step, the version that became it, and when
-    control: Sequence[Mapping[str, Json]] = ()  # each move of the controller: its step, why, and what holds from there on
+    control: Sequence[Mapping[str, Json]] = ()  # each move of the controller: its step, why, what holds from there on
     joined: Sequence[Mapping[str, Json]] = ()  # searchers that joined: `name`, `joined` and `left` in seconds, `how`
     faults: Mapping[str, Json] = field(default_factory=dict)  # what went wrong and was survived: {"restarts": 1}
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by part
