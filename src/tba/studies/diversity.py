@@ -1,9 +1,12 @@
 """Different right answers and pass@k after RL on countdown, where a problem has dozens: Trajectory Balance beside GRPO.
 
-At the optimum that all three objectives pull to, pi_ref exp(r / beta) / Z, the right answers to a problem keep the
-shares that they had among themselves: RL need not cost diversity. Each is run on-policy and with weights every 10
-updates and half of the groups old, at two strengths of that pull, and with the learning rate that was the better of two
-in `diversity_tuning`.
+At the optimum that Trajectory Balance and RLOO pull to, pi_ref exp(r / beta) / Z, the right answers to a problem keep
+the shares that they had among themselves: RL need not cost diversity. (GRPO divides by the spread of the rewards, so
+that its beta is in another unit for each problem.) On-policy, and with weights every 10 updates and half of the groups
+old; at two betas; with the learning rate that was the better of two in `diversity_tuning`.
+
+RLOO has the penalty of the behaviour, taken together with the reward: with the policy's own its update is Trajectory
+Balance's, on any data. On-policy the two agree, and so does the corrected Trajectory Balance: these run stale only.
 """
 
 from __future__ import annotations
@@ -11,13 +14,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba.evaluate.accuracy import EvaluationSettings
+from tba.objectives.policy_gradient import Reinforce
+from tba.protocols import Objective
 from tba.recipe import Recipe
 from tba.recipes.countdown import recipe as countdown
 from tba.record.recorder import RecordSettings
+from tba.schedules import Constant
 from tba.studies._base import objectives, stale, synchronous, with_objective, with_rate
 from tba.study import Against, Study, Variant
 
-COMPARED = ("tb", "rloo", "grpo")
+COMPARED = {"sync": ("tb", "grpo"), "k10": ("tb", "tb-corrected", "rloo", "grpo")}
 BETAS = (0.05, 0.2)  # in units of reward
 SAMPLES = 64  # answers to each problem
 
@@ -33,7 +39,12 @@ def setting(recipe: Recipe, name: str) -> Recipe:
     return synchronous(recipe) if name == "sync" else stale(recipe, 10, m=0.5)
 
 
-RATES = {("sync", name): 1e-4 for name in COMPARED} | {("k10", name): 1e-4 for name in COMPARED}
+def objective(name: str, beta: float) -> Objective:
+    """Those of the other studies, but for RLOO's penalty."""
+    return Reinforce(Constant(beta), penalised="behavior") if name == "rloo" else objectives(beta)[name]
+
+
+RATES = {(how, name): 1e-4 for how, names in COMPARED.items() for name in names}
 
 study = Study(
     name="diversity",
@@ -41,11 +52,11 @@ study = Study(
     recipe=base,
     variants={
         f"{name}-{beta:g}-{how}": Variant(
-            setting(with_rate(with_objective(base, objectives(beta)[name]), RATES[how, name]), how), f"{name}-{beta:g}"
+            setting(with_rate(with_objective(base, objective(name, beta)), RATES[how, name]), how), f"{name}-{beta:g}"
         )
-        for name in COMPARED
         for beta in BETAS
-        for how in ("sync", "k10")
+        for how, names in COMPARED.items()
+        for name in names
     },
     diversity_samples=SAMPLES,
     columns=(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tba.studies._base import objectives, with_objective, with_rate
-from tba.studies.diversity import COMPARED, base, setting
+from tba.studies._base import BETA, with_objective, with_rate
+from tba.studies.diversity import COMPARED, base, objective, setting
 from tba.study import Against, Study, Variant
 
 LEARNING_RATES = (3e-5, 1e-4)
@@ -14,10 +14,10 @@ study = Study(
     recipe=base,
     variants={
         f"{name}-{how}-{lr:g}": Variant(
-            setting(with_rate(with_objective(base, objectives()[name]), lr), how), f"{name}-{how}"
+            setting(with_rate(with_objective(base, objective(name, BETA)), lr), how), f"{name}-{how}"
         )
-        for name in COMPARED
-        for how in ("sync", "k10")
+        for how, names in COMPARED.items()
+        for name in names
         for lr in LEARNING_RATES
     },
     seeds=(100,),
