@@ -85,6 +85,16 @@ class RuntimeSettings:
             if not getattr(self, name) > 0:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, give seconds above 0")
 
+    @property
+    def first_sign_deadline(self) -> float:
+        """Seconds that a part has for its first sign of life: it loads libraries and a model."""
+        return max(self.silence_deadline, 120.0)
+
+    @property
+    def journal_deadline(self) -> float:
+        """Seconds that a part waits for the journal's lock: one that hangs while it holds the lock is killed before."""
+        return self.first_sign_deadline + 30.0
+
 
 _SECONDS = (
     *("idle_deadline", "stop_deadline", "evaluation_deadline", "lease_seconds", "silence_deadline", "reward_deadline"),

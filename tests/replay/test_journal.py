@@ -394,6 +394,23 @@ def test_a_lock_that_is_never_released_ends_in_an_error_that_names_the_file(path
         writer.put([trajectory()])  # it can be used as before
 
 
+def test_a_writer_that_waits_for_the_lock_shows_that_it_lives(path: Path) -> None:
+    hog = sqlite3.connect(path, isolation_level=None)
+    signs: list[int] = []
+
+    def sign() -> None:
+        signs.append(1)
+        if len(signs) == 3:
+            hog.execute("ROLLBACK")
+
+    with JournalWriter(path, "a", waiting=sign) as writer:
+        hog.execute("BEGIN IMMEDIATE")
+        writer.put([trajectory()])
+        assert writer.rows() == 1
+    assert len(signs) == 3
+    hog.close()
+
+
 def test_a_full_disk_is_said_in_one_sentence_and_leaves_the_journal_usable(
     writer: JournalWriter, follower: JournalFollower
 ) -> None:

@@ -44,6 +44,7 @@ from tba.errors import DeadlineExceeded, NonFiniteLoss, UserError
 from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
+from tba.replay.journal import JournalWriter
 from tba.runtime.disk import disk_full
 from tba.runtime.inline import Inline
 from tba.types import Version
@@ -71,7 +72,16 @@ def dying(function: Callable[..., Any], nth: int, when: Callable[..., bool] = la
 def mid_append(patch: pytest.MonkeyPatch, nth: int) -> None:
     """Within the transaction of a round, some of its trajectories written."""
     writer = tba.replay.journal.JournalWriter
-    patch.setattr(writer, "_append", dying(writer._append, 16 * nth + 5))
+    whole, calls = writer._append, [0]
+
+    def some(self: JournalWriter, connection: Any, rows: list[Any]) -> Any:
+        calls[0] += 1
+        if calls[0] == nth:
+            whole(self, connection, rows[:5])
+            die()
+        return whole(self, connection, rows)
+
+    patch.setattr(writer, "_append", some)
 
 
 def mid_publish(patch: pytest.MonkeyPatch, nth: int) -> None:

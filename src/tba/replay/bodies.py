@@ -60,13 +60,13 @@ class Bodies:
 
     def get(self, row: int) -> bytes:
         """A copy."""
-        at = int(self._at[row])
-        return bytes(memoryview(self._blocks[self._block[row]])[at : at + int(self._size[row])])
+        at = self._at.item(row)
+        return bytes(memoryview(self._blocks[self._block.item(row)])[at : at + self._size.item(row)])
 
     def has_at(self, row: int, at: int, data: bytes) -> bool:
         """Whether the row's body has `data` at this place."""
-        start = int(self._at[row]) + at
-        return self._blocks[self._block[row]][start : start + len(data)] == data
+        start = self._at.item(row) + at
+        return self._blocks[self._block.item(row)].startswith(data, start)
 
     def remove(self, row: int) -> None:
         """`row` must have one."""

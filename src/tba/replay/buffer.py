@@ -290,7 +290,7 @@ class Buffer:
         return self._rows.reference_of(int(self._rows.reference[row]))
 
     def _use(self, row: int) -> None:
-        length = int(self._rows.length[row])
+        length = self._rows.length.item(row)
         self._trained_total.add(length)
         if not self._rows.uses[row]:
             self._waiting.add(length, -1)

@@ -28,6 +28,7 @@ _MEND = {
     sqlite3.SQLITE_CORRUPT: "is damaged: end what uses it; whoever opens it next sets it aside and recovers its rows",
     sqlite3.SQLITE_IOERR: "cannot be read or written, its disk gives errors: move the run to another",
 }
+_AT_A_TIME = 0.25  # seconds that SQLite itself waits
 _PAUSE = 0.005  # seconds between tries where SQLite itself does not wait
 
 
@@ -55,17 +56,26 @@ class Database:
     else or of a later version, `DeadlineExceeded` when others keep it locked for longer than `deadline_s` seconds.
 
     lock: closed with it.
+    waiting: called now and then while it waits for others, who may hang and hold the file.
     """
 
-    def __init__(self, path: Path, schema: Schema, deadline_s: float = 30.0, lock: Closable | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        schema: Schema,
+        deadline_s: float = 30.0,
+        lock: Closable | None = None,
+        waiting: Callable[[], object] = lambda: None,
+    ) -> None:
         self._held = lock
+        self._while_waiting = waiting
         self.path = Path(path)
         self.deadline_s = deadline_s
         self.lock = threading.RLock()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self._explained():
             self._connection = sqlite3.connect(
-                self.path, timeout=deadline_s, isolation_level=None, check_same_thread=False
+                self.path, timeout=min(_AT_A_TIME, deadline_s), isolation_level=None, check_same_thread=False
             )
         try:
             with self._explained():
@@ -130,12 +140,12 @@ class Database:
         """A shorter deadline for what is done in the block."""
         with self.lock:
             usual, self.deadline_s = self.deadline_s, seconds
-            self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * seconds)}")
+            self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * min(_AT_A_TIME, seconds))}")
             try:
                 yield
             finally:
                 self.deadline_s = usual
-                self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * usual)}")
+                self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * min(_AT_A_TIME, usual))}")
 
     def rows(self, query: str, *parameters: object) -> list[tuple[Any, ...]]:
         """All rows of a query; the read transaction is over when this returns."""
@@ -167,6 +177,7 @@ class Database:
                     raise DeadlineExceeded(
                         f"waited {self.deadline_s:g} s for the write lock of {self.path}, which another process holds"
                     ) from error
+            self._while_waiting()
             time.sleep(_PAUSE)
 
     @contextmanager

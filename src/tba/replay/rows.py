@@ -111,12 +111,12 @@ class Rows:
 
     def trajectory(self, row: int) -> Trajectory:
         """As it was added, and sampled by the incarnation that it counts as."""
-        found = decode_trajectory(self._bodies.get(row), self.prompt(row))
-        incarnation = int(self.incarnation[row])
+        found = decode_trajectory(self._bodies.get(row), self.prompt(row), compare=False)
+        incarnation = self.incarnation.item(row)
         return found if found.version.incarnation == incarnation else _renamed(found, incarnation)
 
     def prompt(self, row: int) -> Prompt:
-        return self._prompts[int(self._prompt[row])]
+        return self._prompts[self._prompt.item(row)]
 
     def reference_number(self, reference: Version) -> int:
         """The number of a reference: there are few."""

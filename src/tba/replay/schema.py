@@ -2,7 +2,8 @@
 
     prompts         each prompt, under the digest of its body
     prompt_copies   the same once more on other pages: few bytes, without which no trajectory is worth anything
-    trajectories    what is known of each: who put it, which weights sampled it, its reward; these rows stay
+    trajectories    what is known of each: who put it, which weights sampled it, its reward; these rows stay, so that no
+                    number is given twice
     bodies          all of it but for its prompt. Retention takes away the oldest, up to `retired_until`; beyond that a
                     trajectory without a body has been damaged
     recoveries      each time that a damaged file was set aside, and what could not be read in it
@@ -27,7 +28,7 @@ _TABLES = (
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE prompt_copies (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
 CREATE TABLE trajectories (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, uid TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, prompt INTEGER NOT NULL,
+    seq INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, prompt INTEGER NOT NULL,
     tokens INTEGER NOT NULL, incarnation INTEGER NOT NULL, step INTEGER NOT NULL, reward REAL, created REAL
 );
 CREATE TABLE bodies (seq INTEGER PRIMARY KEY, prompt INTEGER NOT NULL, tokens INTEGER NOT NULL, body BLOB NOT NULL);
@@ -53,11 +54,20 @@ INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('positions', 0), ('retire
 """
     + scores.SCHEMA
 )
-TRAJECTORY = (
-    "INSERT INTO trajectories (uid, owner, prompt, tokens, incarnation, step, reward, created) "
-    "VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
-)
 BODY = "INSERT INTO bodies VALUES (?, ?, ?, ?)"
+
+
+def facts_into(rows: int) -> str:
+    """A statement that puts the facts of so many trajectories down, one after another (8 parameters each)."""
+    columns = "uid, owner, prompt, tokens, incarnation, step, reward, created"
+    marks = ",".join(["(?,?,?,?,?,?,?,?)"] * rows)
+    return f"INSERT INTO trajectories ({columns}) VALUES {marks}"  # noqa: S608 - question marks
+
+
+def bodies_into(rows: int) -> str:
+    """The same of their bodies (4 parameters each)."""
+    marks = ",".join(["(?,?,?,?)"] * rows)
+    return f"INSERT INTO bodies VALUES {marks}"  # noqa: S608 - question marks
 
 
 def _from_1(connection: sqlite3.Connection) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from tba.errors import UserError
+from tba.errors import DeadlineExceeded, UserError
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.replay.journal import JournalWriter
@@ -29,6 +29,7 @@ from tba.runtime.directory import RunDirectory, is_held
 FIRST = 1000  # the number of the first that joins
 _LOOK = 0.5  # seconds between two looks at whether the run goes on, or who has left
 _POLL = 0.05
+_LOCK_SECONDS = 1.0  # for the journal, where the driver itself needs it
 
 
 @dataclass
@@ -138,9 +139,12 @@ class Joined:
         for name, facts, there in self._all():
             if there or facts.get("left") is not None or name in self._dead:
                 continue
+            try:
+                with JournalWriter(journal, name, _LOCK_SECONDS) as former:
+                    former.resume()
+            except DeadlineExceeded:  # somebody hangs with the lock: the driver must go on, to end that one
+                continue
             self._dead.add(name)
-            with JournalWriter(journal, name) as former:
-                former.resume()
             record_fault(self.run.path, "joined_deaths", f"{name}, which had joined, died without a word")
 
     def dismiss(self, seconds: float, tell: Callable[[], None]) -> list[str]:

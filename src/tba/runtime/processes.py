@@ -30,7 +30,6 @@ from tba.runtime.pulse import Watch, pulse_of
 from tba.runtime.stopping import stop_requests
 
 _POLL = 0.05  # seconds between two looks at the parts
-_STARTING = 120.0  # seconds at least for the first sign: libraries are loaded and a model
 
 
 @dataclass
@@ -217,9 +216,9 @@ class Processes:
 
     def _end_silent(self, parts: list[Part]) -> None:
         """A part that hangs is killed: as one that dies, it is started again, a bounded number of times."""
-        usual = self.recipe.run.silence_deadline
+        settings = self.recipe.run
         for part in parts:
-            limit = usual if part.watch.heard else max(usual, _STARTING)
+            limit = settings.silence_deadline if part.watch.heard else settings.first_sign_deadline
             if part.code is None and part.watch.silence() > limit:
                 what = f"{part.name} (process {part.process.pid}) gave no sign of life for {limit:g} s and was killed"
                 record_fault(self.run.path, "silences", what)

@@ -124,7 +124,9 @@ def start_searching(
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     prompts = prompts_of(recipe, tokenizer, "train")
-    journal = JournalWriter(run.journal(recipe), name)
+    journal = JournalWriter(
+        run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None)
+    )
     journal.resume()
     weights = WeightDirectory(run.weights)
     engine, reward = model.engine(Version()), _patient(recipe, run)

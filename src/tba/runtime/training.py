@@ -186,7 +186,12 @@ def start_training(
     version, checkpoint = beginning(run)
     saved = None if checkpoint is None else checkpoint.path
     policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
-    journal = JournalFollower(run.journal(recipe), keep_bytes=recipe.replay.keep_bytes)
+    journal = JournalFollower(
+        run.journal(recipe),
+        keep_bytes=recipe.replay.keep_bytes,
+        deadline_s=recipe.run.journal_deadline,
+        waiting=stop,
+    )
     replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
     replay.now = version
     if checkpoint is not None:

@@ -36,13 +36,13 @@ assert isinstance(quickstart.task, Arithmetic)
 assert isinstance(quickstart.model, HuggingFace)
 task, model = replace(quickstart.task, eval_problems=5000), quickstart.model
 
-# The quickstart in fewer steps, evaluated on 5,000 problems before and after, on 500 every 20 steps: one answer each.
+# The quickstart in fewer steps, evaluated on 5,000 problems before and after, on 500 every 50 steps: one answer each.
 base = replace(
     quickstart,
     task=task,
     steps=200,
     optimizer=replace(quickstart.optimizer, schedule=WarmupStableDecay(20, 130, 50)),
-    evaluation=EvaluationSettings(every=20, problems=5000, problems_during=500, greedy=False, pass_k=0, chunk=500),
+    evaluation=EvaluationSettings(every=50, problems=5000, problems_during=500, greedy=False, pass_k=0, chunk=500),
     record=RecordSettings(tensorboard=False, samples=0),
     replay=replace(quickstart.replay, pacing=Pacing(warm_up=280)),  # what is made before the clock starts is a gift
 )

@@ -13,7 +13,7 @@ from tba.study import Against, Study, Variant
 
 LEARNING_RATES = (3e-5, 1e-4, 3e-4)
 
-_short = replace(base, evaluation=replace(base.evaluation, every=40, problems=1000, problems_during=250))
+_short = replace(base, evaluation=replace(base.evaluation, every=50, problems=1000, problems_during=250))
 
 variants: dict[str, Variant] = {}
 for _name, _objective in objectives().items():
