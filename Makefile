@@ -37,7 +37,7 @@ quickstart: $(VENV)/installed
 	@$(BIN)/tba train quickstart
 
 test: $(VENV)/installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
 
 check: $(VENV)/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
