@@ -24,7 +24,6 @@ from tba.record.memory import machine_memory_bytes
 from tba.record.text import duration, size
 from tba.settings import find, override
 
-_ROUNDS = 5  # that a probe times
 _DEADLINE = 1800.0  # seconds for one half's probe
 
 
@@ -63,11 +62,13 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
     e = estimate(recipe, name, overrides)
     own = machine_memory_bytes()
+    generated = f"a round generates {e.tokens_per_round:.0f} tokens in {e.round_seconds:.3f} s, "
+    uses = "" if e.uses is None else f"mean uses per trajectory at these speeds: {e.uses:.1f} "
     console.print(
-        f"a round generates {e.tokens_per_round:.0f} tokens in {e.round_seconds:.3f} s, "
-        f"a step takes {e.step_seconds:.3f} s\n"
-        f"mean uses per trajectory at these speeds: {e.uses:.1f} (limit {recipe.replay.pacing.max_mean_uses:g})\n"
-        f"time: {duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
+        ("" if recipe.offline else generated)
+        + f"a step takes {e.step_seconds:.3f} s\n"
+        + (uses and f"{uses}(limit {recipe.replay.pacing.max_mean_uses:g})\n")
+        + f"time: {duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
         f"and evaluations before and after {duration(e.evaluation_seconds)}\n"
         f"peak memory: trainer {size(e.trainer_bytes)}, each searcher {size(e.searcher_bytes)}"
         + (f"; this machine has {size(own)}" if own else ""),
@@ -92,54 +93,59 @@ class Estimate:
     tokens_per_round: float
     evaluation_seconds: float  # before and after; those in between overlap training
     total_seconds: float
-    uses: float
+    uses: float | None  # None offline: what was imported decides
     trainer_bytes: int
     searcher_bytes: int
 
 
 def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
     """Both halves probed at the same time, after a first look at how long answers are."""
-    first = _probe("searcher", name, overrides, [])
+    first = _probe("searcher", name, overrides)
     with ThreadPoolExecutor(2) as pool:
-        searching = pool.submit(_probe, "searcher", name, overrides, [])
-        training = pool.submit(_probe, "trainer", name, overrides, first["lengths"])
+        searching = pool.submit(_probe, "searcher", name, overrides)
+        training = pool.submit(_probe, "trainer", name, overrides, json.dumps(first["answers"]))
         searcher, trainer = searching.result(), training.result()
     per_round = recipe.prompts_per_round * recipe.samples_per_prompt
     per_step = recipe.groups_per_step * recipe.group_size
     round_seconds, step_seconds = searcher["round_seconds"], trainer["step_seconds"]
-    start = searcher["seconds"] - _ROUNDS * round_seconds
+    start = searcher["seconds"] - searcher["timed_seconds"]
     settings = recipe.evaluation
     answers = searcher["held_out"] * (int(settings.greedy) + settings.draws)
     evaluation = answers * searcher["generation_seconds"] / per_round
     limit = recipe.replay.pacing.max_mean_uses
-    if recipe.runtime == "inline":
+    if recipe.offline:
+        rate, working = 0.0, recipe.steps * step_seconds
+    elif recipe.runtime == "inline":
         turns = recipe.steps / recipe.sync_every * recipe.run.inline_rounds_per_sync
         working = recipe.steps * step_seconds + turns * round_seconds
         rate = turns * per_round / working
     else:
         rate = recipe.searchers * per_round / round_seconds
         working = recipe.steps * max(step_seconds, per_step / limit / rate)
-    warm_up = recipe.replay.pacing.warm_up / rate
-    kept = min(recipe.replay.buffer.total, rate * working)
+    warm_up = recipe.replay.pacing.warm_up / rate if rate else 0.0
+    kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
+    lengths = [len(answer) for _, rows in first["answers"] for answer in rows]
     return Estimate(
         start_seconds=start,
         round_seconds=round_seconds,
         step_seconds=step_seconds,
-        tokens_per_round=sum(searcher["lengths"]) / _ROUNDS,
+        tokens_per_round=per_round * sum(lengths) / len(lengths),
         evaluation_seconds=2 * evaluation,
         total_seconds=start + 2 * evaluation + warm_up + working,
-        uses=min(recipe.steps * per_step / (rate * working), limit),
+        uses=min(recipe.steps * per_step / (rate * working), limit) if rate else None,
         trainer_bytes=trainer["peak_memory_bytes"] + int(kept * trainer["trajectory_bytes"]),
         searcher_bytes=searcher["peak_memory_bytes"],
     )
 
 
-def _probe(half: str, name: str, overrides: list[str], lengths: list[int]) -> dict[str, Any]:
+def _probe(half: str, name: str, overrides: list[str], given: str = "") -> dict[str, Any]:
     """What one half measured; `seconds` is how long the process took in all."""
     began = time.perf_counter()
-    command = [sys.executable, "-m", "tba.command.probe", half, name, json.dumps(overrides), json.dumps(lengths)]
+    command = [sys.executable, "-m", "tba.command.probe", half, name, json.dumps(overrides)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE)  # noqa: S603 - our own module
+        done = subprocess.run(  # noqa: S603 - our own module
+            command, input=given, capture_output=True, text=True, timeout=_DEADLINE
+        )
     except subprocess.TimeoutExpired as error:
         raise DeadlineExceeded(f"the {half}'s probe had not ended after {_DEADLINE:g} s") from error
     if done.returncode:

@@ -1,6 +1,6 @@
 """One half of a recipe, timed in a process of its own: `python -m tba.command.probe searcher|trainer RECIPE ...`.
 
-A few rounds or steps on the recipe's own parts, with nothing written and nothing learnt that is kept. Prints one line
+A few rounds or steps on the recipe's own parts; nothing that is written or learnt is kept. Prints one line
 of JSON: seconds and peak memory as the half itself would have them.
 """
 
@@ -12,10 +12,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +31,11 @@ from tba.settings import find, override
 from tba.train.batches import Fetched
 from tba.train.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
+from tba.weights.directory import WeightDirectory
 
-ROUNDS = 5  # timed rounds or steps, after one that warms up; `check` knows
+ROUNDS = 5  # timed rounds or steps at least, after one that warms up
+_SECONDS = 3.0  # of them at least, so that the halves, started together, are timed beside each other
+_Answers: TypeAlias = tuple[int, list[list[int]]]  # the place of a prompt, and the tokens of each answer to it
 _KEPT = 10_000  # trajectories of which the memory is measured
 
 
@@ -46,9 +48,12 @@ def search(recipe: Recipe) -> dict[str, Json]:
     vine = recipe.vine.start(engine, reward, model.tokenizer()) if recipe.vine else None
     reference = model.reference(recipe.policy_temperature, Version())
     rng = np.random.default_rng(0)
-    seconds, generating, lengths = [], [], []
-    for i in range(ROUNDS + 1):
-        asked = [prompts[int(j)] for j in rng.integers(len(prompts), size=recipe.prompts_per_round)]
+    seconds: list[float] = []
+    generating: list[float] = []
+    answers: list[_Answers] = []
+    while not _enough(seconds):
+        chosen = rng.integers(len(prompts), size=recipe.prompts_per_round)
+        asked = [prompts[int(j)] for j in chosen]
         began, sampling = time.perf_counter(), recipe.exploration.draw(rng)
         answered = engine.generate(asked, recipe.samples_per_prompt, sampling, rng)
         generating.append(time.perf_counter() - began)
@@ -58,69 +63,85 @@ def search(recipe: Recipe) -> dict[str, Json]:
             unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in pairs]
             vine.grow(unscored, sampling, rng, Counter())
         reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
-        lengths += [len(c.tokens) for row in answered for c in row] if i else []
         seconds.append(time.perf_counter() - began)
+        if len(answers) < ROUNDS * recipe.prompts_per_round:
+            rows = ([c.tokens.tolist() for c in row] for row in answered)
+            answers += [(int(j), row) for j, row in zip(chosen, rows, strict=True)]
     return {
-        "round_seconds": statistics.median(seconds[1:]),
-        "generation_seconds": statistics.median(generating[1:]),
-        "lengths": lengths,
+        "round_seconds": statistics.mean(seconds[1:]),
+        "generation_seconds": statistics.mean(generating[1:]),
+        "timed_seconds": sum(seconds[1:]),
+        "answers": answers,
         "held_out": len(held_out),
         "peak_memory_bytes": peak_memory_bytes(),
     }
 
 
-def train(recipe: Recipe, lengths: list[int]) -> dict[str, Json]:
-    """Steps on made-up answers of the given lengths, with rewards 0 and 1."""
+def _enough(seconds: list[float]) -> bool:
+    """Whether that many were timed, the first apart."""
+    return len(seconds) > ROUNDS and sum(seconds[1:]) > _SECONDS
+
+
+def train(recipe: Recipe, answers: list[_Answers]) -> dict[str, Json]:
+    """Steps on a searcher's answers, with rewards 0 and 1 at random."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
     policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS)
-    trainer = Trainer(
-        policy=policy,
-        objective=recipe.objective,
-        batches=_MadeUp(recipe, prompts, lengths, np.random.default_rng(0)),
-        weights=_Nowhere(),
-        optimizer=recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters())),
-        sync_every=recipe.steps + 1,
-        max_tokens_per_pass=recipe.max_tokens_per_pass,
-        directory=Path(tempfile.gettempdir()),  # written to after three non-finite steps in a row only
-    )
-    seconds = [trainer.step()["seconds"] for _ in range(ROUNDS + 1)]
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = Trainer(
+            policy=policy,
+            objective=recipe.objective,
+            batches=_Answered(recipe, prompts, answers, np.random.default_rng(0)),
+            weights=WeightDirectory(Path(scratch) / "weights"),  # to publish is part of every k-th step
+            optimizer=recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters())),
+            sync_every=recipe.sync_every,
+            max_tokens_per_pass=recipe.max_tokens_per_pass,
+            directory=Path(scratch),
+        )
+        while not _enough(seconds):
+            metrics = trainer.step()
+            seconds.append(metrics["seconds"] - metrics["wait_seconds"])  # a run fetches batches ahead
     peak = peak_memory_bytes()
     return {
-        "step_seconds": statistics.median(seconds[1:]),
+        "step_seconds": statistics.mean(seconds[1:]),
         "peak_memory_bytes": peak,
-        "trajectory_bytes": _trajectory_bytes(recipe, prompts, lengths),
+        "trajectory_bytes": _trajectory_bytes(recipe, prompts, answers),
     }
 
 
-def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], lengths: list[int]) -> float:
+def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], answers: list[_Answers]) -> float:
     """What a trajectory takes in the trainer's memory, as it comes out of the journal."""
-    source = _MadeUp(recipe, prompts, lengths, np.random.default_rng(1))
+    source = _Answered(recipe, prompts, answers, np.random.default_rng(1))
     buffer = Buffer(replace(recipe.replay.buffer, distinct=False), 1)
     before = resident_memory_bytes() or 0
     for i in range(_KEPT):
-        prompt = prompts[i % len(prompts)]
-        buffer.add(decode_trajectory(encode_trajectory(source.answer(prompt)), prompt))
+        at, rows = answers[i % len(answers)]
+        trajectory = source.trajectory(prompts[at], rows[i // len(answers) % len(rows)])
+        buffer.add(decode_trajectory(encode_trajectory(trajectory), trajectory.prompt))
     return max(0, (resident_memory_bytes() or 0) - before) / _KEPT
 
 
 @dataclass
-class _MadeUp:
-    """Batches of B prompts and K made-up answers."""
+class _Answered:
+    """Batches of B prompts and K of their answers, repeats as the searcher gave them."""
 
     recipe: Recipe
     prompts: list[Prompt]
-    lengths: list[int]
+    answers: list[_Answers]
     rng: np.random.Generator
 
     def next(self) -> Fetched:
-        chosen = self.rng.choice(len(self.prompts), size=self.recipe.groups_per_step)
-        groups = [Group.of([self.answer(self.prompts[int(i)]) for _ in range(self.recipe.group_size)]) for i in chosen]
+        groups = []
+        for i in self.rng.choice(len(self.answers), size=self.recipe.groups_per_step):
+            at, rows = self.answers[int(i)]
+            size = self.recipe.group_size
+            chosen = self.rng.choice(len(rows), size=size, replace=size > len(rows))
+            groups.append(Group.of([self.trajectory(self.prompts[at], rows[int(j)]) for j in chosen]))
         return Fetched(groups, collate(groups))
 
-    def answer(self, prompt: Prompt) -> Trajectory:
-        n = int(self.rng.choice(self.lengths))
-        tokens, ones = self.rng.choice(prompt.tokens, size=n).astype(np.int32), np.ones(n, np.float32)
+    def trajectory(self, prompt: Prompt, answer: list[int]) -> Trajectory:
+        tokens, ones = np.array(answer, np.int32), np.ones(len(answer), np.float32)
         completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=-ones)
         uid, reward = self.rng.bytes(16).hex(), float(self.rng.integers(2))
         steps: dict[str, npt.NDArray[Any]] = {"step_start": np.zeros(1, np.int64), "step_value": ones[:1]}
@@ -128,19 +149,12 @@ class _MadeUp:
         return Trajectory(uid, prompt, completion, reward, -ones, Version(), arrays=arrays)
 
 
-class _Nowhere:
-    """A weight publisher that drops what it is given."""
-
-    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
-        return None
-
-
 def main(arguments: list[str]) -> None:
-    """The half's figures as a line of JSON."""
-    half, name, overrides, lengths = arguments[0], arguments[1], json.loads(arguments[2]), json.loads(arguments[3])
+    """The half's figures as a line of JSON. The trainer's is given answers as one, by standard input."""
+    half, name, overrides = arguments[0], arguments[1], json.loads(arguments[2])
     recipe = override(find(name), overrides, f"tba check {name}")
     torch.set_num_threads(recipe.run.threads)
-    found = search(recipe) if half == "searcher" else train(recipe, lengths)
+    found = search(recipe) if half == "searcher" else train(recipe, json.load(sys.stdin))
     sys.stdout.write(json.dumps(found) + "\n")
 
 
