@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -52,9 +53,10 @@ def trajectories(count: int, prompts: int, seed: int = 0, steps: int = 1) -> Ite
     """Answers of TOKENS tokens to `prompts` prompts in turn, uids side by side within 24 as searchers give them."""
     rng = np.random.default_rng(seed)
     asked = [Prompt("sums", rng.integers(0, 30_000, 60).astype(np.int32), f"problem {i}") for i in range(prompts)]
-    series = b""
+    series, provenance = b"", {}
     for i in range(count):
-        series = rng.bytes(12) if i % BATCH == 0 else series
+        if i % BATCH == 0:  # a round, whose trajectories share their provenance
+            series, provenance = rng.bytes(12), {"searcher": "searcher-0", "round": i // BATCH}
         version = Version(0, i * steps // count)
         completion = Completion(
             rng.integers(0, 30_000, TOKENS).astype(np.int32),
@@ -71,7 +73,7 @@ def trajectories(count: int, prompts: int, seed: int = 0, steps: int = 1) -> Ite
             reward=float(rng.integers(2)),
             log_reference=-rng.random(TOKENS).astype(np.float32),
             reference=Version(),
-            provenance={"searcher": "searcher-0", "round": i // BATCH},
+            provenance=provenance,
         )
 
 
@@ -236,6 +238,7 @@ def of_run(run: Path, folder: Path) -> None:
         sys.exit(f"{run} has no summary or no trajectories: give a run that has ended")
     made = [(t.provenance.get("searcher"), t.provenance.get("round")) for t in found]
     rounds = [[t for _, t in group] for _, group in groupby(zip(made, found, strict=True), key=lambda pair: pair[0])]
+    rounds = [[_stamped(t, same[0]) for t in same] for same in rounds]
     path = folder / "again.sqlite"
     with JournalFollower(path) as follower, JournalWriter(path, "searcher-0") as writer:
         puts, drains = [], []
@@ -246,6 +249,11 @@ def of_run(run: Path, folder: Path) -> None:
     print(f"{run}: {len(rounds):,} rounds, {len(found):,} trajectories, {wall:.0f} s")
     print(f"  puts {sum(puts):.2f} s ({100 * sum(puts) / wall:.2f} % of the wall-clock), drains {sum(drains):.2f} s "
           f"({100 * sum(drains) / wall:.2f} %); a put: {milliseconds(puts)}")  # fmt: skip
+
+
+def _stamped(t: Trajectory, first: Trajectory) -> Trajectory:
+    """As a searcher has it: all of a round share these."""
+    return replace(t, provenance=first.provenance, created=first.created)
 
 
 def _timed(act: Callable[[], object]) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,11 +12,19 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from trajectory_cases import prompt, same, trajectory
 
-from tba.replay.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
+from tba.replay.codec import (
+    Stored,
+    decode_prompt,
+    decode_trajectory,
+    encode_prompt,
+    encode_trajectories,
+    encode_trajectory,
+)
 from tba.types import Completion, Prompt, Sampling, StopReason, Trajectory, Version
 
 VERSIONS = st.builds(Version, st.integers(0, 99), st.integers(0, 10**6))
-TEXT = st.text(max_size=8) | st.just("\ud800 a lone surrogate")
+KEYS = ',"versions":[1,2,3,4],"reference":[5,6],"sampling":null,"reward":7.0,'  # which a text may look like
+TEXT = st.text(max_size=8) | st.just("\ud800 a lone surrogate") | st.just(KEYS)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -55,6 +66,25 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
 @given(trajectories())
 def test_a_trajectory_comes_back_bit_for_bit(original: Trajectory) -> None:
     assert same(decode_trajectory(encode_trajectory(original), original.prompt), original)
+
+
+@settings(deadline=None, max_examples=200)
+@given(trajectories())
+def test_the_facts_of_what_is_stored_are_those_of_the_trajectory(original: Trajectory) -> None:
+    """Whatever its text and its names look like; found where they are expected, or parsed."""
+    stored = Stored.of(original)
+    assert (stored.uid, stored.length) == (original.uid, original.length)
+    assert (stored.version, stored.reference) == (original.version, original.reference)
+    assert stored.reward == original.reward or (math.isnan(stored.reward) and math.isnan(original.reward))
+    assert stored == Stored._parsed(original.prompt, stored.body)._replace(reward=stored.reward)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(trajectories(), max_size=4), st.data())
+def test_many_at_once_are_what_each_is_alone(originals: list[Trajectory], data: st.DataObject) -> None:
+    """Whichever of them share a provenance."""
+    given = [replace(t, provenance=data.draw(st.sampled_from(originals)).provenance) for t in originals]
+    assert encode_trajectories(given) == [encode_trajectory(t) for t in given]
 
 
 @settings(deadline=None)

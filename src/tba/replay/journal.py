@@ -26,7 +26,7 @@ from typing import IO, Any, Self, TypeAlias, TypeVar
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay import scores
-from tba.replay.codec import Damaged, Stored, decode_prompt, decode_trajectory, encode_prompt, encode_trajectory
+from tba.replay.codec import Damaged, Stored, decode_prompt, decode_trajectory, encode_prompt, encode_trajectories
 from tba.replay.database import Database
 from tba.replay.filesystem import network_filesystem
 from tba.replay.gone import Gone
@@ -89,12 +89,12 @@ class JournalWriter:
         counters and outcomes. Raises `ValueError` for arrays that do not fit their completion.
         """
         prompts: dict[int, tuple[int, bytes]] = {}
-        rows = []
         for t in trajectories:
             if id(t.prompt) not in prompts:
                 body = encode_prompt(t.prompt)
                 prompts[id(t.prompt)] = (prompt_id(body), body)
-            rows.append((t, prompts[id(t.prompt)][0], encode_trajectory(t)))
+        bodies = encode_trajectories(trajectories)
+        rows = [(t, prompts[id(t.prompt)][0], body) for t, body in zip(trajectories, bodies, strict=True)]
         with self._database.transaction() as connection:
             keep_prompts(connection, prompts.values())
             parts = [rows[i : i + _PUT_AT_ONCE] for i in range(0, len(rows), _PUT_AT_ONCE)]
@@ -241,7 +241,8 @@ class JournalWriter:
         """
         facts: list[object] = []
         for t, prompt, _ in rows:
-            facts += (t.uid, self.owner, prompt, t.length, t.version.incarnation, t.version.step, t.reward, t.created)
+            version = t.version
+            facts += (t.uid, self.owner, prompt, t.length, version.incarnation, version.step, t.reward, t.created)
         try:
             last = connection.execute(facts_into(len(rows)), facts).lastrowid
         except sqlite3.IntegrityError as error:  # not OR IGNORE, which would use up a number

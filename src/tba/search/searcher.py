@@ -144,6 +144,7 @@ class Searcher:
         references = self._scored(finished)
         trajectories: list[Trajectory] = []
         rejected, series = "", b""
+        provenance = {"searcher": self.name, "round": self.rounds}  # one for all: written once
         for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
             if not (math.isfinite(judgement.reward) and np.isfinite(log_reference).all()):
                 _count(counts, "rejected", completion)
@@ -160,7 +161,7 @@ class Searcher:
                     reward_parts=judgement.parts,
                     log_reference=log_reference,
                     reference=self.reference.version,
-                    provenance={"searcher": self.name, "round": self.rounds},
+                    provenance=provenance,
                 )
             )
         if rejected:
@@ -184,7 +185,8 @@ class Searcher:
 def _stamped(trajectories: Sequence[Trajectory], seconds: float) -> list[Trajectory]:
     """The same on their way down: when, and how long after their round began by a clock that never goes back."""
     now, seconds = time.time(), round(seconds, 3)
-    return [replace(t, created=now, provenance={**t.provenance, "seconds": seconds}) for t in trajectories]
+    stamped = {id(t.provenance): {**t.provenance, "seconds": seconds} for t in trajectories}  # shared, as before
+    return [replace(t, created=now, provenance=stamped[id(t.provenance)]) for t in trajectories]
 
 
 def _count(counts: Counter[str], name: str, completion: Completion) -> None:
