@@ -1,20 +1,20 @@
 """Accuracy against staleness (the paper's Table 1): each objective on-policy and with weights every k updates.
 
 Half of the groups are drawn from all data, however old (m = 0.5), wherever the run is asynchronous; the on-policy run
-of the same objective is what each is held against.
+of the same objective is what each is held against. Each has its own rates, on-policy and stale (`RATES`, from `tuning`).
 """
 
 from __future__ import annotations
 
-from tba.studies._base import TARGET, base, objectives, stale, synchronous, with_objective
+from tba.studies._base import RATES, TARGET, base, objectives, stale, synchronous, with_objective, with_rate
 from tba.study import Against, Study, Variant
 
 variants: dict[str, Variant] = {}
 for _name, _objective in objectives().items():
     _recipe = with_objective(base, _objective)
-    variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
+    variants[f"{_name}-sync"] = Variant(synchronous(with_rate(_recipe, RATES[_name].on_policy)), _name)
     for _k in (1, 2, 4, 10, 16):
-        variants[f"{_name}-k{_k}"] = Variant(stale(_recipe, _k, m=0.5), _name)
+        variants[f"{_name}-k{_k}"] = Variant(stale(with_rate(_recipe, RATES[_name].stale), _k, m=0.5), _name)
 
 study = Study(
     name="staleness",

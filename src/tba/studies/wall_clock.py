@@ -1,0 +1,57 @@
+"""Seconds to a target accuracy (the paper's Figure 1): asynchronous Trajectory Balance beside every synchronous baseline.
+
+Every variant runs as its user would run it on two cores: what is asynchronous in two processes of one thread, what is
+synchronous in one process, both parts in turns. Each has its own best learning rate of `tuning`. A machine that does
+something else at the same time spoils the figures of this study.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.objectives.vine_ppo import VinePpo
+from tba.recipe import Recipe
+from tba.schedules import Constant
+from tba.search.vine import Vine
+from tba.studies._base import (
+    BETA,
+    RATES,
+    TARGET,
+    asynchronous,
+    base,
+    objectives,
+    synchronous,
+    with_objective,
+    with_rate,
+)
+from tba.study import Study, Variant
+
+SYNCHRONOUS = ("tb", "rloo", "prox-rloo", "grpo", "dr-grpo", "ppo", "online-dpo")
+ASYNCHRONOUS = ("tb-corrected", "tba-prime", "ppo", "online-dpo", "grpo")
+_often = replace(base, evaluation=replace(base.evaluation, every=10))
+
+
+def _asynchronous(name: str) -> Recipe:
+    return asynchronous(with_rate(with_objective(_often, objectives()[name]), RATES[name].stale), 2, m=0.95)
+
+
+def _vine_ppo() -> Recipe:
+    """On-policy, every digit a step; its rate is PPO's."""
+    recipe = with_rate(with_objective(_often, VinePpo(Constant(BETA))), RATES["ppo"].on_policy)
+    return replace(synchronous(recipe), vine=Vine(separator="", joined=""))
+
+
+variants = {f"{name}-async": Variant(_asynchronous(name), "async") for name in ASYNCHRONOUS}
+for _name in SYNCHRONOUS:
+    _recipe = with_rate(with_objective(_often, objectives()[_name]), RATES[_name].on_policy)
+    variants[f"{_name}-sync"] = Variant(synchronous(_recipe), "sync")
+variants["vine-ppo-sync"] = Variant(_vine_ppo(), "sync")
+
+study = Study(
+    name="wall_clock",
+    description="Seconds to 80 %: asynchronous runs in two processes beside synchronous ones, each at its best rate.",
+    recipe=base,
+    variants=variants,
+    target=TARGET,
+    baseline="tb-corrected-async",
+)
