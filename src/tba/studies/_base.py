@@ -6,7 +6,7 @@ difference is in `OBJECTIVES` below and nowhere else.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tba.evaluate.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
@@ -75,6 +75,26 @@ def objectives(beta: float = BETA) -> dict[str, Objective]:
         "tb-learned-z": TrajectoryBalance(b, log_z="learned"),
         "subtb": SubtrajectoryBalance(b),
     }
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The best learning rate of an objective among those that `tuning` tries."""
+
+    on_policy: float
+    stale: float  # at k = 10, half of the groups old
+
+
+# Measured by `tuning` (docs/results.md). RLOO as it is here is Trajectory Balance, update by update.
+RATES = {
+    "tb": Rates(1e-4, 3e-5),
+    "tb-corrected": Rates(1e-4, 1e-4),
+    "tba-prime": Rates(1e-4, 1e-4),
+    "rloo": Rates(1e-4, 3e-5),
+    "grpo": Rates(1e-4, 1e-4),
+    "dr-grpo": Rates(1e-4, 1e-4),
+    "ppo": Rates(1e-4, 1e-4),
+}
 
 
 def with_objective(recipe: Recipe, objective: Objective) -> Recipe:

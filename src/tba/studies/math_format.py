@@ -27,9 +27,7 @@ base = replace(
     model=replace(
         model,
         generation=EngineSettings(slots=160, max_completion_tokens=24),
-        warm_start=replace(
-            model.warm_start, scratch=replace(model.warm_start.scratch, max_positions=64), shipped=None
-        ),
+        warm_start=replace(model.warm_start, scratch=replace(model.warm_start.scratch, max_positions=64), shipped=None),
     ),
     evaluation=replace(sums.evaluation, every=20, problems=2000, problems_during=500),
 )

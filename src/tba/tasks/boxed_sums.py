@@ -1,7 +1,7 @@
 r"""Sums in the format of MATH: a question with $...$, worked out, the answer in a box, graded as MATH is.
 
-`What is $143+494$?` is answered by `736 \boxed{637}`: the digits in the order in which they are worked out, then the sum.
-It is `arithmetic` with the answers and the reward of `math`, so that what is said of MATH can be tried in minutes.
+`What is $143+494$?` is answered by `736 \boxed{637}`: the digits in the order in which they are worked out, then the
+sum. It is `arithmetic` with the answers and the reward of `math`, so that what is said of MATH can be tried in minutes.
 
 Invariant: the reward reads the box alone; the split and careless demonstrations are those of `arithmetic`.
 """
