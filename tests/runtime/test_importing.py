@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 from runs import TASK, TOY, final_weights, inline, made, quiet
 
+from tba.__main__ import main
 from tba.command.importing import ImportOptions, import_files, take_in
-from tba.errors import UserError
+from tba.errors import DeadlineExceeded, UserError
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer, distribution, ideal, total_variation
 from tba.recipe import Recipe
 from tba.record.summary import Summary
@@ -185,6 +186,34 @@ def test_the_trajectories_of_an_old_run_teach_a_new_one_which_knows_them_as_impo
     assert closes(summary)
     with pytest.raises(UserError, match="is the run itself"):
         imported(recipe, run, run.path)
+
+
+def test_what_tba_replay_exports_can_be_imported(tmp_path: Path) -> None:
+    """As lines: the same prompts, tokens and rewards."""
+    old = inline(tmp_path / "old", *SMALL)
+    lines = tmp_path / "exported.jsonl"
+    assert main(["replay", str(tmp_path / "old"), "--export", str(lines)]) == 0
+    recipe, run = made(tmp_path / "new", *OFFLINE, "--steps", "10")
+    imported(recipe, run, lines)
+    found, was = trajectories(tmp_path / "new"), trajectories(tmp_path / "old")
+    empty = sum(not t.completion.text for t in was)  # which is no answer to learn from
+    assert len(found) + empty == len(was) == old.trajectories.generated
+    assert sorted((t.prompt.key, t.completion.digest, t.reward) for t in found) == sorted(
+        (t.prompt.key, t.completion.digest, t.reward) for t in was if t.completion.text
+    )
+
+
+def test_a_reward_that_hangs_ends_an_import_which_then_goes_on_where_it_was(tmp_path: Path) -> None:
+    hangs, lines = tmp_path / "hangs", written(tmp_path / "lines.jsonl", every_answer())
+    hangs.write_text("1")
+    recipe, run = made(
+        *(tmp_path / "run", "--task.hangs", str(hangs), "--run.reward-deadline", "0.5"),
+        source=Path(__file__).with_name("faulty.py"),
+    )
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.5 s for the reward Reward"):
+        imported(recipe, run, lines)
+    imported(recipe, run, lines)
+    assert len(trajectories(run.path)) == len(every_answer())
 
 
 def test_an_objective_with_a_ratio_refuses_a_file_and_learns_from_an_old_run(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
-from tba.errors import UserError
+from tba.errors import DeadlineExceeded, UserError
 from tba.intake.answers import Answer, answer_of
 from tba.intake.encoding import Encoded, Encoder
 from tba.intake.files import Refusal, Values
@@ -208,13 +208,18 @@ class Intake:
 
 
 def _each(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason: str) -> list[T | Refusal]:
-    """`act` of all at once; where that fails, of ever smaller parts, until those are alone that it fails on."""
+    """`act` of all at once; where that fails, of ever smaller parts, until those are alone that it fails on.
+
+    Raises `DeadlineExceeded` as it does: what hangs would hang again.
+    """
     if not items:
         return []
     try:
         done = list(act(items))
         if len(done) != len(items):
             raise UserError(f"{len(items)} answers were given and {len(done)} results came back")
+    except DeadlineExceeded:
+        raise
     except Exception as error:  # noqa: BLE001 - foreign text may upset anything: what does is refused, with the error
         if len(items) == 1:
             return [Refusal(reason, _one_line(error))]

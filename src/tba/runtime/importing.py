@@ -21,6 +21,7 @@ from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
 from tba.replay.journal import JournalFollower, JournalWriter
 from tba.runtime.directory import RunDirectory
+from tba.search.patience import PatientReward
 from tba.search.prompts import encode
 from tba.types import Prompt, Split, Version
 from tba.weights.directory import WeightDirectory
@@ -35,7 +36,8 @@ _AT_ONCE = 1024  # trajectories of another run's journal
 def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int | None) -> Iterator[Intake]:
     """Inside, what takes trajectories into the run. `max_tokens` of an answer: None, as many as its own can have.
 
-    Raises `UserError` while another import into the same run is going on.
+    Raises `UserError` while another import into the same run is going on. The reward has its deadline here too: a
+    reward that hangs ends the import, and what was taken in until then stays.
     """
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
@@ -52,7 +54,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
         )
         yield Intake(
             encoder=encoder,
-            reward=recipe.task.reward(),
+            reward=PatientReward(recipe.task.reward(), recipe.run.reward_deadline, retries=0, told=lambda _: None),
             reference=_reference(replace(recipe, model=model), run),
             sink=journal,
             believe=believe,
