@@ -115,13 +115,14 @@ def asynchronous(recipe: Recipe, k: int, m: float) -> Recipe:
     return replace(with_replay(recipe, m), sync_every=k)
 
 
-def stale(recipe: Recipe, k: int, m: float) -> Recipe:
+def stale(recipe: Recipe, k: int, m: float, inverse_temperature: float = 0.0) -> Recipe:
     """The same staleness in one process that takes turns: a round for each update, whatever the machine is busy with.
 
     How old data is depends on nothing but the settings then, so that objectives are compared at equal staleness. What
     this costs or saves in time is measured by the studies that run in processes.
     """
-    replay = replace(recipe.replay, selection=RecencyReward(m), pacing=Pacing(warm_up=0, max_mean_uses=1.0))
+    selection, pacing = RecencyReward(m, inverse_temperature), Pacing(warm_up=0, max_mean_uses=1.0)
+    replay = replace(recipe.replay, selection=selection, pacing=pacing)
     return replace(recipe, runtime="inline", sync_every=k, replay=replay)
 
 

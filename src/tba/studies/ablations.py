@@ -11,15 +11,17 @@ from dataclasses import replace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.schedules import Constant, WarmupConstant
-from tba.studies._base import TARGET, base, with_objective, with_replay
+from tba.studies._base import TARGET, base, stale, with_objective
 from tba.study import Against, Study, Variant
 
 ROWS = 140  # in a batch, and sampled in a round
+M = 0.95
+_base = stale(base, 2, M)
 
 
 def _sampled(n: int) -> Recipe:
     """S = n, at least K: fewer would leave groups ragged, since a prompt hardly comes twice."""
-    return replace(base, samples_per_prompt=n, prompts_per_round=ROWS // n)
+    return replace(_base, samples_per_prompt=n, prompts_per_round=ROWS // n)
 
 
 def _changed() -> dict[str, dict[str, Recipe]]:
@@ -27,18 +29,18 @@ def _changed() -> dict[str, dict[str, Recipe]]:
     return {
         "K": {f"K{n}": replace(_sampled(max(n, 20)), group_size=n, groups_per_step=ROWS // n) for n in (4, 10, 28)},
         "S": {f"S{n}": _sampled(n) for n in (28, 35, 70)},
-        "m": {f"m{m:g}": with_replay(base, m) for m in (0.0, 0.25, 0.5, 0.8, 1.0)},
-        "k": {f"k{k}": replace(base, sync_every=k) for k in (1, 4, 10, 16)},
+        "m": {f"m{m:g}": stale(base, 2, m) for m in (0.0, 0.25, 0.5, 0.8, 1.0)},
+        "k": {f"k{k}": stale(base, k, M) for k in (1, 4, 10, 16)},
         "beta": {
-            f"beta{b:g}": with_objective(base, TrajectoryBalance(Constant(b)))
+            f"beta{b:g}": with_objective(_base, TrajectoryBalance(Constant(b)))
             for b in (0.4, 0.2, 0.1, 0.02, 0.01, 0.004, 0.002, 0.001)
         },
-        "batch": {f"B{n}": replace(base, groups_per_step=n) for n in (2, 4, 14)},
-        "rate": {"constant": replace(base, optimizer=replace(base.optimizer, schedule=WarmupConstant(20)))},
+        "batch": {f"B{n}": replace(_base, groups_per_step=n) for n in (2, 4, 14)},
+        "rate": {"constant": replace(_base, optimizer=replace(_base.optimizer, schedule=WarmupConstant(20)))},
     }
 
 
-variants = {"base": Variant(base, "base")}
+variants = {"base": Variant(_base, "base")}
 variants |= {name: Variant(r, family) for family, found in _changed().items() for name, r in found.items()}
 
 
@@ -49,7 +51,7 @@ def _with_base(x: str, family: str, label: str) -> Against:
 study = Study(
     name="ablations",
     description="Trajectory Balance on the quickstart's sums, one setting changed at a time.",
-    recipe=base,
+    recipe=_base,
     variants=variants,
     target=TARGET,
     baseline="base",

@@ -13,7 +13,7 @@ from pathlib import Path
 from tba.models.fabricating import Fabricating
 from tba.recipe import Recipe
 from tba.recipes import quickstart
-from tba.studies._base import TARGET, base, model, task, with_replay
+from tba.studies._base import TARGET, base, model, stale, task
 from tba.study import Against, Study, Variant
 from tba.tasks.corrupted import Corrupted
 
@@ -30,7 +30,7 @@ def _noisy(recipe: Recipe, flipped: float, junk: float) -> Recipe:
 
 variants: dict[str, Variant] = {}
 for _name, _tau in SELECTIONS.items():
-    _recipe = with_replay(base, 0.5, _tau)
+    _recipe = stale(base, 2, 0.5, _tau)
     variants[f"{_name}-clean"] = Variant(_noisy(_recipe, 0.0, 0.0), _name)
     for _share in SHARES:
         variants[f"{_name}-flipped-{_share:g}"] = Variant(_noisy(_recipe, _share, 0.0), _name)
