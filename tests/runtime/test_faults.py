@@ -228,7 +228,7 @@ def test_when_the_driver_is_killed_the_run_waits_for_its_parts_to_end_and_goes_o
 def test_parts_that_hang_are_found_killed_and_started_again(tmp_path: Path) -> None:
     """Stopped processes: alive, and never heard of again."""
     path = tmp_path / "run"
-    driver = train(path, *LONG, "--steps", "1000000", "--run.silence-deadline", "10")
+    driver = train(path, *LONG, "--steps", "1000000", "--run.silence-deadline", "20")
     try:
         until(lambda: steps_of(path) > 25, SECONDS, "steps")
         parts = children(driver.pid)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from tba.__main__ import main
 from tba.command.importing import ImportOptions, import_files, take_in
 from tba.errors import DeadlineExceeded, UserError
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer, distribution, ideal, total_variation
-from tba.recipe import Recipe
+from tba.recipe import Recipe, RuntimeSettings
 from tba.record.summary import Summary
 from tba.replay.journal import JournalFollower
 from tba.runtime.directory import RunDirectory
@@ -212,7 +213,7 @@ def test_a_reward_that_hangs_ends_an_import_which_then_goes_on_where_it_was(tmp_
     )
     with pytest.raises(DeadlineExceeded, match=r"waited 0\.5 s for the reward Reward"):
         imported(recipe, run, lines)
-    imported(recipe, run, lines)
+    imported(replace(recipe, run=RuntimeSettings()), run, lines)
     assert len(trajectories(run.path)) == len(every_answer())
 
 
