@@ -1,0 +1,192 @@
+r"""Files of preferences: which of two answers to a prompt somebody liked better. JSON Lines (gzipped or not), Parquet.
+
+Invariant: every line is accounted for: it gives one pair or more, or it is refused under a reason that is counted.
+Pairs of one document share its name, by which they are split, so that no document is on both sides.
+
+What a line may look like (the usual names):
+
+    {"prompt": P, "chosen": A, "rejected": B}     P also as post, question, instruction (+ input), context, document;
+                                                  A and B as text, as a message, or as a list of messages that begins
+                                                  with the prompt
+    {"chosen": "...\n\nAssistant: A", "rejected": "...\n\nAssistant: B"}       whole dialogues that begin alike
+    {"post": P, "summaries": [{"text": A}, {"text": B}], "choice": 0}          also under "info": {"post": P}
+    {"document": P, "summaries": [{"text": A, "score": 0.7}, ...]}             every pair of different scores
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.intake.files import Refusal, Values, read
+from tba.types import Json
+
+_PROMPTS = ("prompt", "post", "question", "instruction", "context", "document", "article", "query")
+_DOCUMENTS = ("document_id", "doc_id", "id")
+_TURN = "\n\nAssistant:"
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """Two answers to one prompt."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    document: str  # what it is about: pairs of one document stay together
+
+
+@dataclass
+class PairReport:
+    """What became of a file's lines."""
+
+    lines: int = 0
+    pairs: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # reason -> lines, or pairs within a line
+    examples: dict[str, str] = field(default_factory=dict)  # reason -> where it was first
+
+    def refuse(self, reason: str, place: str) -> None:
+        self.refused[reason] += 1
+        self.examples.setdefault(reason, place)
+
+
+def read_pairs(path: Path) -> tuple[list[PreferencePair], PairReport]:
+    """All pairs of a file, in order. Raises `UserError` when it cannot be opened or has none."""
+    pairs: list[PreferencePair] = []
+    report = PairReport()
+    for number, line in read(path):
+        report.lines += 1
+        place = f"line {number}"
+        if isinstance(line, Refusal):
+            report.refuse(line.reason, place)
+            continue
+        for found in _of_line(line):
+            if isinstance(found, Refusal):
+                report.refuse(found.reason, place)
+            else:
+                pairs.append(found)
+    report.pairs = len(pairs)
+    if not pairs:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in report.refused.most_common(3))
+        raise UserError(
+            f"{path} has no pairs of answers ({reasons or 'it is empty'}): give lines with prompt, chosen and rejected"
+        )
+    return pairs, report
+
+
+def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
+    """The places of the pairs in `count` parts of nearly equally many documents, none of them in two parts.
+
+    Raises `UserError` for fewer than 2 parts, or fewer documents than parts.
+    """
+    names = sorted({pair.document for pair in pairs}, key=lambda name: hashlib.blake2b(name.encode()).digest())
+    if not 2 <= count <= len(names):
+        raise UserError(f"{count} folds of {len(names)} documents: give at least 2, and a document for each")
+    part = {name: i % count for i, name in enumerate(names)}
+    parts: list[list[int]] = [[] for _ in range(count)]
+    for place, pair in enumerate(pairs):
+        parts[part[pair.document]].append(place)
+    return parts
+
+
+def _of_line(line: Values) -> Iterator[PreferencePair | Refusal]:
+    summaries = line.get("summaries", line.get("responses"))
+    if isinstance(summaries, list):
+        yield from _of_list(line, summaries)
+        return
+    missing = [name for name in ("chosen", "rejected") if name not in line]
+    if missing:
+        yield Refusal(f"no field {missing[0]!r}")
+        return
+    split = _split(line)
+    yield split if isinstance(split, Refusal) else _pair(*split, line)
+
+
+def _of_list(line: Values, summaries: list[Json]) -> Iterator[PreferencePair | Refusal]:
+    """Answers with scores, or two of them and which was chosen."""
+    prompt = _prompt(line)
+    texts = [entry.get("text") if isinstance(entry, Mapping) else entry for entry in summaries]
+    if prompt is None:
+        yield Refusal("no prompt")
+        return
+    if not all(isinstance(text, str) for text in texts):
+        yield Refusal("an answer is no text")
+        return
+    choice = line.get("choice")
+    if choice is not None:
+        if len(texts) != 2 or choice not in (0, 1):
+            yield Refusal("a choice that is not between two answers")
+        else:
+            yield _pair(prompt, str(texts[int(choice)]), str(texts[1 - int(choice)]), line)
+        return
+    scores = [entry.get("score") if isinstance(entry, Mapping) else None for entry in summaries]
+    for (a, p), (b, q) in combinations(zip(texts, scores, strict=True), 2):
+        if not (isinstance(p, int | float) and isinstance(q, int | float)):
+            yield Refusal("answers without scores or a choice")
+        elif p != q:  # equal scores are no preference
+            yield _pair(prompt, str(a if p > q else b), str(b if p > q else a), line)
+
+
+def _pair(prompt: str, chosen: str, rejected: str, line: Values) -> PreferencePair | Refusal:
+    if not prompt.strip():
+        return Refusal("an empty prompt")
+    if not (chosen.strip() and rejected.strip()):
+        return Refusal("an empty answer")
+    if chosen.strip() == rejected.strip():
+        return Refusal("two equal answers")
+    named = next((str(line[name]) for name in _DOCUMENTS if isinstance(line.get(name), str | int)), None)
+    return PreferencePair(prompt, chosen, rejected, named or prompt)
+
+
+def _split(line: Values) -> tuple[str, str, str] | Refusal:
+    """Prompt, chosen, rejected."""
+    chosen, rejected, prompt = line["chosen"], line["rejected"], _prompt(line)
+    if isinstance(chosen, list) and isinstance(rejected, list):
+        return _of_messages(chosen, rejected, prompt)
+    a, b = _text(chosen), _text(rejected)
+    if a is None or b is None:
+        return Refusal("an answer is no text")
+    if prompt is not None:
+        return prompt, a.removeprefix(prompt), b.removeprefix(prompt)
+    beginning = a[: a.rfind(_TURN) + len(_TURN)] if _TURN in a else ""
+    if not beginning or not b.startswith(beginning):
+        return Refusal("no prompt, and no dialogues that begin alike")
+    return beginning, a.removeprefix(beginning).lstrip(), b.removeprefix(beginning).lstrip()
+
+
+def _of_messages(chosen: list[Json], rejected: list[Json], prompt: str | None) -> tuple[str, str, str] | Refusal:
+    a, b = ([_text(message) for message in messages] for messages in (chosen, rejected))
+    if not a or not b or None in a or None in b:
+        return Refusal("an answer is no text")
+    if a[:-1] != b[:-1]:
+        return Refusal("two dialogues that differ before their last answer")
+    before = "\n\n".join(str(text) for text in a[:-1])
+    if not before and prompt is None:
+        return Refusal("no prompt")
+    return before or str(prompt), str(a[-1]), str(b[-1])
+
+
+def _prompt(line: Values) -> str | None:
+    info = line.get("info")
+    for values in (line, info if isinstance(info, Mapping) else {}):
+        for name in _PROMPTS:
+            text = _text(values.get(name))
+            if text is not None:
+                more = values.get("input") if name == "instruction" else None
+                return f"{text}\n\n{more}" if isinstance(more, str) and more.strip() else text
+    return None
+
+
+def _text(value: Json) -> str | None:
+    """A text as such, or the content of a message; of a list of messages all contents."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    if isinstance(value, list):
+        parts = [_text(part) for part in value]
+        return None if None in parts or not parts else "\n\n".join(str(part) for part in parts)
+    return value if isinstance(value, str) else None
