@@ -1,4 +1,4 @@
-"""The command line: train, search, import, check, sft, eval, study, recipes, show, replay.
+"""The command line: train, search, import, check, sft, reward-model, eval, study, recipes, show, replay.
 
 Invariant: bad input ends in one sentence on standard error and exit code 2, without a traceback.
 """
@@ -24,6 +24,8 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba check RECIPE [--field value ...]      resolve, validate, estimate memory and time; run nothing
   tba sft RECIPE --out DIR [--field value ...]    the recipe's supervised warm start
   tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response
+  tba reward-model PAIRS --model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--field value ...]
+                                            a reward model from pairs of answers, and how far it can be trusted
   tba eval RECIPE [--checkpoint DIR] [--split eval] [--out FILE] [--field value ...]
   tba study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
                                             variants x seeds (a name, or a path to a .py file), tables and plots
@@ -101,6 +103,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "import": import_,
         "check": check,
         "sft": sft,
+        "reward-model": reward_model,
         "eval": evaluate,
         "study": study,
         "recipes": recipes,
@@ -185,6 +188,19 @@ def sft(arguments: list[str]) -> int:
     if options.out is None:
         raise UserError("tba sft needs --out DIR: the folder to write the model to")
     return make_model(name, overrides, options.out)
+
+
+def reward_model(arguments: list[str]) -> int:
+    """`tba reward-model PAIRS --model DIR --out DIR`."""
+    from tba.command.reward_model import make_reward_model
+    from tba.errors import UserError
+    from tba.settings import split_options
+
+    file, rest = _named(arguments, "tba reward-model PAIRS --model DIR --out DIR", "a file of pairs")
+    options, overrides = split_options(OutOptions(), rest, "tba reward-model")
+    if options.out is None:
+        raise UserError("tba reward-model needs --out DIR: the folder to write the reward model to")
+    return make_reward_model(file, overrides, options.out)
 
 
 def evaluate(arguments: list[str]) -> int:

@@ -8,7 +8,8 @@ import importlib, pkgutil, sys
 import tba.rewards, tba.tasks
 for package in (tba.rewards, tba.tasks):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        importlib.import_module(module.name)
+        if module.name != "tba.rewards.scoring":  # a model, loaded with a reward model's first answer
+            importlib.import_module(module.name)
 print(sorted({"torch", "transformers", "tokenizers", "datasets", "reasoning_gym"} & sys.modules.keys()))
 """
 

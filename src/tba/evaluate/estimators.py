@@ -87,6 +87,32 @@ def bootstrap_interval(values: Values, *, confidence: float = 0.95, resamples: i
     return Interval(mean, min(float(low), mean), max(float(high), mean))
 
 
+def ratio_interval(
+    totals: Values, counts: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Interval:
+    """The percentile bootstrap interval of sum(totals) / sum(counts): whole clusters are drawn, [i] of both is one.
+
+    For shares of things that come in clusters, such as pairs of a document. Clusters without any count for nothing.
+    Raises `ValueError` for unequal lengths, or when nothing is counted.
+    """
+    total, count = np.asarray(totals, dtype=np.float64), np.asarray(counts, dtype=np.float64)
+    if total.shape != count.shape or total.ndim != 1 or not count.sum() > 0:
+        raise ValueError(f"a ratio needs clusters with something in them, but got {total.shape} of {count.shape}")
+    _normal_quantile(confidence)  # refuses what is no confidence
+    total, count = total[count > 0], count[count > 0]
+    rng = np.random.default_rng(seed)
+    ratios = np.empty(resamples)
+    slice_size = max(1, INDICES_AT_ONCE // total.size)
+    for start in range(0, resamples, slice_size):
+        stop = min(start + slice_size, resamples)
+        drawn = rng.integers(total.size, size=(stop - start, total.size))
+        ratios[start:stop] = total[drawn].sum(axis=1) / count[drawn].sum(axis=1)
+    tail = (1 - confidence) / 2
+    low, high = np.quantile(ratios, [tail, 1 - tail])
+    ratio = float(total.sum() / count.sum())
+    return Interval(ratio, min(float(low), ratio), max(float(high), ratio))
+
+
 def paired_difference(
     before: Values, after: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval:

@@ -1,0 +1,57 @@
+"""The score of a reward model as a reward: of the response as it is, also where it was cut off.
+
+Invariant: a truncated response gets `without_eos` in place of its score, which stays to be seen among the parts (the
+paper's penalty: -1, in units of the model's score). Light: libraries and the model are loaded with the first answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from tba.errors import UserError
+from tba.types import Completion, Judgement, Prompt, StopReason
+
+_CUT = (StopReason.LENGTH, StopReason.INTERRUPTED)
+
+
+class _Loaded(Protocol):
+    def judge(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]: ...
+
+
+@dataclass(frozen=True)
+class ModelScore:
+    """Scores by the reward model at `path`: a folder that `tba reward-model` made, or any with one number as output."""
+
+    path: str
+    without_eos: float | None = -1.0  # the reward of a response that did not end; None: its score
+    max_tokens: int = 640  # of prompt and response together; longer ones lose tokens of the prompt
+    keep: Literal["beginning", "end"] = "end"  # which part of such a prompt stays
+    device: str = "cpu"
+    max_tokens_per_pass: int = 16384  # padded
+    _loaded: list[_Loaded] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise UserError("the reward needs a reward model: give the folder that `tba reward-model --out` made")
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """One judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
+        if not self._loaded:
+            self._loaded.append(self._load())
+        scores = self._loaded[0].judge([(prompt.text, completion.text) for prompt, completion in answered])
+        return [self._mark(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
+
+    def _mark(self, completion: Completion, score: float | None) -> Judgement:
+        cut = completion.stop_reason in _CUT
+        if score is None:  # longer than the model reads: as bad as one that did not end
+            return Judgement(self.without_eos if self.without_eos is not None else 0.0, {"unread": 1.0})
+        reward = self.without_eos if cut and self.without_eos is not None else score
+        return Judgement(reward, {"score": score, "cut": float(cut)})
+
+    def _load(self) -> _Loaded:
+        from tba.rewards.scoring import RewardModel, Scored
+
+        model = RewardModel.load(self.path, self.max_tokens, self.keep, self.device)
+        return Scored(model, self.max_tokens_per_pass)

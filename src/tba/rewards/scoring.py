@@ -1,0 +1,137 @@
+"""A reward model: any causal or sequence-classification backbone with a head of one number, in the Hugging Face layout.
+
+Invariant: training and scoring see the same tokens: those of the prompt and of the response, each tokenised alone,
+then EOS (or, of an encoder, [CLS] prompt [SEP] response [SEP]). Too long ones lose tokens of the prompt only, and are
+counted by whoever asks; a response is never cut.
+
+Shape legend: N texts, T tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from tba.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and a response as the model reads them."""
+
+    tokens: tuple[int, ...]
+    second: int  # where the response begins: an encoder tells the two apart
+    cut: int  # tokens of the prompt that were left out
+
+
+class RewardModel:
+    """Scores of (prompt, response), in batches."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, max_tokens: int, keep: Literal["beginning", "end"], device: str = "cpu"
+    ) -> None:
+        self.model, self.tokenizer, self.max_tokens, self.keep = model.to(device).eval(), tokenizer, max_tokens, keep
+        self._pair = tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
+        self._ends = [tokenizer.sep_token_id] if self._pair else [tokenizer.eos_token_id]
+        if self._ends[0] is None:
+            raise UserError("the tokenizer has neither EOS nor [SEP], so that no response would end: give one that has")
+        # The head reads the last token that is no padding: EOS must not be taken for padding.
+        self.pad = next(i for i in (tokenizer.pad_token_id, 0, 1) if i is not None and i != self._ends[0])
+        model.config.pad_token_id = self.pad
+
+    @classmethod
+    def load(
+        cls, path: str, max_tokens: int = 640, keep: Literal["beginning", "end"] = "end", device: str = "cpu"
+    ) -> RewardModel:
+        """A folder or a Hub name; a head that is not there yet is made. Raises `UserError` when it cannot be loaded."""
+        before = transformers_logging.get_verbosity()
+        transformers_logging.set_verbosity_error()  # it tells that the head is new
+        try:
+            model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(path)
+        except (OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"no reward model can be loaded from {path!r} ({reason}): give a folder or name") from error
+        finally:
+            transformers_logging.set_verbosity(before)
+        longest = getattr(model.config, "max_position_embeddings", None) or max_tokens
+        return cls(model, tokenizer, min(max_tokens, longest), keep, device)
+
+    def read(self, prompt: str, response: str) -> Text | None:
+        """As tokens; None for a response that is too long by itself."""
+        first, second = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
+        begin = [self.tokenizer.cls_token_id] if self._pair else []
+        middle = [self.tokenizer.sep_token_id] if self._pair else []
+        room = self.max_tokens - len(begin) - len(middle) - len(second) - 1
+        if room < 1:
+            return None
+        cut = max(0, len(first) - room)
+        kept = first[:room] if self.keep == "beginning" else first[cut:]
+        head = [*begin, *kept, *middle]
+        return Text((*head, *second, *self._ends), len(head), cut)
+
+    def scores(self, texts: Sequence[Text]) -> Tensor:
+        """[N] one forward pass of all."""
+        ids_NT, second_NT, there_NT = _padded(texts, self.pad)
+        device = self.model.device
+        more = {"token_type_ids": second_NT.to(device)} if self._pair else {}
+        logits = self.model(input_ids=ids_NT.to(device), attention_mask=there_NT.to(device), **more).logits
+        return logits[:, 0].float()
+
+    @torch.no_grad()
+    def all_scores(self, texts: Sequence[Text], max_tokens_per_pass: int = 16384) -> np.ndarray:
+        """[N] in as many passes as it takes, without gradients."""
+        found = np.zeros(len(texts), np.float32)
+        for part in parts(texts, max_tokens_per_pass):
+            found[part] = self.scores([texts[i] for i in part]).cpu().numpy()
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Model and tokenizer."""
+        self.model.save_pretrained(folder)
+        self.tokenizer.save_pretrained(folder)
+
+
+def parts(texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
+    """The places of the texts by length, cut so that a part has at most `max_tokens` padded tokens (or one text)."""
+    found: list[list[int]] = []
+    for i in sorted(range(len(texts)), key=lambda i: len(texts[i].tokens)):
+        if not found or (len(found[-1]) + 1) * len(texts[i].tokens) > max_tokens:
+            found.append([])
+        found[-1].append(i)
+    return found
+
+
+def _padded(texts: Sequence[Text], pad: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, T] tokens, whether each is of the response, and whether it is there."""
+    longest = max(len(text.tokens) for text in texts)
+    ids, second, there = (np.full((len(texts), longest), fill, np.int64) for fill in (pad, 0, 0))
+    for row, text in enumerate(texts):
+        n = len(text.tokens)
+        ids[row, :n], second[row, text.second : n], there[row, :n] = text.tokens, 1, 1
+    return torch.from_numpy(ids), torch.from_numpy(second), torch.from_numpy(there)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A reward model that reads texts and scores them."""
+
+    model: RewardModel
+    max_tokens_per_pass: int
+
+    def judge(self, pairs: Sequence[tuple[str, str]]) -> list[float | None]:
+        """The score of each (prompt, response), None where the response alone is too long; equal ones are read once."""
+        distinct = {pair: self.model.read(*pair) for pair in dict.fromkeys(pairs)}
+        readable = [pair for pair, text in distinct.items() if text is not None]
+        texts = [text for text in distinct.values() if text is not None]
+        scores = self.model.all_scores(texts, self.max_tokens_per_pass).tolist() if texts else []
+        found = dict(zip(readable, scores, strict=True))
+        return [found.get(pair) for pair in pairs]

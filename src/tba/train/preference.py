@@ -1,0 +1,156 @@
+"""A reward model from pairs: the Bradley-Terry loss, -log sigmoid(score of the chosen - score of the rejected).
+
+Invariant: a text is read once per batch, however many pairs it is in; a batch that does not fit in one pass has the
+same gradient (scores first, then the passes again with what each score's derivative is).
+
+Shape legend: N texts of a batch, P pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tba.errors import NonFiniteLoss, UserError
+from tba.schedules import WarmupLinear
+from tba.train.optimizer import OptimizerSettings
+
+S = TypeVar("S")
+R = TypeVar("R", contravariant=True)
+Progress: TypeAlias = Callable[[int, int, float], None]  # (step, of how many, loss of its batch)
+
+
+class Scorer(Protocol[R]):
+    """What gives each text a number."""
+
+    def scores(self, texts: Sequence[R]) -> Tensor:
+        """[N] with gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class PreferenceSettings:
+    """How a reward model is trained. Raises `UserError` when a field makes no sense."""
+
+    epochs: float = 1.0  # passes over the pairs
+    batch_size: int = 64  # pairs
+    lr: float = 1e-5  # peak learning rate; linear to 0 after the warm-up
+    warmup: float = 0.03  # share of the updates in which the learning rate rises
+    weight_decay: float = 0.0  # AdamW's
+    clip_norm: float = 1.0  # largest norm of the gradient
+    max_tokens_per_pass: int = 16384  # padded tokens of one forward and backward; larger batches go in parts
+    seed: int = 0  # of the order of the pairs
+
+    def __post_init__(self) -> None:
+        if self.epochs <= 0 or self.batch_size < 1 or self.max_tokens_per_pass < 1 or not 0 <= self.warmup <= 1:
+            raise UserError(
+                f"a reward model of {self.epochs} epochs, {self.batch_size} pairs a batch, {self.max_tokens_per_pass} "
+                f"tokens a pass and warmup {self.warmup} cannot be trained: give positive numbers, a share from 0 to 1"
+            )
+
+    def updates(self, pairs: int) -> int:
+        return max(1, round(self.epochs * pairs / self.batch_size))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadPair:
+    """A pair by the places of its texts, and what it is about."""
+
+    chosen: int
+    rejected: int
+    document: str
+
+
+def fit(
+    scorer: Scorer[S],
+    parameters: Sequence[Parameter],
+    texts: Sequence[S],
+    pairs: Sequence[ReadPair],
+    split: Callable[[Sequence[S], int], list[list[int]]],
+    settings: PreferenceSettings,
+    progress: Progress | None = None,
+) -> list[float]:
+    """Train on the pairs; the loss of each batch before its update, in nats per pair.
+
+    `split` cuts texts into passes of at most so many tokens. Raises `UserError` without pairs, `NonFiniteLoss` at the
+    first gradient that is not finite.
+    """
+    if not pairs:
+        raise UserError("there are no pairs to train a reward model on: give more, or hold fewer out")
+    updates = settings.updates(len(pairs))
+    warmup = min(round(settings.warmup * updates), updates - 1)
+    optimizer = OptimizerSettings(
+        lr=settings.lr,
+        schedule=WarmupLinear(updates, warmup),
+        weight_decay=settings.weight_decay,
+        clip_norm=settings.clip_norm,
+    ).start(list(parameters))
+    batches = _batches(pairs, settings.batch_size, np.random.default_rng(settings.seed))
+    losses = []
+    for step in range(1, updates + 1):
+        loss = _accumulate(scorer, texts, next(batches), split, settings.max_tokens_per_pass)
+        if not math.isfinite(optimizer.step(step)):
+            raise NonFiniteLoss(f"the reward model's loss is {loss} at step {step} of {updates}: lower its lr")
+        losses.append(loss)
+        if progress is not None:
+            progress(step, updates, loss)
+    return losses
+
+
+def _accumulate(
+    scorer: Scorer[S],
+    texts: Sequence[S],
+    batch: Sequence[ReadPair],
+    split: Callable[[Sequence[S], int], list[list[int]]],
+    max_tokens: int,
+) -> float:
+    """Gradients of the batch's mean loss; the loss."""
+    used = sorted({place for pair in batch for place in (pair.chosen, pair.rejected)})
+    at = {place: n for n, place in enumerate(used)}
+    chosen_P, rejected_P = (
+        torch.tensor([at[getattr(pair, side)] for pair in batch]) for side in ("chosen", "rejected")
+    )
+    own = [texts[place] for place in used]
+    passes = split(own, max_tokens)
+    if len(passes) == 1:
+        (order,) = passes
+        score_N = scorer.scores([own[i] for i in order])[torch.argsort(torch.tensor(order))]
+        loss = bradley_terry(score_N[chosen_P], score_N[rejected_P])
+        loss.backward()
+        return loss.item()
+    with torch.no_grad():
+        score_N = torch.zeros(len(own))
+        for part in passes:
+            score_N[part] = scorer.scores([own[i] for i in part]).cpu()
+    score_N.requires_grad_()
+    loss = bradley_terry(score_N[chosen_P], score_N[rejected_P])
+    loss.backward()
+    assert score_N.grad is not None
+    for part in passes:
+        found = scorer.scores([own[i] for i in part])
+        found.backward(score_N.grad[part].to(found.device))
+    return loss.item()
+
+
+def bradley_terry(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
+    """The mean over pairs, in nats (Bradley and Terry 1952; Stiennon et al., arXiv 2009.01325, eq. 1)."""
+    return -torch.nn.functional.logsigmoid(chosen_P - rejected_P).mean()
+
+
+def _batches(pairs: Sequence[ReadPair], size: int, rng: np.random.Generator) -> Iterator[list[ReadPair]]:
+    """Without end: epochs in an order drawn anew, pairs of a document side by side, so that its texts are read once."""
+    by_document: dict[str, list[ReadPair]] = {}
+    for pair in pairs:
+        by_document.setdefault(pair.document, []).append(pair)
+    documents = list(by_document.values())
+    while True:
+        epoch = [documents[d][i] for d in rng.permutation(len(documents)) for i in rng.permutation(len(documents[d]))]
+        for first in range(0, len(epoch), size):
+            yield epoch[first : first + size]

@@ -1,0 +1,94 @@
+"""`tba reward-model`, from a file to a reward."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tba.__main__ import main
+from tba.rewards.reward_model import ModelScore
+from tba.train.scratch import ScratchModel, train_bpe_tokenizer
+from tba.types import Completion, Prompt, StopReason, Version
+
+SIZE = ScratchModel(hidden_size=32, layers=2, heads=2, ff_size=64, max_positions=64)
+TRAINING = ("--train.lr", "3e-3", "--train.epochs", "4", "--train.batch-size", "16")
+
+
+@pytest.fixture
+def backbone(tmp_path: Path) -> str:
+    """A causal model from nothing."""
+    tokenizer = train_bpe_tokenizer([f"{a} {b}" for a in "abc" for b in "xyz"], 280)
+    folder = tmp_path / "backbone"
+    SIZE.start(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """Whoever has the x is preferred, whatever is around it; four pairs to a document."""
+    rng = np.random.default_rng(0)
+    lines = [{"prompt": "p", "chosen": "x", "rejected": "x"}]  # equal: refused
+    for n in range(240):
+        word = "".join(rng.choice(list("abc"), 3))
+        lines.append({"prompt": f"ask {n // 4}", "chosen": f"{word} x", "rejected": f"{word} y", "doc_id": str(n // 4)})
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_reward_model_is_made_measured_and_used(
+    tmp_path: Path, backbone: str, pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "reward"
+    assert main(["reward-model", str(pairs), "--model", backbone, "--out", str(out), *TRAINING]) == 0
+    said = capsys.readouterr().out
+    assert "240 pairs in 241 lines" in said
+    assert "refused: two equal answers, 1 (first: line 1)" in said
+    facts = json.loads((out / "reward_model.json").read_text())
+    assert facts["held_out"]["documents"] == 6
+    assert facts["held_out"]["accuracy"]["estimate"] > 0.9
+    assert facts["held_out"]["length_accuracy"]["estimate"] == 0.5  # all pairs are of equal length
+    prompt = Prompt("task", np.array([1], np.int32), "ask 7", {})
+    answers = [
+        Completion(np.array([1], np.int32), text, StopReason.EOS, (Version(), Version())) for text in ("abc x", "abc y")
+    ]
+    good, bad = ModelScore(str(out)).judge([(prompt, answer) for answer in answers])
+    assert good.reward > bad.reward
+    assert main(["reward-model", str(pairs), "--model", backbone, "--out", str(out)]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_folds_measure_every_document_and_another_model_may_label(
+    tmp_path: Path, backbone: str, pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gold, proxy = tmp_path / "gold", tmp_path / "proxy"
+    folds = ("--folds", "2", *TRAINING)
+    assert main(["reward-model", str(pairs), "--model", backbone, "--out", str(gold), *folds]) == 0
+    assert json.loads((gold / "reward_model.json").read_text())["held_out"]["pairs"] == 240
+    turned = tmp_path / "turned.jsonl"
+    lines = [json.loads(line) for line in pairs.read_text().splitlines()]
+    swapped = [{**line, "chosen": line["rejected"], "rejected": line["chosen"]} for line in lines]
+    turned.write_text("".join(json.dumps(line) + "\n" for line in swapped))
+    label = ("--label-with", str(gold), *TRAINING)
+    assert main(["reward-model", str(turned), "--model", backbone, "--out", str(proxy), *label]) == 0
+    said = capsys.readouterr().out
+    assert "240 of 240 pairs, 0.0% as in the file" in " ".join(said.split())
+    assert json.loads((proxy / "reward_model.json").read_text())["held_out"]["accuracy"]["estimate"] > 0.9
+
+
+def test_what_is_missing_is_said_in_one_sentence(
+    tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, said in (
+        (["reward-model", str(pairs)], "needs --out DIR"),
+        (["reward-model", str(pairs), "--out", str(tmp_path / "o")], "needs a backbone"),
+        (["reward-model", str(pairs), "--out", str(tmp_path / "o"), "--folds", "1"], "at least 2 folds"),
+        (["reward-model", str(tmp_path / "none"), "--out", str(tmp_path / "o"), "--model", "x"], "cannot be read"),
+    ):
+        assert main(arguments) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
