@@ -26,7 +26,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response
   tba reward-model PAIRS --model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--field value ...]
                                             a reward model from pairs of answers, and how far it can be trusted
-  tba eval RECIPE [--checkpoint DIR] [--split eval] [--out FILE] [--field value ...]
+  tba eval RECIPE [--checkpoint DIR] [--split eval] [--distance N] [--out FILE] [--field value ...]
   tba study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
                                             variants x seeds (a name, or a path to a .py file), tables and plots
   tba recipes                               the recipes there are
@@ -69,6 +69,7 @@ class EvalOptions:
     checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
     split: str = "eval"
     out: Path | None = None  # per-problem scores as JSON
+    distance: int = 0  # prompts on which KL and perplexity to the recipe's own model are measured; 0: they are not
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -210,7 +211,7 @@ def evaluate(arguments: list[str]) -> int:
 
     name, rest = _named(arguments, "tba eval RECIPE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(EvalOptions(), rest, "tba eval")
-    return evaluate_model(name, overrides, options.checkpoint, options.split, options.out)
+    return evaluate_model(name, overrides, options.checkpoint, options.split, options.out, options.distance)
 
 
 def study(arguments: list[str]) -> int:

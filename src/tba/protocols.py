@@ -71,6 +71,15 @@ class Task(Protocol):
     def reward(self) -> Reward: ...
 
 
+@runtime_checkable
+class Examined(Protocol):
+    """A task whose answers are evaluated by another reward than they are trained on, such as a gold model's."""
+
+    def examination(self) -> Reward:
+        """1 for an answer that is counted as right, 0 for one that is not."""
+        ...
+
+
 class Exploration(Protocol):
     """Draws the sampling settings of one searcher's round."""
 

@@ -44,6 +44,13 @@ def test_it_is_the_exact_divergence_and_the_exact_reward_of_the_policy(temperatu
     assert abs(found.reward - float(reward_Q.mean())) < 4 * found.reward_error
     assert 1 <= found.tokens <= TASK.length
     assert (found.prompts, found.samples) == (40, 200)
+    assert found.kl_per_token == pytest.approx(found.kl / found.tokens)
+    # Under the reference, in nats: per token of an answer, and per token of prompt and answer.
+    nats = math.log(found.perplexity) * found.tokens
+    prompt_tokens = float(np.mean([len(p.tokens) for p in PROMPTS]))
+    assert math.log(found.perplexity_with_prompt) == pytest.approx(nats / (found.tokens + prompt_tokens))
+    cross_Q = -(policy_QO * reference_QO.log()).sum(1)[: TASK.prompts]
+    assert nats == pytest.approx(float(cross_Q.mean()), rel=0.05)
 
 
 def test_it_is_0_at_the_reference_answer_by_answer() -> None:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from tba.errors import UserError
-from tba.rewards.reward_model import ModelScore
+from tba.rewards.reward_model import ModelScore, Win
 from tba.rewards.scoring import RewardModel, parts
 from tba.types import Completion, Prompt, StopReason, Version
 
@@ -113,6 +113,22 @@ def test_a_truncated_answer_gets_the_penalty_and_its_score_is_seen(tmp_path: Pat
     assert (marks[2].reward, marks[2].parts) == (-1.0, {"unread": 1.0})
     kept = ModelScore(str(tmp_path / "model"), without_eos=None, max_tokens=16).judge([(prompt, answers[1])])
     assert kept[0].reward == marks[0].reward
+
+
+def test_an_answer_wins_when_it_is_scored_above_the_persons(tmp_path: Path) -> None:
+    own = model(False)
+    own.save(tmp_path / "model")
+    texts = {text: own.read("a b", text) for text in ("c", "d e", "f")}
+    scores = {text: float(own.all_scores([read])[0]) for text, read in texts.items() if read}
+    low, middle, high = sorted(scores, key=lambda text: scores[text])
+    prompt = Prompt("task", np.array([1], np.int32), "a b", {"reference": middle})
+    win = Win(ModelScore(str(tmp_path / "model"), max_tokens=16))
+    answers = [completion(text, StopReason.EOS) for text in (low, middle, high)]
+    marks = win.judge([(prompt, answer) for answer in answers])
+    assert [mark.reward for mark in marks] == [0.0, 0.0, 1.0]
+    assert win.judge([(prompt, completion(" ".join("a" * 40), StopReason.LENGTH))])[0].reward == 0.0
+    with pytest.raises(UserError, match="no field 'reference'"):
+        win.judge([(Prompt("task", np.array([1], np.int32), "a b", {}), answers[0])])
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

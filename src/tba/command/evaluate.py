@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,30 +13,38 @@ from rich.console import Console
 
 from tba.errors import UserError
 from tba.evaluate.accuracy import evaluate
+from tba.evaluate.divergence import Divergence, divergence
 from tba.evaluate.estimators import wilson_interval
 from tba.models.huggingface import HuggingFace
+from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.runtime.directory import RunDirectory
 from tba.runtime.searching import prompts_of
 from tba.settings import find, override
 from tba.train.checkpoint import newest_checkpoint
-from tba.types import Version
+from tba.types import Prompt, Version
 
 
-def evaluate_model(name: str, overrides: list[str], checkpoint: str | None, split: str, out: Path | None) -> int:
-    """Prints each metric with its 95 % interval; per-problem scores go to `out`."""
+def evaluate_model(
+    name: str, overrides: list[str], checkpoint: str | None, split: str, out: Path | None, distance: int = 0
+) -> int:
+    """Prints each metric with its 95 % interval; per-problem scores go to `out`.
+
+    distance: prompts on which the distance to the recipe's own model, and the reward, are measured (0: it is not).
+    """
     if split not in ("train", "eval"):
         raise UserError(f"--split is {split!r}: give train or eval")
-    recipe = override(find(name), overrides, f"tba eval {name}")
-    recipe = with_checkpoint(recipe, checkpoint)
+    begun = override(find(name), overrides, f"tba eval {name}")
+    recipe = with_checkpoint(begun, checkpoint)
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train" if split == "train" else "eval")
+    engine = model.engine(Version())
     found = evaluate(
-        model.engine(Version()),
+        engine,
         prompts,
-        recipe.task.reward(),
+        recipe.task.examination() if isinstance(recipe.task, Examined) else recipe.task.reward(),
         recipe.evaluation,
         np.random.default_rng([recipe.seed, 7]),
         now=time.monotonic,
@@ -50,12 +59,41 @@ def evaluate_model(name: str, overrides: list[str], checkpoint: str | None, spli
             highlight=False,
         )
     console.print(f"{found.tokens} tokens in {found.seconds:.1f} s", highlight=False)
+    scores = {metric: [float(v) for v in values] for metric, values in found.scores.items()}
+    facts = {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
+    if distance:
+        measured = _distance(begun, engine, recipe, prompts[:distance])
+        _tell_distance(console, measured)
+        facts["distance"] = asdict(measured)
     if out is not None:
-        scores = {metric: [float(v) for v in values] for metric, values in found.scores.items()}
-        write_json(
-            out, {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
-        )
+        write_json(out, facts)
     return 0
+
+
+def _distance(begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt]) -> Divergence:
+    """From what the recipe begins with, at the policy temperature, one answer to each prompt."""
+    return divergence(
+        engine,
+        begun.model.prepared(begun.task).reference(recipe.policy_temperature, Version()),
+        recipe.task.reward(),
+        prompts,
+        1,
+        np.random.default_rng([recipe.seed, 11]),
+        policy_temperature=recipe.policy_temperature,
+        chunk=recipe.evaluation.chunk,
+    )
+
+
+def _tell_distance(console: Console, found: Divergence) -> None:
+    for line in (
+        f"reward           {found.reward:.3f} (standard error {found.reward_error:.3f}), {found.prompts} answers of "
+        f"{found.tokens:.1f} tokens on average",
+        f"KL to the model that the recipe begins with: {found.kl:.2f} nats an answer (standard error "
+        f"{found.kl_error:.2f}), {found.kl_per_token:.4f} a token",
+        f"perplexity under that model: {found.perplexity:.3f} per token of an answer; by the tokens of prompts too, as "
+        f"the paper counts, {found.perplexity_with_prompt:.3f}",
+    ):
+        console.print(line, highlight=False)
 
 
 def with_checkpoint(recipe: Recipe, checkpoint: str | None) -> Recipe:

@@ -28,6 +28,9 @@ class Divergence:
     tokens: float  # of an answer
     prompts: int
     samples: int  # of each prompt
+    kl_per_token: float  # the sum of log pi - log pi_ref over all answers, by the number of their tokens
+    perplexity: float  # of the answers under the reference, per token of an answer
+    perplexity_with_prompt: float  # the same sum by the tokens of prompts and answers: what the paper's code reports
 
 
 def divergence(
@@ -50,18 +53,23 @@ def divergence(
     sampling = Sampling(policy_temperature)
     kl_P: list[float] = []
     reward_P: list[float] = []
-    tokens = 0
+    tokens = prompt_tokens = 0
+    log_policy_sum = log_reference_sum = 0.0
     for start in range(0, len(prompts), chunk):
         asked = prompts[start : start + chunk]
         answered = engine.generate(asked, samples, sampling, rng)
         log_reference = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
         judged = iter(reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
-        for row, scored in zip(answered, log_reference, strict=True):
+        for prompt, row, scored in zip(asked, answered, log_reference, strict=True):
             ratios = []
             for completion, log_reference_T in zip(row, scored, strict=True):
                 assert completion.log_behavior is not None  # an engine's own samples have them
-                ratios.append(float(completion.log_behavior.sum(dtype=np.float64) - log_reference_T.sum(dtype=float)))
+                log_policy = float(completion.log_behavior.sum(dtype=np.float64))
+                log_prior = float(log_reference_T.sum(dtype=np.float64))
+                ratios.append(log_policy - log_prior)
+                log_policy_sum, log_reference_sum = log_policy_sum + log_policy, log_reference_sum + log_prior
                 tokens += len(completion.tokens)
+                prompt_tokens += len(prompt.tokens)
             kl_P.append(float(np.mean(ratios)))
             reward_P.append(float(np.mean([next(judged).reward for _ in row])))
     return Divergence(
@@ -72,6 +80,9 @@ def divergence(
         tokens=tokens / (len(prompts) * samples),
         prompts=len(prompts),
         samples=samples,
+        kl_per_token=(log_policy_sum - log_reference_sum) / tokens,
+        perplexity=math.exp(-log_reference_sum / tokens),
+        perplexity_with_prompt=math.exp(-log_reference_sum / (tokens + prompt_tokens)),
     )
 
 

@@ -38,10 +38,14 @@ class ModelScore:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """One judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
+        scores = self.scores([(prompt.text, completion.text) for prompt, completion in answered])
+        return [self._mark(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
+
+    def scores(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]:
+        """Of each (prompt, response), None where the response is longer than the model reads. Raises as `judge`."""
         if not self._loaded:
             self._loaded.append(self._load())
-        scores = self._loaded[0].judge([(prompt.text, completion.text) for prompt, completion in answered])
-        return [self._mark(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
+        return self._loaded[0].judge(pairs)
 
     def _mark(self, completion: Completion, score: float | None) -> Judgement:
         cut = completion.stop_reason in _CUT
@@ -55,3 +59,38 @@ class ModelScore:
 
         model = RewardModel.load(self.path, self.max_tokens, self.keep, self.device)
         return Scored(model, self.max_tokens_per_pass)
+
+
+@dataclass(frozen=True)
+class Win:
+    """1 where a model scores an answer above the prompt's field `reference`, else 0: the mean is the win rate.
+
+    An answer that did not end is scored as it is. One that is longer than the model reads loses.
+    """
+
+    model: ModelScore
+    _references: dict[tuple[str, str], float | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """One judgement for each, in order. Raises `UserError` for a prompt without a reference."""
+        against = [(prompt.text, _reference(prompt)) for prompt, _ in answered]
+        new = [pair for pair in dict.fromkeys(against) if pair not in self._references]
+        self._references.update(zip(new, self.model.scores(new) if new else [], strict=True))
+        own = self.model.scores([(prompt.text, completion.text) for prompt, completion in answered])
+        return [_win(score, self._references[pair]) for score, pair in zip(own, against, strict=True)]
+
+
+def _win(score: float | None, reference: float | None) -> Judgement:
+    if score is None:
+        return Judgement(0.0, {"unread": 1.0})
+    won = reference is None or score > reference
+    return Judgement(float(won), {"score": score})
+
+
+def _reference(prompt: Prompt) -> str:
+    reference = prompt.fields.get("reference")
+    if not isinstance(reference, str):
+        raise UserError(f"a prompt of {prompt.task} has no field 'reference' to win against: give each problem one")
+    return reference

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tba.errors import UserError
-from tba.protocols import Reference, Tokenizer
+from tba.protocols import Examined, Reference, Reward, Tokenizer
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.evaluations import EvaluationWriter
@@ -129,7 +129,7 @@ def start_searching(
     )
     journal.resume()
     weights = WeightDirectory(run.weights)
-    engine, reward = model.engine(Version()), _patient(recipe, run)
+    engine, reward = model.engine(Version()), _patient(recipe, run, recipe.task.reward())
     reference = model.reference(recipe.policy_temperature, Version())
     clock = ShareClock()
     incarnation = run.incarnation
@@ -153,7 +153,7 @@ def start_searching(
     examiner = Examiner(
         engine=engine,
         prompts=prompts_of(recipe, tokenizer, "eval"),
-        reward=reward,
+        reward=_patient(recipe, run, recipe.task.examination()) if isinstance(recipe.task, Examined) else reward,
         settings=recipe.evaluation,
         policy_temperature=recipe.policy_temperature,
         jobs=journal,
@@ -167,10 +167,10 @@ def start_searching(
     return SearchHalf(searcher, examiner, journal, weights, clock, run, incarnation)
 
 
-def _patient(recipe: Recipe, run: RunDirectory) -> PatientReward:
-    """The task's reward, within a deadline and asked again when it fails."""
+def _patient(recipe: Recipe, run: RunDirectory, reward: Reward) -> PatientReward:
+    """A reward of the task, within a deadline and asked again when it fails."""
     return PatientReward(
-        recipe.task.reward(),
+        reward,
         recipe.run.reward_deadline,
         recipe.run.reward_retries,
         told=lambda what: record_fault(run.path, "reward_retries", what),

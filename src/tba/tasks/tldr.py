@@ -1,0 +1,107 @@
+"""Summaries of posts, marked by a reward model: TL;DR (Völske et al. 2017; Stiennon et al., arXiv 2009.01325) and such.
+
+Rows have a post and somebody's summary of it, under the usual names; a post is on one side only, of training and
+evaluation. Answers are trained on the score of `reward_model`; they are evaluated by whether `gold` (by default the
+same model) scores them above the person's summary: the mean is the win rate.
+
+Invariant: a row without a post or a summary, or with a post of more than `longest` characters, is left out and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.rewards.reward_model import ModelScore, Win
+from tba.tasks.held_out import check_share, is_held_out
+from tba.tasks.hub import rows_from_hub
+from tba.tasks.rows import Row, read_rows
+from tba.types import Problem, Split
+
+log = logging.getLogger("tba.task")
+_POSTS = ("query", "prompt", "post", "document", "source", "article", "text")
+_SUMMARIES = ("reference_response", "tldr", "summary", "reference", "target", "label")
+_CUE = "TL;DR:"
+
+
+@dataclass(frozen=True)
+class Tldr:
+    """Posts with summaries, from a JSON Lines file or the Hub."""
+
+    path: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"  # or a .jsonl (.gz) file
+    reward_model: str = ""  # that answers are trained on: a folder or a Hub name
+    gold: str = ""  # that answers are evaluated by; empty: the same
+    without_eos: float | None = -1.0  # the reward of a summary that did not end; None: its score
+    longest: int = 20_000  # characters of a post
+    max_tokens: int = 640  # of post and summary, as the reward models read them; longer ones lose tokens of the post
+    held_out: float = 0.1  # share of the posts that only evaluation may use, where the data has one split
+    batch_tokens: int = 16384  # padded tokens that a reward model reads at a time
+    device: str = "cpu"  # of the reward models
+
+    def __post_init__(self) -> None:
+        check_share(self.held_out, "tldr's held_out")
+
+    @property
+    def name(self) -> str:
+        return "tldr"
+
+    def problems(self, split: Split) -> list[Problem]:
+        """In the order of the rows, each post once. Raises `UserError` for a missing file, or when nothing is left."""
+        refused: Counter[str] = Counter()
+        found: dict[str, Problem] = {}
+        for row in self._rows(split):
+            problem = self._problem(row, refused)
+            if problem is not None and (self._on_hub or self._is_of(split, str(problem.prompt))):
+                found.setdefault(str(problem.prompt), problem)
+        for reason, count in refused.items():
+            log.warning("tldr leaves out %d rows: %s", count, reason)
+        if not found:
+            reasons = "; ".join(f"{reason} ({count})" for reason, count in refused.most_common())
+            raise UserError(f"{self.path} leaves no post for {split} ({reasons or 'no rows'}): give another file")
+        return list(found.values())
+
+    def reward(self) -> ModelScore:
+        """Raises `UserError` without a reward model."""
+        return self._score(self.reward_model)
+
+    def examination(self) -> Win:
+        """Wins against the reference, by the gold model. Raises `UserError` without a model."""
+        return Win(self._score(self.gold or self.reward_model))
+
+    def _score(self, path: str) -> ModelScore:
+        if not path:
+            raise UserError(
+                "tldr needs a reward model: give --task.reward-model with a folder that `tba reward-model --out` made"
+            )
+        return ModelScore(path, self.without_eos, self.max_tokens, "end", self.device, self.batch_tokens)
+
+    @property
+    def _on_hub(self) -> bool:
+        return not Path(self.path).is_file()
+
+    def _rows(self, split: Split) -> list[Row]:
+        if self._on_hub:
+            return rows_from_hub("tldr", self.path, "train" if split == "train" else "validation", "a .jsonl file")
+        return read_rows(Path(self.path))
+
+    def _is_of(self, split: Split, prompt: str) -> bool:
+        return is_held_out(prompt, self.held_out) == (split == "eval")
+
+    def _problem(self, row: Row, refused: Counter[str]) -> Problem | None:
+        post, summary = (_first(row, names) for names in (_POSTS, _SUMMARIES))
+        if post is None or summary is None:
+            refused["no post" if post is None else "no summary"] += 1
+            return None
+        if len(post) > self.longest:
+            refused[f"a post of more than {self.longest} characters"] += 1
+            return None
+        prompt = post if post.rstrip().endswith(_CUE) else f"{post.strip()}\n\n{_CUE}"
+        reference = f" {summary.strip()}"
+        return Problem(prompt, {"reference": reference}, reference)
+
+
+def _first(row: Row, names: tuple[str, ...]) -> str | None:
+    return next((v for name in names if isinstance(v := row.values.get(name), str) and v.strip()), None)

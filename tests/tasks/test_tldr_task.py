@@ -1,0 +1,60 @@
+"""Summaries: rows, splits, and the two rewards."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tba.errors import UserError
+from tba.protocols import Examined, Task
+from tba.rewards.reward_model import ModelScore, Win
+from tba.tasks.tldr import Tldr
+
+
+def written(path: Path, rows: list[dict[str, object]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+ROWS: list[dict[str, object]] = [{"post": f"post {n}", "tldr": f"summary {n}"} for n in range(60)]
+
+
+def test_posts_are_asked_for_a_summary_and_are_on_one_side_only(tmp_path: Path) -> None:
+    task = Tldr(written(tmp_path / "posts.jsonl", [*ROWS, ROWS[0]]), reward_model="somewhere")
+    train, held_out = (task.problems(split) for split in ("train", "eval"))  # type: ignore[arg-type]
+    assert len(train) + len(held_out) == 60
+    assert held_out
+    assert not {p.prompt for p in train} & {p.prompt for p in held_out}
+    number = str(train[0].prompt).removeprefix("post ").removesuffix("\n\nTL;DR:")
+    assert train[0].prompt == f"post {number}\n\nTL;DR:"
+    assert train[0].demonstration == train[0].fields["reference"] == f" summary {number}"
+    assert isinstance(task, Task)
+    assert isinstance(task, Examined)
+
+
+def test_other_names_are_read_and_a_cue_that_is_there_is_not_added_again(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"query": f"POST: {n}\nTL;DR:", "reference_response": f"s{n}"} for n in range(40)]
+    train = Tldr(written(tmp_path / "posts.jsonl", rows)).problems("train")
+    assert all(str(p.prompt).endswith("\nTL;DR:") and str(p.prompt).count("TL;DR:") == 1 for p in train)
+
+
+def test_rows_without_a_post_or_summary_or_too_long_ones_are_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad: list[dict[str, object]] = [{"post": "p"}, {"tldr": "s"}, {"post": "x" * 101, "tldr": "s"}]
+    task = Tldr(written(tmp_path / "posts.jsonl", [*ROWS, *bad]), longest=100)
+    assert len(task.problems("train")) + len(task.problems("eval")) == 60
+    assert {"no post", "no summary"} <= {record.getMessage().split(": ")[1] for record in caplog.records}
+    with pytest.raises(UserError, match=r"leaves no post for train \(no summary \(1\)\)"):
+        Tldr(written(tmp_path / "none.jsonl", bad[:1])).problems("train")
+
+
+def test_it_is_trained_on_the_proxy_and_examined_by_the_gold_model() -> None:
+    task = Tldr(reward_model="proxy", gold="gold", without_eos=None)
+    assert task.reward() == ModelScore("proxy", None)
+    assert task.examination() == Win(ModelScore("gold", None))
+    assert Tldr(reward_model="proxy").examination() == Win(ModelScore("proxy"))
+    with pytest.raises(UserError, match="needs a reward model"):
+        Tldr().reward()
