@@ -12,9 +12,11 @@ from tba.objectives.tba_prime import TbaPrime
 from tba.recipes.gsm8k import recipe as gsm8k
 from tba.recipes.math import recipe as math
 from tba.recipes.quickstart import recipe as quickstart
+from tba.recipes.tldr import recipe as tldr
 from tba.settings import find, names
 from tba.tasks.gsm8k import Gsm8k
 from tba.tasks.math import Math
+from tba.tasks.tldr import Tldr
 
 
 def test_every_recipe_is_found_by_its_own_name_and_says_what_it_is() -> None:
@@ -49,6 +51,19 @@ def test_the_gsm8k_recipe_has_the_papers_table_2() -> None:
     assert rates[:3] == pytest.approx([0.5e-5, 1e-5, 1e-5])
     assert 0 < rates[3] < 1e-9
     assert isinstance(r.task, Gsm8k)
+
+
+def test_the_tldr_recipe_has_the_papers_table_3() -> None:
+    r = tldr
+    assert (r.groups_per_step, r.group_size, r.samples_per_prompt, r.sync_every) == (8, 20, 20, 10)
+    assert (r.steps, r.searchers, r.policy_temperature, r.prompts.max_tokens) == (256, 3, 0.7, 512)
+    assert (r.replay.selection.m, r.replay.selection.inverse_temperature) == (0.5, 1.0)
+    assert r.replay.pacing.warm_up == 10_000
+    beta = r.objective.beta  # type: ignore[attr-defined]
+    assert [beta(s) for s in (1, 31, 32, 256)] == pytest.approx([1.0, 0.777, 0.05, 0.05], abs=1e-3)
+    assert r.optimizer.lr * r.optimizer.schedule(1) == pytest.approx(3e-6)
+    assert isinstance(r.task, Tldr)
+    assert r.task.without_eos == -1.0
 
 
 def test_a_recipe_without_full_support_is_warned_of() -> None:

@@ -1,0 +1,58 @@
+"""TL;DR as in the paper (Table 3): Pythia-410M, 8 prompts x 20 responses, beta 1 -> 0.05 with its cut, m = 0.5, k = 10.
+
+The sizes are fields: for 1B or 2.8B give `--model.path mnoukhov/pythia1b-sft-tldr` and
+`--task.reward-model mnoukhov/pythia1b-rm-tldr6.9b` (pythia2.8b alike; that one needs `--model.gradient-checkpointing`).
+The gold model is `cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr`; it evaluates and is never trained on.
+
+Departures from the paper, each with the field that undoes it:
+
+- the gradient is clipped to norm 1                              `--optimizer.clip-norm None`
+- the advantage form, (beta/2) L                                 `--objective.form raw`
+- evaluated at temperature 0 where the paper has 0.01            (stays)
+- reward models in float32, on the searchers' device             (stays)
+
+With one's own posts: `--task.path posts.jsonl --task.reward-model DIR`, DIR from `tba reward-model`.
+"""
+
+from __future__ import annotations
+
+from tba.engines.transformers import EngineSettings
+from tba.evaluate.accuracy import EvaluationSettings
+from tba.models.huggingface import HuggingFace
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipe import Recipe
+from tba.replay.pacing import Pacing
+from tba.replay.replay import ReplaySettings
+from tba.replay.selection import RecencyReward
+from tba.schedules import WarmupLinear, tldr_anneal
+from tba.search.exploration import Fixed
+from tba.search.prompts import PromptSettings
+from tba.tasks.tldr import Tldr
+from tba.train.optimizer import OptimizerSettings
+
+STEPS = 256
+
+recipe = Recipe(
+    name="tldr",
+    description="the paper's preference tuning run: TL;DR summaries from pythia410m-sft-tldr, a 6.9B gold model",
+    task=Tldr(
+        reward_model="mnoukhov/pythia410m-rm-tldr6.9b", gold="cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr"
+    ),
+    model=HuggingFace(
+        path="mnoukhov/pythia410m-sft-tldr", generation=EngineSettings(slots=160, max_completion_tokens=128)
+    ),
+    objective=TrajectoryBalance(beta=tldr_anneal(STEPS)),
+    exploration=Fixed(temperature=0.7),
+    optimizer=OptimizerSettings(lr=3e-6, schedule=WarmupLinear(STEPS, 0)),
+    replay=ReplaySettings(selection=RecencyReward(m=0.5, inverse_temperature=1.0), pacing=Pacing(warm_up=10_000)),
+    evaluation=EvaluationSettings(every=0, problems=0, samples=0, chunk=64),
+    prompts=PromptSettings(max_tokens=512),
+    steps=STEPS,
+    groups_per_step=8,
+    group_size=20,
+    samples_per_prompt=20,
+    prompts_per_round=8,
+    sync_every=10,
+    policy_temperature=0.7,
+    searchers=3,
+)
