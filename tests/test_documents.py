@@ -10,6 +10,7 @@ import pytest
 from tba.__main__ import EvalOptions, OutOptions, ResumeOptions, TrainOptions
 from tba.command.importing import ImportOptions
 from tba.command.replay import ReplayOptions
+from tba.command.reward_model import RewardModelOptions
 from tba.command.search import SearchOptions
 from tba.command.sft import SftOptions
 from tba.command.study import StudyOptions
@@ -30,6 +31,7 @@ OPTIONS = {
     "study": StudyOptions(),
     "replay": ReplayOptions(),
     "search": SearchOptions(),
+    "reward-model": RewardModelOptions(),
 }
 
 
@@ -44,9 +46,8 @@ def commands() -> list[list[str]]:
     """Every `tba` command in a block that takes fields."""
     lines = [line for document in DOCUMENTS for block in blocks(document) for line in block.splitlines()]
     said = [re.sub(r" {3,}\S.*", "", line.strip().removeprefix(".venv/bin/")) for line in lines]
-    words = [
-        shlex.split(line, comments=True) for line in said if re.match(r"tba (train|eval|sft|check|study) [a-z]", line)
-    ]
+    verbs = r"tba (train|eval|sft|check|study|reward-model) [a-z]"
+    words = [shlex.split(line, comments=True) for line in said if re.match(verbs, line)]
     return [w[1:] for w in words]
 
 
@@ -54,8 +55,12 @@ def commands() -> list[list[str]]:
 def test_a_command_in_the_documents_sets_fields_that_exist(words: list[str]) -> None:
     verb, name, *rest = words
     options = OPTIONS[verb]
-    if options is not None:
+    if options is not None and verb != "reward-model":
         options, rest = split_options(options, rest, f"tba {verb}")
+    if verb == "reward-model":
+        _, rest = split_options(OutOptions(), words[2:], "tba reward-model")
+        override(RewardModelOptions(), rest, "tba reward-model")
+        return
     if verb == "study":
         assert set(find_study(name).matching(options.only.split(",") if options.only else ["*"]))
         recipe = find_study(name).recipe

@@ -21,9 +21,11 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Literal
 
+from tba.command.reward_model import RewardModelOptions
 from tba.command.sft import SftOptions
 from tba.field_comments import comments
 from tba.recipe import Recipe
+from tba.train.preference import PreferenceSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -72,6 +74,8 @@ def page() -> str:
         for kind in fillings(slot):
             parts += section(kind.__name__, f"{slot.flag}.", kind, level=3)
     parts += section("`tba sft FILE.jsonl`", "--", SftOptions, inner=False)
+    parts += section("`tba reward-model PAIRS`", "--", RewardModelOptions, inner=False)
+    parts += section("Training of reward models", "--train.", PreferenceSettings)
     return "\n".join(parts)
 
 

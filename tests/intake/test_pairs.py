@@ -65,7 +65,7 @@ def test_what_is_malformed_is_refused_under_its_reason_and_the_rest_is_taken(tmp
         ({"prompt": " ", "chosen": A, "rejected": B}, "an empty prompt"),
         ({"prompt": "P", "chosen": A, "rejected": 3}, "an answer is no text"),
         ({"chosen": A, "rejected": B}, "no prompt, and no dialogues that begin alike"),
-        ({"post": "P", "summaries": [{"text": A}, {"text": B}]}, "answers without scores or a choice"),
+        ({"post": "P", "summaries": [{"text": A}, {"text": B}]}, "answers without a choice or a number under 'score'"),
         (
             {"post": "P", "summaries": [{"text": A}, {"text": B}], "choice": 2},
             "a choice that is not between two answers",

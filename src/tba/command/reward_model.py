@@ -35,6 +35,7 @@ class RewardModelOptions:
     model: str = ""  # the backbone: a folder or a Hub name, causal or for sequence classification
     held_out: float = 0.1  # share of the documents that is not trained on, but measured
     folds: int = 0  # with 2 or more: every document is measured, by a model that was not trained on it
+    score_field: str = "score"  # of answers that are marked one by one: every two different marks are a pair
     label_with: Path | None = None  # a reward model that says which answer is better, in place of the file
     max_tokens: int = 640  # of prompt and answer together; longer ones lose tokens of the prompt
     keep: Literal["beginning", "end"] = "end"  # which part of such a prompt stays
@@ -57,7 +58,7 @@ def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
     if not options.model:
         raise UserError("a reward model needs a backbone: give --model with a folder or a Hub name")
     console = Console()
-    pairs, report = read_pairs(Path(file))
+    pairs, report = read_pairs(Path(file), options.score_field)
     tell_lines(console, report)
     if options.label_with is not None:
         pairs = labelled(pairs, options, console)

@@ -55,8 +55,11 @@ class PairReport:
         self.examples.setdefault(reason, place)
 
 
-def read_pairs(path: Path) -> tuple[list[PreferencePair], PairReport]:
-    """All pairs of a file, in order. Raises `UserError` when it cannot be opened or has none."""
+def read_pairs(path: Path, score: str = "score") -> tuple[list[PreferencePair], PairReport]:
+    """All pairs of a file, in order; `score` is what answers that are marked one by one have their mark under.
+
+    Raises `UserError` when the file cannot be opened or has no pair.
+    """
     pairs: list[PreferencePair] = []
     report = PairReport()
     for number, line in read(path):
@@ -65,7 +68,7 @@ def read_pairs(path: Path) -> tuple[list[PreferencePair], PairReport]:
         if isinstance(line, Refusal):
             report.refuse(line.reason, place)
             continue
-        for found in _of_line(line):
+        for found in _of_line(line, score):
             if isinstance(found, Refusal):
                 report.refuse(found.reason, place)
             else:
@@ -94,10 +97,10 @@ def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
     return parts
 
 
-def _of_line(line: Values) -> Iterator[PreferencePair | Refusal]:
+def _of_line(line: Values, score: str) -> Iterator[PreferencePair | Refusal]:
     summaries = line.get("summaries", line.get("responses"))
     if isinstance(summaries, list):
-        yield from _of_list(line, summaries)
+        yield from _of_list(line, summaries, score)
         return
     missing = [name for name in ("chosen", "rejected") if name not in line]
     if missing:
@@ -107,7 +110,7 @@ def _of_line(line: Values) -> Iterator[PreferencePair | Refusal]:
     yield split if isinstance(split, Refusal) else _pair(*split, line)
 
 
-def _of_list(line: Values, summaries: list[Json]) -> Iterator[PreferencePair | Refusal]:
+def _of_list(line: Values, summaries: list[Json], score: str) -> Iterator[PreferencePair | Refusal]:
     """Answers with scores, or two of them and which was chosen."""
     prompt = _prompt(line)
     texts = [entry.get("text") if isinstance(entry, Mapping) else entry for entry in summaries]
@@ -124,10 +127,10 @@ def _of_list(line: Values, summaries: list[Json]) -> Iterator[PreferencePair | R
         else:
             yield _pair(prompt, str(texts[int(choice)]), str(texts[1 - int(choice)]), line)
         return
-    scores = [entry.get("score") if isinstance(entry, Mapping) else None for entry in summaries]
+    scores = [entry.get(score) if isinstance(entry, Mapping) else None for entry in summaries]
     for (a, p), (b, q) in combinations(zip(texts, scores, strict=True), 2):
         if not (isinstance(p, int | float) and isinstance(q, int | float)):
-            yield Refusal("answers without scores or a choice")
+            yield Refusal(f"answers without a choice or a number under {score!r}")
         elif p != q:  # equal scores are no preference
             yield _pair(prompt, str(a if p > q else b), str(b if p > q else a), line)
 
