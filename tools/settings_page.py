@@ -25,7 +25,6 @@ from tba.command.reward_model import RewardModelOptions
 from tba.command.sft import SftOptions
 from tba.field_comments import comments
 from tba.recipe import Recipe
-from tba.train.preference import PreferenceSettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -74,8 +73,7 @@ def page() -> str:
         for kind in fillings(slot):
             parts += section(kind.__name__, f"{slot.flag}.", kind, level=3)
     parts += section("`tba sft FILE.jsonl`", "--", SftOptions, inner=False)
-    parts += section("`tba reward-model PAIRS`", "--", RewardModelOptions, inner=False)
-    parts += section("Training of reward models", "--train.", PreferenceSettings)
+    parts += section("`tba reward-model PAIRS`", "--", RewardModelOptions)
     return "\n".join(parts)
 
 
@@ -85,7 +83,7 @@ def section(title: str, prefix: str, kind: type, level: int = 2, inner: bool = T
     rows, after = [], []
     for f in dataclasses.fields(kind):
         flag, within = f"{prefix}{dashed(f.name)}", settings_in(hints[f.name])
-        if (slot := SLOT_OF.get(flag)) is not None:
+        if (slot := SLOT_OF.get(flag)) is not None and hints[f.name] is not str:
             rows.append(f"| `{flag}.*` | see [{slot.title}](#{dashed(slot.title.lower(), ' ')}) | |")
         elif within is not None:
             rows.append(f"| `{flag}.*` | see [{within.__name__}](#{within.__name__.lower()}) | |")
