@@ -83,7 +83,10 @@ def test_folds_measure_every_document_and_another_model_may_label(
 def test_what_is_missing_is_said_in_one_sentence(
     tmp_path: Path, pairs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps({"prompt": "p", "chosen": "x", "rejected": "y"}) + "\n")
     for arguments, said in (
+        (["reward-model", str(one), "--out", str(tmp_path / "o"), "--model", "x"], "about one document"),
         (["reward-model", str(pairs)], "needs --out DIR"),
         (["reward-model", str(pairs), "--out", str(tmp_path / "o")], "needs a backbone"),
         (["reward-model", str(pairs), "--out", str(tmp_path / "o"), "--folds", "1"], "at least 2 folds"),

@@ -93,7 +93,10 @@ def trained(
     pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
 ) -> tuple[Agreement, RewardModel]:
     """The report on documents that were not trained on, and the model to keep."""
-    count = options.folds or max(2, round(1 / options.held_out))
+    documents = len({pair.document for pair in pairs})
+    if documents < 2:
+        raise UserError("all pairs are about one document, so that none can be held out: give pairs of at least two")
+    count = options.folds or min(documents, max(2, round(1 / options.held_out)))
     places = folds(pairs, count)
     every = set(range(len(pairs)))
     chosen: list[int] = []
