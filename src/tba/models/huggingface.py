@@ -30,6 +30,7 @@ from tba.train.supervised import Pair, SupervisedSettings, supervise
 from tba.types import Json, Problem, Version
 
 FACTS = "warm_start.json"
+_FOUND: dict[tuple[str, str, str], Path] = {}  # by this process: to look means to make and to encode all problems
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ class HuggingFace:
             return self
         if self.warm_start is None:
             raise UserError("the recipe has no model: give --model.path a folder or a Hugging Face Hub name")
-        return replace(self, path=str(warm_started(self.warm_start, task, log)))
+        known = (repr(self.warm_start), repr(task), str(_cache()))
+        if known not in _FOUND or not _FOUND[known].is_dir():
+            _FOUND[known] = warm_started(self.warm_start, task, log)
+        return replace(self, path=str(_FOUND[known]))
 
     def tokenizer(self) -> Any:
         try:
