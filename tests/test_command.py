@@ -41,9 +41,11 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of four steps, its warm start made on the way."""
+    """A finished run of four steps, its warm start made on the way: in a cache that no other test has filled."""
     root = tmp_path_factory.mktemp("runs")
-    assert main(["train", SUMS, "--runs", str(root), "--run-name", "first"]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TBA_CACHE", str(root / "cache"))
+        assert main(["train", SUMS, "--runs", str(root), "--run-name", "first"]) == 0
     return root / "first"
 
 
@@ -83,7 +85,10 @@ def test_a_checkpoint_is_a_folder_that_transformers_loads_as_it_is(run: Path) ->
             assert (tensor == published[name]).all(), name
 
 
-def test_the_second_run_of_a_recipe_finds_its_warm_start_in_the_cache(run: Path, said: Said, tmp_path: Path) -> None:
+def test_the_second_run_of_a_recipe_finds_its_warm_start_in_the_cache(
+    run: Path, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TBA_CACHE", str(run.parent / "cache"))
     printed = said("train", SUMS, "--runs", tmp_path, "--run-name", "second", "--steps", "1")
     assert WARM_START not in printed
     summary = Summary.read(tmp_path / "second")
