@@ -181,27 +181,27 @@ def check(arguments: list[str]) -> int:
 def sft(arguments: list[str]) -> int:
     """`tba sft RECIPE|FILE --out DIR`."""
     from tba.command.sft import make_model
-    from tba.errors import UserError
-    from tba.settings import split_options
 
-    name, rest = _named(arguments, "tba sft RECIPE --out DIR", "a recipe, or a .jsonl file of prompt and response")
-    options, overrides = split_options(OutOptions(), rest, "tba sft")
-    if options.out is None:
-        raise UserError("tba sft needs --out DIR: the folder to write the model to")
-    return make_model(name, overrides, options.out)
+    return make_model(*_made(arguments, "sft", "RECIPE", "a recipe, or a .jsonl file of prompt and response", "model"))
 
 
 def reward_model(arguments: list[str]) -> int:
     """`tba reward-model PAIRS --model DIR --out DIR`."""
     from tba.command.reward_model import make_reward_model
+
+    return make_reward_model(*_made(arguments, "reward-model", "PAIRS --model DIR", "a file of pairs", "reward model"))
+
+
+def _made(arguments: list[str], verb: str, of: str, source: str, what: str) -> tuple[str, list[str], Path]:
+    """What a model is made of, the fields that are set, and the folder that it goes to."""
     from tba.errors import UserError
     from tba.settings import split_options
 
-    file, rest = _named(arguments, "tba reward-model PAIRS --model DIR --out DIR", "a file of pairs")
-    options, overrides = split_options(OutOptions(), rest, "tba reward-model")
+    name, rest = _named(arguments, f"tba {verb} {of} --out DIR", source)
+    options, overrides = split_options(OutOptions(), rest, f"tba {verb}")
     if options.out is None:
-        raise UserError("tba reward-model needs --out DIR: the folder to write the reward model to")
-    return make_reward_model(file, overrides, options.out)
+        raise UserError(f"tba {verb} needs --out DIR: the folder to write the {what} to")
+    return name, overrides, options.out
 
 
 def evaluate(arguments: list[str]) -> int:

@@ -80,6 +80,22 @@ def test_what_is_malformed_is_refused_under_its_reason_and_the_rest_is_taken(tmp
         read_pairs(written(tmp_path / "none.jsonl", bad[0][0]))
 
 
+def test_lines_with_numbers_of_their_own_but_one_prompt_stay_together(tmp_path: Path) -> None:
+    lines = [{"id": n, "prompt": "P \ud800", "chosen": A, "rejected": f"{B} {n}"} for n in range(3)]
+    other = {"id": 9, "prompt": "Q", "chosen": A, "rejected": B}
+    pairs, _ = read_pairs(written(tmp_path / "pairs.jsonl", *lines, other))
+    assert sorted(map(len, folds(pairs, 2))) == [1, 3]
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), True, None, "5"])
+def test_a_mark_that_is_no_number_is_no_preference(tmp_path: Path, score: Any) -> None:
+    bad = {"document": "P", "summaries": [{"text": A, "score": score}, {"text": B, "score": 0.5}]}
+    good = {"prompt": "P", "chosen": A, "rejected": B}
+    pairs, report = read_pairs(written(tmp_path / "pairs.jsonl", bad, good))
+    assert len(pairs) == 1
+    assert report.refused == {"answers without a choice or a number under 'score'": 1}
+
+
 def test_a_gzipped_file_is_read_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl.gz"
     path.write_bytes(gzip.compress(json.dumps({"prompt": "P", "chosen": A, "rejected": B}).encode()))

@@ -9,6 +9,7 @@ import pytest
 from tba.command.check import validate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.tba_prime import TbaPrime
+from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.gsm8k import recipe as gsm8k
 from tba.recipes.math import recipe as math
 from tba.recipes.quickstart import recipe as quickstart
@@ -46,7 +47,8 @@ def test_the_gsm8k_recipe_has_the_papers_table_2() -> None:
     assert r.replay.selection.m == 0.95
     assert r.replay.selection.inverse_temperature == 0.0
     assert r.replay.pacing.warm_up == 500
-    assert [r.objective.beta(s) for s in (1, 501, 1000)] == pytest.approx([0.012, 0.004, 0.004])  # type: ignore[attr-defined]
+    assert isinstance(r.objective, TrajectoryBalance)
+    assert [r.objective.beta(s) for s in (1, 501, 1000)] == pytest.approx([0.012, 0.004, 0.004])
     rates = [r.optimizer.lr * r.optimizer.schedule(s) for s in (25, 50, 500, 1000)]
     assert rates[:3] == pytest.approx([0.5e-5, 1e-5, 1e-5])
     assert 0 < rates[3] < 1e-9
@@ -59,8 +61,8 @@ def test_the_tldr_recipe_has_the_papers_table_3() -> None:
     assert (r.steps, r.searchers, r.policy_temperature, r.prompts.max_tokens) == (256, 3, 0.7, 512)
     assert (r.replay.selection.m, r.replay.selection.inverse_temperature) == (0.5, 1.0)
     assert r.replay.pacing.warm_up == 10_000
-    beta = r.objective.beta  # type: ignore[attr-defined]
-    assert [beta(s) for s in (1, 31, 32, 256)] == pytest.approx([1.0, 0.777, 0.05, 0.05], abs=1e-3)
+    assert isinstance(r.objective, TrajectoryBalance)
+    assert [r.objective.beta(s) for s in (1, 31, 32, 256)] == pytest.approx([1.0, 0.777, 0.05, 0.05], abs=1e-3)
     assert r.optimizer.lr * r.optimizer.schedule(1) == pytest.approx(3e-6)
     assert isinstance(r.task, Tldr)
     assert r.task.without_eos == -1.0

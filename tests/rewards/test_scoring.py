@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,15 +34,15 @@ def tokenizer(encoder: bool) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", **names)
 
 
-def model(encoder: bool, **more: object) -> RewardModel:
+def model(encoder: bool, **more: Any) -> RewardModel:
     torch.manual_seed(0)
-    size = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 32, "num_labels": 1}
+    size: dict[str, Any] = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 32, "num_labels": 1}
     size |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64}
     if encoder:
-        network = BertForSequenceClassification(BertConfig(**size))  # type: ignore[arg-type]
+        network = BertForSequenceClassification(BertConfig(**size))
     else:
-        network = LlamaForSequenceClassification(LlamaConfig(**size))  # type: ignore[arg-type]
-    return RewardModel(network, tokenizer(encoder), **{"max_tokens": 16, "keep": "end", **more})  # type: ignore[arg-type]
+        network = LlamaForSequenceClassification(LlamaConfig(**size))
+    return RewardModel(network, tokenizer(encoder), **{"max_tokens": 16, "keep": "end", **more})
 
 
 TEXT = st.lists(st.sampled_from("abcdefgh"), min_size=1, max_size=6).map(" ".join)
@@ -111,8 +112,11 @@ def test_a_truncated_answer_gets_the_penalty_and_its_score_is_seen(tmp_path: Pat
     assert marks[0].reward == marks[0].parts["score"] == marks[1].parts["score"]
     assert (marks[1].reward, marks[1].parts["cut"]) == (-1.0, 1.0)
     assert (marks[2].reward, marks[2].parts) == (-1.0, {"unread": 1.0})
-    kept = ModelScore(str(tmp_path / "model"), without_eos=None, max_tokens=16).judge([(prompt, answers[1])])
+    kept = ModelScore(str(tmp_path / "model"), without_eos=None, max_tokens=16).judge(
+        [(prompt, a) for a in answers[1:]]
+    )
     assert kept[0].reward == marks[0].reward
+    assert np.isnan(kept[1].reward)  # which a searcher rejects and counts
 
 
 def test_an_answer_wins_when_it_is_scored_above_the_persons(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from runs import final_weights, inline, made
 from tba.errors import UserError
 from tba.protocols import TrajectoryStore
 from tba.record.metrics import read_metrics
+from tba.replay.selection import RecencyRewardSelector
 from tba.runtime.searching import EASED_OFF, SearchHalf, start_searching
 from tba.runtime.training import TrainHalf, start_training
 from tba.types import Group
@@ -95,12 +96,13 @@ def test_a_move_holds_for_the_trainer_and_the_replay(start: Start) -> None:
     _, train = start("--sync-every", "4", "--control.signal", "lag", "--control.low", "1", "--control.high", "3",
                      "--control.every", "1")  # fmt: skip
     selector = train.replay.selector
+    assert isinstance(selector, RecencyRewardSelector)
     assert (train.trainer.sync_every, train.replay.buffer.window) == (4, 8)
     train.steering.after(1, {"lag": 5.0})
-    assert (train.trainer.sync_every, train.replay.buffer.window, getattr(selector, "m")) == (2, 4, 0.6)  # noqa: B009
+    assert (train.trainer.sync_every, train.replay.buffer.window, selector.m) == (2, 4, 0.6)
     for step in range(2, 12):
         train.steering.after(step, {"lag": 0.0})
-    assert (train.trainer.sync_every, train.replay.buffer.window, getattr(selector, "m")) == (8, 16, 0.5)  # noqa: B009
+    assert (train.trainer.sync_every, train.replay.buffer.window, selector.m) == (8, 16, 0.5)
     state = json.loads(json.dumps(train.steering.state()))
     train.steering.after(12, {"lag": 5.0})
     train.steering.restore(state)

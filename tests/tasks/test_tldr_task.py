@@ -23,7 +23,7 @@ ROWS: list[dict[str, object]] = [{"post": f"post {n}", "tldr": f"summary {n}"} f
 
 def test_posts_are_asked_for_a_summary_and_are_on_one_side_only(tmp_path: Path) -> None:
     task = Tldr(written(tmp_path / "posts.jsonl", [*ROWS, ROWS[0]]), reward_model="somewhere")
-    train, held_out = (task.problems(split) for split in ("train", "eval"))  # type: ignore[arg-type]
+    train, held_out = task.problems("train"), task.problems("eval")
     assert len(train) + len(held_out) == 60
     assert held_out
     assert not {p.prompt for p in train} & {p.prompt for p in held_out}

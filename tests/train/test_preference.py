@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -47,15 +47,16 @@ def test_the_loss_in_numbers() -> None:
 
 
 @pytest.mark.parametrize("split", [one_pass, many])
-def test_a_batch_has_the_same_weights_after_it_in_one_pass_and_in_many(split: object) -> None:
+def test_a_batch_has_the_same_weights_after_it_in_one_pass_and_in_many(
+    split: Callable[[Sequence[Tensor], int], list[list[int]]],
+) -> None:
     texts = texts_of(6)
     pairs = [ReadPair(0, 1, "x"), ReadPair(0, 2, "x"), ReadPair(4, 3, "y"), ReadPair(5, 4, "y")]
     model = Linear(3)
-    losses = fit(model, [model.weight], texts, pairs, split, PreferenceSettings(epochs=5, batch_size=4, lr=0.1))  # type: ignore[arg-type]
+    settings = PreferenceSettings(epochs=5, batch_size=4, lr=0.1)
+    losses = fit(model, [model.weight], texts, pairs, split, settings)
     reference = Linear(3)
-    expected = fit(
-        reference, [reference.weight], texts, pairs, one_pass, PreferenceSettings(epochs=5, batch_size=4, lr=0.1)
-    )
+    expected = fit(reference, [reference.weight], texts, pairs, one_pass, settings)
     assert losses == pytest.approx(expected, abs=1e-6)
     assert torch.allclose(model.weight, reference.weight, atol=1e-6)
     assert losses[0] == pytest.approx(math.log(2))

@@ -7,7 +7,7 @@ contains the figure it belongs to.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -73,18 +73,9 @@ def bootstrap_interval(values: Values, *, confidence: float = 0.95, resamples: i
     array = np.asarray(values, dtype=np.float64)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"a bootstrap needs a row of at least one value, but got shape {array.shape}")
-    _normal_quantile(confidence)  # refuses what is no confidence
-    rng = np.random.default_rng(seed)
-    means = np.empty(resamples)
-    slice_size = max(1, INDICES_AT_ONCE // array.size)
-    for start in range(0, resamples, slice_size):
-        stop = min(start + slice_size, resamples)
-        drawn = rng.integers(array.size, size=(stop - start, array.size))
-        means[start:stop] = array[drawn].mean(axis=1)
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(means, [tail, 1 - tail])
-    mean = float(array.mean())
-    return Interval(mean, min(float(low), mean), max(float(high), mean))
+    return _percentiles(
+        float(array.mean()), array.size, lambda drawn: array[drawn].mean(axis=1), confidence, resamples, seed
+    )
 
 
 def ratio_interval(
@@ -98,19 +89,34 @@ def ratio_interval(
     total, count = np.asarray(totals, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     if total.shape != count.shape or total.ndim != 1 or not count.sum() > 0:
         raise ValueError(f"a ratio needs clusters with something in them, but got {total.shape} of {count.shape}")
-    _normal_quantile(confidence)  # refuses what is no confidence
     total, count = total[count > 0], count[count > 0]
+
+    def ratios(drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        found: npt.NDArray[np.float64] = total[drawn].sum(axis=1) / count[drawn].sum(axis=1)
+        return found
+
+    return _percentiles(float(total.sum() / count.sum()), total.size, ratios, confidence, resamples, seed)
+
+
+def _percentiles(
+    estimate: float,
+    size: int,
+    statistic: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]],
+    confidence: float,
+    resamples: int,
+    seed: int,
+) -> Interval:
+    """Bounds from `resamples` draws of `size` out of `size`; `statistic` gives one figure for each row of places."""
+    _normal_quantile(confidence)  # refuses what is no confidence
     rng = np.random.default_rng(seed)
-    ratios = np.empty(resamples)
-    slice_size = max(1, INDICES_AT_ONCE // total.size)
+    found = np.empty(resamples)
+    slice_size = max(1, INDICES_AT_ONCE // size)
     for start in range(0, resamples, slice_size):
         stop = min(start + slice_size, resamples)
-        drawn = rng.integers(total.size, size=(stop - start, total.size))
-        ratios[start:stop] = total[drawn].sum(axis=1) / count[drawn].sum(axis=1)
+        found[start:stop] = statistic(rng.integers(size, size=(stop - start, size)))
     tail = (1 - confidence) / 2
-    low, high = np.quantile(ratios, [tail, 1 - tail])
-    ratio = float(total.sum() / count.sum())
-    return Interval(ratio, min(float(low), ratio), max(float(high), ratio))
+    low, high = np.quantile(found, [tail, 1 - tail])
+    return Interval(estimate, min(float(low), estimate), max(float(high), estimate))
 
 
 def paired_difference(

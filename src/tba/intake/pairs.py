@@ -16,6 +16,7 @@ What a line may look like (the usual names):
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from tba.intake.files import Refusal, Values, read
 from tba.types import Json
 
 _PROMPTS = ("prompt", "post", "question", "instruction", "context", "document", "article", "query")
-_DOCUMENTS = ("document_id", "doc_id", "id")
+_DOCUMENTS = ("document_id", "doc_id")  # not "id", which most often numbers lines: two of one prompt would be parted
 _TURN = "\n\nAssistant:"
 
 
@@ -87,7 +88,10 @@ def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
 
     Raises `UserError` for fewer than 2 parts, or fewer documents than parts.
     """
-    names = sorted({pair.document for pair in pairs}, key=lambda name: hashlib.blake2b(name.encode()).digest())
+    names = sorted(
+        {pair.document for pair in pairs},
+        key=lambda name: hashlib.blake2b(name.encode("utf-8", "surrogatepass")).digest(),
+    )
     if not 2 <= count <= len(names):
         raise UserError(f"{count} folds of {len(names)} documents: give at least 2, and a document for each")
     part = {name: i % count for i, name in enumerate(names)}
@@ -95,6 +99,10 @@ def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
     for place, pair in enumerate(pairs):
         parts[part[pair.document]].append(place)
     return parts
+
+
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass")).digest()
 
 
 def _of_line(line: Values, score: str) -> Iterator[PreferencePair | Refusal]:
@@ -127,12 +135,18 @@ def _of_list(line: Values, summaries: list[Json], score: str) -> Iterator[Prefer
         else:
             yield _pair(prompt, str(texts[int(choice)]), str(texts[1 - int(choice)]), line)
         return
-    scores = [entry.get(score) if isinstance(entry, Mapping) else None for entry in summaries]
+    scores = [_mark(entry.get(score)) if isinstance(entry, Mapping) else None for entry in summaries]
     for (a, p), (b, q) in combinations(zip(texts, scores, strict=True), 2):
-        if not (isinstance(p, int | float) and isinstance(q, int | float)):
+        if p is None or q is None:
             yield Refusal(f"answers without a choice or a number under {score!r}")
         elif p != q:  # equal scores are no preference
             yield _pair(prompt, str(a if p > q else b), str(b if p > q else a), line)
+
+
+def _mark(score: Json) -> float | None:
+    """A finite number, or None."""
+    number = isinstance(score, int | float) and not isinstance(score, bool)
+    return score if number and math.isfinite(score) else None
 
 
 def _pair(prompt: str, chosen: str, rejected: str, line: Values) -> PreferencePair | Refusal:

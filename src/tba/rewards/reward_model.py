@@ -6,6 +6,7 @@ paper's penalty: -1, in units of the model's score). Light: libraries and the mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -49,8 +50,8 @@ class ModelScore:
 
     def _mark(self, completion: Completion, score: float | None) -> Judgement:
         cut = completion.stop_reason in _CUT
-        if score is None:  # longer than the model reads: as bad as one that did not end
-            return Judgement(self.without_eos if self.without_eos is not None else 0.0, {"unread": 1.0})
+        if score is None:  # longer than the model reads: as bad as one that did not end, or else rejected and counted
+            return Judgement(math.nan if self.without_eos is None else self.without_eos, {"unread": 1.0})
         reward = self.without_eos if cut and self.without_eos is not None else score
         return Judgement(reward, {"score": score, "cut": float(cut)})
 
