@@ -59,7 +59,7 @@ PANELS = (
     ),
     Panel(
         "Effective sample size, residual",
-        "as a share of the batch; spread of the residual over that of the rewards",
+        "of the batch; spread of residual over rewards",
         ((metrics.ESS, "effective sample size"), (metrics.RESIDUAL, "residual")),
     ),
     Panel(
