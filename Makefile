@@ -1,6 +1,7 @@
 # make quickstart   set up, then the main job: asynchronous TBA on two CPU processes, before and after
 # make test         set up, then the tests
 # make check        lint and types          make smoke   a one-minute run          make clean   remove .venv and runs
+# make test-cluster   the tests of the cluster runtime, the quickstart in it among them (minutes)
 # make faults       kills searcher, trainer and driver at random moments (half an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
@@ -20,11 +21,11 @@ endif
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test check smoke faults clean format
+.PHONY: quickstart test test-cluster check smoke faults clean format
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -10
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
 
 $(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
@@ -38,6 +39,9 @@ quickstart: $(VENV)/installed
 
 test: $(VENV)/installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
+test-cluster: $(VENV)/installed
+	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/test_cluster.py
 
 check: $(VENV)/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -173,16 +173,25 @@ def started(arguments: list[str]) -> subprocess.Popen[bytes]:
 
 
 def parts_of(pid: int) -> dict[str, int]:
-    """Live parts of the driver `pid`, by name."""
+    """Live parts of the driver `pid`, by name: what its forge has made."""
+    return {
+        name.removeprefix("tba-"): process
+        for forge, called in _forked(pid).items()
+        if called == "tba-forge"
+        for process, name in _forked(forge).items()
+    }
+
+
+def _forked(pid: int) -> dict[int, str]:
+    """The children of a process, and what they call themselves."""
     found = {}
     for entry in Path("/proc").iterdir():
         try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+            if int(rest.split()[1]) == pid:
+                found[int(entry.name)] = name
         except (OSError, ValueError, IndexError):
             continue
-        if parent == pid and b"tba.runtime.part" in words:
-            found[words[words.index(b"tba.runtime.part") + 1].decode()] = int(entry.name)
     return found
 
 

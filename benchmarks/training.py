@@ -9,7 +9,8 @@ gradient. The optimizer is left out of both.
 The baseline is what a careful trainer does with transformers alone: prompt + completion of every row through
 `model(...)` with causal `sdpa` and `logits_to_keep`, rows sorted by length and padded a few at a time, the loss once a
 group is complete (log Z needs all its rows), then its backward. It is given the fastest of several numbers of rows,
-measured first. Repeats are interleaved, so a machine that changes its speed changes both.
+measured first. Tokens are those that a step runs through the model, padding and repeated prompts among them. Repeats
+are interleaved, so a machine that changes its speed changes both.
 
 FLOP count what the side's computation needs (2 per weight and token, forward and backward 3 times the forward, causal
 pairs once, no padding), as a share of a matrix product's rate measured between the repeats. Peak memory is what one
@@ -163,6 +164,16 @@ def useful_flop(model: LlamaForCausalLM, batch: Batch, share_prompt: bool) -> fl
     return 3 * (2 * body * tokens + head + attention)
 
 
+def tokens_run(batch: Batch, rows_at_once: int) -> dict[str, int]:
+    """Tokens that a step of either side runs through the model, padding among them."""
+    padded = 0
+    for g in range(batch.groups):
+        lengths = batch.length_B[batch.group_B == g].sort().values
+        prompt = int(batch.prompt_length_G[g])
+        padded += sum(len(part) * (prompt + int(part.max())) for part in lengths.split(rows_at_once))
+    return {"padded": padded, "packed": int(batch.prompt_length_G.sum() + batch.length_B.sum())}
+
+
 def seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
@@ -216,11 +227,15 @@ def compare(shape: Shape, vocabulary: int, repeats: int) -> bool:
         rates.append(gemm_rate())
     ratios = [a / b for a, b in zip(times["padded"], times["packed"], strict=True)]
     cells = [f"{shape.name:6} {vocabulary:6}"]
+    tokens = tokens_run(batch, best)
     for side in steps:
-        speeds = sorted(batch.rows / t for t in times[side])
+        low, *_, high = speeds = sorted(batch.rows / t for t in times[side])
         share = useful_flop(models[side], batch, side == "packed") / median(times[side]) / median(rates)
         memory = peak_memory(side, shape, vocabulary, best)
-        cells.append(f"{median(speeds):5.1f} ({speeds[0]:4.1f}-{speeds[-1]:4.1f}) {share:4.0%} {memory:5.0f} MiB")
+        cells.append(
+            f"{tokens[side]:6,} {median(times[side]):5.2f} s {median(speeds):5.1f} ({low:4.1f}-{high:4.1f}) "
+            f"{share:4.0%} {memory:5.0f} MiB"
+        )
     cells.append(f"{median(ratios):5.2f}x ({min(ratios):.2f}-{max(ratios):.2f}), wanted {shape.wanted}x")
     cells.append(f"{best} rows at once; {median(rates) / 1e9:.0f} GFLOP/s")
     print(" | ".join(cells), flush=True)
@@ -236,11 +251,11 @@ def main() -> int:
     if arguments.peak:
         print_peak(arguments.peak)
         return 0
-    print("forward + loss + backward on one thread; of each side: trajectories/s as median (spread),")
-    print("useful FLOP/s as a share of the matrix-product rate, peak memory of a step")
+    print("forward + loss + backward on one thread; of each side: tokens run in a step, seconds of a step,")
     print(
-        "shape   vocab | padded, sorted by length          | packed, prompt once per group     | ratio | baseline; GEMM"
+        "trajectories/s as median (spread), useful FLOP/s as a share of the matrix-product rate, peak memory of a step"
     )
+    print("shape   vocab | padded, sorted by length | packed, prompt once per group | ratio | baseline; GEMM")
     reached = [compare(s, v, 2 if arguments.quick else 5) for s in SHAPES.values() for v in VOCABULARIES]
     return 0 if all(reached) else 1
 

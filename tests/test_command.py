@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.__main__ import main
+from tba.intake.pairs import read_pairs
 from tba.record.evaluations import read_evaluations
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
@@ -71,6 +72,23 @@ def test_a_run_leaves_everything_that_is_promised(run: Path) -> None:
     assert written["wall_seconds"]["sft"] > 0
     assert {e["metric"] for e in written["evaluations"]} == {"pass@1/greedy", "pass@1/sampled", "pass@2/sampled"}
     assert {e["version"] for e in written["evaluations"]} == {"0.0", "0.4"}
+
+
+def test_sample_writes_marked_answers_that_are_read_as_pairs(run: Path, said: Said, tmp_path: Path) -> None:
+    out = tmp_path / "answers.jsonl"
+    told = said("sample", SUMS, "--checkpoint", run, "--samples", "8", "--prompts", "20", "--out", out)
+    assert "8 answers to each of 20 prompts" in told
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [len(line["responses"]) for line in lines] == [8] * 20
+    marks = {answer["score"] for line in lines for answer in line["responses"]}
+    assert marks == {0.0, 1.0}
+    pairs, report = read_pairs(out)
+    right = [{a["text"] for a in line["responses"] if a["score"] == 1.0} for line in lines]
+    assert {pair.chosen for pair in pairs} <= set().union(*right)
+    assert set(report.refused) <= {"an empty answer"}
+    assert main(["sample", SUMS, "--out", str(out)]) == 2
+    assert main(["sample", SUMS]) == 2
+    assert main(["sample", SUMS, "--samples", "0", "--out", str(tmp_path / "none")]) == 2
 
 
 def test_a_checkpoint_is_a_folder_that_transformers_loads_as_it_is(run: Path) -> None:

@@ -8,15 +8,21 @@ from pathlib import Path
 import pytest
 
 from tba.__main__ import EvalOptions, OutOptions, ResumeOptions, TrainOptions
+from tba.command.collecting import SmoothingOptions
 from tba.command.importing import ImportOptions
+from tba.command.red_team import PlotOptions, RedTeamEvalOptions, WorldPlaces
+from tba.command.red_team_world import WorldOptions
 from tba.command.replay import ReplayOptions
 from tba.command.reward_model import RewardModelOptions
+from tba.command.sample import SampleOptions
 from tba.command.search import SearchOptions
 from tba.command.sft import SftOptions
 from tba.command.study import StudyOptions
+from tba.command.toxicity_classifier import ClassifierOptions
 from tba.record import metrics
 from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
+from tba.rewards.victim import EndpointVictim
 from tba.settings import find, find_study, flags, names, override, split_options
 
 ROOT = Path(__file__).parents[1]
@@ -27,12 +33,20 @@ OPTIONS = {
     "import": ImportOptions(),
     "eval": EvalOptions(),
     "sft": OutOptions(),
+    "sft RUN": SmoothingOptions(),
     "check": None,
     "study": StudyOptions(),
     "replay": ReplayOptions(),
     "search": SearchOptions(),
+    "sample": SampleOptions(),
     "reward-model": RewardModelOptions(),
+    "red-team world": WorldPlaces(),
+    "red-team classifier": OutOptions(),
+    "red-team eval": RedTeamEvalOptions(),
+    "red-team plot": PlotOptions(),
 }
+# What the fields of a `tba red-team` command set, where that is no recipe.
+RED_TEAM = {"world": WorldOptions(), "classifier": ClassifierOptions(), "plot": None}
 
 
 def blocks(document: Path) -> list[str]:
@@ -46,7 +60,7 @@ def commands() -> list[list[str]]:
     """Every `tba` command in a block that takes fields."""
     lines = [line for document in DOCUMENTS for block in blocks(document) for line in block.splitlines()]
     said = [re.sub(r" {3,}\S.*", "", line.strip().removeprefix(".venv/bin/")) for line in lines]
-    verbs = r"tba (train|eval|sft|check|study|reward-model) [a-z]"
+    verbs = r"tba (train|eval|sft|sample|check|study|reward-model|red-team) [a-z]"
     words = [shlex.split(line, comments=True) for line in said if re.match(verbs, line)]
     return [w[1:] for w in words]
 
@@ -54,6 +68,9 @@ def commands() -> list[list[str]]:
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
 def test_a_command_in_the_documents_sets_fields_that_exist(words: list[str]) -> None:
     verb, name, *rest = words
+    if verb == "red-team":
+        red_team(name, rest)
+        return
     options = OPTIONS[verb]
     if options is not None and verb != "reward-model":
         options, rest = split_options(options, rest, f"tba {verb}")
@@ -65,8 +82,17 @@ def test_a_command_in_the_documents_sets_fields_that_exist(words: list[str]) -> 
         assert set(find_study(name).matching(options.only.split(",") if options.only else ["*"]))
         recipe = find_study(name).recipe
     else:
-        recipe = SftOptions() if name.endswith(".jsonl") else find(str(ROOT / name) if name.endswith(".py") else name)
+        kinds = {".jsonl": SftOptions(), "": SmoothingOptions()} if verb == "sft" else {}
+        named = kinds.get(Path(name).suffix) if "/" in name or "." in name else None
+        recipe = named or find(str(ROOT / name) if name.endswith(".py") else name)
     override(recipe, rest, f"tba {verb} {name}")
+
+
+def red_team(verb: str, rest: list[str]) -> None:
+    """One of the commands of `tba red-team`: names first, then options, then fields of what it makes."""
+    first = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+    _, left = split_options(OPTIONS[f"red-team {verb}"], rest[first:], f"tba red-team {verb}")
+    override(find(rest[0]) if verb == "eval" else RED_TEAM[verb], left, f"tba red-team {verb}")
 
 
 def test_the_documents_have_commands() -> None:
@@ -76,6 +102,7 @@ def test_the_documents_have_commands() -> None:
 
 def test_a_flag_named_in_passing_exists() -> None:
     known = {flag for recipe in names() for flag in flags(find(recipe))}
+    known |= set(flags(EndpointVictim(), "--task.victim."))  # of no recipe that comes with the package
     known |= {flag for options in OPTIONS.values() if options is not None for flag in flags(options)}
     prose = [d for d in DOCUMENTS if d.name != "settings.md"]  # that page has those of every task
     said = {flag for d in prose for flag in re.findall(r"`(--[a-z][\w.-]*)", d.read_text(encoding="utf-8"))}

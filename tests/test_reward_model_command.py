@@ -35,6 +35,8 @@ def pairs(tmp_path: Path) -> Path:
     for n in range(240):
         word = "".join(rng.choice(list("abc"), 3))
         lines.append({"prompt": f"ask {n // 4}", "chosen": f"{word} x", "rejected": f"{word} y", "doc_id": str(n // 4)})
+    lines.append({"prompt": "ask " * 99, "chosen": "a x", "rejected": "a y", "doc_id": "0"})  # loses tokens
+    lines.append({"prompt": "p", "chosen": "a x", "rejected": "q r " * 99, "doc_id": "0"})  # left out
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -46,10 +48,12 @@ def test_a_reward_model_is_made_measured_and_used(
     out = tmp_path / "reward"
     assert main(["reward-model", str(pairs), "--model", backbone, "--out", str(out), *TRAINING]) == 0
     said = capsys.readouterr().out
-    assert "240 pairs in 241 lines" in said
+    assert "242 pairs in 243 lines" in said
     assert "refused: two equal answers, 1 (first: line 1)" in said
+    assert "1 pairs with an answer longer than 64 tokens are left out; 2 of " in said
     facts = json.loads((out / "reward_model.json").read_text())
     assert facts["held_out"]["documents"] == 6
+    assert (facts["refused"], facts["pairs_left_out"], facts["texts_cut"]) == ({"two equal answers": 1}, 1, 2)
     assert facts["held_out"]["accuracy"]["estimate"] > 0.9
     assert facts["held_out"]["length_accuracy"]["estimate"] == 0.5  # all pairs are of equal length
     prompt = Prompt("task", np.array([1], np.int32), "ask 7", {})
@@ -68,7 +72,7 @@ def test_folds_measure_every_document_and_another_model_may_label(
     gold, proxy = tmp_path / "gold", tmp_path / "proxy"
     folds = ("--folds", "2", *TRAINING)
     assert main(["reward-model", str(pairs), "--model", backbone, "--out", str(gold), *folds]) == 0
-    assert json.loads((gold / "reward_model.json").read_text())["held_out"]["pairs"] == 240
+    assert json.loads((gold / "reward_model.json").read_text())["held_out"]["pairs"] == 241
     turned = tmp_path / "turned.jsonl"
     lines = [json.loads(line) for line in pairs.read_text().splitlines()]
     swapped = [{**line, "chosen": line["rejected"], "rejected": line["chosen"]} for line in lines]
@@ -76,8 +80,29 @@ def test_folds_measure_every_document_and_another_model_may_label(
     label = ("--label-with", str(gold), *TRAINING)
     assert main(["reward-model", str(turned), "--model", backbone, "--out", str(proxy), *label]) == 0
     said = capsys.readouterr().out
-    assert "240 of 240 pairs, 0.0% as in the file" in " ".join(said.split())
+    assert "241 of 242 pairs, 0.0% as in the file" in " ".join(said.split())
     assert json.loads((proxy / "reward_model.json").read_text())["held_out"]["accuracy"]["estimate"] > 0.9
+
+
+def test_a_head_on_a_frozen_backbone_learns_that_answers_are_to_be_of_the_prompt(
+    tmp_path: Path, backbone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), 5)) for _ in range(60)]
+    lines = []
+    for _ in range(30):
+        there, other = (" ".join(rng.choice(words, 6)) + "." for _ in range(2))
+        lines.append({"prompt": f"{there} {other[::-1]}", "chosen": there, "rejected": other})
+    path, out = tmp_path / "pairs.jsonl", tmp_path / "frozen"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    head = ("--frozen", "--train.lr", "0.05", "--train.epochs", "20", "--train.batch-size", "8")
+    assert main(["reward-model", str(path), "--model", backbone, "--out", str(out), "--folds", "3", *head]) == 0
+    assert "prompts are read whole" in capsys.readouterr().out
+    facts = json.loads((out / "reward_model.json").read_text())
+    assert facts["frozen"]
+    assert facts["held_out"]["accuracy"]["estimate"] > 0.9
+    scores = ModelScore(str(out)).scores([(lines[0]["prompt"], lines[0][side]) for side in ("chosen", "rejected")])
+    assert scores[0] > scores[1]
 
 
 def test_what_is_missing_is_said_in_one_sentence(

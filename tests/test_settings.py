@@ -111,7 +111,7 @@ WRONG = [
     (["train", "quickstart", "--seed", "-1"], "--seed is -1, it must not be negative"),
     (["train", "quickstart", "--group-size", "1"], "log Z needs at least 2 responses"),
     (["train", "quickstart", "--policy-temperature", "nan"], "it must be positive"),
-    (["train", "quickstart", "--runtime", "threads"], "('processes', 'inline')"),
+    (["train", "quickstart", "--runtime", "threads"], "('processes', 'inline', 'cluster')"),
     (["train", "quickstart", "--runtime", "inline", "--searchers", "2"], "takes turns with exactly 1"),
     (["train", "quickstart", "--model.device", "tpu"], "'tpu'"),
     (["train", "quickstart", "--replay.selection.m", "2"], "it is a probability: give 0 to 1"),

@@ -21,8 +21,12 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Literal
 
+from tba.command.collecting import SmoothingOptions
+from tba.command.red_team_world import WorldOptions
 from tba.command.reward_model import RewardModelOptions
+from tba.command.sample import SampleOptions
 from tba.command.sft import SftOptions
+from tba.command.toxicity_classifier import ClassifierOptions
 from tba.field_comments import comments
 from tba.recipe import Recipe
 
@@ -54,10 +58,15 @@ class Slot:
 
 SLOTS = (
     Slot("--task", "The task", "tba.tasks", ("problems", "reward")),
+    Slot("--task.victim", "The victim of red-teaming", "tba.rewards.victim", ("max_tokens", "start")),
+    Slot("--task.classifier", "The classifier of red-teaming", "tba.rewards.toxicity", ("path", "start")),
     Slot("--model", "The model", "tba.models", ("prepared", "policy", "engine", "reference")),
     Slot("--objective", "The objective", "tba.objectives", ("needs", "by_group")),
     Slot("--objective.beta", "Schedules of beta", "tba.schedules", ("last",)),
+    Slot("--objective.reward-temperature", "Schedules of the reward temperature", "tba.schedules", ("last",)),
+    Slot("--objective.reference-temperature", "Schedules of the reference temperature", "tba.schedules", ("last",)),
     Slot("--objective.correction", "Corrections of an objective", "tba.objectives.correction", ("form", "level")),
+    Slot("--embedding", "Embeddings of answers", "tba.search.embedding", ("start", "embed")),
     Slot("--exploration", "Exploration", "tba.search.exploration", ("draw", "full_support")),
     Slot("--replay.selection", "Selection from replay", "tba.replay.selection", ("m", "start")),
     Slot("--optimizer.schedule", "Schedules of the learning rate", "tba.schedules", ("warmup", "__call__")),
@@ -73,7 +82,11 @@ def page() -> str:
         for kind in fillings(slot):
             parts += section(kind.__name__, f"{slot.flag}.", kind, level=3)
     parts += section("`tba sft FILE.jsonl`", "--", SftOptions, inner=False)
+    parts += section("`tba sft RUN`", "--", SmoothingOptions)
+    parts += section("`tba sample RECIPE`", "--", SampleOptions)
     parts += section("`tba reward-model PAIRS`", "--", RewardModelOptions)
+    parts += section("`tba red-team classifier FILE`", "--", ClassifierOptions)
+    parts += section("`tba red-team world`", "--", WorldOptions, inner=False)
     return "\n".join(parts)
 
 

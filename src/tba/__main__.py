@@ -1,4 +1,4 @@
-"""The command line: train, search, import, check, sft, reward-model, eval, study, recipes, show, replay.
+"""The command line: train, search, import, check, sft, sample, reward-model, red-team, eval, study, show, replay...
 
 Invariant: bad input ends in one sentence on standard error and exit code 2, without a traceback.
 """
@@ -18,14 +18,24 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
                                             run a recipe (a name, or a path to a .py file); --offline learns from the
                                             trajectories that are there, without searchers
   tba train --resume RUN [--steps N] [--field value ...]    go on with a run that was stopped or killed, or has failed
-  tba search --run RUN                      one more searcher for a run that goes on; Ctrl-C leaves it
+  tba search --run RUN [--address HOST:PORT]    one more searcher for a run that goes on; Ctrl-C leaves it
   tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed]
                                             answers from elsewhere (JSON Lines, Parquet, another run) into a run
   tba check RECIPE [--field value ...]      resolve, validate, estimate memory and time; run nothing
   tba sft RECIPE --out DIR [--field value ...]    the recipe's supervised warm start
   tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response
-  tba reward-model PAIRS --model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--field value ...]
+  tba sft RUN --min-reward X --out DIR [...]      supervised training on the best answers that a run found
+  tba sample RECIPE --out FILE [--samples 4] [--field value ...]
+                                            answers of the recipe's model, marked by its reward
+  tba reward-model PAIRS --model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--frozen]
+                                            [--field value ...]
                                             a reward model from pairs of answers, and how far it can be trusted
+  tba red-team world --out DIR [--labelled FILE] [--field value ...]    a small world to try red-teaming in
+  tba red-team classifier FILE --out DIR [--held-out 0.1] [--field value ...]
+                                            a toxicity classifier from labelled texts, and how well it tells them apart
+  tba red-team eval RECIPE [--checkpoint DIR] [--attacks 1024] [--transfer VICTIM] [--families FILE] [--out FILE]
+                                            success and diversity of sampled attacks, with intervals
+  tba red-team plot FILE... --out FILE.png  what several such evaluations found, success against diversity
   tba eval RECIPE [--checkpoint DIR] [--split eval] [--distance N] [--out FILE] [--field value ...]
   tba study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
                                             variants x seeds (a name, or a path to a .py file), tables and plots
@@ -104,7 +114,9 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "import": import_,
         "check": check,
         "sft": sft,
+        "sample": sample,
         "reward-model": reward_model,
+        "red-team": red_team,
         "eval": evaluate,
         "study": study,
         "recipes": recipes,
@@ -145,7 +157,7 @@ def resume(arguments: list[str]) -> int:
 
 def search(arguments: list[str]) -> int:
     """`tba search --run RUN`."""
-    from tba.command.search import SearchOptions, join_run
+    from tba.command.search import SearchOptions, join_run, visit_run
     from tba.errors import UserError
     from tba.settings import split_options
 
@@ -153,7 +165,7 @@ def search(arguments: list[str]) -> int:
     _refuse_more(left, "tba search --run RUN", "nothing else: the run has its recipe")
     if options.run is None:
         raise UserError("`tba search --run RUN` needs the directory of a run that goes on, such as runs/NAME")
-    return join_run(options.run)
+    return join_run(options.run) if options.address is None else visit_run(options.run.name, options.address)
 
 
 def import_(arguments: list[str]) -> int:
@@ -179,10 +191,22 @@ def check(arguments: list[str]) -> int:
 
 
 def sft(arguments: list[str]) -> int:
-    """`tba sft RECIPE|FILE --out DIR`."""
+    """`tba sft RECIPE|FILE|RUN --out DIR`."""
     from tba.command.sft import make_model
 
-    return make_model(*_made(arguments, "sft", "RECIPE", "a recipe, or a .jsonl file of prompt and response", "model"))
+    return make_model(
+        *_made(arguments, "sft", "RECIPE", "a recipe, a run, or a .jsonl file of prompt and response", "model")
+    )
+
+
+def sample(arguments: list[str]) -> int:
+    """`tba sample RECIPE --out FILE`."""
+    from tba.command.sample import SampleOptions, sample_answers
+    from tba.settings import split_options
+
+    name, rest = _named(arguments, "tba sample RECIPE --out FILE", "a recipe's name or a path to a .py file")
+    options, overrides = split_options(SampleOptions(), rest, "tba sample")
+    return sample_answers(name, overrides, options)
 
 
 def reward_model(arguments: list[str]) -> int:
@@ -190,6 +214,13 @@ def reward_model(arguments: list[str]) -> int:
     from tba.command.reward_model import make_reward_model
 
     return make_reward_model(*_made(arguments, "reward-model", "PAIRS --model DIR", "a file of pairs", "reward model"))
+
+
+def red_team(arguments: list[str]) -> int:
+    """`tba red-team world|classifier|eval|plot`."""
+    from tba.command.red_team import red_team_command
+
+    return red_team_command(arguments)
 
 
 def _made(arguments: list[str], verb: str, of: str, source: str, what: str) -> tuple[str, list[str], Path]:

@@ -181,3 +181,29 @@ def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True) -> Itera
             used += length[b]
     if taken:
         yield torch.tensor(taken)
+
+
+def deal(batch: Batch, ranks: int, max_tokens: int) -> list[Tensor]:
+    """Row indices for each of `ranks`, of whole groups: the largest first, each to the rank that has least so far.
+
+    Some may be empty. Where that would give a rank more than `max_tokens`, the micro-batches are dealt as they are, if
+    there are no more of them than ranks (a group larger than a pass is split then).
+    """
+    tokens_G = batch.prompt_length_G.scatter_add(0, batch.group_B, batch.length_B).tolist()
+    owner, load = [0] * batch.groups, [0] * ranks
+    for g in sorted(range(batch.groups), key=lambda g: -tokens_G[g]):
+        owner[g] = min(range(ranks), key=load.__getitem__)
+        load[owner[g]] += tokens_G[g]
+    if max(load) > max_tokens:
+        parts = list(micro_batches(batch, max_tokens))
+        if len(parts) <= ranks:
+            device = batch.group_B.device
+            none = torch.zeros(0, dtype=torch.int64)
+            return [part.to(device) for part in (*parts, *[none] * (ranks - len(parts)))]
+    owner_B = torch.tensor(owner, device=batch.group_B.device)[batch.group_B]
+    return [(owner_B == rank).nonzero()[:, 0] for rank in range(ranks)]
+
+
+def shortest_row(batch: Batch) -> Tensor:
+    """The index of the shortest row, as a micro-batch of its own."""
+    return batch.length_B.argmin()[None]

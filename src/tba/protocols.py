@@ -80,6 +80,25 @@ class Examined(Protocol):
         ...
 
 
+EMBEDDING = "embedding"  # the array of a trajectory that says where its text lies
+
+
+class Embedder(Protocol):
+    """Gives texts places: those that say nearly the same lie in nearly the same direction."""
+
+    def embed(self, sentences: Sequence[str]) -> FloatArray:
+        """[N, D], in order."""
+        ...
+
+
+class Embedding(Protocol):
+    """The setting of an embedder."""
+
+    def start(self) -> Embedder:
+        """In the process that embeds."""
+        ...
+
+
 class Exploration(Protocol):
     """Draws the sampling settings of one searcher's round."""
 
@@ -251,6 +270,14 @@ class TrajectoryStore(Protocol):
 
     def recent(self, prompt: str) -> Sequence[Trajectory]:
         """Those of `prompt` within the recent window, oldest first."""
+        ...
+
+    def numbers(self, prompt: str) -> Sequence[int]:
+        """Of those of `of(prompt)`, in order: equal ones are the same trajectory, until the store changes."""
+        ...
+
+    def recent_numbers(self, prompt: str) -> Sequence[int]:
+        """Of those of `recent(prompt)`, likewise."""
         ...
 
     def recent_prompts(self, size: int) -> Sequence[str]:

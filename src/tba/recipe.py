@@ -12,18 +12,23 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tba.errors import UserError
 from tba.evaluate.accuracy import EvaluationSettings
-from tba.protocols import HEADS, Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
+from tba.protocols import HEADS, Embedding, Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.search.prompts import PromptSettings
 from tba.search.vine import Vine
+from tba.sharding import Sharding
 from tba.train.control import Control
 from tba.train.optimizer import OptimizerSettings
+from tba.train.ranks import RankSettings
 from tba.types import Json, Version
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Model(Protocol):
@@ -45,8 +50,27 @@ class Model(Protocol):
         """How many tokens an answer of its engines has at most, the end of text included."""
         ...
 
-    def policy(self, temperature: float, heads: frozenset[str] = ..., saved: Path | None = ...) -> Policy:
-        """What is trained, with its heads at zero; with the weights that `save` wrote into the folder `saved`."""
+    @property
+    def never_sampled(self) -> tuple[str, ...]:
+        """The answers that rules of its engines forbid at any sampling settings, in words."""
+        ...
+
+    def policy(
+        self,
+        temperature: float,
+        heads: frozenset[str] = ...,
+        saved: Path | None = ...,
+        sharding: Sharding | None = ...,
+    ) -> Policy:
+        """What is trained, with its heads at zero; with the weights that `save` wrote into the folder `saved`.
+
+        With a `sharding` it is this rank's share of it. Raises `UserError` when it cannot be shared.
+        """
+        ...
+
+    @property
+    def trainer_device(self) -> torch.device:
+        """Where its policies are trained."""
         ...
 
     def engine(self, version: Version) -> Engine: ...
@@ -75,6 +99,7 @@ class RuntimeSettings:
     threads: int = 1  # torch threads in each process
     checkpoints: int = 2  # how many are kept
     checkpoint_every: int = 100  # steps; made at the first weight sync from there on; 0 = at the end only
+    publish_in_background: bool = True  # write weights while the next step is computed (processes only)
     prefetch: bool = True  # fetch the next batch while this one is computed (processes only)
 
     def __post_init__(self) -> None:
@@ -96,6 +121,24 @@ class RuntimeSettings:
         return self.first_sign_deadline + 30.0
 
 
+@dataclass(frozen=True)
+class ClusterSettings:
+    """What each part of a run asks of a Ray cluster (runtime cluster)."""
+
+    searcher_cpus: float = 1.0  # cores that a searcher asks for; 0.02 lets many light ones share one
+    searcher_gpus: float = 0.0  # GPUs, or a part of one: 0.5 leaves the other half to another part
+    trainer_cpus: float = 1.0  # of each of its ranks
+    trainer_gpus: float = 0.0  # of each of its ranks
+    object_store_gb: float | None = None  # of a cluster of its own, 10^9 bytes; None: Ray decides (30 % of the memory)
+    start_deadline: float = 300.0  # seconds that Ray may take to start a part
+
+    def __post_init__(self) -> None:
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value is not None and not value >= 0:
+                raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}, it must not be negative")
+
+
 _SECONDS = (
     *("idle_deadline", "stop_deadline", "evaluation_deadline", "lease_seconds", "silence_deadline", "reward_deadline"),
 )
@@ -107,6 +150,18 @@ _LEAST = {
     "checkpoint_every": 0,
     "reward_retries": 0,
 }
+
+
+@dataclass(frozen=True)
+class InitialFill:
+    """What is taken in before a run begins, marked by the task and scored under the reference as `tba import` does."""
+
+    demonstrations: int = 0  # of the task's own demonstrations, the first so many; 0: none
+    files: tuple[Path, ...] = ()  # JSON Lines, Parquet, or the folders of other runs
+
+    def __post_init__(self) -> None:
+        if self.demonstrations < 0:
+            raise UserError(f"--fill.demonstrations is {self.demonstrations}: give a number of them, 0 or more")
 
 
 @dataclass(frozen=True)
@@ -136,10 +191,15 @@ class Recipe:
     max_tokens_per_pass: int = 16384  # of one forward and backward; larger batches go in slices
     searchers: int = 1  # processes that generate; inline: exactly one
     offline: bool = False  # learn from the trajectories that are there (`tba import`, --data); searchers only evaluate
-    runtime: Literal["processes", "inline"] = "processes"  # each part its own process, or one that takes turns
+    runtime: Literal["processes", "inline", "cluster"] = "processes"  # a process each, one for all, or Ray actors
+    address: str | None = None  # of the Ray cluster that the runtime cluster joins, HOST:PORT; None: one of its own
+    cluster: ClusterSettings = field(default_factory=ClusterSettings)
     prompts: PromptSettings = field(default_factory=PromptSettings)
+    fill: InitialFill = field(default_factory=InitialFill)
+    embedding: Embedding | None = None  # of every answer's text, for near duplicates by cosine
     vine: Vine | None = None  # rollouts from the steps of each answer, for objectives that need step values
     control: Control = field(default_factory=Control)
+    trainer: RankSettings = field(default_factory=RankSettings)
     run: RuntimeSettings = field(default_factory=RuntimeSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 
@@ -165,8 +225,19 @@ class Recipe:
                 f"--reference-reset is {self.reference_reset}, but after a reset searchers score trajectories anew, "
                 "and --offline there are none: set it to 0, or train with searchers"
             )
+        if self.runtime == "inline" and self.trainer.ranks != 1:
+            raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but the inline runtime has one process for all")
         if self.runtime == "inline" and self.searchers != 1:
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
+        if self.replay.buffer.near.by == "cosine" and self.embedding is None:
+            raise UserError(
+                "--replay.buffer.near.by is cosine, but nothing embeds the answers: give the recipe an embedding, such "
+                "as `embedding=HashedNgrams()`, or choose edit"
+            )
+        if self.runtime == "cluster" and self.trainer.ranks != 1:
+            raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but in a cluster the trainer has one process")
+        if self.address is not None and self.runtime != "cluster":
+            raise UserError(f"--address is {self.address}, but the runtime is {self.runtime}: add --runtime cluster")
         self._require_what_the_control_moves()
         self._require_what_the_objective_needs()
 
@@ -188,6 +259,17 @@ class Recipe:
             raise UserError(
                 f"{objective} needs {' and '.join(sorted(missing))} of the policy, but {type(self.model).__name__} has "
                 "no such head: choose another model or another objective"
+            )
+        if self.vine is not None and self.model.never_sampled:
+            raise UserError(
+                f"searchers sample no {' and no '.join(self.model.never_sampled)}, and the vine continues answers from "
+                "their middle, where such rules mean something else: leave the rules or the vine out"
+            )
+        if self.fill.demonstrations and needs & {"log_behavior", "step_value"}:
+            raise UserError(
+                f"--fill.demonstrations is {self.fill.demonstrations}, but {objective} needs what demonstrations lack "
+                f"({' and '.join(sorted(needs & {'log_behavior', 'step_value'}))}): set it to 0, or choose another "
+                "objective"
             )
         if "step_value" in needs and self.vine is None:
             raise UserError(

@@ -250,3 +250,33 @@ def test_metrics_are_means_over_rows() -> None:
 def test_a_beta_that_reaches_zero_is_refused(beta: Constant | Linear) -> None:
     with pytest.raises(UserError, match="stays above 0"):
         TrajectoryBalance(beta)
+
+
+@given(t=st.floats(0.5, 3.0), g=st.floats(0.5, 3.0))
+@settings(max_examples=15, deadline=None)
+def test_the_tempered_target_has_zero_loss_and_nothing_else_near_it_has(t: float, g: float) -> None:
+    """log pi* + log Z = (log pi_ref / g + r / beta) / T, on any sample of it; at T = g = 1 it is the usual one."""
+    objective = TrajectoryBalance(
+        Constant(0.7), reward_temperature=Linear(t, 1.0, 4), reference_temperature=Constant(g)
+    )
+    rng = np.random.default_rng(0)
+    batch = collate(sample_groups(TASK, tabular_prompts(TASK), 9, Sampling(1.5), rng))
+    reference_B = (batch.log_reference_BT * batch.mask_BT).sum(1)
+
+    def loss(step: int, off: float = 0.0) -> float:
+        hot = objective.reward_temperature(step)
+        wanted_B = (reference_B / g + batch.reward_B / 0.7) / hot - 3.21
+        wanted_B = wanted_B + off * torch.arange(batch.rows)
+        log_policy_BT = torch.zeros_like(batch.log_reference_BT)
+        log_policy_BT[:, 0] = wanted_B  # only the sum over an answer matters
+        return float(objective(PolicyOutput(log_policy_BT * batch.mask_BT), batch, step)[0])
+
+    for step in (1, 3, 9):
+        assert loss(step) == pytest.approx(0, abs=1e-8)
+        assert loss(step, off=0.1) > 1e-4
+
+
+def test_temperatures_of_the_target_have_to_stay_above_0() -> None:
+    for name in ("reward_temperature", "reference_temperature"):
+        with pytest.raises(UserError, match=name):
+            TrajectoryBalance(Constant(1.0), **{name: Linear(1.0, 0.0, 3)})

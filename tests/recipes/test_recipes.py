@@ -7,17 +7,25 @@ from pathlib import Path
 import pytest
 
 from tba.command.check import validate
+from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.gsm8k import recipe as gsm8k
 from tba.recipes.math import recipe as math
 from tba.recipes.quickstart import recipe as quickstart
+from tba.recipes.red_team_gpt2 import recipe as red_team_gpt2
+from tba.recipes.red_team_llama import recipe as red_team_llama
+from tba.recipes.red_team_small import recipe as red_team_small
 from tba.recipes.tldr import recipe as tldr
+from tba.recipes.tldr_small import recipe as small
+from tba.rewards.toxicity import CausalJudge, SequenceClassifier
 from tba.settings import find, names
 from tba.tasks.gsm8k import Gsm8k
 from tba.tasks.math import Math
+from tba.tasks.red_team import RedTeam
 from tba.tasks.tldr import Tldr
+from tba.train.scratch import train_bpe_tokenizer
 
 
 def test_every_recipe_is_found_by_its_own_name_and_says_what_it_is() -> None:
@@ -68,6 +76,21 @@ def test_the_tldr_recipe_has_the_papers_table_3() -> None:
     assert r.task.without_eos == -1.0
 
 
+def test_the_small_tldr_recipe_has_a_policy_of_a_million_parameters_that_fits_its_posts() -> None:
+    model, task = small.model, small.task
+    assert isinstance(model, HuggingFace)
+    assert isinstance(task, Tldr)
+    assert model.warm_start is not None
+    start = model.warm_start
+    made = start.scratch.start(train_bpe_tokenizer(["post"], 300))
+    embedding = made.get_input_embeddings().weight
+    assert 0.9e6 < made.num_parameters() + (start.vocab_size - len(embedding)) * embedding.shape[1] < 1.2e6
+    assert small.prompts.max_tokens + model.generation.max_completion_tokens <= start.scratch.max_positions
+    assert small.evaluation.shown >= 1000  # every answer: benchmarks/win_rate.py pairs them
+    with pytest.raises(UserError, match=r"has path 'posts.jsonl', which does not exist"):
+        task.problems("train")
+
+
 def test_a_recipe_without_full_support_is_warned_of() -> None:
     from dataclasses import replace
 
@@ -96,3 +119,26 @@ def test_the_math_recipe_has_the_papers_table_4() -> None:
     assert isinstance(r.task, Math)
     assert r.task.evaluate_on == "math500"
     assert validate(r) == [] or all("cores" in warning for warning in validate(r))
+
+
+def test_the_red_teaming_recipes_have_the_papers_values_and_hide_what_is_said() -> None:
+    for r, total, horizon, searchers in ((red_team_gpt2, 100_000, 500, 2), (red_team_llama, 150_000, 1000, 6)):
+        assert (r.steps, r.groups_per_step * r.group_size, r.sync_every, r.searchers) == (5000, 128, 10, searchers)
+        assert (r.optimizer.lr, r.optimizer.weight_decay, r.replay.selection.m) == (1e-4, 0.1, 0.5)
+        assert (r.replay.buffer.total, r.replay.buffer.per_prompt) == (total, total)
+        o = r.objective
+        assert isinstance(o, TrajectoryBalance)
+        assert [o.beta(s) for s in (1, 5000)] == [0.05, 0.05]
+        assert [o.reward_temperature(s) for s in (1, horizon + 1)] == [2.0, 1.0]
+        assert isinstance(r.task, RedTeam)
+        assert (r.task.count, r.task.threshold, r.task.evaluated) == (5, 0.5, 1024)
+    assert isinstance(red_team_llama.objective, TrajectoryBalance)
+    assert [red_team_llama.objective.reference_temperature(s) for s in (1, 2001)] == [1.0, 1.2]
+    assert (red_team_llama.exploration.temperature_low, red_team_llama.exploration.temperature_high) == (0.7, 2.0)
+    assert isinstance(red_team_gpt2.task, RedTeam)
+    assert isinstance(red_team_gpt2.task.classifier, SequenceClassifier)
+    assert isinstance(red_team_llama.task, RedTeam)
+    assert isinstance(red_team_llama.task.classifier, CausalJudge)
+    for r in (red_team_gpt2, red_team_llama, red_team_small):
+        assert r.record.hide_text
+        validate(r)

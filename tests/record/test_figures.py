@@ -28,7 +28,7 @@ from tba.types import Version
 
 def test_the_figures_of_a_run_are_those_it_recorded(make_run: Callable[..., Path]) -> None:
     run = make_run()
-    (run / "divergence.json").write_text(json.dumps({"kl": 1.5, "reward": 0.75, "tokens": 4.0}))
+    (run / "divergence.json").write_text(json.dumps({"kl": 1.5, "reward": 0.75, "tokens": 4.0, "perplexity": 9.5}))
     found = figures(RunRecord.read(run), "pass@1/sampled", target=0.6)
     assert found == pytest.approx(
         {
@@ -39,7 +39,7 @@ def test_the_figures_of_a_run_are_those_it_recorded(make_run: Callable[..., Path
             "lag": 5.0, "ess": 0.75, "uses": 2_400 / 1_000, "tokens_generated": 10_000.0, "tokens_trained": 24_000.0,
             "trainer_memory": 2.0**31, "searcher_memory": 300 * 2.0**20,
             "trainer_idle": 0.02, "trainer_paced": 0.01, "searcher_idle": 0.0, "skipped_steps": 0.0,
-            "kl": 1.5, "reward": 0.75,
+            "kl": 1.5, "reward": 0.75, "answer_tokens": 4.0, "perplexity": 9.5,
         }
     )  # fmt: skip
 

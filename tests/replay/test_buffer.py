@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from trajectory_cases import prompt, same, trajectory
+from trajectory_cases import plain_edits, prompt, same, trajectory
 
 from tba.errors import UserError
 from tba.replay.bodies import BLOCK_BYTES
 from tba.replay.buffer import Amount, Buffer, BufferSettings
+from tba.replay.near import NearDuplicates
 from tba.replay.scores import Score
 from tba.replay.shelf import Listing
 from tba.types import Trajectory, Version
@@ -26,27 +27,53 @@ WINDOW = 3
 class PlainBuffer:
     """The same rules, each written as a search through everything."""
 
-    per_prompt: int
-    total: int
-    distinct: bool
+    settings: BufferSettings
     now: Version = field(default_factory=Version)
     reference: Version = field(default_factory=Version)
     held: list[Trajectory] = field(default_factory=list)
     everything: list[Trajectory] = field(default_factory=list)
     uses: dict[str, int] = field(default_factory=dict)
     fate: dict[str, str] = field(default_factory=dict)  # of those that left unused
+    passing: list[tuple[Trajectory, str]] = field(default_factory=list)  # kept no longer, but recent; and their fate
 
     def add(self, new: Trajectory) -> None:
         self.everything.append(new)
-        own = [t for t in self.held if t.prompt.key == new.prompt.key]
-        copies = [t for t in own if self.distinct and t.completion.digest == new.completion.digest]
-        if copies:
-            self._leave(copies[0], "duplicate")
-        elif len(own) == self.per_prompt:
-            self._leave(own[0], "evicted")
+        for copy, *fate in [(t,) for t in self.held] + self.passing:
+            same_answer = copy.completion.digest == new.completion.digest
+            if self.settings.distinct and same_answer and copy.prompt.key == new.prompt.key:
+                self._leave(copy, fate[0] if fate else "duplicate")
+        near = [t for t in self.held if t.prompt.key == new.prompt.key and self._near(t, new)]
         self.held.append(new)
-        if len(self.held) > self.total:
-            self._leave(self.held[0], "evicted")
+        best = max((t.reward for t in near), default=-np.inf)
+        worse = self.settings.near.keep == "better" and best >= new.reward
+        for t in [new] if worse else near:
+            self._let_go(t, "duplicate")
+        for members, most in (
+            ([t for t in self.held if t.prompt.key == new.prompt.key], self.settings.per_prompt),
+            (self.held, self.settings.total),
+        ):
+            if len([t for t in members if t in self.held]) > most:
+                lowest = min(t.reward for t in members)
+                leave = members[0] if self.settings.evict == "oldest" else None
+                self._let_go(leave or next(t for t in members if t.reward == lowest), "evicted")
+
+    def _near(self, left: Trajectory, right: Trajectory) -> bool:
+        near = self.settings.near
+        edits = plain_edits(left.completion.tokens.tolist(), right.completion.tokens.tolist())
+        return near.by == "edit" and edits < near.distance * (left.length + right.length)
+
+    def _let_go(self, old: Trajectory, fate: str) -> None:
+        if self.settings.keep_recent and self._is_recent(old):
+            self.held.remove(old)
+            self.passing.append((old, fate))
+        else:
+            self._leave(old, fate)
+
+    def move(self, now: Version) -> None:
+        self.now = now
+        for old, fate in list(self.passing):
+            if not self._is_recent(old):
+                self._leave(old, fate)
 
     def score(self, uid: str, reference: Version, finite: bool) -> None:
         for place, old in enumerate(self.held):
@@ -59,25 +86,34 @@ class PlainBuffer:
                 return
 
     def _leave(self, old: Trajectory, fate: str) -> None:
-        self.held.remove(old)
+        self.held = [t for t in self.held if t is not old]
+        self.passing = [(t, f) for t, f in self.passing if t is not old]
         if old.uid not in self.uses:
             self.fate[old.uid] = fate
 
     def of(self, key: str) -> list[Trajectory]:
         return [t for t in self.held if t.prompt.key == key and t.reference == self.reference]
 
+    def _is_recent(self, t: Trajectory) -> bool:
+        age = self.now.step - t.version.step
+        return t.version.incarnation == self.now.incarnation and age <= WINDOW and t.reference == self.reference
+
+    @property
+    def here(self) -> list[Trajectory]:
+        return sorted([*self.held, *(t for t, _ in self.passing)], key=self._order)
+
+    def _order(self, t: Trajectory) -> int:
+        return [other.uid for other in self.everything].index(t.uid)
+
     def recent(self, key: str) -> list[Trajectory]:
-        now = self.now
-        return [
-            t for t in self.of(key) if t.version.incarnation == now.incarnation and now.step - t.version.step <= WINDOW
-        ]
+        return [t for t in self.here if t.prompt.key == key and self._is_recent(t)]
 
     def amounts(self) -> dict[str, tuple[int, int]]:
         groups = {
             "received": self.everything,
             "trained_once": [t for t in self.everything if t.uid in self.uses],
             "trained_total": [t for t in self.everything for _ in range(self.uses.get(t.uid, 0))],
-            "waiting": [t for t in self.held if t.uid not in self.uses],
+            "waiting": [t for t in self.here if t.uid not in self.uses],
             "evicted": [t for t in self.everything if self.fate.get(t.uid) == "evicted"],
             "duplicate": [t for t in self.everything if self.fate.get(t.uid) == "duplicate"],
         }
@@ -90,7 +126,14 @@ def uids(trajectories: Sequence[Trajectory]) -> list[str]:
 
 VERSIONS = st.builds(Version, st.integers(0, 1), st.integers(0, 8))
 OPERATIONS = st.lists(
-    st.tuples(st.just("add"), st.integers(0, 3), st.integers(0, 5), VERSIONS, st.integers(0, 4).map(lambda n: n == 0))
+    st.tuples(
+        st.just("add"),
+        st.integers(0, 3),
+        st.integers(0, 5),
+        VERSIONS,
+        st.integers(0, 4).map(lambda n: n == 0),
+        st.integers(0, 2),
+    )
     | st.tuples(st.sampled_from(["use", "take_back"]), st.integers(0, 99))
     | st.tuples(st.just("now"), VERSIONS)
     | st.tuples(st.just("reference"), st.booleans())
@@ -99,27 +142,46 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=150)
-@given(OPERATIONS, st.integers(2, 4), st.integers(2, 9), st.booleans())
+# Answers of 4 to 6 tokens are near those of one token more or less, and no others are.
+NEAR = NearDuplicates("edit", 0.6)
+SETTINGS = st.builds(
+    BufferSettings,
+    st.integers(2, 4),
+    st.integers(2, 9),
+    distinct=st.booleans(),
+    near=st.sampled_from([NearDuplicates(), NEAR, replace(NEAR, keep="newer")]),
+    evict=st.sampled_from(["oldest", "lowest_reward"]),
+    keep_recent=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=250)
+@example(  # what is kept no longer when the reference is reset is not scored anew
+    [
+        *(("add", 1, 2, Version(), False, 0), ("add", 1, 2, Version(), False, 0)),
+        *(("reference", True), ("score", 1, True, True)),
+    ],
+    BufferSettings(2, 2, distinct=False, near=NEAR, keep_recent=True),
+)
+@given(OPERATIONS, SETTINGS)
 def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger_closes(
-    operations: list[tuple[object, ...]], per_prompt: int, total: int, distinct: bool
+    operations: list[tuple[object, ...]], chosen: BufferSettings
 ) -> None:
-    buffer = Buffer(BufferSettings(per_prompt, total, distinct), WINDOW)
-    plain = PlainBuffer(per_prompt, total, distinct)
+    buffer, plain = Buffer(chosen, WINDOW), PlainBuffer(chosen)
     keys = [prompt(p).key for p in range(4)]
     for verb, *values in operations:
         if verb == "add":
-            p, completion, version, other_reference = values
+            p, completion, version, other_reference, reward = values
             tokens = (int(completion),) * (1 + int(completion))
-            new = trajectory(int(p), tokens, version, reference=Version(0, int(other_reference)))
+            new = trajectory(int(p), tokens, version, float(reward), reference=Version(0, int(other_reference)))
             buffer.add(new)
             plain.add(new)
-        elif verb == "use" and plain.held:
-            used = plain.held[int(values[0]) % len(plain.held)]
+        elif verb == "use" and plain.here:
+            used = plain.here[int(values[0]) % len(plain.here)]
             buffer.use([used])
             plain.uses[used.uid] = plain.uses.get(used.uid, 0) + 1
             assert buffer.uses(used.uid) == plain.uses[used.uid]
-        elif verb == "take_back" and (used_before := [t for t in plain.held if plain.uses.get(t.uid)]):
+        elif verb == "take_back" and (used_before := [t for t in plain.here if plain.uses.get(t.uid)]):
             back = used_before[int(values[0]) % len(used_before)]
             buffer.take_back([back])
             plain.uses[back.uid] -= 1
@@ -127,7 +189,8 @@ def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger
                 del plain.uses[back.uid]
             assert buffer.uses(back.uid) == plain.uses.get(back.uid, 0)
         elif verb == "now":
-            buffer.now = plain.now = values[0]
+            buffer.now = values[0]
+            plain.move(values[0])
         elif verb == "reference":
             buffer.reference = plain.reference = Version(0, int(values[0]))
         elif verb == "score" and plain.everything:
@@ -144,14 +207,15 @@ def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger
         assert uids(buffer.recent(key)) == uids(plain.recent(key))
         assert buffer.rewards(key).tolist() == [t.reward for t in plain.of(key)]
     assert buffer.unscored() == [t.uid for t in plain.held if t.reference != plain.reference]
-    assert buffer.references == {t.reference for t in plain.held}
-    assert buffer.sampleable == len([t for t in plain.held if t.reference == plain.reference])
+    assert buffer.references == {t.reference for t in plain.here}
+    assert buffer.sampleable == len([t for t in plain.here if t.reference == plain.reference])
     counts, expected = buffer.counts(), plain.amounts()
     assert {n: (getattr(counts, n).trajectories, getattr(counts, n).tokens) for n in expected} == expected
     for unit in ("trajectories", "tokens"):
         terms = [getattr(a, unit) for a in (counts.trained_once, counts.waiting, counts.evicted, counts.duplicate)]
         assert getattr(counts.received, unit) == sum(terms)
-    assert len(buffer) == len(plain.held) <= total
+    assert len(buffer) == len(plain.here)
+    assert len(plain.held) <= chosen.total
 
 
 def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:

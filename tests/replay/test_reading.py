@@ -118,6 +118,7 @@ def test_a_query_that_takes_too_long_is_ended(run: Path) -> None:
             with pytest.raises(DeadlineExceeded, match=r"took longer than 0\.05 s"):
                 for _ in reader.query(endless.format(what))[1]:
                     pass
+        reader.deadline_s = 60  # what ends by itself may take its time on a busy machine
         assert reader.by_owner()
 
 

@@ -263,6 +263,8 @@ def test_while_somebody_has_it_open_nobody_looks_it_over(
     st.none() | st.floats(0, 1),
 )
 @example([(0.0, b"SQLite format 3\0" + bytes(84))], None)
+@example([(0.01953125, b"\x80")], None)  # a column's name in the schema
+@example([(0.015625, b"\x80")], None)
 def test_whatever_happened_to_the_bytes_a_journal_opens_or_says_in_a_sentence_why_not_and_nothing_is_lost(
     whole: tuple[Path, list[Trajectory]], changes: list[tuple[float, bytes]], cut: float | None
 ) -> None:

@@ -20,6 +20,7 @@ from tba.errors import UserError
 from tba.replay.buffer import BufferSettings
 from tba.replay.codec import Stored
 from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.near import NearDuplicates
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.scores import Score
@@ -135,6 +136,29 @@ def test_a_trainer_that_is_held_back_takes_new_data_in_whatever_the_setting() ->
     assert replay.ready(1, 4) == "paced"
     pile.waiting += rows([1], 4)
     assert replay.ready(1, 4) is None
+
+
+def test_a_batch_that_was_fetched_ahead_is_taken_back_though_it_holds_what_is_not_kept_any_longer() -> None:
+    """The window narrows, or the reference is reset, while it waits; only the next look for a batch lets it leave."""
+    for narrows in (True, False):
+        pile = Pile()
+        replay = Replay(pile, replace(ANCESTOR, selection=RecencyReward(m=1.0)), recent_window=2)
+        pile.waiting += [trajectory(0, (i, i + 20, i + 40), reward=-i, uid=str(i)) for i in range(9)]
+        assert replay.ready(1, 9) is None
+        ahead = replay.sample(1, 9)
+        assert sorted(map(int, uids(ahead))) == list(range(9))
+        if narrows:
+            replay.now = Version(0, 2)
+            replay.steer(1.0, 1)
+        else:
+            replay.reference = LATER
+        replay.take_back(ahead)
+        ledger = replay.ledger()
+        assert (ledger["waiting_trajectories"], ledger["trained_total_trajectories"]) == (9, 0)
+        replay.now = Version(0, 3)
+        ledger = replay.ledger()
+        assert_closes(ledger)
+        assert ledger["waiting_trajectories"] == 4
 
 
 def test_the_recent_window_counts_back_from_the_trainers_version() -> None:
@@ -330,21 +354,30 @@ class SteppedFollower(JournalFollower):
         return super().drain_stored(limit, self.until if until is None else until)
 
 
+PLAIN = settings_of(
+    max_mean_uses=3.0, selection=RecencyReward(m=0.5, inverse_temperature=1.0), buffer=BufferSettings(6, 30)
+)
+ANCESTOR = settings_of(
+    max_mean_uses=3.0,
+    selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group", disjoint=True),
+    buffer=BufferSettings(
+        4, 12, distinct=False, near=NearDuplicates("edit", 0.25), evict="lowest_reward", keep_recent=True
+    ),
+)
+
+
 class Run:
     """One trainer's replay on its own journal, driven by a script."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        self.folder, self.seed = folder, seed
+    def __init__(self, folder: Path, seed: int, chosen: ReplaySettings | None = None) -> None:
+        self.folder, self.seed, self.chosen = folder, seed, chosen or PLAIN
         self.sampled: list[list[str]] = []
         self.open()
 
     def open(self) -> None:
         self.writer = JournalWriter(self.folder / "journal", "searcher-0")
         self.follower = SteppedFollower(self.folder / "journal")
-        chosen = settings_of(
-            max_mean_uses=3.0, selection=RecencyReward(m=0.5, inverse_temperature=1.0), buffer=BufferSettings(6, 30)
-        )
-        self.replay = Replay(self.follower, chosen, recent_window=2, seed=self.seed, uses=self.folder / "uses")
+        self.replay = Replay(self.follower, self.chosen, recent_window=2, seed=self.seed, uses=self.folder / "uses")
 
     def close(self) -> None:
         self.replay.close()
@@ -363,21 +396,26 @@ class Run:
                 self.sampled.append(uids(self.replay.sample(2, 3)))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=30)
 @example(
-    script=[(0, 0), (0, 0), (0, 2), (0, 4), (0, 0), (0, 0), (0, 0), (1, 3)], saved_at=3, lost=0, seed=1_073_741_825
+    script=[(0, 0), (0, 0), (0, 2), (0, 4), (0, 0), (0, 0), (0, 0), (1, 3)],
+    saved_at=3,
+    lost=0,
+    seed=1_073_741_825,
+    chosen=PLAIN,
 )
 @given(
     st.lists(st.tuples(st.integers(0, 7), st.integers(0, 8)), min_size=8, max_size=20),
     st.integers(0, 7),
     st.integers(0, 3),
     st.integers(0, 2**31),
+    st.sampled_from([PLAIN, ANCESTOR]),
 )
 def test_a_resumed_replay_samples_exactly_as_one_that_was_never_interrupted(
-    script: list[tuple[int, int]], saved_at: int, lost: int, seed: int
+    script: list[tuple[int, int]], saved_at: int, lost: int, seed: int, chosen: ReplaySettings
 ) -> None:
     with TemporaryDirectory() as one, TemporaryDirectory() as other:
-        whole, resumed = Run(Path(one), seed), Run(Path(other), seed)
+        whole, resumed = Run(Path(one), seed, chosen), Run(Path(other), seed, chosen)
         whole.go(script, 0, len(script))
         resumed.go(script, 0, saved_at)
         kept = len(resumed.sampled)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +27,7 @@ from tba.replay.shelf import Listing
 from tba.types import Group, Version
 
 
-def select(
-    buffer: Buffer, groups: int, size: int, seed: int = 0, **settings: float
-) -> tuple[list[Group], Counter[str]]:
+def select(buffer: Buffer, groups: int, size: int, seed: int = 0, **settings: Any) -> tuple[list[Group], Counter[str]]:
     selector = RecencyReward(**settings).start()
     return selector.select(buffer, groups, size, np.random.default_rng(seed)), selector.counts
 
@@ -47,13 +48,24 @@ SIZES = st.lists(st.integers(0, 12), min_size=1, max_size=8).filter(lambda sizes
     m=st.sampled_from([0.0, 0.5, 1.0]),
     inverse_temperature=st.sampled_from([0.0, 1.0, 1e3]),
     seed=st.integers(0, 2**31),
+    mix=st.sampled_from(["chance", "batch", "group"]),
+    disjoint=st.booleans(),
 )
 def test_every_batch_keeps_the_rules(
-    sizes: list[int], shares: list[float], groups: int, size: int, m: float, inverse_temperature: float, seed: int
+    sizes: list[int],
+    shares: list[float],
+    groups: int,
+    size: int,
+    m: float,
+    inverse_temperature: float,
+    seed: int,
+    mix: str,
+    disjoint: bool,
 ) -> None:
     recent = [int(share * n) for share, n in zip(shares, sizes, strict=False)]
     buffer = store(sizes, recent, rewards=[float(i % 3) for i in range(12)])
-    chosen, counts = select(buffer, groups, size, seed, m=m, inverse_temperature=inverse_temperature)
+    more = {"mix": mix, "disjoint": disjoint}
+    chosen, counts = select(buffer, groups, size, seed, m=m, inverse_temperature=inverse_temperature, **more)
     usable = {prompt(p).key: n for p, n in enumerate(sizes) if n >= 2}
     assert len(chosen) == groups
     for group in chosen:
@@ -68,8 +80,10 @@ def test_every_batch_keeps_the_rules(
     assert counts["repeated"] == groups - len(set(keys(chosen)))
     assert counts["ragged"] == sum(len(g) < size for g in chosen)
     assert counts["recent"] + counts["reward"] == groups
-    if m == 1:
+    if m == 1 or (m > 0 and mix == "group"):
         assert counts["recent_shortfall"] == counts["reward"]
+    if mix == "batch":
+        assert abs(counts["recent"] + counts["recent_shortfall"] - m * groups) < 1
 
 
 def test_recent_groups_hold_recent_trajectories_only() -> None:
@@ -211,6 +225,99 @@ def test_settings_out_of_range_are_refused() -> None:
     for bad in (-1.0, float("inf"), float("nan")):
         with pytest.raises(UserError, match=r"--replay\.selection\.inverse-temperature"):
             RecencyReward(inverse_temperature=bad)
+
+
+def numbers(groups: Sequence[Group]) -> list[str]:
+    return [t.uid for g in groups for t in g.trajectories]
+
+
+def recent_ones(group: Group) -> int:
+    return sum(t.version == Version(0, 10) for t in group.trajectories)
+
+
+@pytest.mark.parametrize("m", [0.5, 0.25, 1.0, 0.0])
+def test_a_share_of_each_batch_is_recent_where_that_is_asked(m: float) -> None:
+    buffer = store([6] * 20)
+    selector, rng = RecencyReward(m=m, mix="batch").start(), np.random.default_rng(0)
+    for batches in range(1, 40):
+        selector.select(buffer, 8, 4, rng)
+        assert selector.counts["recent"] == round(8 * m) * batches  # exactly, not on average
+    drawn = []
+    for _ in range(300):
+        before = selector.counts["recent"]
+        selector.select(buffer, 3, 4, rng)
+        drawn.append(selector.counts["recent"] - before)
+    assert set(drawn) <= {math.floor(3 * m), math.ceil(3 * m)}  # next to what cannot be exact
+    assert np.mean(drawn) == pytest.approx(3 * m, abs=5 * 0.5 / np.sqrt(300))
+
+
+@pytest.mark.parametrize("inverse_temperature", [0.0, 3.0])
+def test_a_share_of_each_group_is_recent_where_that_is_asked_and_no_trajectory_is_in_it_twice(
+    inverse_temperature: float,
+) -> None:
+    buffer = store([40, 40], recent=[20, 20], rewards=[40.0 - i for i in range(40)])  # the recent ones are the worse
+    chosen, counts = select(buffer, 300, 10, m=0.4, mix="group", inverse_temperature=inverse_temperature)
+    assert dict(counts) == {"recent": 300, "reward": 0, "recent_shortfall": 0, "ragged": 0, "repeated": 298}
+    assert all(len(group) == len(set(numbers([group]))) == 10 for group in chosen)
+    # the other six are a draw from all that are left: of 36, 16 recent; by reward the old ones, which are the better
+    others = [recent_ones(group) - 4 for group in chosen]
+    assert min(others) >= 0
+    if inverse_temperature == 0:
+        assert np.mean(others) == pytest.approx(6 * 16 / 36, abs=5 * 1.2 / np.sqrt(300))
+    else:
+        assert np.mean(others) < 0.01
+
+
+def test_the_part_of_a_group_that_goes_by_reward_is_the_softmax_over_what_the_other_part_left() -> None:
+    rewards, draws = [0.0, 0.5, 1.0, -1.0, 2.0], 1200
+    buffer = store([5], recent=[2], rewards=rewards)  # the last two are recent: one of them, then two of the other four
+    chosen, counts = select(buffer, draws, 3, m=1 / 3, mix="group", inverse_temperature=1.5)
+    assert counts["recent"] == draws
+    expected = np.zeros(5)
+    for first in (3, 4):
+        left = [i for i in range(5) if i != first]
+        expected[first] += 0.5
+        expected[left] += 0.5 * np.array(softmax_inclusion([1.5 * rewards[i] for i in left], 2))
+    drawn = Counter(t.reward for group in chosen for t in group.trajectories)
+    found = np.array([drawn[r] for r in rewards]) / draws
+    assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws))
+
+
+@pytest.mark.parametrize("mix", ["chance", "batch", "group"])
+def test_groups_of_one_prompt_in_one_batch_share_nothing_where_that_is_asked_and_there_are_enough(mix: str) -> None:
+    buffer = store([60], recent=[30], rewards=[float(i % 7) for i in range(60)])
+    selector = RecencyReward(m=0.5, inverse_temperature=0.5, mix=mix, disjoint=True).start()  # type: ignore[arg-type]
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        chosen = selector.select(buffer, 5, 6, rng)
+        assert len(set(numbers(chosen))) == 30
+        assert {len(g) for g in chosen} == {6}
+    chosen = selector.select(buffer, 20, 6, rng)  # 120 of 60: some come twice, none twice in a group
+    assert all(len(g) == len(set(numbers([g]))) == 6 for g in chosen)
+    shared, _ = select(store([60], recent=[30]), 5, 6, m=0.5)
+    assert len(set(numbers(shared))) < 30  # by default each group is a draw of its own
+
+
+def test_of_a_single_prompt_all_trajectories_are_weighed_by_their_reward_at_once() -> None:
+    chosen, counts = select(
+        store([400], rewards=[float(i % 4) for i in range(400)]), 1200, 2, m=0.0, inverse_temperature=1.0
+    )
+    assert counts["reward"] == 1200
+    weights = np.exp(np.arange(4.0))
+    share = np.bincount([int(t.reward) for g in chosen for t in g.trajectories], minlength=4) / 2400
+    assert np.abs(share - weights / weights.sum()).max() < 0.04
+
+
+def test_what_is_not_kept_any_longer_is_drawn_as_recent_and_never_by_reward() -> None:
+    buffer = Buffer(BufferSettings(per_prompt=4, evict="lowest_reward", keep_recent=True), recent_window=2)
+    for i in range(12):
+        buffer.add(trajectory(0, (i,), reward=float(-i), uid=str(i)))
+    (recent,), _ = select(buffer, 1, 12, m=1.0)
+    assert sorted(map(int, numbers([recent]))) == list(range(12))
+    (kept,), _ = select(buffer, 1, 12, m=0.0)
+    assert sorted(map(int, numbers([kept]))) == [0, 1, 2, 3]
+    (both,), _ = select(buffer, 1, 11, m=0.5, mix="group")  # 6 recent, of all 12; 4 are kept: the rest is recent too
+    assert len(both) == len(set(numbers([both]))) == 11
 
 
 def permutation(rows: int) -> torch.Tensor:

@@ -42,6 +42,16 @@ def trajectory(
     )
 
 
+def plain_edits(left: Sequence[int], right: Sequence[int]) -> int:
+    """Levenshtein's distance, cell by cell."""
+    row = list(range(len(right) + 1))
+    for i, a in enumerate(left, start=1):
+        above, row = row, [i]
+        for j, b in enumerate(right, start=1):
+            row.append(min(above[j] + 1, row[j - 1] + 1, above[j - 1] + (a != b)))
+    return row[-1]
+
+
 def store(
     sizes: Sequence[int], recent: Sequence[int] | None = None, rewards: Sequence[float] | None = None, window: int = 2
 ) -> Buffer:

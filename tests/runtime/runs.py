@@ -102,17 +102,32 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Live parts by name (`trainer`, `searcher-0`) of the driver `pid`."""
+    """Live parts by name (`trainer`, `searcher-0`) of the driver `pid`, whose forge has made them."""
+    return {name.removeprefix("tba-"): part for forge in _forges(pid) for part, name in _forked(forge).items()}
+
+
+def forge_of(pid: int) -> int:
+    """The process that forks the parts of the driver `pid`."""
+    (forge,) = _forges(pid)
+    return forge
+
+
+def _forges(pid: int) -> list[int]:
+    return [process for process, name in _forked(pid).items() if name == "tba-forge"]
+
+
+def _forked(pid: int) -> dict[int, str]:
+    """The live children of a process, and what they call themselves."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                stat, command = (entry / "stat").read_text(), (entry / "cmdline").read_bytes().split(b"\0")
+                name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
             except OSError:  # it has ended meanwhile
                 continue
-            state, parent = stat.rpartition(")")[2].split()[:2]
-            if int(parent) == pid and state != "Z" and b"tba.runtime.part" in command:
-                found[command[command.index(b"tba.runtime.part") + 1].decode()] = int(entry.name)
+            state, parent = rest.split()[:2]
+            if int(parent) == pid and state != "Z":
+                found[int(entry.name)] = name
     return found
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -258,10 +259,10 @@ def test_parts_that_hang_are_found_killed_and_started_again(tmp_path: Path) -> N
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A filesystem of 16 MB."""
+    """A filesystem of 256 MB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(disk)], capture_output=True)
     if mounted.returncode:
         pytest.skip("only root may mount")
     try:
@@ -270,23 +271,48 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@pytest.mark.parametrize("runtime", ["inline"])  # in processes a searcher fills so small a disk before the first step
 def test_a_full_disk_ends_the_run_in_one_sentence_and_with_space_it_goes_on(
-    small_disk: Path, runtime: str, capsys: pytest.CaptureFixture[str]
+    small_disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = small_disk / "run"
     filled = small_disk / "ballast"
-    filled.write_bytes(bytes(8 << 20))
+    filled.write_bytes(bytes(248 << 20))
     begin = ["train", str(Path(__file__).with_name("toy.py")), "--runs", str(small_disk), "--run-name", "run"]
-    long = ("--steps", "1000000", "--runtime", runtime, "--record.samples", "0", "--run.checkpoint-every", "20")
+    long = ("--steps", "1000000", "--runtime", "inline", "--record.samples", "0", "--run.checkpoint-every", "20")
     assert main([*begin, *long, "--evaluation.problems", "1"]) == 2
-    said = capsys.readouterr().err
-    assert said == f"tba: the disk of {path} is full: free some space, then go on with `tba train --resume {path}`\n"
-    assert not children(os.getpid())
+    assert capsys.readouterr().err == full_disk(path)
     filled.unlink()
+    assert steps_of(path) > 30
+    assert_goes_on(path, "inline")
+
+
+def test_a_disk_that_becomes_full_ends_all_processes_in_one_sentence_too(small_disk: Path) -> None:
+    path = small_disk / "run"
+    filled = small_disk / "ballast"
+    driver = train(path, "--steps", "1000000", "--run.checkpoint-every", "20", "--evaluation.problems", "1")
+    try:
+        until(lambda: steps_of(path) > 40, SECONDS, "steps")
+        with suppress(OSError), filled.open("wb", buffering=0) as file:
+            while True:  # ends: with no space left
+                file.write(bytes(1 << 20))
+        _, errors = driver.communicate(timeout=SECONDS)
+    finally:
+        driver.kill()
+    assert (driver.returncode, errors) == (2, full_disk(path))
+    assert not children(driver.pid)
+    filled.unlink()
+    assert_goes_on(path, "processes")
+
+
+def full_disk(path: Path) -> str:
+    """What is said of it."""
+    return f"tba: the disk of {path} is full: free some space, then go on with `tba train --resume {path}`\n"
+
+
+def assert_goes_on(path: Path, runtime: str) -> None:
+    """Ten steps more, with all that was there."""
     there = uids_of(path)
     steps = steps_of(path) + 10
-    assert steps > 40
     assert main(["train", "--resume", str(path), "--steps", str(steps), "--runtime", runtime]) == 0
     summary = Summary.read(path)
     assert summary is not None

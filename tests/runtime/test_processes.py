@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runs import TOY, alive, children, distance, final_weights, made, processes, quiet, steps_of, train, until
+from runs import TOY, alive, children, distance, final_weights, forge_of, made, processes, quiet, steps_of, train, until
 
 from tba.__main__ import main
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.record.evaluations import read_answers, read_evaluations
+from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.journal import JournalFollower
 from tba.runtime.processes import Processes
@@ -137,6 +138,25 @@ def test_when_the_driver_is_killed_no_process_stays_behind(tmp_path: Path) -> No
         driver.kill()
         driver.communicate(timeout=SECONDS)
     until(lambda: not [pid for pid in parts.values() if alive(pid)], 15.0, f"{parts} to end")
+
+
+def test_when_the_forge_is_killed_the_parts_are_started_again_from_a_new_one(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    driver = train(path, "--steps", "1000000", "--evaluation.problems", "1", "--run.checkpoint-every", "5")
+    try:
+        until(lambda: steps_of(path) > 10, SECONDS, "the first checkpoint")
+        os.kill(forge_of(driver.pid), signal.SIGKILL)
+        until(lambda: any(row["version"].startswith("1.") for row in read_metrics(path)), SECONDS, "steps again")
+        driver.send_signal(signal.SIGINT)
+        _, errors = driver.communicate(timeout=SECONDS)
+    finally:
+        driver.kill()
+    assert (driver.returncode, errors) == (0, "")
+    summary = Summary.read(path)
+    assert summary is not None
+    assert (summary.faults["trainer_restarts"], summary.faults["searcher_restarts"]) == (1, 1)
+    assert summary.tokens.closes(), summary.tokens
+    assert summary.trajectories.closes(), summary.trajectories
 
 
 def test_a_reward_that_raises_ends_the_run_with_the_searchers_own_traceback_and_exit_code_1(

@@ -152,7 +152,9 @@ def assert_whole(path: Path, summary: Summary, acknowledged: list[str]) -> None:
     """Nothing lost, nothing counted twice: in the journal, in the record of uses, in the account, in the steps."""
     uids = uids_of(path)
     assert uids[: len(acknowledged)] == acknowledged
-    assert len(set(uids)) == len(uids) == summary.trajectories.generated - summary.trajectories.rejected
+    assert len(set(uids)) == len(uids)
+    account = summary.trajectories
+    assert len(uids) == account.generated - account.rejected - account.in_flight_at_stop
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
     uses = +read_uses(path / "uses.jsonl")

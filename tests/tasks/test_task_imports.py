@@ -6,9 +6,10 @@ import sys
 LIGHT = """
 import importlib, pkgutil, sys
 import tba.rewards, tba.tasks
+MODELS = ("scoring", "frozen", "victim_model", "model_classifiers")  # loaded with a reward's first answer
 for package in (tba.rewards, tba.tasks):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if module.name != "tba.rewards.scoring":  # a model, loaded with a reward model's first answer
+        if module.name.rpartition(".")[2] not in MODELS:
             importlib.import_module(module.name)
 print(sorted({"torch", "transformers", "tokenizers", "datasets", "reasoning_gym"} & sys.modules.keys()))
 """

@@ -182,3 +182,18 @@ def test_data_without_behaviour_log_probabilities_is_refused_when_the_objective_
     trainer = trainer_of(TabularPolicy(TASK), Reinforce(BETA, penalised="behavior"), tmp_path)
     with pytest.raises(UserError, match="Reinforce needs the log-probabilities of the behaviour"):
         trainer.step()
+
+
+def test_who_reads_the_weights_is_waited_for_before_they_change(tmp_path: Path) -> None:
+    published, seen = Published(), []
+    policy = TabularPolicy(TASK)
+
+    def settle() -> None:
+        seen.append((len(published.sent), policy.weights()[WEIGHT].clone()))
+
+    trainer = trainer_of(policy, TrajectoryBalance(BETA), tmp_path, weights=published, settle=settle, sync_every=1)
+    for _ in range(3):
+        trainer.step()
+    assert [count for count, _ in seen] == [0, 1, 2]  # each before the update that follows it
+    for (_, weights, _), (_, as_settled) in zip(published.sent, seen[1:], strict=False):
+        assert torch.equal(weights[WEIGHT], as_settled)

@@ -6,6 +6,7 @@ same time as in a run (`tba.command.probe`), and multiplies. No run directory, n
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.text import duration, size
+from tba.runtime.placement import plan, table, this_machine
 from tba.settings import find, override
 
 _DEADLINE = 1800.0  # seconds for one half's probe
@@ -30,10 +32,17 @@ _DEADLINE = 1800.0  # seconds for one half's probe
 def validate(recipe: Recipe) -> list[str]:
     """Warnings. Raises `UserError` for what cannot run."""
     warnings = []
+    if recipe.runtime == "cluster":
+        require_ray()
     if not recipe.exploration.full_support:
         warnings.append(
             "no searcher's sampling has full support (top-p below 1 or temperature 0): Trajectory Balance determines "
             "the policy only on what can be sampled; set --exploration.top-p 1 to determine it everywhere"
+        )
+    if recipe.model.never_sampled:
+        warnings.append(
+            f"no searcher samples {' or '.join(recipe.model.never_sampled)} (the engine's rules): Trajectory Balance "
+            "determines the policy only on what can be sampled; elsewhere it stays as it happens to be"
         )
     if recipe.samples_per_prompt < recipe.group_size:
         warnings.append(
@@ -45,11 +54,30 @@ def validate(recipe: Recipe) -> list[str]:
             "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
             "leave the vine out"
         )
-    parts = recipe.searchers + 1
+    if recipe.trainer.sharded:
+        warnings.append("what is said of the trainer below is measured with one rank in float32")
+    parts = recipe.searchers + recipe.trainer.ranks
     cores = os.cpu_count() or 1
     if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not torch.cuda.is_available():
         warnings.append(f"{parts} processes share {cores} cores: the halves will slow each other down")
     return warnings
+
+
+def notes_on_prompts(recipe: Recipe) -> list[str]:
+    """More warnings, for which the task's problems have to be there."""
+    problems, buffer = recipe.task.problems("train")[: recipe.prompts.limit], recipe.replay.buffer
+    if buffer.per_prompt < buffer.total and all(p.prompt == problems[0].prompt for p in problems):
+        return [
+            f"the task has one prompt, of which replay keeps {buffer.per_prompt:,} trajectories, though there is room "
+            f"for {buffer.total:,}: set --replay.buffer.per-prompt {buffer.total} to keep as many"
+        ]
+    return []
+
+
+def require_ray() -> None:
+    """Raises `UserError` where it is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("a cluster needs Ray, which is not installed: pip install 'tba[cluster]'")
 
 
 def check_recipe(name: str, overrides: list[str]) -> int:
@@ -60,6 +88,8 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     for warning in validate(recipe):
         console.print(f"warning: {warning}", style="yellow")
     recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
+    for warning in notes_on_prompts(recipe):
+        console.print(f"warning: {warning}", style="yellow")
     e = estimate(recipe, name, overrides)
     own = machine_memory_bytes()
     generated = f"a round generates {e.tokens_per_round:.0f} tokens in {e.round_seconds:.3f} s, "
@@ -74,6 +104,10 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         + (f"; this machine has {size(own)}" if own else ""),
         highlight=False,
     )
+    if recipe.runtime == "cluster":
+        for line in placement(recipe, e):
+            console.print(f"on {line}", highlight=False)
+        return 0
     total = e.trainer_bytes + recipe.searchers * e.searcher_bytes
     if own and total > own:
         raise UserError(
@@ -81,6 +115,21 @@ def check_recipe(name: str, overrides: list[str]) -> int:
             "use a smaller model, fewer searchers or a smaller --max-tokens-per-pass"
         )
     return 0
+
+
+def placement(recipe: Recipe, e: Estimate) -> list[str]:
+    """Where everything will run: on the nodes of the cluster at `--address`, else on this machine. A line for each.
+
+    Raises `UserError` when it does not fit.
+    """
+    searchers = [f"searcher-{i}" for i in range(recipe.searchers)]
+    sizes = (e.trainer_bytes, e.searcher_bytes, e.weights_bytes)
+    if recipe.address is None:
+        return table(plan(recipe, [this_machine()], searchers), *sizes)
+    from tba.runtime.connecting import connected  # needs Ray
+
+    with connected(recipe.address) as nodes:
+        return table(plan(recipe, nodes, searchers), *sizes)
 
 
 @dataclass(frozen=True)
@@ -96,6 +145,7 @@ class Estimate:
     uses: float | None  # None offline: what was imported decides
     trainer_bytes: int
     searcher_bytes: int
+    weights_bytes: int  # of one published version
 
 
 def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
@@ -135,6 +185,7 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
         uses=min(recipe.steps * per_step / (rate * working), limit) if rate else None,
         trainer_bytes=trainer["peak_memory_bytes"] + int(kept * trainer["trajectory_bytes"]),
         searcher_bytes=searcher["peak_memory_bytes"],
+        weights_bytes=trainer["weights_bytes"],
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -12,12 +12,13 @@ from rich.text import Text
 
 from tba.command.weights import with_weights
 from tba.errors import UserError
+from tba.intake.intake import Entry
 from tba.intake.report import Report
 from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
 from tba.record.text import printable
 from tba.runtime.directory import RunDirectory
-from tba.runtime.importing import entries_of, intake_of, prepare
+from tba.runtime.importing import demonstrations, entries_of, intake_of, prepare
 from tba.settings import find, override
 
 FILE = "imports.jsonl"  # in the run: a line for each source
@@ -63,26 +64,50 @@ def take_in(recipe: Recipe, run: RunDirectory, files: Sequence[Path], options: I
     refuse(recipe, files)
     if options.max_tokens is not None and options.max_tokens < 1:
         raise UserError(f"--max-tokens is {options.max_tokens}, it must be at least 1")
+    sources = [(str(file), options.source or file.name, entries_of(file, run)) for file in files]
+    _take(recipe, run, sources, options, console)
+
+
+def fill(recipe: Recipe, run: RunDirectory, console: Console) -> None:
+    """What the recipe has a run begin with. Raises `UserError` as `take_in` does."""
+    files, shown = recipe.fill.files, recipe.fill.demonstrations
+    refuse(recipe, files)
+    sources = [(str(file), file.name, entries_of(file, run)) for file in files]
+    if shown:
+        sources.append(("the task's demonstrations", "demonstrations", demonstrations(recipe.task, shown)))
+    if sources:
+        _take(recipe, run, sources, ImportOptions(), console)
+
+
+def _take(
+    recipe: Recipe,
+    run: RunDirectory,
+    sources: Sequence[tuple[str, str, Iterable[Entry]]],
+    options: ImportOptions,
+    console: Console,
+) -> None:
+    """Of each source: what it is called, what its trajectories are known by, and what it says."""
     taken = 0
     with (
         intake_of(recipe, run, options.rewards == "claimed", options.max_tokens) as intake,
         JsonLines(run.path / FILE) as records,
     ):
-        for file in files:
-            heard = Loud(file, console)
-            report = intake.take(entries_of(file, run), options.source or file.name, heard)
+        for called, known_by, entries in sources:
+            report = intake.take(entries, known_by, Loud(called, console))
             records.append(report.to_json())
-            tell(report, file, console)
+            tell(report, called, console)
             taken += report.imported + report.repeated
     if not taken:
         raise UserError(
-            f"none of {', '.join(map(str, files))} could be imported into {run.path}: the reasons are above, and in "
-            f"{run.path / FILE}"
+            f"none of {', '.join(called for called, _, _ in sources)} could be imported into {run.path}: the reasons "
+            f"are above, and in {run.path / FILE}"
         )
 
 
 def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
     """Raises `UserError` for what cannot be imported into a run of this recipe."""
+    if not files:
+        return
     for file in files:
         if not file.exists():
             raise UserError(f"there is no {file}: give a JSON Lines or Parquet file, or the folder of a run")
@@ -103,20 +128,20 @@ def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
 class Loud:
     """Says now and then how far it is."""
 
-    file: Path
+    source: str
     console: Console
     _next: int = _LOUD
 
     def __call__(self, lines: int) -> None:
         if lines >= self._next:
-            self.console.print(f"{self.file}: {lines:,} lines", highlight=False)
+            self.console.print(f"{self.source}: {lines:,} lines", highlight=False)
             self._next = lines + _LOUD
 
 
-def tell(report: Report, file: Path, console: Console) -> None:
+def tell(report: Report, called: str, console: Console) -> None:
     """What became of one source's lines, for people."""
     lines = [
-        f"{file}: {report.lines:,} lines, {report.imported:,} imported ({report.tokens:,} tokens), "
+        f"{called}: {report.lines:,} lines, {report.imported:,} imported ({report.tokens:,} tokens), "
         f"{report.repeated:,} there already, {report.refused:,} rejected"
     ]
     for reason, rejected in sorted(report.rejected.items(), key=lambda item: -item[1].count):

@@ -107,6 +107,7 @@ def train(recipe: Recipe, answers: list[_Answers]) -> dict[str, Json]:
         "step_seconds": statistics.mean(seconds[1:]),
         "peak_memory_bytes": peak,
         "trajectory_bytes": _trajectory_bytes(recipe, prompts, answers),
+        "weights_bytes": sum(tensor.nbytes for tensor in policy.weights().values()),
     }
 
 

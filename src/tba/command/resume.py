@@ -25,6 +25,7 @@ from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
 from tba.runtime.directory import RunDirectory
 from tba.runtime.resuming import note_recoveries
+from tba.runtime.starting import prepare
 from tba.settings import find, override
 from tba.train.checkpoint import Checkpoint, newest_checkpoint
 
@@ -35,6 +36,7 @@ _KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.jo
 def resume_run(path: Path, overrides: list[str]) -> int:
     """Exit code 0 when the run finished or was stopped on purpose."""
     console = Console()
+    prepare()  # before the run's lock is held, which only its parts inherit
     with RunDirectory.open(path).held(_PATIENCE) as run:
         recipe, checkpoint = resumable(run, overrides)
         for line in note_recoveries(run, run.journal(recipe)):

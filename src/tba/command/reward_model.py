@@ -1,6 +1,7 @@
 """`tba reward-model`: a scalar reward model from pairs of answers, and how far its scores can be trusted.
 
-    tba reward-model PAIRS --model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--field value ...]
+    tba reward-model PAIRS --model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--frozen]
+                     [--field value ...]
 
 Documents, not pairs, are held out. With `--folds N` the report is of all documents, each scored by a model that was not
 trained on it, and what is saved is then trained on all of them.
@@ -9,10 +10,10 @@ trained on it, and what is saved is then trained on all of them.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Generic, Literal
 
 import numpy as np
 from rich.console import Console
@@ -20,7 +21,8 @@ from rich.console import Console
 from tba.errors import UserError
 from tba.evaluate.preference import NEAR, Agreement, agreement
 from tba.intake.pairs import PairReport, PreferencePair, folds, read_pairs
-from tba.rewards.scoring import RewardModel, Text, parts
+from tba.rewards.frozen import FrozenRewardModel, SentenceEncoder, loaded
+from tba.rewards.scoring import RewardModel, S, Scorable
 from tba.settings import override
 from tba.train.preference import PreferenceSettings, ReadPair, fit
 from tba.weights.beside import folder_beside
@@ -37,6 +39,7 @@ class RewardModelOptions:
     folds: int = 0  # with 2 or more: every document is measured, by a model that was not trained on it
     score_field: str = "score"  # of answers that are marked one by one: every two different marks are a pair
     label_with: Path | None = None  # a reward model that says which answer is better, in place of the file
+    frozen: bool = False  # the backbone stays as it is: sentence similarities under it, and a linear head on them
     max_tokens: int = 640  # of prompt and answer together; longer ones lose tokens of the prompt
     keep: Literal["beginning", "end"] = "end"  # which part of such a prompt stays
     device: str = "cpu"
@@ -62,7 +65,7 @@ def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
     tell_lines(console, report)
     if options.label_with is not None:
         pairs = labelled(pairs, options, console)
-    found, model = trained(pairs, options, console)
+    found, model, lost = trained(pairs, options, console)
     for line in found.lines():
         console.print(line, highlight=False)
     facts = {
@@ -71,6 +74,8 @@ def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
         "labelled_with": None if options.label_with is None else str(options.label_with),
         "lines": report.lines,
         "refused": dict(report.refused),
+        **lost,
+        "frozen": options.frozen,
         "settings": asdict(options.train),
         "folds": options.folds,
         "held_out": asdict(found),
@@ -91,20 +96,37 @@ def tell_lines(console: Console, report: PairReport) -> None:
 
 def trained(
     pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
-) -> tuple[Agreement, RewardModel]:
-    """The report on documents that were not trained on, and the model to keep."""
+) -> tuple[Agreement, Scorable[Any], dict[str, int]]:
+    """The report on documents that were not trained on, the model to keep, and what could not be read whole."""
+    if options.frozen:
+        encoder = SentenceEncoder.load(options.model, options.device)
+        return _trained(lambda: FrozenRewardModel.new(encoder), pairs, options, console)
+    return _trained(
+        lambda: RewardModel.load(options.model, options.max_tokens, options.keep, options.device),
+        pairs,
+        options,
+        console,
+    )
+
+
+def _trained(
+    start: Callable[[], Scorable[S]], pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
+) -> tuple[Agreement, Scorable[S], dict[str, int]]:
+    """The same by models that `start` makes, all alike."""
     documents = len({pair.document for pair in pairs})
     if documents < 2:
         raise UserError("all pairs are about one document, so that none can be held out: give pairs of at least two")
     count = options.folds or min(documents, max(2, round(1 / options.held_out)))
     places = folds(pairs, count)
     every = set(range(len(pairs)))
+    model = start()
+    texts = _Texts(model, pairs, options)
+    texts.tell(console)
     chosen: list[int] = []
     differences: list[float] = []
     longer: list[float] = []
     for number, held in enumerate(places[: options.folds or 1]):
-        model = RewardModel.load(options.model, options.max_tokens, options.keep, options.device)
-        texts = _Texts(model, console if number == 0 else None)
+        model = model if number == 0 else start()
         rest = [pairs[i] for i in sorted(every - set(held))]
         _fit(model, texts, rest, options, console)
         read = [(i, pair) for i in held if (pair := texts.pair(pairs[i])) is not None]
@@ -115,82 +137,88 @@ def trained(
         chosen += [i for i, _ in read]
     found = agreement(differences, longer, [_near(pairs[i]) for i in chosen], [pairs[i].document for i in chosen])
     if options.folds:
-        model = RewardModel.load(options.model, options.max_tokens, options.keep, options.device)
-        _fit(model, _Texts(model, None), pairs, options, console)
-    return found, model
+        model = start()
+        _fit(model, texts, pairs, options, console)
+    return found, model, {"pairs_left_out": texts.unread, "texts_cut": texts.cut}
 
 
 def labelled(pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console) -> list[PreferencePair]:
     """The same answers in the order of another model's scores; those that it cannot tell apart or read are left out."""
-    model = RewardModel.load(str(options.label_with), options.max_tokens, options.keep, options.device)
-    texts = _Texts(model, None)
-    read = [(pair, places) for pair in pairs if (places := texts.pair(pair)) is not None]
-    scores = model.all_scores(texts.texts, options.train.max_tokens_per_pass)
-    kept, agreed = [], 0
-    for pair, places in read:
-        difference = float(scores[places.chosen] - scores[places.rejected])
-        agreed += difference > 0
-        if difference > 0:
+    other = loaded(
+        str(options.label_with),
+        options.max_tokens,
+        options.keep,
+        options.device,
+        options.train.max_tokens_per_pass,
+    )
+    scores = other.judge([(pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)])
+    kept, agreed, read = [], 0, 0
+    for pair, a, b in zip(pairs, scores[::2], scores[1::2], strict=True):
+        if a is None or b is None:
+            continue
+        read += 1
+        agreed += a > b
+        if a > b:
             kept.append(pair)
-        elif difference < 0:
+        elif a < b:
             kept.append(PreferencePair(pair.prompt, pair.rejected, pair.chosen, pair.document))
     console.print(
-        f"labelled by {options.label_with}: {len(kept):,} of {len(pairs):,} pairs, {agreed / max(1, len(read)):.1%} "
+        f"labelled by {options.label_with}: {len(kept):,} of {len(pairs):,} pairs, {agreed / max(1, read):.1%} "
         "as in the file",
         highlight=False,
     )
     return kept
 
 
-class _Texts:
-    """Every text once, as tokens."""
+class _Texts(Generic[S]):
+    """Every text once, as the model reads it."""
 
-    def __init__(self, model: RewardModel, console: Console | None) -> None:
-        self.texts: list[Text] = []
-        self._places: dict[tuple[str, str], int | None] = {}
-        self._model, self._console = model, console
+    def __init__(self, model: Scorable[S], pairs: Sequence[PreferencePair], options: RewardModelOptions) -> None:
+        asked = list(dict.fromkeys((p.prompt, answer) for p in pairs for answer in (p.chosen, p.rejected)))
+        read = model.read_all(asked, options.train.max_tokens_per_pass)
+        self.texts = [text for text in read if text is not None]
+        there = iter(range(len(self.texts)))
+        self._places = {key: None if text is None else next(there) for key, text in zip(asked, read, strict=True)}
+        self.unread = sum(self.pair(pair) is None for pair in pairs)
+        self.cut = sum(text.cut > 0 for text in self.texts)
+        self._max_tokens, self._keep = model.max_tokens, options.keep
 
     def pair(self, pair: PreferencePair) -> ReadPair | None:
-        """None when an answer alone is too long."""
-        chosen, rejected = (self._place(pair.prompt, answer) for answer in (pair.chosen, pair.rejected))
+        """None when an answer cannot be read."""
+        chosen, rejected = (self._places[pair.prompt, answer] for answer in (pair.chosen, pair.rejected))
         return None if chosen is None or rejected is None else ReadPair(chosen, rejected, pair.document)
 
     def pairs(self, pairs: Sequence[PreferencePair]) -> list[ReadPair]:
-        """Those that can be read; tells how many cannot, and how many prompts were cut."""
-        read = [found for pair in pairs if (found := self.pair(pair)) is not None]
-        if self._console is not None:
-            cut = sum(text.cut > 0 for text in self.texts)
-            self._console.print(
-                f"{len(pairs) - len(read):,} pairs with an answer longer than {self._model.max_tokens} tokens are left "
-                f"out; {cut:,} of {len(self.texts):,} texts lost tokens of their prompt (its {self._model.keep} stays)",
-                highlight=False,
-            )
-        return read
+        """Those that can be read."""
+        return [found for pair in pairs if (found := self.pair(pair)) is not None]
 
-    def _place(self, prompt: str, answer: str) -> int | None:
-        if (prompt, answer) not in self._places:
-            text = self._model.read(prompt, answer)
-            self._places[prompt, answer] = None if text is None else len(self.texts)
-            if text is not None:
-                self.texts.append(text)
-        return self._places[prompt, answer]
+    def tell(self, console: Console) -> None:
+        """How many cannot, and how many prompts were cut."""
+        if self._max_tokens is None:
+            said = f"{self.unread:,} pairs with an answer that has no words are left out; prompts are read whole"
+        else:
+            said = (
+                f"{self.unread:,} pairs with an answer longer than {self._max_tokens} tokens are left out; "
+                f"{self.cut:,} of {len(self.texts):,} texts lost tokens of their prompt (its {self._keep} stays)"
+            )
+        console.print(said, highlight=False)
 
 
 def _fit(
-    model: RewardModel,
-    texts: _Texts,
+    model: Scorable[S],
+    texts: _Texts[S],
     pairs: Sequence[PreferencePair],
     options: RewardModelOptions,
     console: Console,
 ) -> None:
     read = texts.pairs(pairs)
+    model.begin([texts.texts[place] for place in sorted({p for pair in read for p in (pair.chosen, pair.rejected)})])
 
     def told(step: int, steps: int, loss: float) -> None:
         if step % max(1, steps // 10) == 0:
             console.print(f"step {step} of {steps}, loss {loss:.3f}", highlight=False)
 
-    parameters = [p for p in model.model.parameters() if p.requires_grad]
-    fit(model, parameters, texts.texts, read, parts, options.train, told)
+    fit(model, model.trained(), texts.texts, read, model.parts, options.train, told)
 
 
 def _longer(pair: PreferencePair) -> float:

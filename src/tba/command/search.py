@@ -1,4 +1,7 @@
-"""`tba search --run RUN`: one more searcher for a run that goes on, until the run ends or Ctrl-C."""
+"""`tba search --run RUN`: one more searcher for a run that goes on, until the run ends or Ctrl-C.
+
+With `--address` for a run of the Ray cluster there, from any of its machines.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,24 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tba.command.check import require_ray
 from tba.record.log import log_to
 from tba.runtime.directory import RunDirectory
+from tba.runtime.guests import Visit
 from tba.runtime.joining import Place, joined
-from tba.runtime.searching import SearchHalf, start_searching
+from tba.runtime.remote import stand_in, through
+from tba.runtime.searching import SearchHalf, searching_half, start_searching
 from tba.runtime.stopping import stop_requests
+
+_PATIENCE = 60.0  # seconds that the exchange may take to answer
 
 
 @dataclass(frozen=True)
 class SearchOptions:
     """What is joined."""
 
-    run: Path | None = None  # the directory of a run that goes on, on this machine
+    run: Path | None = None  # the directory of a run that goes on, on this machine; its name with --address
+    address: str | None = None  # of the Ray cluster that the run is in, HOST:PORT
 
 
 def join_run(path: Path) -> int:
@@ -42,7 +51,37 @@ def join_run(path: Path) -> int:
     return 0
 
 
-def _search(half: SearchHalf, place: Place, console: Console, every: float) -> None:
+def visit_run(name: str, address: str) -> int:
+    """The same from any machine of the Ray cluster at `address`. Raises `UserError` when no such run is in it."""
+    import torch
+
+    require_ray()
+    from tba.runtime.actors import contact_with, place_of, scratch
+    from tba.runtime.connecting import connected
+
+    console = Console()
+    with connected(address), stop_requests() as asked:
+        contact = contact_with(name, "a searcher that joins", _PATIENCE)
+        number, facts = contact.call("join")
+        visit = Visit(number, asked, contact)
+        run = stand_in(facts, scratch())
+        recipe = run.recipe()
+        torch.set_num_threads(recipe.run.threads)
+        with log_to(run.path, visit.name) as log:
+            console.print(f"{visit.name} joins {name}; its log is {log}; Ctrl-C leaves", highlight=False)
+            here = place_of(visit.name, log)
+            half = searching_half(recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop)
+            try:
+                _search(half, visit, console, recipe.record.status_seconds)
+            finally:
+                half.journal.resume()  # what it held is for others
+                half.close()
+                contact.call("leave", number, visit.why or "an error")
+    console.print(f"{visit.name} left after {half.searcher.rounds} rounds: {visit.why}", highlight=False)
+    return 0
+
+
+def _search(half: SearchHalf, place: Place | Visit, console: Console, every: float) -> None:
     """Rounds, each put down whole. It does not evaluate: a job that others wait for is not for one who may leave."""
     said = time.monotonic()
     while not place.stop() and not half.ended():

@@ -1,4 +1,4 @@
-"""`tba sft`: a supervised warm start, from a recipe's own demonstrations or from lines of prompt and response.
+"""`tba sft`: supervised training on a recipe's own demonstrations, lines of prompt and response, or what a run found.
 
 Of a file, the tenth that the `jsonl` task holds out (by a digest of the prompt) is not trained on.
 """
@@ -11,8 +11,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tba.command.collecting import SmoothingOptions, began_with, collect, is_run, run_recipe_of
 from tba.errors import UserError
-from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, warm_started
+from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, taught, warm_started
 from tba.protocols import Task
 from tba.settings import find, override
 from tba.tasks.jsonl import Jsonl
@@ -32,17 +33,31 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} is there already: choose another --out, or remove it")
     console = Console()
-    task, start, path = _from_file(name, overrides) if name.endswith(".jsonl") else _from_recipe(name, overrides)
-    made = (
-        continued(path, start.sft, task, console.print)
-        if path
-        else warm_started(replace(start, shipped=None), task, console.print)
-    )
+    if is_run(Path(name)):
+        made = _from_run(Path(name), overrides, console)
+    else:
+        task, start, path = _from_file(name, overrides) if name.endswith(".jsonl") else _from_recipe(name, overrides)
+        made = (
+            continued(path, start.sft, task, console.print)
+            if path
+            else warm_started(replace(start, shipped=None), task, console.print)
+        )
     with folder_beside(out) as beside:
         for file in made.iterdir():
             shutil.copy2(file, beside / file.name)
     console.print(f"model in {out} ({(out / FACTS).read_text().strip()})", highlight=False)
     return 0
+
+
+def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
+    options = override(SmoothingOptions(), overrides, f"tba sft {path}")
+    recipe, journal = run_recipe_of(path)
+    model, tokenizer = began_with(recipe, options)
+    collected = collect(journal, options)
+    left_out = "".join(f", {count:,} {reason}" for reason, count in collected.left_out.items() if count)
+    console.print(f"{len(collected.trajectories):,} answers to learn{left_out}", highlight=False, soft_wrap=True)
+    pairs = collected.pairs(tokenizer.eos_token_id)
+    return taught(model, options.sft, lambda _: pairs, console.print)
 
 
 def _from_file(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]:
@@ -56,7 +71,7 @@ def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]
     model = recipe.model
     if not isinstance(model, HuggingFace) or model.warm_start is None:
         raise UserError(
-            f"recipe {name} has no warm start: give one to its model, or a .jsonl file of prompt and response"
+            f"recipe {name} has no warm start: give one to its model, a .jsonl file of prompt and response, or a run"
         )
     chosen = model.path if "--model.path" in [a.split("=")[0] for a in overrides] else ""
     return recipe.task, model.warm_start, chosen

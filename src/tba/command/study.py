@@ -37,6 +37,7 @@ from tba.record.study_plots import (
 )
 from tba.record.study_table import TABLE_FILE, Comparison, view, write_tables
 from tba.record.text import duration
+from tba.runtime.starting import prepare
 from tba.runtime.stopping import stop_requests
 from tba.settings import find_study, override, recipe_of
 from tba.study import MARK, Study, check_seeds, positions, varying
@@ -77,6 +78,7 @@ def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: R
     told = Progress(
         console, len(trials), len(trials) - len(left), lambda: _write(_comparison(study, everything), folder)
     )
+    prepare()
     stopped = _run_all(left, options.jobs, told, runner)
     _report(study, everything, folder, console)
     if stopped:

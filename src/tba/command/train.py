@@ -11,11 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tba.command.check import validate
-from tba.command.importing import ImportOptions, refuse, take_in
+from tba.command.check import notes_on_prompts, validate
+from tba.command.importing import ImportOptions, fill, refuse, take_in
 from tba.command.weights import with_weights
 from tba.errors import TbaError, UserError
-from tba.recipe import Recipe
+from tba.recipe import InitialFill, Recipe
 from tba.record.failure import Failure
 from tba.record.live import LiveView
 from tba.record.report import draw_curves
@@ -26,9 +26,11 @@ from tba.record.tensorboard import TensorBoardEvents
 from tba.runtime.directory import RunDirectory, new_path
 from tba.runtime.disk import disk_full
 from tba.runtime.driver import Progress, summarise
+from tba.runtime.driving import Driver
 from tba.runtime.importing import is_prepared, take_over
 from tba.runtime.inline import Inline
 from tba.runtime.processes import Processes
+from tba.runtime.starting import prepare
 from tba.settings import find, override
 
 _LOOK = 0.5  # seconds between two looks at the run's files, on a terminal
@@ -75,6 +77,8 @@ def carry_out(
 ) -> tuple[RunDirectory, Summary, bool]:
     """One run, from the warm start to its summary. It begins with what is imported from `data`, or was at `path`."""
     began = time.monotonic()
+    if recipe.runtime == "processes":
+        prepare()
     said: list[str] = []  # a warm start that is made now says so
 
     def say(line: str) -> None:
@@ -83,15 +87,17 @@ def carry_out(
 
     recipe, overrides = with_weights(recipe, name, overrides, say)
     sft_seconds = time.monotonic() - began if said else 0.0
-    if data is not None:
-        refuse(recipe, [data])
+    for warning in notes_on_prompts(recipe):
+        console.print(f"note: {warning}", style="yellow")
+    refuse(recipe, [*recipe.fill.files, *([] if data is None else [data])])
     if is_prepared(path):
         take_over(path, recipe)
     run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
     console.print(f"run {run.path}", highlight=False)
     with run.held(0.0) as held:
-        if data is not None:
-            with _failure_recorded(run):
+        with _failure_recorded(run):
+            fill(recipe, run, console)
+            if data is not None:
                 take_in(recipe, run, [data], ImportOptions(), console)
         return run, *go(recipe, held, console)
 
@@ -102,7 +108,7 @@ def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, bo
     with LiveView(console, recipe.record.status_seconds, recipe.name) as view:
         every = _LOOK if console.is_terminal else recipe.record.status_seconds / 4
         tell = Throttled(lambda phase, note: view.update(progress.status(phase, note)), every)
-        runtime = (Inline if recipe.runtime == "inline" else Processes)(recipe, run, tell)
+        runtime = _runtime(recipe)(recipe, run, tell)
         with _failure_recorded(run):
             faults = runtime.go()
         with _failure_recorded(run):
@@ -115,14 +121,23 @@ def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, bo
     return summary, runtime.stopped
 
 
+def _runtime(recipe: Recipe) -> type[Inline | Driver]:
+    """What runs it. Raises `UserError` when a library is missing."""
+    if recipe.runtime == "cluster":
+        from tba.runtime.cluster import Cluster  # needs Ray
+
+        return Cluster
+    return Inline if recipe.runtime == "inline" else Processes
+
+
 def _offline(
     recipe: Recipe, name: str, overrides: list[str], path: Path, data: Path | None
 ) -> tuple[Recipe, list[str]]:
     """Without a warm-up: all that will ever come is there. Raises `UserError` when nothing is."""
-    if data is None and not is_prepared(path):
+    if data is None and not is_prepared(path) and recipe.fill == InitialFill():
         raise UserError(
             "--offline learns from trajectories that are there, but a new run has none: give --data FILE or --data "
-            "RUN, or the --run-name of a run that `tba import` made"
+            "RUN, or the --run-name of a run that `tba import` made, or have the recipe begin with some (--fill)"
         )
     if not any(argument.split("=")[0] == WARM_UP for argument in overrides):
         overrides = [*overrides, WARM_UP, "0"]

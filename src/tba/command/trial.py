@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,6 +26,7 @@ from tba.record.log import tail
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
 from tba.runtime.directory import RunDirectory
+from tba.runtime.starting import Program, start
 from tba.study import Study
 
 State = Literal["absent", "cut off", "not measured", "ended", "failed", "other recipe"]
@@ -151,14 +150,8 @@ def in_child(trial: Trial, stop: Callable[[], bool]) -> int:
     """
     trial.log.parent.mkdir(parents=True, exist_ok=True)
     with trial.log.open("wb") as log:
-        child = subprocess.Popen(  # noqa: S603 - our own module, our own arguments
-            [sys.executable, "-m", "tba.command.trial_process", json.dumps(trial.order())],
-            stdin=subprocess.PIPE,  # its end tells the run to stop: closed by us, or by our death
-            stdout=log,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C reaches us only, and we ask the run to end
-            env={**os.environ, "COLUMNS": "120"},
-        )
+        program = Program("run", "tba.command.trial_process", (json.dumps(trial.order()),))
+        child = start(program, {**os.environ, "COLUMNS": "120"}, log.fileno())
     assert child.stdin is not None
     asked: float | None = None
     try:
@@ -169,9 +162,9 @@ def in_child(trial: Trial, stop: Callable[[], bool]) -> int:
             time.sleep(_POLL)
     finally:
         child.kill()  # nothing where it has ended; where it has not, its parts end with it
-        child.wait()
+        code = child.wait()
         child.stdin.close()
-    return child.returncode
+    return code
 
 
 def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -31,6 +31,7 @@ from tba.record.jsonl import write_json
 from tba.record.summary import Summary
 from tba.runtime.directory import RunDirectory
 from tba.runtime.searching import prompts_of
+from tba.runtime.starting import prepare
 from tba.settings import find, override
 from tba.types import Json, Prompt, Version
 from tba.weights.directory import WeightDirectory
@@ -107,6 +108,12 @@ def _watch() -> None:
     os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: the run ends where it is whole
 
 
-if __name__ == "__main__":
+def run(arguments: Sequence[str]) -> int:
+    """The one argument is the order, as JSON; the exit code."""
+    prepare()  # while there is one thread
     threading.Thread(target=_watch, name="study-watch", daemon=True).start()
-    sys.exit(carry_out(json.loads(sys.argv[1])))
+    return carry_out(json.loads(arguments[0]))
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

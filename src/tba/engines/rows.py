@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tba.engines.rules import Rules
 from tba.engines.sampling import draw
 from tba.types import Sampling
 
@@ -18,10 +19,10 @@ from tba.types import Sampling
 class Rows:
     """Preallocated state of `slots` rows of at most `length` completion tokens."""
 
-    def __init__(self, slots: int, length: int, eos_V: Tensor) -> None:
-        """`eos_V`: bool, which tokens end a completion; its device is the state's."""
-        device = eos_V.device
-        self.eos_V = eos_V
+    def __init__(self, slots: int, length: int, rules: Rules) -> None:
+        """The device of `rules` is the state's."""
+        device = rules.eos_V.device
+        self.rules, self.eos_V = rules, rules.eos_V
         self.uniform_RT = torch.zeros(slots, length, device=device)
         self.token_RT = torch.zeros(slots, length, dtype=torch.int64, device=device)
         self.log_behavior_RT = torch.zeros(slots, length, device=device)
@@ -32,7 +33,7 @@ class Rows:
 
     def admit(self, rows: Tensor, prompt_length: Tensor, uniform: Tensor, logits: Tensor, sampling: Sampling) -> None:
         """Start completions in `rows` (int64 indices) with a token from each prompt's logits."""
-        token, log_behavior = draw(logits, uniform[:, 0], sampling)
+        token, log_behavior = draw(self.rules.first(logits), uniform[:, 0], sampling)
         self.uniform_RT[rows] = uniform
         self.token_RT[rows, 0] = token
         self.log_behavior_RT[rows, 0] = log_behavior
@@ -46,7 +47,7 @@ class Rows:
         n = len(logits_RV)
         count_R1 = self.count_R1[:n]
         uniform_R = self.uniform_RT[:n].gather(1, count_R1)[:, 0]
-        token_R, log_behavior_R = draw(logits_RV, uniform_R, sampling)
+        token_R, log_behavior_R = draw(self.rules.next(logits_RV, count_R1), uniform_R, sampling)
         self.newest_R1[:n, 0] = token_R
         self.token_RT[:n].scatter_(1, count_R1, token_R[:, None])
         self.log_behavior_RT[:n].scatter_(1, count_R1, log_behavior_R[:, None])

@@ -41,7 +41,9 @@ def _inverse_cumulative(weight_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, T
     total_R1 = cumulative_RV[:, -1:]
     # right=True: the first index whose cumulative weight exceeds the target, which therefore has a weight of its own.
     index_R1 = torch.searchsorted(cumulative_RV, uniform_R[:, None] * total_R1, right=True)
-    index_R1.clamp_(max=weight_RV.shape[-1] - 1)
+    # a target that is rounded up to the sum gets the last that has one
+    last_R1 = torch.searchsorted(cumulative_RV, total_R1.contiguous())
+    index_R1 = torch.minimum(index_R1, last_R1).clamp(max=weight_RV.shape[1] - 1)  # of weights that are NaN: any
     return index_R1, weight_RV.gather(1, index_R1) / total_R1
 
 

@@ -21,9 +21,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba.engines.rows import Rows
+from tba.engines.rules import rules_of
 from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError
+from tba.policy.lora import has_adapters, is_adapter
 from tba.protocols import Tokenizer
 from tba.types import Completion, FloatArray, Prompt, Sampling, StopReason, Version
 
@@ -41,12 +43,30 @@ class EngineSettings:
     max_prompt_tokens: int | None = None  # a longer prompt is an error; None: what the model has positions for
     stop_strings: tuple[str, ...] = ()  # a completion ends before the first of these in its text
     prefill_tokens: int = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
+    min_completion_tokens: int = 0  # the end of text is not sampled before an answer has so many tokens
+    first: tuple[str, ...] = ()  # an answer begins with one of these, each one token; empty: with any
+    never_first: tuple[str, ...] = ()  # an answer begins with none of these, each one token
+
+    @property
+    def never_sampled(self) -> tuple[str, ...]:
+        """The answers that the rules forbid, in words."""
+        named = [
+            (self.min_completion_tokens, f"answers that end before {self.min_completion_tokens} tokens"),
+            (self.first, f"answers that do not begin with {' or '.join(map(repr, self.first))}"),
+            (self.never_first, f"answers that begin with {' or '.join(map(repr, self.never_first))}"),
+        ]
+        return tuple(words for rule, words in named if rule)
 
     def __post_init__(self) -> None:
         for name in ("slots", "max_completion_tokens", "max_prompt_tokens", "prefill_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"the engine's {name} is {value}, but it must be at least 1")
+        if not 0 <= self.min_completion_tokens < self.max_completion_tokens:
+            raise UserError(
+                f"the engine's min_completion_tokens is {self.min_completion_tokens}, give 0 or more, and fewer than "
+                f"max_completion_tokens, {self.max_completion_tokens}"
+            )
         if "" in self.stop_strings:
             raise UserError("a stop string of the engine is empty, which would end every completion: leave it out")
 
@@ -66,11 +86,14 @@ class TransformersEngine:
         config = model.config.get_text_config()
         self._max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self._cache: SlotCache | None = None
+        self._adapted = has_adapters(model)
         with torch.inference_mode():
             vocabulary = _self_test(model)
             eos_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
             eos_V[[i for i in self._eos if i < vocabulary]] = True
-            self._rows = Rows(settings.slots, settings.max_completion_tokens, eos_V)
+            least, first, never = settings.min_completion_tokens, settings.first, settings.never_first
+            rules = rules_of(tokenizer, eos_V, least, first, never)
+            self._rows = Rows(settings.slots, settings.max_completion_tokens, rules)
 
     @property
     def version(self) -> Version:
@@ -79,8 +102,9 @@ class TransformersEngine:
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` (by Hugging Face name) into the model in place.
 
-        A tied weight may be given under any of its names. Raises `KeyError` for an unknown or a missing name and
-        `ValueError` for a wrong shape, in which cases nothing was copied.
+        A tied weight may be given under any of its names; a model with adapters is given these alone. Raises
+        `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
+        copied.
         """
         own = self.model.state_dict(keep_vars=True)
         for name, value in weights.items():
@@ -89,7 +113,8 @@ class TransformersEngine:
             if own[name].shape != value.shape:
                 raise ValueError(f"weight {name} has shape {tuple(value.shape)}, the model's {tuple(own[name].shape)}")
         given = {id(own[name]) for name in weights}
-        missing = [name for name, p in self.model.named_parameters() if id(p) not in given]
+        replaced = [(n, p) for n, p in self.model.named_parameters() if not self._adapted or is_adapter(n)]
+        missing = [name for name, p in replaced if id(p) not in given]
         if missing:
             raise KeyError(f"{len(missing)} of the model's weights are missing, the first is {missing[0]}")
         with torch.no_grad():

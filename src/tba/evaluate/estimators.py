@@ -119,6 +119,43 @@ def _percentiles(
     return Interval(estimate, min(float(low), estimate), max(float(high), estimate))
 
 
+def auc_interval(positive: Values, negative: Values, *, confidence: float = 0.95) -> Interval:
+    """The area under the ROC curve: how often a positive one has the higher score; equal scores are half right.
+
+    The interval is the normal one by the standard error of Hanley and McNeil (1982), cut at 0 and 1. Raises
+    `ValueError` unless there are scores of both kinds.
+    """
+    z = _normal_quantile(confidence)
+    above, below = np.asarray(positive, dtype=np.float64), np.sort(np.asarray(negative, dtype=np.float64))
+    if min(above.size, below.size) < 1:
+        raise ValueError(f"an AUC needs scores of both kinds, but there are {above.size} and {below.size}")
+    lower = np.searchsorted(below, above, "left") + np.searchsorted(below, above, "right")
+    area = float(lower.mean() / (2 * below.size))
+    twice, both = area / (2 - area), 2 * area**2 / (1 + area)
+    variance = area * (1 - area) + (above.size - 1) * (twice - area**2) + (below.size - 1) * (both - area**2)
+    half = z * math.sqrt(max(0.0, variance) / (above.size * below.size))
+    return Interval(area, max(0.0, area - half), min(1.0, area + half))
+
+
+def mean_distance(similarity: npt.NDArray[np.floating], *, confidence: float = 0.95) -> Interval:
+    """The mean of 1 - similarity over all pairs of N different things, from their symmetric matrix [N, N].
+
+    A U-statistic: the interval is the normal one by the jackknife over things (Arvesen 1969), since pairs that share
+    one are not independent. Raises `ValueError` for fewer than 3.
+    """
+    z = _normal_quantile(confidence)
+    square = np.asarray(similarity, dtype=np.float64)
+    count = square.shape[0]
+    if square.shape != (count, count) or count < 3:
+        raise ValueError(f"a mean distance needs the similarities of 3 things or more, but got {square.shape}")
+    own = square.sum(axis=1) - np.diagonal(square)
+    total = own.sum()
+    estimate = 1 - total / (count * (count - 1))
+    left_out = 1 - (total - 2 * own) / ((count - 1) * (count - 2))
+    half = z * math.sqrt((count - 1) / count * float(((left_out - left_out.mean()) ** 2).sum()))
+    return Interval(float(estimate), float(estimate) - half, float(estimate) + half)
+
+
 def paired_difference(
     before: Values, after: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> Interval:

@@ -88,10 +88,7 @@ def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
 
     Raises `UserError` for fewer than 2 parts, or fewer documents than parts.
     """
-    names = sorted(
-        {pair.document for pair in pairs},
-        key=lambda name: hashlib.blake2b(name.encode("utf-8", "surrogatepass")).digest(),
-    )
+    names = sorted({pair.document for pair in pairs}, key=_digest)
     if not 2 <= count <= len(names):
         raise UserError(f"{count} folds of {len(names)} documents: give at least 2, and a document for each")
     part = {name: i % count for i, name in enumerate(names)}

@@ -12,24 +12,34 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
+from weakref import WeakValueDictionary
 
+import safetensors
+import safetensors.torch
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.policy.causal import CausalPolicy, load_model
+from tba.policy.lora import FILE as ADAPTERS
+from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, Policy, Task
+from tba.sharding import Sharding
 from tba.tasks.characters import character_tokenizer
 from tba.train.cache import cached_supervised, supervised_key
 from tba.train.scratch import ScratchModel, train_bpe_tokenizer
 from tba.train.supervised import Pair, SupervisedSettings, supervise
 from tba.types import Json, Problem, Version
 
+if TYPE_CHECKING:
+    from tba.train.sharded import SavedPolicy
+
 FACTS = "warm_start.json"
+_ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
 _FOUND: dict[tuple[str, str, str], Path] = {}  # by this process: to look means to make and to encode all problems
 
 
@@ -39,10 +49,12 @@ class Lesson:
 
     settings: SupervisedSettings
     task_fields: Mapping[str, Json] = field(default_factory=dict)
+    prompts: bool = False  # the prompts' own tokens are learnt too: language, where answers are few and short
 
     def pairs(self, task: Task, tokenizer: Any) -> list[Pair]:
         taught = replace(task, **self.task_fields) if self.task_fields else task  # type: ignore[type-var]
-        return list(pairs_of(_demonstrated(taught), tokenizer))
+        pairs = list(pairs_of(_demonstrated(taught), tokenizer))
+        return [Pair(p.prompt[:1], [*p.prompt[1:], *p.response]) for p in pairs] if self.prompts else pairs
 
 
 @dataclass(frozen=True)
@@ -67,6 +79,7 @@ class HuggingFace:
     generation: EngineSettings = field(default_factory=EngineSettings)
     share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
     gradient_checkpointing: bool = False  # of the policy: less memory, one more forward pass
+    lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:
@@ -100,30 +113,60 @@ class HuggingFace:
     def max_completion_tokens(self) -> int:
         return self.generation.max_completion_tokens
 
+    @property
+    def never_sampled(self) -> tuple[str, ...]:
+        return self.generation.never_sampled
+
     def policy(
-        self, temperature: float, heads: frozenset[str] = frozenset(), saved: Path | None = None
+        self,
+        temperature: float,
+        heads: frozenset[str] = frozenset(),
+        saved: Path | None = None,
+        sharding: Sharding | None = None,
     ) -> CausalPolicy:
-        model, _ = _loaded(str(saved or self.path), self._device, torch.float32)  # the weights that AdamW keeps
-        return CausalPolicy(
+        device = self._device if sharding is None else torch.device("cpu")  # from where a rank takes its rows only
+        base = saved if saved is not None and not self.lora.rank else self.path
+        model, _ = _loaded(str(base), device, torch.float32)  # the weights that AdamW keeps
+        if self.lora.rank:
+            add_adapters(model, self.lora)
+        policy = CausalPolicy(
             model,
             temperature,
             share_prompt=self.share_prompt,
             gradient_checkpointing=self.gradient_checkpointing,
             heads=heads,
         )
+        if sharding is not None:
+            policy.shard(sharding)
+        if self.lora.rank and saved is not None:
+            policy.load(adapters_in(saved))
+        return policy
+
+    @property
+    def trainer_device(self) -> torch.device:
+        return self._device
 
     def engine(self, version: Version) -> TransformersEngine:
         model, tokenizer = _loaded(self.path, self._device, self._dtype)
+        if self.lora.rank:
+            add_adapters(model, self.lora)
+            _ENGINES[repr(self)] = model
         return TransformersEngine(model, tokenizer, self.generation, version)
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
-        model, _ = _loaded(self.path, self._device, self._dtype)
+        if not self.lora.rank:
+            model, _ = _loaded(self.path, self._device, self._dtype)
+            return FrozenReference(model, version, temperature)
+        engines = _ENGINES.get(repr(self))
+        model = _loaded(self.path, self._device, self._dtype)[0] if engines is None else copy_on_same_base(engines)
+        if engines is None:
+            add_adapters(model, self.lora)
+        switch_adapters(model, on=False)
         return FrozenReference(model, version, temperature)
 
     def save(self, policy: Policy, path: Path) -> None:
-        assert isinstance(policy, CausalPolicy)
         with _no_bars():
-            policy.save(path, self.tokenizer())
+            cast("SavedPolicy", policy).save(path, self.tokenizer())  # a policy of this model, or led over ranks
 
     @property
     def _device(self) -> torch.device:
@@ -171,8 +214,15 @@ def _cache() -> Path:
 
 def continued(path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None]) -> Path:
     """The model at `path` taught the task's demonstrations: cached, or made now."""
+    return taught(path, settings, lambda tokenizer: list(pairs_of(_demonstrated(task), tokenizer)), log)
+
+
+def taught(
+    path: str, settings: SupervisedSettings, pairs_in: Callable[[Any], list[Pair]], log: Callable[[str], None]
+) -> Path:
+    """The model at `path` taught what `pairs_in` makes of its tokenizer: cached, or made now."""
     model, tokenizer = _loaded(path, "cpu", torch.float32)
-    pairs = list(pairs_of(_demonstrated(task), tokenizer))
+    pairs = pairs_in(tokenizer)
     key = supervised_key([settings], pairs, dict(model.state_dict()))
     return cached_supervised(_cache(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log))
 
@@ -242,6 +292,16 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
     ]
     for prompt, response in zip(*encoded, strict=True):
         yield Pair(prompt, response)
+
+
+def adapters_in(folder: Path) -> dict[str, torch.Tensor]:
+    """Those that `save` left beside the merged model. Raises `UserError` when there are none."""
+    try:
+        return safetensors.torch.load_file(folder / ADAPTERS)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise UserError(
+            f"the checkpoint at {folder} has no adapters ({error}): go on with the --model.lora.rank it was made with"
+        ) from error
 
 
 def _is_result_of(folder: Path, key: str) -> bool:

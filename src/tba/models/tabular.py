@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import safetensors.torch
+import torch
 
 from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, TabularTask, TabularTokenizer
-from tba.protocols import HEADS, Policy, Task
+from tba.protocols import HEADS, Engine, Policy, Task
+from tba.sharding import Sharding
 from tba.types import Version
 
 MODEL = "model.safetensors"
@@ -43,15 +45,29 @@ class TabularModel:
     def max_completion_tokens(self) -> int:
         return self.task.length
 
+    @property
+    def never_sampled(self) -> tuple[str, ...]:
+        return ()
+
     def policy(
-        self, temperature: float, heads: frozenset[str] = frozenset(), saved: Path | None = None
+        self,
+        temperature: float,
+        heads: frozenset[str] = frozenset(),
+        saved: Path | None = None,
+        sharding: Sharding | None = None,
     ) -> TabularPolicy:
+        if sharding is not None:
+            raise UserError("a tabular policy is one small table: train it with --trainer.ranks 1 in float32")
         policy = TabularPolicy(self.task, temperature, heads=heads)
         if saved is not None:
             policy.load(safetensors.torch.load_file(saved / MODEL))
         return policy
 
-    def engine(self, version: Version) -> TabularEngine:
+    @property
+    def trainer_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def engine(self, version: Version) -> Engine:
         return TabularEngine(self.task, version)
 
     def reference(self, temperature: float, version: Version) -> TabularReference:

@@ -19,7 +19,7 @@ from tba.errors import UserError
 from tba.objectives.correction import Correction
 from tba.objectives.reduce import group_mean, group_sizes, masked_sum, row_means
 from tba.protocols import PolicyOutput
-from tba.schedules import Schedule
+from tba.schedules import Constant, Schedule
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class TrajectoryBalance:
     With `log_z` learned, log Z(x) is the policy's own head and is trained by the same square (Malkin et al. 2022, arXiv
     2201.13259; as in Lee et al. 2024, arXiv 2405.18540): it needs no group, and a row alone in its group teaches too.
 
+    With a `reward_temperature` T and a `reference_temperature` g the target is tempered, as in Lee et al. 2024:
+    log pi* + log Z = (log pi_ref / g + r / beta) / T. With T above 1 it is flatter, and easier to reach early on.
+
     With a `correction` each A grad log pi takes the ratio to the behaviour, clipped or truncated, as a factor (the
     paper's future work); at pi* every A is zero, so the optimum stays. The scalar's value then means nothing.
 
@@ -50,9 +53,12 @@ class TrajectoryBalance:
     form: Literal["advantage", "raw"] = "advantage"  # scale of the loss
     log_z: Literal["group", "learned"] = "group"  # the mean over the row's group, or a head of the policy
     correction: Correction = field(default_factory=Correction)  # none: Trajectory Balance needs none
+    reward_temperature: Schedule = Constant(1.0)  # T: of the whole target, by step; 1: as it is
+    reference_temperature: Schedule = Constant(1.0)  # g: of the reference in it, by step; 1: as it is
 
     def __post_init__(self) -> None:
-        require_positive(self.beta, "Trajectory Balance")
+        for name in ("beta", "reward_temperature", "reference_temperature"):
+            require_positive(getattr(self, name), "Trajectory Balance", name)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -64,9 +70,12 @@ class TrajectoryBalance:
 
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
         """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
-        beta = self.beta(step)
+        beta = self.beta(step) * self.reward_temperature(step)
+        power = 1 / (self.reference_temperature(step) * self.reward_temperature(step))  # of the reference
         log_ratio_B = masked_sum(output.log_policy_BT - batch.log_reference_BT, batch.mask_BT)
         gap_B = batch.reward_B / beta - log_ratio_B
+        if power != 1:
+            gap_B = gap_B + (power - 1) * masked_sum(batch.log_reference_BT, batch.mask_BT)
         log_z_B = self._log_z_B(gap_B, output, batch)
         residual_B = gap_B - log_z_B
         scale = beta / 2 if self.form == "advantage" else 1.0
@@ -102,10 +111,11 @@ class TrajectoryBalance:
         return masked_sum(terms_BT, batch.mask_BT) - advantage_B.detach() * log_z_B, columns
 
 
-def require_positive(beta: Schedule, name: str) -> None:
+def require_positive(schedule: Schedule, name: str, what: str = "beta") -> None:
     """Raises `UserError` unless a monotone schedule stays above 0."""
-    for value in (beta(1), beta.last):
+    for value in (schedule(1), schedule.last):
         if value <= 0:
             raise UserError(
-                f"{name} divides by beta, but its schedule {beta} reaches {value}; give a schedule that stays above 0."
+                f"{name} divides by {what}, but its schedule {schedule} reaches {value}; give a schedule that stays "
+                "above 0."
             )

@@ -13,8 +13,10 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,8 +27,15 @@ from tba.batch import Batch
 from tba.errors import UserError
 from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
 from tba.policy.heads import linear_heads, read
+from tba.policy.lora import FILE as ADAPTERS
+from tba.policy.lora import has_adapters, is_adapter, merged
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
 from tba.protocols import PolicyOutput
+from tba.sharding import Sharding, is_sharded, own_rows, rows_of
+from tba.streaming import shapes_of, write_tensors
+
+if TYPE_CHECKING:
+    from tba.policy.sharded import ShardedEvaluation
 
 log = logging.getLogger(__name__)
 
@@ -108,9 +117,24 @@ class CausalPolicy:
         if fault is not None:
             log.warning("prompts are not shared within groups by %s: %s", type(model).__name__, fault)
         self.share_prompt = share_prompt and fault is None
+        self._sharded: ShardedEvaluation | None = None
+        self.adapted = has_adapters(model)
+
+    def shard(self, sharding: Sharding) -> None:
+        """Keep only this rank's rows of each of the model's parameters, for good (the few of the heads stay whole).
+
+        Every rank does this, with the same model, and from then on each `evaluate` with all others.
+        """
+        from tba.policy.sharded import ShardedEvaluation  # which loads a good part of torch.distributed
+
+        self._sharded = ShardedEvaluation(self.model, self._evaluate, sharding)
+        self.heads.to(sharding.mesh.device_type)
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """log_policy_BT (float32, 0 where the mask is False) and heads, with gradients unless they are switched off."""
+        return self._evaluate(batch) if self._sharded is None else self._sharded.evaluate(batch)
+
+    def _evaluate(self, batch: Batch) -> PolicyOutput:
         with _layers_checkpointed(self.model, self._checkpointed):
             forward = self._packed(batch) if self.share_prompt else self._plain(batch)
         value_BT = log_z_G = None
@@ -157,14 +181,27 @@ class CausalPolicy:
 
     def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> Tensor:
         assert self._head is not None
-        return token_log_probabilities(hidden_MW, self._head, target_M, self.temperature, self.vocab_chunk, self._kept)
+        layer = self.model.get_output_embeddings()  # a sharded one has another weight while it computes
+        head = replace(self._head, weight_VW=layer.weight, bias_V=layer.bias)
+        return token_log_probabilities(hidden_MW, head, target_M, self.temperature, self.vocab_chunk, self._kept)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """Those that are trained, each once, those of the heads last."""
         return [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Detached views by the names `save_pretrained` uses; tied weights once, heads not at all."""
+        """Detached views by the names `save_pretrained` uses; tied weights once, heads not at all.
+
+        Of a model with adapters (`policy.lora`) these alone. Of a sharded policy they are shards, in the same order on
+        every rank.
+        """
+        everything = self.everything()
+        return {name: tensor for name, tensor in everything.items() if not self.adapted or is_adapter(name)}
+
+    def everything(self) -> Mapping[str, Tensor]:
+        """The same with the base of adapters."""
+        if self._sharded is not None:
+            self._sharded.let_go()
         tied = self.model.all_tied_weights_keys
         return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
 
@@ -181,20 +218,51 @@ class CausalPolicy:
                 )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(weights[name])
+                given = weights[name]
+                if is_sharded(tensor):
+                    mesh = tensor.device_mesh
+                    given = given[slice(*rows_of(len(given), mesh.get_local_rank(), mesh.size()))]
+                own_rows(tensor).copy_(given)
 
-    def save(self, path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-        """The Hugging Face layout: configuration, safetensors and the tokenizer. Written beside and renamed."""
+    def save(
+        self,
+        path: Path,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """The Hugging Face layout: configuration, safetensors and the tokenizer. Written beside and renamed.
+
+        Adapters are merged, and beside it by themselves. `weights` are `everything` of a sharded policy, as it comes
+        from its ranks.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         beside = path.with_name(f".{path.name}.{os.getpid()}.new")
         replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
-        self.model.save_pretrained(beside)
+        if self.adapted:
+            adapters: dict[str, Tensor] = {}
+            self._write(beside, merged(self.model, weights or self.everything(), adapters))
+            write_tensors(beside / ADAPTERS, adapters)
+        elif weights is None:
+            self.model.save_pretrained(beside)
+        else:
+            self._write(beside, weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(beside)
         if path.exists():
             path.replace(replaced)
         beside.replace(path)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def _write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """What `save_pretrained` writes, with the tensors one after the other."""
+        folder.mkdir()
+        config = copy(self.model.config)
+        config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
+        config.dtype = str(next(iter(shapes_of(weights).values())).dtype).removeprefix("torch.")
+        config.save_pretrained(folder)
+        if self.model.can_generate():
+            self.model.generation_config.save_pretrained(folder)
+        write_tensors(folder / "model.safetensors", weights)
 
 
 def _joined(batch: Batch) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from tba.batch import Batch
 from tba.policy.causal import CausalPolicy
+from tba.policy.lora import switch_adapters
 from tba.types import Completion, FloatArray, Prompt, Version
 
 Answered = tuple[Prompt, Sequence[Completion]]
@@ -54,6 +55,7 @@ class FrozenReference:
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
+        switch_adapters(self._policy.model, on=True)
         self._policy.load(weights)
         self._version = version
 

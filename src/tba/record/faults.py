@@ -20,6 +20,7 @@ FILE = "faults.jsonl"
 KINDS = (
     "searcher_restarts",  # a searcher was killed and started again
     "trainer_restarts",  # the trainer was, and went on from its checkpoint
+    "exchange_restarts",  # a cluster's exchange died beside the trainer and was made anew
     "silences",  # a part gave no sign of life for too long and was killed
     "resumes",  # the whole run was left and taken up again
     "damaged_checkpoints",  # passed over on the way to one that is whole

@@ -46,6 +46,9 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "fall": ("largest fall, points", _points),  # below the best so far, over the run's evaluations
     "reward": ("reward", _decimals(3)),  # held-out, sampled after the run
     "kl": ("KL, nats", _decimals(3)),  # to the reference, the same samples
+    "perplexity": ("perplexity", _decimals(2)),  # of these samples under the reference, per token of an answer
+    "perplexity_with_prompt": ("perplexity, prompts counted", _decimals(3)),  # as the paper's code counts it
+    "answer_tokens": ("tokens an answer", _decimals(1)),  # of these samples
     "distinct": ("different right answers", _decimals(1)),  # of one problem, among the samples of the diversity
     "distinct_before": ("different ones before", _decimals(1)),  # the same of the weights that the run began with
     "differ": ("two right ones differ, %", _points),
@@ -164,7 +167,9 @@ def _divergence(directory: Path) -> dict[str, float]:
     if not path.exists():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
-    return {"kl": found["kl"], "reward": found["reward"]}
+    names = {"kl": "kl", "reward": "reward", "tokens": "answer_tokens"}
+    names |= {name: name for name in ("perplexity", "perplexity_with_prompt")}
+    return {name: found[key] for key, name in names.items() if key in found}
 
 
 def read_diversity(directory: Path) -> dict[str, Json]:

@@ -113,8 +113,8 @@ class Bodies:
         self._free.append(number)
 
 
-def widened(column: npt.NDArray[_Number], rows: int) -> npt.NDArray[_Number]:
-    """The column with room for at least so many rows; the new ones are zero."""
-    wider = np.zeros(max(rows, 2 * len(column), 1024), dtype=column.dtype)
+def widened(column: npt.NDArray[_Number], rows: int, least: int = 1024) -> npt.NDArray[_Number]:
+    """The column with room for at least so many rows, and for `least`; the new ones are zero."""
+    wider = np.zeros(max(rows, 2 * len(column), least), dtype=column.dtype)
     wider[: len(column)] = column
     return wider

@@ -1,34 +1,41 @@
-"""The trajectories in the trainer's memory: by prompt, the newest (distinct) ones, oldest out first.
+"""The trajectories in the trainer's memory: by prompt, the newest (distinct) ones, oldest out first by default.
 
 Invariant: every trajectory that was added is exactly one of trained (used at least once), waiting (in memory, never
-used), evicted (left by the capacity rule, never used) or duplicate (replaced by a newer copy, never used), each counted
-at its own event; what the source had and could not give is evicted or damaged. Only trajectories of the current
+used), evicted (left by the capacity rule, never used) or duplicate (gave way to a copy or a near one, never used), each
+counted at its own event; what the source had and could not give is evicted or damaged. Only trajectories of the current
 reference can be sampled. What has another one keeps its place, its uses and its turn to leave, and can be sampled once
 it has been scored anew; until then it waits, unless it was used.
 
 "Newer" is by arrival, the one order on which all searchers agree. "Recent" is by the weights that sampled.
-No operation scans the memory, but moving to another reference, incarnation or window. Trajectories lie in arrays
-(`rows`), and become objects when they are asked for.
+What is kept follows from what arrived and its rewards alone, in order, so that a memory that is rebuilt is the same.
+With `keep_recent` what is kept no longer stays on the recent shelf, and nowhere else, until it is not recent.
+
+No operation loops over the memory, but moving to another reference, incarnation or window. Where near duplicates or
+the lowest reward are looked for, some columns are read from end to end by numpy. Trajectories lie in arrays (`rows`),
+and become objects when they are asked for.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.replay.codec import Stored
+from tba.replay.near import NearDuplicates
 from tba.replay.rows import Answers, Rows
 from tba.replay.scores import Score
 from tba.replay.shelf import Listing, Shelf
 from tba.types import Trajectory, Version
 
 _FIRST = Version()
+_DUPLICATE, _EVICTED = 1, 2  # how it left what is kept
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,11 @@ class BufferSettings:
     total: int = 100_000  # trajectories in all (paper, red-teaming: 100k to 150k)
     distinct: bool = True  # a completion that is there already replaces its earlier copy (paper); off: both stay, for
     # answers of a few tokens, where a prompt has fewer than K distinct ones and repeats are how likely each is
+    near: NearDuplicates = field(default_factory=NearDuplicates)
+    evict: Literal["oldest", "lowest_reward"] = "oldest"  # what leaves over capacity (lowest: the newest one too, if it
+    # is that; of equal ones the oldest)
+    keep_recent: bool = False  # what gave way to a near duplicate or left over capacity can be drawn as recent all the
+    # same, until it is not recent any longer: the online half is then all that the policy says, whatever is kept
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):
@@ -86,6 +98,8 @@ class Buffer:
         self._reference = reference
         self._now = Version()
         self._rows = Rows()
+        self._near = settings.near.start(self._rows.tokens)
+        self._passing = 0  # rows that are here only while they are recent
         self._kept = self._shelf()  # all of them
         self._current = self._shelf()  # those of the current reference
         self._recent = self._shelf()  # the recent ones of those
@@ -101,8 +115,8 @@ class Buffer:
         """Take it in as the newest; `uses` is how often it was used before (on resume).
 
         incarnation: of the weights that sampled it, where that goes by another number now (None: as it says). An
-        earlier copy of the same completion is replaced, and the oldest leave what is over capacity. Raises
-        `ValueError` when this very trajectory is in memory already, or as the journal's format does.
+        earlier copy of the same completion is replaced; near ones, and what is over capacity, leave by the settings.
+        Raises `ValueError` when this very trajectory is in memory already, or as the journal's format does.
         """
         stored = Stored.of(new) if isinstance(new, Trajectory) else new
         rows, prompt = self._rows, stored.prompt.key
@@ -110,19 +124,31 @@ class Buffer:
             raise ValueError(f"trajectory {stored.uid} was added twice: a source gives each of its trajectories once")
         copy = rows.copy_of(prompt, stored.digest) if self._settings.distinct else None
         if copy is not None:
-            self._remove(copy, self._duplicate)
-        elif self._kept.count(prompt) >= self._settings.per_prompt:
-            self._remove(self._kept.of(prompt)[0], self._evicted)
+            self._remove(copy, _DUPLICATE)
+        near = None if self._near is None else self._near.of(stored)
         row = rows.add(stored, self.received, stored.version.incarnation if incarnation is None else incarnation)
         self._received.add(stored.length)
         self._waiting.add(stored.length)
         self._kept.add(prompt, row)
+        if self._near is not None:
+            self._near.add(row, stored)
         for _ in range(uses):
             self._use(row)
         self._by_reference[stored.reference] += 1
         self._make_current(row)
-        if len(rows) > self._settings.total:
-            self._remove(rows.oldest, self._evicted)
+        if near is not None and len(near):
+            better = self._settings.near.keep == "newer" or self._rows.reward[near].max() < stored.reward
+            for beaten in near.tolist() if better else [row]:
+                self._let_go(beaten, _DUPLICATE)
+        self._keep_to_capacity(prompt)
+
+    def _keep_to_capacity(self, prompt: str) -> None:
+        oldest = self._settings.evict == "oldest"
+        if self._kept.count(prompt) > self._settings.per_prompt:
+            own = self._kept.of(prompt)
+            self._let_go(own[0] if oldest else own[int(self._rows.reward[np.asarray(own)].argmin())], _EVICTED)
+        if len(self._rows) - self._passing > self._settings.total:
+            self._let_go(self._rows.oldest if oldest else self._rows.lowest, _EVICTED)
 
     def pass_over(self, evicted: Amount, damaged: Amount) -> None:
         """What the source had and could not give: it had left by the source's own retention, or cannot be read."""
@@ -134,13 +160,16 @@ class Buffer:
     def score(self, score: Score) -> None:
         """A trajectory is of the current reference from here on; one whose score is not finite leaves.
 
-        Nothing happens when it has left before, or the score is of a reference that is not the current one any longer.
+        Nothing happens when it has left before or is kept no longer, or the score is of a reference that is not the
+        current one any longer.
         """
         row = self._rows.find(score.uid)
         if row is None or score.reference != self._reference or self._reference_of(row) == score.reference:
             return
+        if self._rows.passing[row]:  # it leaves with the reference under which it was recent
+            return
         if not np.isfinite(score.log_reference).all():
-            self._remove(row, self._evicted)
+            self._remove(row, _EVICTED)
             return
         self._by_reference.subtract([self._reference_of(row)])
         self._by_reference[score.reference] += 1
@@ -220,12 +249,14 @@ class Buffer:
         self._now = now
         if not later:
             self._rebuild_recent()
+            self._let_the_passed_leave()
             return
         for step in [s for s in self._recent_by_step if s < now.step - self._window]:
             for row in self._recent_by_step.pop(step):
                 if self._rows.is_recent[row] and self._rows.step[row] == step:  # else it has left since
                     self._recent.remove(self._key(row), row)
                     self._rows.is_recent[row] = False
+        self._let_the_passed_leave()
 
     @property
     def reference(self) -> Version:
@@ -255,6 +286,7 @@ class Buffer:
         """The uids of those in memory that are not of the current reference, oldest first."""
         rows = self._rows.in_order()
         others = rows[self._rows.reference[rows] != self._rows.reference_number(self._reference)]
+        others = others[self._rows.passing[others] == 0]
         return [self._rows.stored(row).uid for row in others.tolist()]
 
     def prompts(self, size: int = 1) -> Listing:
@@ -272,6 +304,14 @@ class Buffer:
     def recent(self, prompt: str) -> Answers:
         """Those of `prompt` within the recent window, oldest first; good until the buffer changes."""
         return Answers(self._rows, self._recent.of(prompt))
+
+    def numbers(self, prompt: str) -> Sequence[int]:
+        """Of those of `of(prompt)`, in order: equal ones are the same trajectory, until the buffer changes."""
+        return self._current.of(prompt)
+
+    def recent_numbers(self, prompt: str) -> Sequence[int]:
+        """Of those of `recent(prompt)`, likewise."""
+        return self._recent.of(prompt)
 
     def recent_prompts(self, size: int) -> Listing:
         """Prompts with at least `size` distinct recent trajectories."""
@@ -297,20 +337,45 @@ class Buffer:
             self._trained_once.add(length)
         self._rows.uses[row] += 1
 
-    def _remove(self, row: int, unused: Amount) -> None:
-        """It leaves memory; counted under `unused` if it was never used."""
-        prompt, reference, length = self._key(row), self._reference_of(row), int(self._rows.length[row])
-        self._kept.remove(prompt, row)
-        self._by_reference.subtract([reference])
-        if reference == self._reference:
-            self._current.remove(prompt, row)
+    def _let_go(self, row: int, how: int) -> None:
+        """It is kept no longer; here until it is not recent, if the settings say so."""
+        if not (self._settings.keep_recent and self._rows.is_recent[row]):
+            self._remove(row, how)
+            return
+        self._unshelve(row)
+        self._rows.let_pass(row, how)
+        self._passing += 1
+
+    def _let_the_passed_leave(self) -> None:
+        """Those that were here while they were recent, and are not. Not before the batch that has them is trained."""
+        if self._passing:
+            for row in np.flatnonzero((self._rows.passing > 0) & ~self._rows.is_recent).tolist():
+                self._remove(row, 0)
+
+    def _remove(self, row: int, how: int) -> None:
+        """It leaves memory; counted by how it was let go, now or before, if it was never used."""
+        how, length = int(self._rows.passing[row]) or how, int(self._rows.length[row])
+        if self._rows.passing[row]:
+            self._passing -= 1
+        else:
+            self._unshelve(row)
+        self._by_reference.subtract([self._reference_of(row)])
         if self._rows.is_recent[row]:
-            self._recent.remove(prompt, row)
+            self._recent.remove(self._key(row), row)
             self._rows.is_recent[row] = False
         if not self._rows.uses[row]:
             self._waiting.add(length, -1)
-            unused.add(length)
+            (self._duplicate if how == _DUPLICATE else self._evicted).add(length)
         self._rows.remove(row)
+
+    def _unshelve(self, row: int) -> None:
+        """From among those that are kept."""
+        prompt = self._key(row)
+        self._kept.remove(prompt, row)
+        if self._near is not None:
+            self._near.remove(row, prompt)
+        if self._reference_of(row) == self._reference:
+            self._current.remove(prompt, row)
 
     def _shelf(self) -> Shelf:
         return Shelf(lambda row: self._rows.arrival.item(row))  # a Python number, at less cost than by its index
@@ -318,7 +383,8 @@ class Buffer:
     def _make_current(self, row: int) -> None:
         """It can be sampled, if it is of the current reference; what an earlier incarnation sampled is never recent."""
         if self._reference_of(row) == self._reference:
-            self._current.add(self._key(row), row)
+            if not self._rows.passing[row]:
+                self._current.add(self._key(row), row)
             version = Version(int(self._rows.incarnation[row]), int(self._rows.step[row]))
             if version.incarnation == self._now.incarnation and version.lag(self._now) <= self._window:
                 self._add_recent(row)

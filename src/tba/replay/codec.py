@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from tba.types import Completion, FloatArray, Prompt, Sampling, StopReason, Trajectory, Version
+from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Trajectory, Version
 
 _TOKENS = np.dtype("<i4")
 _LOGS = np.dtype("<f4")
@@ -238,6 +238,17 @@ class Stored(NamedTuple):
     def trajectory(self) -> Trajectory:
         """Raises `Damaged` as `read` does."""
         return decode_trajectory(self.body, self.prompt)
+
+    @property
+    def tokens(self) -> IntArray:
+        """[T] of the completion."""
+        return tokens_of(self.body, self.length)
+
+
+def tokens_of(body: bytes, length: int) -> IntArray:
+    """[T] of a trajectory whose body is intact, without a look at anything else; `length` is T."""
+    at = _aligned(4 + (int.from_bytes(body[:4], "little") & ~_SEALED))
+    return np.frombuffer(body, _TOKENS, length, at)
 
 
 def _digest(body: bytes, at: int, length: int) -> int:

@@ -26,8 +26,9 @@ from typing import IO, Any, Self, TypeAlias, TypeVar
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay import scores
-from tba.replay.codec import Damaged, Stored, decode_prompt, decode_trajectory, encode_prompt, encode_trajectories
+from tba.replay.codec import Damaged, Stored, decode_prompt, decode_trajectory
 from tba.replay.database import Database
+from tba.replay.encoded import Encoded, Row, decoded, encoded
 from tba.replay.filesystem import network_filesystem
 from tba.replay.gone import Gone
 from tba.replay.recovery import Recovery, look_over
@@ -88,17 +89,21 @@ class JournalWriter:
         A repeated call changes nothing: a uid that is there already is ignored, and when all of them are, so are the
         counters and outcomes. Raises `ValueError` for arrays that do not fit their completion.
         """
-        prompts: dict[int, tuple[int, bytes]] = {}
-        for t in trajectories:
-            if id(t.prompt) not in prompts:
-                body = encode_prompt(t.prompt)
-                prompts[id(t.prompt)] = (prompt_id(body), body)
-        bodies = encode_trajectories(trajectories)
-        rows = [(t, prompts[id(t.prompt)][0], body) for t, body in zip(trajectories, bodies, strict=True)]
+        self.put_encoded(encoded(trajectories), leases, counters, outcomes)
+
+    def put_encoded(
+        self,
+        given: Encoded,
+        leases: Sequence[int] = (),
+        counters: Mapping[str, int] | None = None,
+        outcomes: Sequence[tuple[int, float, float]] = (),
+    ) -> None:
+        """The same of what was encoded elsewhere."""
+        rows = given.rows
         with self._database.transaction() as connection:
-            keep_prompts(connection, prompts.values())
+            keep_prompts(connection, given.prompts.items())
             parts = [rows[i : i + _PUT_AT_ONCE] for i in range(0, len(rows), _PUT_AT_ONCE)]
-            tokens = [t.length for part in parts for t in self._append(connection, part)]
+            tokens = [row.tokens for part in parts for row in self._append(connection, part)]
             connection.executemany(
                 "DELETE FROM leases WHERE position = ? AND owner = ?", [(position, self.owner) for position in leases]
             )
@@ -170,15 +175,18 @@ class JournalWriter:
 
         One that is handed out and has not run out is not handed out again.
         """
+        return decoded(self.unscored_encoded(reference, count, seconds))
+
+    def unscored_encoded(self, reference: Version, count: int, seconds: float) -> Encoded:
+        """The same, to be decoded elsewhere."""
         if not self._database.rows(scores.UNSCORED, str(reference)):
-            return []  # nearly always, and without the write lock
+            return Encoded({}, ())  # nearly always, and without the write lock
         with self._database.transaction() as connection:
             now = self._now(connection, "unscored")
             rows = scores.lease(connection, reference, count, self.owner, now, seconds)
         ids = {prompt for prompt, _, _ in rows}
         prompts = {i: self._database.rows("SELECT body FROM prompts WHERE id = ?", i)[0][0] for i in ids}
-        decoded = {i: decode_prompt(body) for i, body in prompts.items()}
-        return [decode_trajectory(body, decoded[prompt]) for prompt, _, body in rows]
+        return Encoded(prompts, [Row.of_body(prompt, body) for prompt, _, body in rows])
 
     def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
         """One transaction: the scores, which are then not asked for any longer, and the counters.
@@ -232,29 +240,26 @@ class JournalWriter:
             connection.execute("UPDATE jobs SET seconds = 0 WHERE owner = ? AND NOT done", (self.owner,))
             connection.execute("UPDATE unscored SET seconds = 0 WHERE owner = ?", (self.owner,))
 
-    def _append(
-        self, connection: sqlite3.Connection, rows: Sequence[tuple[Trajectory, int, bytes]]
-    ) -> list[Trajectory]:
-        """Those of (trajectory, prompt, body) that were new. Uids outlive bodies, so a repeat is known after retention.
+    def _append(self, connection: sqlite3.Connection, rows: Sequence[Row]) -> Sequence[Row]:
+        """Those that were new. Uids outlive bodies, so a repeat is known after retention.
 
         All in one statement, which is twice as fast as one by one, unless some of them are there already.
         """
         facts: list[object] = []
-        for t, prompt, _ in rows:
-            version = t.version
-            facts += (t.uid, self.owner, prompt, t.length, version.incarnation, version.step, t.reward, t.created)
+        for uid, prompt, tokens, incarnation, step, reward, created, _ in rows:
+            facts += (uid, self.owner, prompt, tokens, incarnation, step, reward, created)
         try:
             last = connection.execute(facts_into(len(rows)), facts).lastrowid
         except sqlite3.IntegrityError as error:  # not OR IGNORE, which would use up a number
             if error.sqlite_errorcode != sqlite3.SQLITE_CONSTRAINT_UNIQUE:
                 raise
-            return [] if len(rows) == 1 else [t for row in rows for t in self._append(connection, [row])]
+            return [] if len(rows) == 1 else [new for row in rows for new in self._append(connection, [row])]
         assert last is not None
         bodies: list[object] = []
-        for seq, (t, prompt, body) in enumerate(rows, start=last - len(rows) + 1):
-            bodies += (seq, prompt, t.length, body)
+        for seq, row in enumerate(rows, start=last - len(rows) + 1):
+            bodies += (seq, row.prompt, row.tokens, row.body)
         connection.execute(bodies_into(len(rows)), bodies)
-        return [t for t, _, _ in rows]
+        return rows
 
     def _count(self, connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
         connection.executemany(

@@ -34,6 +34,7 @@ log = logging.getLogger("tba.journal")
 _DEADLINE = 1800.0  # seconds that looking over and recovering a large file may take
 _POLL = 0.02
 _PAGE_SIZES = (8192, 4096)  # where the file's header is lost
+_UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)  # the second where SQLite quotes what is no text
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 _PLAIN = ("leases", "outcomes", "jobs", "evaluations", "counters", "unscored", "scores", "recoveries")
 _FACTS = 9  # columns
@@ -120,11 +121,34 @@ def damage(path: Path) -> str | None:
             if kind != JOURNAL.kind:
                 return None
             found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if found == "ok" and not _has_all_columns(connection):
+                return "its schema is not a journal's"
+    except UnicodeDecodeError:  # of the schema, which is text
+        return "its schema is not text"
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
             return str(error)
         return None  # who opens it says what it is
     return None if found == "ok" else str(found).splitlines()[-1]
+
+
+def _has_all_columns(connection: sqlite3.Connection) -> bool:
+    """Whether a journal of the present version has every column of every table: SQLite does not check names."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if version != JOURNAL.version:
+        return True  # of an earlier one: it is brought to the present one, or refused, by who opens it
+    with closing(sqlite3.connect(":memory:")) as wanted:
+        wanted.executescript(JOURNAL.tables)
+        return _columns(wanted) <= _columns(connection)
+
+
+def _columns(connection: sqlite3.Connection) -> set[tuple[bytes, bytes]]:
+    connection.text_factory = bytes  # whatever they are
+    return set(
+        connection.execute(
+            "SELECT t.name, c.name FROM sqlite_master t, pragma_table_info(t.name) c WHERE t.type = 'table'"
+        )
+    )
 
 
 def _look(path: Path) -> None:
@@ -196,12 +220,12 @@ class _Known:
 def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
     """The small tables, each as far as it can be read."""
     known = _Known(sum(p.stat().st_size for p in (path, Path(f"{path}-wal")) if p.exists()) // _LEAST_BYTES)
-    with suppress(sqlite3.DatabaseError, OSError), closing(_read_only(path)) as old:
+    with suppress(*_UNREADABLE, OSError), closing(_read_only(path)) as old:
         known.ours = old.execute("PRAGMA application_id").fetchone()[0] == JOURNAL.kind
         for table in _PLAIN:
             whole = _copy_table(old, connection, table)
             known.counters |= whole and table == "counters"
-        with suppress(sqlite3.DatabaseError):
+        with suppress(*_UNREADABLE):
             known.believe(dict(old.execute("SELECT name, value FROM totals").fetchall()))
     return known
 
@@ -214,7 +238,7 @@ def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, table: str) ->
         for row in old.execute(f"SELECT {','.join(columns)} FROM {table}"):  # noqa: S608 - our own names
             with suppress(sqlite3.IntegrityError):  # a damaged value where there has to be one
                 new.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)  # noqa: S608
-    except sqlite3.DatabaseError:
+    except _UNREADABLE:
         return False
     return True
 

@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.replay.bodies import Bodies, widened
-from tba.replay.codec import UID_AT, Stored, decode_trajectory, uid_bytes
+from tba.replay.codec import UID_AT, Stored, decode_trajectory, tokens_of, uid_bytes
 from tba.replay.places import Places
-from tba.types import Prompt, Trajectory, Version
+from tba.types import IntArray, Prompt, Trajectory, Version
 
 _NONE = -1
 
@@ -33,6 +33,8 @@ class Rows:
         self.uses = np.zeros(0, dtype=np.int32)
         self.arrival = np.zeros(0, dtype=np.int64)
         self.is_recent = np.zeros(0, dtype=np.bool_)
+        self.passing = np.zeros(0, dtype=np.int8)  # how it left what is kept, where it is here while it is recent
+        self._standing = np.zeros(0, dtype=np.float64)  # its reward while it is kept, else infinite
         self._prompt = np.zeros(0, dtype=np.int32)
         self._uid_key = np.zeros(0, dtype=np.int64)
         self._digest = np.zeros(0, dtype=np.uint64)  # of the completion
@@ -58,6 +60,7 @@ class Rows:
         self.incarnation[row], self.step[row] = incarnation, stored.version.step
         self.reference[row] = self.reference_number(stored.reference)
         self.uses[row], self.arrival[row], self.is_recent[row], self._prompt[row] = 0, arrival, False, prompt
+        self.passing[row], self._standing[row] = 0, stored.reward
         self._uid_key[row], self._digest[row] = hash(stored.uid), stored.digest
         self._bodies.put(row, stored.body)
         self._by_uid.add(hash(stored.uid), row)
@@ -76,6 +79,19 @@ class Rows:
         self._by_answer.remove(hash((self.prompt(row).key, int(self._digest[row]))), row)
         self._bodies.remove(row)
         self._prompts.remove(int(self._prompt[row]))
+        if self.passing[row]:
+            self.passing[row] = 0
+        else:
+            self._unlink(row)
+        self._free.append(row)
+
+    def let_pass(self, row: int, how: int) -> None:
+        """It is kept no longer, and here for a while; `how` is what `passing` says of it, above 0."""
+        self.passing[row] = how
+        self._unlink(row)
+
+    def _unlink(self, row: int) -> None:
+        self._standing[row] = np.inf
         older, newer = int(self._older[row]), int(self._newer[row])
         if older == _NONE:
             self._oldest = newer
@@ -85,7 +101,6 @@ class Rows:
             self._newest = older
         else:
             self._older[newer] = older
-        self._free.append(row)
 
     def find(self, uid: str) -> int | None:
         """The row of a trajectory."""
@@ -127,9 +142,20 @@ class Rows:
     def reference_of(self, number: int) -> Version:
         return self._references[number]
 
+    def tokens(self, row: int) -> IntArray:
+        """[T] of its completion."""
+        return tokens_of(self._bodies.get(row), self.length.item(row))
+
+    @property
+    def lowest(self) -> int:
+        """Of those that are kept, the one with the lowest reward, the oldest of several. Looks at all rewards."""
+        standing = self._standing[: self._used]
+        rows = np.flatnonzero(standing == standing.min())
+        return int(rows[self.arrival[rows].argmin()])
+
     @property
     def oldest(self) -> int:
-        """Of all, by arrival. Raises `IndexError` when there is none."""
+        """Of those that are kept, by arrival. Raises `IndexError` when there is none."""
         if self._oldest == _NONE:
             raise IndexError("there are no rows")
         return self._oldest
@@ -150,7 +176,7 @@ class Rows:
 
 
 _COLUMNS = (
-    *("length", "reward", "incarnation", "step", "reference", "uses", "arrival", "is_recent"),
+    *("length", "reward", "incarnation", "step", "reference", "uses", "arrival", "is_recent", "passing", "_standing"),
     *("_prompt", "_uid_key", "_digest", "_newer", "_older"),
 )
 

@@ -1,7 +1,8 @@
 """Which prompts, and which of their trajectories, go into a batch: the paper's recency / reward selection.
 
 Invariant: no trajectory is twice in a group, prompts are drawn without replacement epoch by epoch, and a reward only
-ever decides between the responses of one prompt. The paper's m lives here and nowhere else.
+ever decides between the responses of one prompt. The paper's m lives here and nowhere else. Where a task has one prompt
+only, every group of a batch is of it, and rewards decide between all trajectories there are.
 
 Shape legend: N the trajectories of one prompt.
 """
@@ -10,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,9 @@ class RecencyReward:
 
     m: float = 0.95  # the paper's most-on-policy probability
     inverse_temperature: float = 0.0  # of softmax(reward x this) over a prompt's responses; 0 = uniform
+    mix: Literal["chance", "batch", "group"] = "chance"  # what is recent: each group with probability m (paper), the
+    # share m of a batch's groups, or the share m of each group's trajectories
+    disjoint: bool = False  # groups of one prompt in one batch share no trajectory, as far as there are enough
 
     def __post_init__(self) -> None:
         if not 0 <= self.m <= 1:
@@ -85,19 +89,65 @@ class RecencyRewardSelector:
         distinct trajectories.
         """
         chosen: list[Group] = []
-        batch: set[str] = set()
-        for recent in rng.random(groups) < self.m:
-            prompt, is_recent = self._prompt(store, size, bool(recent), batch, rng)
-            trajectories = store.recent(prompt) if is_recent else store.of(prompt)
-            if is_recent or self.settings.inverse_temperature == 0:
-                rows = uniform(len(trajectories), size, rng)
+        drawn: dict[str, set[int]] = {}  # by prompt of the batch, the numbers of what it has given
+        least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self.m * size, 9)))
+        for recent in self._halves(groups, rng):
+            prompt, is_recent = self._prompt(store, least, recent, drawn, rng)
+            repeated = prompt in drawn
+            own = drawn.setdefault(prompt, set())
+            if self.settings.mix == "group" or (self.settings.disjoint and repeated):
+                group = self._mixed(store, prompt, size, is_recent, own if self.settings.disjoint else set(), rng)
             else:
-                rows = softmax_without_replacement(store.rewards(prompt), self.settings.inverse_temperature, size, rng)
-            group = Group(tuple(trajectories[i] for i in rows))
-            self._count(group, size, is_recent, bool(recent), prompt in batch)
-            batch.add(prompt)
+                group = self._plain(store, prompt, size, is_recent, own, rng)
+            self._count(group, size, is_recent, recent, repeated)
             chosen.append(group)
         return chosen
+
+    def _halves(self, groups: int, rng: np.random.Generator) -> list[bool]:
+        """Of each group, whether it is meant to be recent (with `mix = "group"`: whether a part of it is)."""
+        recent: npt.NDArray[np.bool_] = rng.random(groups) < self.m
+        if self.settings.mix == "batch":
+            recent = rng.permutation(groups) < _share(self.m * groups, rng)
+        elif self.settings.mix == "group":
+            recent = np.full(groups, self.m > 0)
+        return [bool(r) for r in recent]
+
+    def _plain(
+        self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, own: set[int], rng: np.random.Generator
+    ) -> Group:
+        """Of one half, whatever the batch has already; what it takes is added to `own`."""
+        trajectories = store.recent(prompt) if is_recent else store.of(prompt)
+        if is_recent or self.settings.inverse_temperature == 0:
+            rows = uniform(len(trajectories), size, rng)
+        else:
+            rows = softmax_without_replacement(store.rewards(prompt), self.settings.inverse_temperature, size, rng)
+        if self.settings.disjoint:
+            numbers = store.recent_numbers(prompt) if is_recent else store.numbers(prompt)
+            own.update(numbers[i] for i in rows)
+        return Group(tuple(trajectories[i] for i in rows))
+
+    def _mixed(
+        self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, taken: set[int], rng: np.random.Generator
+    ) -> Group:
+        """Of both halves, or apart from `taken` as far as there are enough; what it takes is added to that."""
+        share = (self.m if self.settings.mix == "group" else 1.0) if is_recent else 0.0
+        both = is_recent and self.settings.mix == "group"
+        wanted = size + len(taken)
+        recent, recent_numbers = store.recent(prompt), store.recent_numbers(prompt)
+        fresh = in_turn(np.zeros(len(recent)), 0.0, wanted, rng) if is_recent else []
+        fresh = _apart_first(fresh, recent_numbers, taken)
+        count = min(_share(share * size, rng), len(fresh))
+        group = {recent_numbers[i]: recent[i] for i in fresh[:count]}
+        if both or not is_recent:
+            kept, numbers = store.of(prompt), store.numbers(prompt)
+            order = in_turn(store.rewards(prompt), self.settings.inverse_temperature, wanted + count, rng)
+            for i in _apart_first([i for i in order if numbers[i] not in group], numbers, taken)[: size - count]:
+                group[numbers[i]] = kept[i]
+        for i in fresh[count:]:  # where less is kept than is wanted
+            if len(group) < size:
+                group.setdefault(recent_numbers[i], recent[i])
+        taken.update(group)
+        return Group(tuple(group.values()))
 
     def state(self) -> Json:
         """What `restore` takes."""
@@ -110,7 +160,7 @@ class RecencyRewardSelector:
         self.counts = Counter(state["counts"])
 
     def _prompt(
-        self, store: TrajectoryStore, size: int, recent: bool, batch: set[str], rng: np.random.Generator
+        self, store: TrajectoryStore, size: int, recent: bool, batch: Collection[str], rng: np.random.Generator
     ) -> tuple[str, bool]:
         """(a prompt, whether it is drawn as recent): first one that is not in the batch, recent if it was meant so."""
         everything: frozenset[str] = frozenset()
@@ -158,9 +208,45 @@ def softmax_without_replacement(
     count = len(reward_N)
     if count <= size:
         return list(range(count))
-    order_N = rng.permutation(count)  # equal keys are taken by position, which is hereby random
-    with np.errstate(over="ignore"):
-        logit_N = (reward_N[order_N] - reward_N.max()) * inverse_temperature
-    key_N = logit_N + rng.gumbel(size=count)
+    order_N, key_N = _keys(reward_N, inverse_temperature, rng)
     chosen: list[int] = order_N[np.argpartition(-key_N, size - 1)[:size]].tolist()
     return chosen
+
+
+def in_turn(
+    reward_N: npt.NDArray[np.float64], inverse_temperature: float, size: int, rng: np.random.Generator
+) -> list[int]:
+    """The same draw in the order in which it is made: without some of them the others are a draw from the rest.
+
+    inverse_temperature: 0 is uniform.
+    """
+    count = len(reward_N)
+    if inverse_temperature == 0:
+        chosen: list[int] = rng.permutation(uniform(count, size, rng)).tolist()
+        return chosen
+    order_N, key_N = _keys(reward_N, inverse_temperature, rng)
+    best = np.argpartition(-key_N, size - 1)[:size] if size < count else np.arange(count)
+    ordered: list[int] = order_N[best[np.argsort(-key_N[best])]].tolist()
+    return ordered
+
+
+def _keys(
+    reward_N: npt.NDArray[np.float64], inverse_temperature: float, rng: np.random.Generator
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    """A random order, and in it logit + Gumbel noise: equal keys are taken by position, which is hereby random."""
+    order_N = rng.permutation(len(reward_N))
+    with np.errstate(over="ignore"):
+        logit_N = (reward_N[order_N] - reward_N.max(initial=-np.inf)) * inverse_temperature
+    return order_N, logit_N + rng.gumbel(size=len(reward_N))
+
+
+def _share(mean: float, rng: np.random.Generator) -> int:
+    """A whole number with this mean, next below or above it."""
+    whole = math.floor(round(mean, 9))
+    part = round(mean - whole, 9)
+    return whole + (part > 0 and rng.random() < part)
+
+
+def _apart_first(order: list[int], numbers: Sequence[int], taken: Collection[int]) -> list[int]:
+    """In order, those that are not taken before those that are."""
+    return sorted(order, key=lambda i: numbers[i] in taken)

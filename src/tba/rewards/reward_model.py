@@ -56,10 +56,9 @@ class ModelScore:
         return Judgement(reward, {"score": score, "cut": float(cut)})
 
     def _load(self) -> _Loaded:
-        from tba.rewards.scoring import RewardModel, Scored
+        from tba.rewards.frozen import loaded
 
-        model = RewardModel.load(self.path, self.max_tokens, self.keep, self.device)
-        return Scored(model, self.max_tokens_per_pass)
+        return loaded(self.path, self.max_tokens, self.keep, self.device, self.max_tokens_per_pass)
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,89 @@ Shape legend: N texts, T tokens of the longest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from tba.errors import UserError
+
+
+class Cut(Protocol):
+    """A text as a reward model has read it."""
+
+    @property
+    def cut(self) -> int: ...
+
+
+S = TypeVar("S", bound=Cut)
+
+
+class Scorable(Protocol[S]):
+    """A reward model, whatever it reads texts as."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Of prompt and response together; None: any number."""
+        ...
+
+    def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[S | None]:
+        """Each (prompt, response) as it is read; None where it cannot be."""
+        ...
+
+    def begin(self, texts: Sequence[S]) -> None:
+        """Called once with what will be trained on."""
+        ...
+
+    def scores(self, texts: Sequence[S]) -> Tensor:
+        """[N] with gradients."""
+        ...
+
+    def all_scores(self, texts: Sequence[S], max_tokens_per_pass: int) -> np.ndarray:
+        """[N] without, in as many passes as it takes."""
+        ...
+
+    def parts(self, texts: Sequence[S], max_tokens: int) -> list[list[int]]:
+        """The places of the texts, cut into passes of at most `max_tokens`."""
+        ...
+
+    def trained(self) -> list[Parameter]:
+        """What training moves."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers tells nothing of heads that are new or not used, and draws no bars."""
+    before, drawn = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if drawn:
+            transformers_logging.enable_progress_bar()
+
+
+def pretrained(path: str, kind: Any, **more: Any) -> tuple[Any, Any]:
+    """A model and its tokenizer. Raises `UserError` when they cannot be loaded."""
+    try:
+        with quiet():
+            return kind.from_pretrained(path, dtype=torch.float32, **more), AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"no reward model can be loaded from {path!r} ({reason}): give a folder or name") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +123,7 @@ class RewardModel:
         cls, path: str, max_tokens: int = 640, keep: Literal["beginning", "end"] = "end", device: str = "cpu"
     ) -> RewardModel:
         """A folder or a Hub name; a head that is not there yet is made. Raises `UserError` when it cannot be loaded."""
-        before = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()  # it tells that the head is new
-        try:
-            model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
-            tokenizer = AutoTokenizer.from_pretrained(path)
-        except (OSError, ValueError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(f"no reward model can be loaded from {path!r} ({reason}): give a folder or name") from error
-        finally:
-            transformers_logging.set_verbosity(before)
+        model, tokenizer = pretrained(path, AutoModelForSequenceClassification, num_labels=1)
         longest = getattr(model.config, "max_position_embeddings", None) or max_tokens
         return cls(model, tokenizer, min(max_tokens, longest), keep, device)
 
@@ -77,6 +139,20 @@ class RewardModel:
         kept = first[:room] if self.keep == "beginning" else first[cut:]
         head = [*begin, *kept, *middle]
         return Text((*head, *second, *self._ends), len(head), cut)
+
+    def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[Text | None]:
+        """As `read`, of each."""
+        return [self.read(*pair) for pair in pairs]
+
+    def begin(self, texts: Sequence[Text]) -> None:
+        """Nothing is to be prepared."""
+
+    def trained(self) -> list[Parameter]:
+        """All that is not frozen."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def parts(self, texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
+        return parts(texts, max_tokens)
 
     def scores(self, texts: Sequence[Text]) -> Tensor:
         """[N] one forward pass of all."""
@@ -96,8 +172,9 @@ class RewardModel:
 
     def save(self, folder: Path) -> None:
         """Model and tokenizer."""
-        self.model.save_pretrained(folder)
-        self.tokenizer.save_pretrained(folder)
+        with quiet():
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
 
 
 def parts(texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
@@ -124,12 +201,13 @@ def _padded(texts: Sequence[Text], pad: int) -> tuple[Tensor, Tensor, Tensor]:
 class Scored:
     """A reward model that reads texts and scores them."""
 
-    model: RewardModel
+    model: Scorable[Any]
     max_tokens_per_pass: int
 
     def judge(self, pairs: Sequence[tuple[str, str]]) -> list[float | None]:
         """The score of each (prompt, response), None where the response alone is too long; equal ones are read once."""
-        distinct = {pair: self.model.read(*pair) for pair in dict.fromkeys(pairs)}
+        asked = list(dict.fromkeys(pairs))
+        distinct = dict(zip(asked, self.model.read_all(asked, self.max_tokens_per_pass), strict=True))
         readable = [pair for pair, text in distinct.items() if text is not None]
         texts = [text for text in distinct.values() if text is not None]
         scores = self.model.all_scores(texts, self.max_tokens_per_pass).tolist() if texts else []

@@ -9,7 +9,6 @@ and says which incarnation this is: begun, resumed, or its trainer started again
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -25,10 +24,8 @@ import tba.settings
 from tba.errors import UserError
 from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
+from tba.runtime.holding import hold
 from tba.study import MARK
-
-_POLL = 0.05  # seconds between two looks at the lock
-_PROBE = 0.5  # seconds within which somebody who only looks whether a run is held has looked
 
 
 @dataclass(frozen=True)
@@ -133,21 +130,8 @@ class RunDirectory:
 
         Raises `UserError` when it is held by others for `seconds` more.
         """
-        with (self.path / "lock").open("a+") as file:
-            deadline = time.monotonic() + max(seconds, _PROBE)
-            while not _locked(file.fileno()):
-                if time.monotonic() >= deadline:
-                    file.seek(0)
-                    who = file.read().strip() or "unknown"
-                    raise UserError(
-                        f"the run at {self.path} is still going on (process {who} or a part of it): "
-                        "let it end, or end it, before it is resumed"
-                    )
-                time.sleep(_POLL)
-            file.truncate(0)
-            file.write(f"{os.getpid()}")
-            file.flush()
-            yield replace(self, lock=file.fileno())
+        with hold(self.path, seconds) as lock:
+            yield replace(self, lock=lock)
 
     def journal(self, recipe: Recipe) -> Path:
         """The journal's file: here, or in `run.journal_dir` under this run's name."""
@@ -203,29 +187,6 @@ def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
     if run_name is None and (root / name).exists():
         name += f"-{os.getpid()}"
     return root / name
-
-
-def is_held(path: Path) -> bool:
-    """Whether the run at `path` is going on: its driver, or a part of it, lives."""
-    try:
-        with (path / "lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
-
-
-def _locked(descriptor: int) -> bool:
-    """Whether the lock is ours now."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a filesystem without locks: nobody can be kept out
-    return True
 
 
 def _make(folder: Path) -> None:

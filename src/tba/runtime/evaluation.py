@@ -16,7 +16,7 @@ import numpy as np
 from tba.evaluate.accuracy import EvaluationSettings, evaluate
 from tba.protocols import Engine, PublishedWeights, Reward
 from tba.record.clock import ShareClock
-from tba.record.evaluations import EvaluationWriter
+from tba.record.evaluations import Answered
 from tba.types import Evaluation, Json, Prompt, Version
 
 _WHY = "evaluate"
@@ -38,6 +38,12 @@ class PinnedWeights(Protocol):
     def newer_than(self, version: Version | None) -> PublishedWeights | None: ...
 
     def at(self, version: Version) -> PublishedWeights: ...
+
+
+class EvaluationSink(Protocol):
+    """Where figures and shown answers go."""
+
+    def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None: ...
 
 
 class KeptWeights(Protocol):
@@ -113,7 +119,7 @@ class Examiner:
     policy_temperature: float
     jobs: Jobs
     weights: PinnedWeights
-    writer: EvaluationWriter
+    writer: EvaluationSink
     seed: int
     claim_seconds: float  # after which a version that was not finished may be evaluated by another searcher
     clock: ShareClock

@@ -10,17 +10,19 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from tba.errors import UserError
 from tba.intake.encoding import Encoder, Known
 from tba.intake.files import read
 from tba.intake.intake import Entry, Intake
-from tba.protocols import Reference, Tokenizer
+from tba.protocols import Reference, Task, Tokenizer
 from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
 from tba.replay.journal import JournalFollower, JournalWriter
 from tba.runtime.directory import RunDirectory
+from tba.search.embedding import Embedded
 from tba.search.patience import PatientReward
 from tba.search.prompts import encode
 from tba.types import Prompt, Split, Version
@@ -43,11 +45,13 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
     tokenizer = model.tokenizer()
     path = run.journal(recipe)
     with JournalWriter(path, OWNER) as journal, _alone(Path(f"{path}-import"), run):
+        train = _prompts(recipe, tokenizer, "train")
+        both = {prompt.key for prompt in train}  # what is asked on both sides, as a single prompt is, is not held out
         encoder = Encoder(
             task=recipe.task.name,
             tokenizer=tokenizer,
-            train=Known(_prompts(recipe, tokenizer, "train")),
-            held_out=Known(_prompts(recipe, tokenizer, "eval")),
+            train=Known(train),
+            held_out=Known(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in both),
             chat=not isinstance(recipe.task.problems("train")[0].prompt, str),
             max_prompt_tokens=recipe.prompts.max_tokens,
             max_tokens=max_tokens or model.max_completion_tokens,
@@ -56,7 +60,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             encoder=encoder,
             reward=PatientReward(recipe.task.reward(), recipe.run.reward_deadline, retries=0, told=lambda _: None),
             reference=_reference(replace(recipe, model=model), run),
-            sink=journal,
+            sink=Embedded(journal, recipe.embedding.start()) if recipe.embedding else journal,
             believe=believe,
             needs_behavior="log_behavior" in recipe.objective.needs,
         )
@@ -72,6 +76,14 @@ def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
             raise UserError(f"{path} is the run itself: give a file, or another run")
         return _trajectories(_journal(path))
     return _trajectories(path) if path.suffix == ".sqlite" else read(path)
+
+
+def demonstrations(task: Task, most: int) -> Iterator[Entry]:
+    """The first of the task's own."""
+    shown = (problem for problem in task.problems("train") if problem.demonstration is not None)
+    for number, problem in enumerate(islice(shown, most), start=1):
+        prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
+        yield number, {"prompt": prompt, "response": problem.demonstration}
 
 
 def _journal(folder: Path) -> Path:

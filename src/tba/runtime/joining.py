@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.replay.journal import JournalWriter
-from tba.runtime.directory import RunDirectory, is_held
+from tba.runtime.directory import RunDirectory
+from tba.runtime.holding import is_held
 
 FIRST = 1000  # the number of the first that joins
 _LOOK = 0.5  # seconds between two looks at whether the run goes on, or who has left
@@ -33,15 +35,13 @@ _LOCK_SECONDS = 1.0  # for the journal, where the driver itself needs it
 
 
 @dataclass
-class Place:
-    """A searcher's place in a run that it has joined."""
+class Leaving(ABC):
+    """When a searcher that has joined is to leave: by whoever sat down at it, or by what `called` says now and then."""
 
-    run: RunDirectory
     number: int
-    file: IO[str]
     asked: Callable[[], bool]  # whether Ctrl-C was pressed
-    why: str | None = None  # it is to leave
-    _looked: float = -_LOOK
+    why: str | None = field(default=None, init=False)  # it is to leave
+    _looked: float = field(default=-_LOOK, init=False)
 
     @property
     def name(self) -> str:
@@ -53,21 +53,54 @@ class Place:
             self.why = "Ctrl-C"
         if self.why is None and time.monotonic() - self._looked >= _LOOK:
             self._looked = time.monotonic()
-            if _stop_file(self.run).exists() or not is_held(self.run.path):
-                self.why = "the run ended"
+            self.why = self.called()
         return self.why is not None
+
+    @abstractmethod
+    def called(self) -> str | None:
+        """Why the run wants it to leave; None: it does not."""
+
+
+@dataclass
+class Place(Leaving):
+    """A searcher's place in a run that it has joined."""
+
+    run: RunDirectory
+    file: IO[str]
+    facts: dict[str, Any] = field(default_factory=dict)  # what its file says
+
+    def called(self) -> str | None:
+        """When the run ends, or nobody holds it any longer."""
+        return "the run ended" if _stop_file(self.run).exists() or not is_held(self.run.path) else None
+
+    def leave(self, how: str) -> None:
+        """Give it up, in order."""
+        with self.file:
+            self.write(left=round(self.run.clock()(), 3), how=how)
 
     def write(self, **facts: Any) -> None:
         """Into the place's own file, which keeps its lock."""
+        self.facts |= facts
         self.file.seek(0)
         self.file.truncate()
-        json.dump(facts, self.file)
+        json.dump(self.facts, self.file)
         self.file.flush()
 
 
 @contextmanager
 def joined(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Iterator[Place]:
     """Inside, a place of this process's own in a run that goes on. Raises `UserError` when there is none."""
+    place = enter(run, recipe, asked)
+    how = "an error"
+    try:
+        yield place
+        how = place.why or "it was done"
+    finally:
+        place.leave(how)
+
+
+def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place:
+    """A place in a run that goes on, to be left. Raises `UserError` when there is none."""
     if recipe.runtime == "inline" or recipe.offline:
         how = "learns from what is there" if recipe.offline else "takes turns in one process"
         raise UserError(f"the run at {run.path} {how}: no searcher can join it")
@@ -81,22 +114,10 @@ def joined(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Iter
     if recipe.prompts.selection != "epochs" and at_once > len(recipe.task.problems("train")):
         raise UserError(f"the run at {run.path} has too few prompts for another searcher: each answers its own")
     number, file = _claim(run, recipe)
-    with file:
-        place = Place(run, number, file, asked)
-        facts = {
-            "name": place.name,
-            "process": os.getpid(),
-            "joined": round(run.clock()(), 3),
-            "left": None,
-            "how": None,
-        }
-        place.write(**facts)
-        how = "an error"
-        try:
-            yield place
-            how = place.why or "it was done"
-        finally:
-            place.write(**{**facts, "left": round(run.clock()(), 3), "how": how})
+    place = Place(number, asked, run, file)
+    since = round(run.clock()(), 3)
+    place.write(name=place.name, process=os.getpid(), joined=since, left=None, how=None)
+    return place
 
 
 def _claim(run: RunDirectory, recipe: Recipe) -> tuple[int, IO[str]]:

@@ -15,16 +15,19 @@ import os
 import signal
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tba.runtime.pulse import Pulse, pulse_of
 
+if TYPE_CHECKING:
+    from tba.runtime.directory import RunDirectory
+
 ORPHANED = 3  # exit codes: its driver is gone
 NO_SPACE = 4  # the disk is full
-_LOOK = 0.1  # seconds between two looks for weights to evaluate, where that is all there is to do
 _GRACE = 5.0  # seconds an orphan has to end by itself
 
 
@@ -53,81 +56,81 @@ class Stop:
         os._exit(ORPHANED)
 
 
-def main(part: str, path: Path) -> int:
-    """Run `part` (`trainer` or `searcher-N`) of the run at `path` until it is done."""
+def run(arguments: Sequence[str]) -> int:
+    """Run a part (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done."""
+    part, path = arguments[0], Path(arguments[1])
     stop = Stop(pulse_of(path, part))
     stop.listen()
     faulthandler.register(signal.SIGUSR1)  # a look at where it is, in its log
-    from tba.errors import UserError
-    from tba.record.jsonl import write_json
     from tba.record.log import set_up_log
     from tba.runtime.directory import RunDirectory
-    from tba.runtime.disk import disk_full
 
-    run = RunDirectory.open(path)
+    directory = RunDirectory.open(path)
     set_up_log(path, part)
     try:
-        _body(part)(run, stop)
+        _body(part)(directory, stop)
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows it as its own
-        text = traceback.format_exc()
-        if disk_full(error, path) is not None:
-            print(text, file=sys.stderr)  # noqa: T201 - as far as it fits
-            return NO_SPACE
-        write_json(run.error(part), {"kind": type(error).__name__, "message": str(error), "traceback": text})
-        print(text, file=sys.stderr)  # noqa: T201 - standard error is the part's log
-        return 2 if isinstance(error, UserError) else 1
+        return _left(directory, part, error)
     return 0
+
+
+def _left(run: RunDirectory, part: str, error: BaseException) -> int:
+    """What is left of the error for the driver, as far as the disk takes it; the exit code."""
+    from tba.errors import UserError
+    from tba.record.jsonl import write_json
+    from tba.runtime.disk import disk_full
+
+    text = traceback.format_exc()
+    full = disk_full(error, run.path) is not None
+    with suppress(OSError):
+        print(text, file=sys.stderr)  # noqa: T201 - standard error is the part's log
+    try:
+        if not full:
+            facts = {"kind": type(error).__name__, "message": str(error), "traceback": text}
+            write_json(run.error(part), facts)
+    except OSError as second:
+        full = disk_full(second, run.path) is not None
+    if full:
+        return NO_SPACE
+    return 2 if isinstance(error, UserError) else 1
 
 
 def _body(part: str) -> Callable[[object, Stop], None]:
     if part == "trainer":
         return _train
+    if part.startswith("trainer-"):
+        return lambda run, stop: _follow(part, run)
     return lambda run, stop: _search(part, run, stop)
 
 
 def _search(part: str, run: object, stop: Stop) -> None:
-    """Rounds until told to stop. Consumes prompts and weights, waits for nothing; offline it only evaluates."""
-    import torch
-
+    """A searcher, at ends on this disk."""
     from tba.runtime.directory import RunDirectory
+    from tba.runtime.loops import search
     from tba.runtime.searching import start_searching
 
     assert isinstance(run, RunDirectory)
-    recipe = run.recipe()
-    torch.set_num_threads(recipe.run.threads)
-    attempt = int(os.environ.get("TBA_ATTEMPT", "0"))
-    half = start_searching(recipe, run, int(part.removeprefix("searcher-")), attempt, stop)
-    try:
-        while not stop() and not half.evaluate():
-            if recipe.offline:
-                time.sleep(_LOOK)
-            else:
-                half.round()
-    finally:
-        half.close()
+    recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
+    search(recipe, lambda: start_searching(recipe, run, int(part.removeprefix("searcher-")), attempt, stop), stop)
+
+
+def _follow(part: str, run: object) -> None:
+    """A further rank of the trainer: does what the first one says, until that ends it."""
+    from tba.runtime.directory import RunDirectory
+    from tba.runtime.leading import follow
+
+    assert isinstance(run, RunDirectory)
+    follow(run, int(part.removeprefix("trainer-")))
 
 
 def _train(run: object, stop: Stop) -> None:
-    """Steps until all are done or told to stop. Waits for batches; searchers unblock it."""
-    import torch
-
+    """The trainer."""
     from tba.runtime.directory import RunDirectory
-    from tba.runtime.offline import nothing_more
-    from tba.runtime.training import start_training
+    from tba.runtime.loops import train
 
     assert isinstance(run, RunDirectory)
-    recipe = run.recipe()
-    torch.set_num_threads(recipe.run.threads)
-    half = start_training(
-        recipe, run, stop, prefetch=recipe.run.prefetch, fill=nothing_more if recipe.offline else None
-    )
-    try:
-        while not half.finished and not stop():
-            half.step()
-        half.finish()
-    finally:
-        half.close()
+    train(run.recipe(), run, stop)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(run(sys.argv[1:]))

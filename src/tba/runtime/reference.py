@@ -13,8 +13,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from tba.replay.replay import Replay
+from tba.runtime.evaluation import KeptWeights
 from tba.types import Json, Version
-from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.trainer")
 WHY = "reference"
@@ -28,7 +28,7 @@ class References:
     steps: int  # of the run: its last step resets nothing
     checkpoints: int  # how many are kept
     replay: Replay
-    weights: WeightDirectory
+    weights: KeptWeights
     resets: list[dict[str, Json]] = field(default_factory=list)  # {"step", "version", "wall_seconds"}, for the summary
     _pinned: list[Version] = field(default_factory=list)
     _of_checkpoints: deque[Version] = field(init=False)

@@ -1,4 +1,4 @@
-"""The searching half of a run, built from its directory: the same in every runtime.
+"""The searching half of a run, built from its recipe and its ends: the same in every runtime.
 
 Invariant: nothing here waits. A searcher takes what is there (weights, prompts, requests to evaluate) and goes on.
 """
@@ -13,23 +13,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tba.errors import UserError
-from tba.protocols import Examined, Reference, Reward, Tokenizer
-from tba.recipe import Recipe
+from tba.protocols import Examined, Reference, Reward, Tokenizer, WeightSource
+from tba.recipe import Model, Recipe
 from tba.record.clock import ShareClock
-from tba.record.evaluations import EvaluationWriter
-from tba.record.faults import record_fault
-from tba.record.jsonl import write_json
 from tba.record.memory import peak_memory_bytes
-from tba.replay.journal import JournalWriter
 from tba.replay.scores import Score
 from tba.runtime.directory import RunDirectory
+from tba.runtime.ends import Ends, Records, SearchJournal, on_disk
 from tba.runtime.evaluation import Examiner
+from tba.search.embedding import Embedded
 from tba.search.patience import PatientReward
 from tba.search.prompts import PosteriorPrompts, PromptSource, PromptStream, UniformPrompts, encode
 from tba.search.rescoring import Rescorer
 from tba.search.searcher import Searcher
 from tba.types import Json, Prompt, Split, Version
-from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.searcher")
 _PAUSE = 0.05  # seconds between two looks at whether more is wanted
@@ -42,10 +39,10 @@ class SearchHalf:
 
     searcher: Searcher
     examiner: Examiner
-    journal: JournalWriter
-    weights: WeightDirectory
+    journal: SearchJournal
+    weights: WeightSource
     clock: ShareClock
-    run: RunDirectory
+    records: Records
     incarnation: int = 0  # in which it was started
     eased_since: float | None = None  # by a clock that never goes back; None: it is not easing off
 
@@ -106,34 +103,56 @@ class SearchHalf:
 
     def close(self) -> None:
         """Leave what the summary needs."""
-        self.examiner.writer.close()
+        self.records.close()
         self.journal.close()
         result = {
             "clock": self.clock.seconds(),
             "peak_memory_bytes": peak_memory_bytes(),
             "rounds": self.searcher.rounds,
         }
-        write_json(self.run.result(self.searcher.name), result)
+        self.records.result(self.searcher.name, result)
 
 
 def start_searching(
     recipe: Recipe, run: RunDirectory, index: int, attempt: int = 0, interrupted: Callable[[], bool] | None = None
 ) -> SearchHalf:
     """Searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two share a seed."""
-    name = f"searcher-{index}"
+    return searching_half(
+        recipe, lambda: on_disk(recipe, run, f"searcher-{index}", interrupted), index, attempt, interrupted
+    )
+
+
+def searching_half(
+    recipe: Recipe, reach: Callable[[], Ends], index: int, attempt: int, interrupted: Callable[[], bool] | None
+) -> SearchHalf:
+    """The same at other ends, which are reached once the model and the prompts are there."""
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     prompts = prompts_of(recipe, tokenizer, "train")
-    journal = JournalWriter(
-        run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None)
-    )
-    journal.resume()
-    weights = WeightDirectory(run.weights)
-    engine, reward = model.engine(Version()), _patient(recipe, run, recipe.task.reward())
+    ends = reach()
+    try:
+        return _half_at(ends, recipe, model, prompts, index, attempt, interrupted)
+    except BaseException:
+        ends.records.close()
+        ends.journal.close()
+        raise
+
+
+def _half_at(
+    ends: Ends,
+    recipe: Recipe,
+    model: Model,
+    prompts: list[Prompt],
+    index: int,
+    attempt: int,
+    interrupted: Callable[[], bool] | None,
+) -> SearchHalf:
+    name, tokenizer = f"searcher-{index}", model.tokenizer()
+    journal, weights = ends.journal, ends.weights
+    engine, reward = model.engine(Version()), _patient(recipe, ends.records, recipe.task.reward())
     reference = model.reference(recipe.policy_temperature, Version())
     clock = ShareClock()
-    incarnation = run.incarnation
-    seeds = [recipe.seed, 1 + index, attempt, *([incarnation] if incarnation else [])]
+    seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
     searcher = Searcher(
         name=name,
         engine=engine,
@@ -141,7 +160,7 @@ def start_searching(
         reward=reward,
         exploration=recipe.exploration,
         prompts=_source(recipe, prompts, journal, np.random.default_rng([*seeds, 0x9E])),
-        sink=journal,
+        sink=Embedded(journal, recipe.embedding.start()) if recipe.embedding else journal,
         weights=weights,
         samples_per_prompt=recipe.samples_per_prompt,
         prompts_per_round=recipe.prompts_per_round,
@@ -153,31 +172,37 @@ def start_searching(
     examiner = Examiner(
         engine=engine,
         prompts=prompts_of(recipe, tokenizer, "eval"),
-        reward=_patient(recipe, run, recipe.task.examination()) if isinstance(recipe.task, Examined) else reward,
+        reward=_examination(recipe, ends.records) or reward,
         settings=recipe.evaluation,
         policy_temperature=recipe.policy_temperature,
         jobs=journal,
         weights=weights,
-        writer=EvaluationWriter(run.path, text=not recipe.record.hide_text),
+        writer=ends.records,
         seed=recipe.seed,
         claim_seconds=recipe.run.evaluation_deadline,
         clock=clock,
         interrupted=interrupted,
     )
-    return SearchHalf(searcher, examiner, journal, weights, clock, run, incarnation)
+    return SearchHalf(searcher, examiner, journal, weights, clock, ends.records, ends.incarnation)
 
 
-def _patient(recipe: Recipe, run: RunDirectory, reward: Reward) -> PatientReward:
+def _patient(recipe: Recipe, records: Records, reward: Reward) -> PatientReward:
     """A reward of the task, within a deadline and asked again when it fails."""
     return PatientReward(
         reward,
         recipe.run.reward_deadline,
         recipe.run.reward_retries,
-        told=lambda what: record_fault(run.path, "reward_retries", what),
+        told=lambda what: records.fault("reward_retries", what),
     )
 
 
-def _source(recipe: Recipe, prompts: list[Prompt], journal: JournalWriter, rng: np.random.Generator) -> PromptSource:
+def _examination(recipe: Recipe, records: Records) -> PatientReward | None:
+    """What evaluates, where that is another reward than the one that is trained on."""
+    task = recipe.task
+    return _patient(recipe, records, task.examination()) if isinstance(task, Examined) else None
+
+
+def _source(recipe: Recipe, prompts: list[Prompt], journal: SearchJournal, rng: np.random.Generator) -> PromptSource:
     """The prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from."""
     seconds, selection = recipe.run.lease_seconds, recipe.prompts.selection
     if selection == "epochs":
@@ -197,7 +222,7 @@ def _source(recipe: Recipe, prompts: list[Prompt], journal: JournalWriter, rng: 
     return PosteriorPrompts(prompts, rng, lease, journal.outcomes, recipe.prompts.posterior)
 
 
-def _rescorer(recipe: Recipe, reference: Reference, journal: JournalWriter) -> Rescorer:
+def _rescorer(recipe: Recipe, reference: Reference, journal: SearchJournal) -> Rescorer:
     """What the journal asks to be scored under `reference`, and back into it."""
     return Rescorer(
         reference,

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from tba.protocols import HEADS
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.jsonl import write_json
@@ -22,6 +22,7 @@ from tba.replay.replay import Replay
 from tba.runtime.directory import RunDirectory
 from tba.runtime.driver import result_of
 from tba.runtime.evaluation import Requests
+from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.offline import require_enough
 from tba.runtime.reference import References
 from tba.runtime.resuming import Stateful, beginning, restore, state_of
@@ -30,8 +31,10 @@ from tba.runtime.waiting import ReplayWait, Stopped, Timed
 from tba.train.batches import Sampled
 from tba.train.checkpoint import save_checkpoint
 from tba.train.prefetch import Prefetch
+from tba.train.ranks import Ranks
 from tba.train.trainer import Trainer
 from tba.types import Json, Version
+from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
 _POLL = 0.004  # seconds between two looks at the journal while there is no batch
@@ -47,7 +50,7 @@ class TrainHalf:
     trainer: Trainer
     replay: Replay
     journal: JournalFollower
-    weights: WeightDirectory
+    weights: WeightDirectory | BackgroundPublisher
     references: References
     requests: Requests
     steering: Steering
@@ -57,6 +60,7 @@ class TrainHalf:
     elapsed: Callable[[], float]  # seconds since the run began, evaluation apart
     resumed: Mapping[str, Json] | None = None  # the state of the checkpoint that it goes on from
     beside: Stateful | None = None  # the searcher that takes turns with it, to be saved at the same step
+    ranks: Ranks | None = None  # where its policy is spread over several
     trained: int = 0  # batches, by this process
     checkpointed: Version | None = None  # the newest
     lags: Counter[int] = field(default_factory=Counter)
@@ -125,16 +129,12 @@ class TrainHalf:
 
     def checkpoint(self) -> None:
         """Model and optimizer in the Hugging Face layout, and all else at this step (`resuming`)."""
+        self.weights.settle()  # what it was made under is there
         self.references.checkpointed()
-        save_checkpoint(
-            self.run.checkpoints,
-            self.trainer.version,
-            lambda folder: self.recipe.model.save(self.trainer.policy, folder),
-            self.trainer.optimizer,
-            state_of(self),
-            keep=self.recipe.run.checkpoints,
-            heads=self.trainer.policy.heads,
-        )
+        trainer, keep = self.trainer, self.recipe.run.checkpoints
+        save = partial(self.recipe.model.save, trainer.policy)
+        state, heads = state_of(self), trainer.policy.heads
+        save_checkpoint(self.run.checkpoints, trainer.version, save, trainer.optimizer, state, keep, heads)
         self.checkpointed = self.trainer.version
 
     def finish(self) -> None:
@@ -143,11 +143,14 @@ class TrainHalf:
             self.publish()
         if self.checkpointed != self.trainer.version:
             self.checkpoint()
+        if self.ranks is not None:
+            self.ranks.say("end")
 
     def close(self) -> None:
         """Leave what the summary needs; end the threads. All is closed, whatever fails on the way."""
         with ExitStack() as ends:
-            for part in (self.journal, self.replay, self.recorder):
+            ranks = [] if self.ranks is None else [self.ranks]
+            for part in (*ranks, self.weights, self.journal, self.replay, self.recorder):
                 ends.callback(part.close)
             ahead = self.source.close()
             if ahead is not None:
@@ -179,31 +182,28 @@ def start_training(
     prefetch: bool,
     fill: Callable[[], object] | None = None,
     elapsed: Callable[[], float] | None = None,
+    background: bool = False,
 ) -> TrainHalf:
     """The trainer of the run at `run`, its first version published. A later incarnation goes on where it can."""
-    model = recipe.model.prepared(recipe.task)
-    recipe = replace(recipe, model=model)
+    recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
     version, checkpoint = beginning(run)
-    saved = None if checkpoint is None else checkpoint.path
-    policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
-    journal = JournalFollower(
-        run.journal(recipe),
-        keep_bytes=recipe.replay.keep_bytes,
-        deadline_s=recipe.run.journal_deadline,
-        waiting=stop,
-    )
+    ranks = start_ranks(recipe, 0)
+    policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
+    keep, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
+    journal = JournalFollower(run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop)
     replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
     replay.now = version
     if checkpoint is not None:
         replay.restore(checkpoint.state["replay"], version)
     if recipe.offline:
         require_enough(recipe, replay, journal)
-    weights = WeightDirectory(run.weights)
+    directory = WeightDirectory(run.weights)
+    behind = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else None
+    weights = behind or directory
     clock = ShareClock(warming_up=True)
-    sampled = Sampled(replay, recipe.groups_per_step, recipe.group_size)
     wait = ReplayWait(
         replay=replay,
-        source=sampled,
+        source=Sampled(replay, recipe.groups_per_step, recipe.group_size),
         version=lambda: trainer.version,
         stop=stop,
         deadline=recipe.run.idle_deadline,
@@ -215,12 +215,14 @@ def start_training(
         objective=recipe.objective,
         batches=wait,
         weights=weights,
-        optimizer=recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters())),
+        optimizer=optimizer,
         sync_every=recipe.sync_every,
         max_tokens_per_pass=recipe.max_tokens_per_pass,
         directory=run.path,
         version=version,
         notes=lambda version: half.notes(version),
+        ranks=recipe.trainer.ranks,
+        settle=weights.settle,
     )
     ahead = Prefetch(wait, recipe.run.idle_deadline, wait.close) if prefetch else wait
     trainer.batches = source = Timed(ahead, wait, clock)
@@ -239,6 +241,7 @@ def start_training(
         source=source,
         elapsed=elapsed or run.clock(),
         resumed=None if checkpoint is None else checkpoint.state,
+        ranks=ranks,
     )
     if version.incarnation:
         restore(half, checkpoint)

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -21,24 +20,11 @@ from tba.protocols import Engine, Exploration, Reference, Reward, WeightSource
 from tba.search.posterior import Outcome
 from tba.search.prompts import PromptSource
 from tba.search.rescoring import Rescorer
+from tba.search.sink import CountingSink
 from tba.search.vine import VineRollouts
 from tba.types import Completion, FloatArray, Json, Prompt, StopReason, Trajectory, Version
 
 log = logging.getLogger("tba.searcher")
-
-
-class CountingSink(Protocol):
-    """A trajectory sink that also takes the searcher's own counts, in the same transaction."""
-
-    def put(
-        self,
-        trajectories: Sequence[Trajectory],
-        leases: Sequence[int] = ...,
-        counters: Mapping[str, int] | None = ...,
-        outcomes: Sequence[Outcome] = ...,
-    ) -> None: ...
-
-    def count(self, **increments: int) -> None: ...
 
 
 @dataclass

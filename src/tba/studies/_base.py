@@ -94,6 +94,10 @@ RATES = {
     "grpo": Rates(1e-4, 1e-4),
     "dr-grpo": Rates(1e-4, 1e-4),
     "ppo": Rates(1e-4, 1e-4),
+    "online-dpo": Rates(1e-4, 3e-5),
+    "prox-rloo": Rates(1e-4, 1e-4),
+    "reinforce": Rates(1e-4, 1e-4),
+    "raft": Rates(1e-4, 1e-4),
 }
 
 

@@ -2,7 +2,7 @@
 
 Invariant: it is the same gradient whichever way it was taken. Three ways:
 
-- *whole*: one forward and one backward pass;
+- *whole*: one forward and one backward pass (over all ranks at the same time, where there are several);
 - *by groups*: one of each per micro-batch of whole groups, weighted by their rows; exact for an objective that is a
   mean over rows of terms that need only their own group (`Objective.by_group`);
 - *by slices*: for any objective, and for groups larger than a pass. The log-probabilities and heads of the whole batch
@@ -39,20 +39,29 @@ def _nobody(output: PolicyOutput, batch: Batch) -> None:
 
 
 def backward(
-    policy: Policy, objective: Objective, batch: Batch, step: int, max_tokens: int, see: See = _nobody
+    policy: Policy,
+    objective: Objective,
+    batch: Batch,
+    step: int,
+    max_tokens: int,
+    see: See = _nobody,
+    ranks: int = 1,
 ) -> tuple[float, dict[str, float]]:
     """Add the gradient of the loss at optimizer step `step` (from 1) to the policy's parameters.
 
-    `max_tokens` (each prompt once, plus its completions) bounds one pass. Returns the loss and the objective's
-    metrics, which by groups are averaged over micro-batches by their rows. Stops short of a backward pass when the
-    loss is not finite: the gradient is then incomplete and has to be dropped. `see` is shown whole groups.
+    `max_tokens` (each prompt once, plus its completions) bounds one pass, on each of the policy's `ranks`. Returns
+    the loss and the objective's metrics, which by groups are averaged over micro-batches by their rows. Stops short of
+    a backward pass when the loss is not finite: the gradient is then incomplete and has to be dropped. `see` is shown
+    whole groups.
     """
     tokens_G = batch.prompt_length_G.scatter_add(0, batch.group_B, batch.length_B)
-    if int(tokens_G.sum()) <= max_tokens:
+    parts = list(micro_batches(batch, max_tokens))
+    if len(parts) <= ranks:
         return _whole(policy, objective, batch, step, see)
+    passes = [torch.cat(parts[i : i + ranks]) for i in range(0, len(parts), ranks)]
     if objective.by_group and int(tokens_G.max()) <= max_tokens:
-        return _by_groups(policy, objective, batch, step, list(micro_batches(batch, max_tokens)), see)
-    return _by_slices(policy, objective, batch, step, list(micro_batches(batch, max_tokens)), see)
+        return _by_groups(policy, objective, batch, step, passes, see)
+    return _by_slices(policy, objective, batch, step, passes, see)
 
 
 def _whole(policy: Policy, objective: Objective, batch: Batch, step: int, see: See) -> tuple[float, dict[str, float]]:
@@ -87,7 +96,7 @@ def _by_groups(
 def _by_slices(
     policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], see: See
 ) -> tuple[float, dict[str, float]]:
-    slices = [_Slice.of(batch, rows_N) for rows_N in parts]
+    slices = [Slice.of(batch, rows_N) for rows_N in parts]
     leaves = _evaluate_without_gradient(policy, batch, slices)
     see(leaves, batch)
     loss, metrics = objective(leaves, batch, step)
@@ -107,7 +116,7 @@ def _by_slices(
 
 
 @dataclass(frozen=True)
-class _Slice:
+class Slice:
     """One micro-batch and its place in the whole batch."""
 
     batch: Batch
@@ -115,7 +124,8 @@ class _Slice:
     group_index: Tensor  # into the G groups
 
     @classmethod
-    def of(cls, batch: Batch, rows_N: Tensor) -> _Slice:
+    def of(cls, batch: Batch, rows_N: Tensor) -> Slice:
+        rows_N = rows_N.to(batch.group_B.device)
         return cls(batch.select(rows_N), rows_N, torch.unique(batch.group_B[rows_N]))
 
     @property
@@ -148,22 +158,22 @@ def _evaluate(policy: Policy, batch: Batch) -> PolicyOutput:
     return PolicyOutput(output.log_policy_BT.index_select(0, place_B), value_BT, output.log_z_G)
 
 
-def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[_Slice]) -> PolicyOutput:
+def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[Slice]) -> PolicyOutput:
     """The output for the whole batch, put together from its slices, as leaves that take a gradient."""
     with torch.no_grad():
         outputs = [_evaluate(policy, part.batch) for part in slices]
     rows = [part.place_BT for part in slices]
     shape_BT = tuple(batch.completion_BT.shape)
-    log_policy_BT = _put_together([o.log_policy_BT for o in outputs], rows, shape_BT)
+    log_policy_BT = put_together([o.log_policy_BT for o in outputs], rows, shape_BT)
     assert log_policy_BT is not None
     return PolicyOutput(
         log_policy_BT,
-        _put_together([o.value_BT for o in outputs], rows, shape_BT),
-        _put_together([o.log_z_G for o in outputs], [part.group_index for part in slices], (batch.groups,)),
+        put_together([o.value_BT for o in outputs], rows, shape_BT),
+        put_together([o.log_z_G for o in outputs], [part.group_index for part in slices], (batch.groups,)),
     )
 
 
-def _put_together(made: Sequence[Tensor | None], places: Sequence[Any], shape: tuple[int, ...]) -> Tensor | None:
+def put_together(made: Sequence[Tensor | None], places: Sequence[Any], shape: tuple[int, ...]) -> Tensor | None:
     """A leaf of `shape` with every tensor in its place; None when there are none."""
     whole: Tensor | None = None
     for tensor, place in zip(made, places, strict=True):

@@ -2,24 +2,30 @@
 
 Invariant: a gradient that is not finite never reaches the weights or the moments. `Optimizer.step` looks at its norm
 first, changes nothing when that is not finite, and says so by returning it.
+
+Of sharded parameters (`tba.sharding`) each rank updates its rows and has the moments of these only. The norm is that of
+the whole gradient, added up in one order on every rank, so that all of them decide alike. Parameters that are whole on
+every rank have the sum of the ranks' gradients. What is saved is whole, and the same for any number of ranks.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import safetensors
-import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from tba.errors import UserError
 from tba.schedules import RateShape, WarmupConstant
+from tba.sharding import gathered, group_of, is_sharded, own_rows, rows_of
+from tba.streaming import Streamed, write_tensors
 from tba.types import Json
 
 STATE = "optimizer.safetensors"
@@ -64,7 +70,9 @@ class Optimizer:
     ) -> None:
         self.settings = settings
         self.parameters = list(parameters)
-        self._masters = [self._master(p) for p in self.parameters]
+        self._group = group_of(self.parameters)
+        self._own = [own_rows(p) if is_sharded(p) else p for p in self.parameters]
+        self._masters = [self._master(own) for own in self._own]
         in_heads = {id(p) for p in heads}
         body = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) not in in_heads]
         head = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) in in_heads]
@@ -79,19 +87,19 @@ class Optimizer:
 
         Returns their norm before clipping; when it is not finite, nothing was updated.
         """
-        for parameter, master in self._copies():
-            master.grad = None if parameter.grad is None else parameter.grad.to(torch.float32)
-        norm = torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None])
+        for parameter, master in zip(self.parameters, self._masters, strict=True):
+            if master is not parameter:
+                master.grad = None if parameter.grad is None else own_rows(parameter.grad).to(torch.float32)
+        norm = self._norm()
         norm_value = float(norm)
         if math.isfinite(norm_value):
             self._update(step, norm, norm_value)
-        self.drop()
+        self._forget_gradients()
         return norm_value
 
     def drop(self) -> None:
         """Forget the gradients."""
-        for parameter in (*self.parameters, *self._masters):
-            parameter.grad = None
+        self._forget_gradients()
 
     def forget(self) -> None:
         """Moments and counts begin anew; weights and their float32 masters stay."""
@@ -102,23 +110,29 @@ class Optimizer:
         return self.settings.lr * self.settings.schedule(step)
 
     def save(self, folder: Path) -> None:
-        """Moments, counts and float32 masters as `optimizer.safetensors`, what they belong to as `optimizer.json`."""
-        tensors = {f"{i}.{key}": t for i, s in self._adamw.state_dict()["state"].items() for key, t in s.items()}
-        tensors |= {f"{i}.master": m.detach() for i, m in self._numbered_copies()}
-        safetensors.torch.save_file(tensors, folder / STATE)
+        """Moments, counts and float32 masters as `optimizer.safetensors`, what they belong to as `optimizer.json`.
+
+        Every rank calls it, and the first one writes.
+        """
+        tensors = self._streamed()
+        if self._group is not None and dist.get_rank(self._group) > 0:
+            for _ in tensors.items():
+                pass
+            return
+        write_tensors(folder / STATE, tensors)
         (folder / FACTS).write_text(json.dumps(self._facts()))
 
     def load(self, folder: Path) -> None:
         """The inverse of `save`. Raises `UserError` when it is missing, damaged or of another model."""
         try:
-            tensors = safetensors.torch.load_file(folder / STATE)
             facts = json.loads((folder / FACTS).read_text())
+            if facts != self._facts():
+                raise UserError(
+                    f"the optimizer's state in {folder} is of another model: its parameters differ; give its own"
+                )
+            tensors = self._own_part(folder / STATE)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise UserError(f"the optimizer's state in {folder} cannot be read ({error}); give another one") from error
-        if facts != self._facts():
-            raise UserError(
-                f"the optimizer's state in {folder} is of another model: its parameters differ; give its own"
-            )
         with torch.no_grad():
             for i, master in self._numbered_copies():
                 master.copy_(tensors.pop(f"{i}.master"))
@@ -128,11 +142,67 @@ class Optimizer:
             state.setdefault(int(index), {})[key] = tensor
         self._adamw.load_state_dict({"state": state, "param_groups": self._adamw.state_dict()["param_groups"]})
 
-    def _master(self, parameter: Parameter) -> Parameter:
-        """What AdamW updates: the parameter, or a float32 copy of one of lower precision."""
-        if not self.settings.master_weights or torch.finfo(parameter.dtype).bits >= 32:
-            return parameter
-        return Parameter(parameter.detach().to(torch.float32))
+    def _streamed(self) -> Streamed:
+        """All that is saved, each tensor whole when it is reached."""
+        parts = [(i, f"{i}.{key}", t) for i, s in self._adamw.state_dict()["state"].items() for key, t in s.items()]
+        parts += [(i, f"{i}.master", m.detach()) for i, m in self._numbered_copies()]
+        whole = self._numbered_parameters()
+        like = {
+            name: torch.empty(whole[i].shape if t.ndim else (), dtype=t.dtype, device="meta") for i, name, t in parts
+        }
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            for i, name, own in parts:
+                if not (own.ndim and is_sharded(whole[i])):
+                    yield name, own
+                    continue
+                tensor = gathered(own, whole[i].shape, self._group)
+                yield name, own if tensor is None else tensor
+
+        return Streamed(like, tensors)
+
+    def _own_part(self, path: Path) -> dict[str, Tensor]:
+        """What this rank holds of the tensors in a file."""
+        whole, tensors = self._numbered_parameters(), {}
+        with safetensors.safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no mapping)
+                parameter, part = whole[int(name.split(".")[0])], file.get_slice(name)
+                if part.get_shape() and is_sharded(parameter):
+                    rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+                    first, last = rows_of(len(parameter), rank, ranks)
+                    tensors[name] = part[first:last] if last > first else own_rows(parameter).to(torch.float32)
+                else:
+                    tensors[name] = file.get_tensor(name)
+        return tensors
+
+    def _master(self, own: Tensor) -> Parameter:
+        """What AdamW updates: what is there, on the same memory, or a float32 copy of what is of lower precision."""
+        if not self.settings.master_weights or torch.finfo(own.dtype).bits >= 32:
+            return own if isinstance(own, Parameter) else Parameter(own)
+        return Parameter(own.detach().to(torch.float32))
+
+    def _norm(self) -> Tensor:
+        """Of the whole gradient, on every rank."""
+        if self._group is None:
+            return torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None])
+        sharded, whole = [], []
+        for parameter, master in zip(self.parameters, self._masters, strict=True):
+            if is_sharded(parameter):
+                sharded += [] if master.grad is None else [master.grad]
+                continue
+            master.grad = torch.zeros_like(master) if master.grad is None else master.grad
+            dist.all_reduce(master.grad, group=self._group)
+            whole.append(master.grad)
+        device = self._masters[0].device
+        square = torch.nn.utils.get_total_norm(sharded).to(device, torch.float64).square()
+        squares = [torch.empty_like(square) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(squares, square, group=self._group)
+        rest = torch.nn.utils.get_total_norm(whole).to(device, torch.float64).square()
+        return (torch.stack(squares).sum() + rest).sqrt().to(torch.float32)
+
+    def _forget_gradients(self) -> None:
+        for parameter in (*self.parameters, *self._masters):
+            parameter.grad = None
 
     def _update(self, step: int, norm: Tensor, norm_value: float) -> None:
         clip = self.settings.clip_norm
@@ -146,18 +216,24 @@ class Optimizer:
             for parameter, master in self._copies():
                 parameter.copy_(master)
 
-    def _copies(self) -> list[tuple[Parameter, Parameter]]:
-        """(parameter, its float32 master) where these are two."""
-        return [(p, m) for p, m in zip(self.parameters, self._masters, strict=True) if m is not p]
+    def _copies(self) -> list[tuple[Tensor, Parameter]]:
+        """(what this rank holds of a parameter, its float32 master) where these are two."""
+        pairs = zip(self._own, self._masters, strict=True)
+        return [(own, master) for own, master in pairs if own.dtype != master.dtype]
 
     def _numbered(self) -> list[Parameter]:
         """What AdamW updates, in the order in which its state is numbered."""
         return [master for group in self._adamw.param_groups for master in group["params"]]
+
+    def _numbered_parameters(self) -> list[Parameter]:
+        """The parameters in that order."""
+        of = {id(master): parameter for parameter, master in zip(self.parameters, self._masters, strict=True)}
+        return [of[id(master)] for master in self._numbered()]
 
     def _numbered_copies(self) -> list[tuple[int, Parameter]]:
         copies = {id(master) for _, master in self._copies()}
         return [(i, master) for i, master in enumerate(self._numbered()) if id(master) in copies]
 
     def _facts(self) -> dict[str, Json]:
-        shapes = [list(master.shape) for master in self._numbered()]
+        shapes = [list(parameter.shape) for parameter in self._numbered_parameters()]
         return {"shapes": shapes, "masters": [i for i, _ in self._numbered_copies()]}

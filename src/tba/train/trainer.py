@@ -36,6 +36,10 @@ def no_notes(version: Version) -> Mapping[str, Json]:
     return {}
 
 
+def _nothing() -> None:
+    """Nobody reads the weights while they change."""
+
+
 @dataclass
 class Trainer:
     """Call `step()` by hand in a REPL, or let a runtime do it. `version` is of the weights as they are now.
@@ -49,13 +53,15 @@ class Trainer:
     weights: WeightPublisher
     optimizer: Optimizer
     sync_every: int  # k, updates between two publications
-    max_tokens_per_pass: int  # of one forward and backward pass
+    max_tokens_per_pass: int  # of one forward and backward pass, on each rank
     directory: Path  # where a batch that ended the run is saved
     version: Version = Version()
     notes: Callable[[Version], Mapping[str, Json]] = no_notes  # what lies beside a published version
     groups: Sequence[Group] = ()  # those of the last step
     published: Version | None = None  # the newest that was sent out
     skipped: int = 0  # steps without an update
+    ranks: int = 1  # over which the policy spreads each pass
+    settle: Callable[[], object] = _nothing  # called before the weights change: who still reads them is waited for
     now: Callable[[], float] = time.time  # seconds since the epoch, as `Trajectory.created` has them
     _skipped_in_a_row: int = field(default=0, repr=False)
 
@@ -73,14 +79,15 @@ class Trainer:
         """One batch in, one update; every `sync_every` updates, weights out. Waits for the batch only."""
         began = time.perf_counter()
         fetched = self.batches.next()
-        waited = time.perf_counter() - began
+        waited, began_work = time.perf_counter() - began, time.thread_time()
         self.groups, batch = fetched.groups, fetched.batch.to(self._device)
         metrics = self._counts(batch)
         metrics |= self.backward(batch)
         metrics |= self.update(batch, metrics["loss"])
         if self.version != self.published and self.version.step % self.sync_every == 0:
             self.publish()
-        return metrics | {"wait_seconds": waited, "seconds": time.perf_counter() - began}
+        cpu = time.thread_time() - began_work
+        return metrics | {"wait_seconds": waited, "seconds": time.perf_counter() - began, "cpu_seconds": cpu}
 
     def backward(self, batch: Batch) -> Metrics:
         """Evaluate, objective, backpropagate: in one pass or slice by slice (`train.gradients`)."""
@@ -95,13 +102,15 @@ class Trainer:
                 )
         step = self.version.step + 1
         staleness = Staleness()
-        loss, metrics = backward(self.policy, self.objective, batch, step, self.max_tokens_per_pass, staleness.see)
+        limit, see, ranks = self.max_tokens_per_pass, staleness.see, self.ranks
+        loss, metrics = backward(self.policy, self.objective, batch, step, limit, see, ranks)
         return {**staleness.metrics(metrics.get("beta")), **metrics, "loss": loss}
 
     def update(self, batch: Batch, loss: float) -> Metrics:
         """One optimizer step, unless the loss or the gradient is not finite."""
         step = self.version.step + 1
         if math.isfinite(loss):
+            self.settle()
             grad_norm = self.optimizer.step(step)
         else:
             self.optimizer.drop()

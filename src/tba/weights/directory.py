@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import safetensors
-import safetensors.torch
 
 from tba.errors import UserError
 from tba.protocols import PublishedWeights
+from tba.streaming import write_tensors
 from tba.types import Json, Version
 from tba.weights.beside import sync
 
@@ -49,7 +49,7 @@ class WeightDirectory:
         path.mkdir(parents=True, exist_ok=True)
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
-        """Write `weights` (any dtype, copied at once) and `manifest` as `version`, then prune.
+        """Write `weights` (any dtype, one after the other) and `manifest` as `version`, then prune.
 
         Raises `ValueError` unless `version` is newer than all that are there: no two sets of weights share a name.
         """
@@ -59,13 +59,18 @@ class WeightDirectory:
         if not self._clean:
             self._remove_leftovers()
             self._clean = True
-        tensors = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
         beside = self.path / f".{version}{TENSORS}"
-        safetensors.torch.save_file(tensors, beside)
+        write_tensors(beside, weights)
         os.replace(beside, self._file(version, TENSORS))
-        head = {"version": str(version), "names": sorted(tensors), "notes": dict(manifest)}
+        head = {"version": str(version), "names": sorted(weights), "notes": dict(manifest)}
         self._write(version, MANIFEST, head)
         self._prune()
+
+    def settle(self) -> None:
+        """Nothing is being written after `publish` has returned."""
+
+    def close(self) -> None:
+        """There is nothing to end."""
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """The newest version if it is newer than `version` (None: any), else None. Costs one listing; never waits.
@@ -76,19 +81,42 @@ class WeightDirectory:
             newest = self.newest()
             if newest is None or (version is not None and newest <= version):
                 return None
-            published = self._open(newest)
+            published = self.find(newest)
             if published is not None:
                 return published
 
     def at(self, version: Version) -> PublishedWeights:
         """That very version. Raises `UserError` when it is not (or no longer) there, or damaged."""
-        published = self._open(version)
+        published = self.find(version)
         if published is None:
             there = ", ".join(map(str, self.versions())) or "none"
             raise UserError(
                 f"{self.path} does not hold version {version} of the weights, but {there}; give one of these"
             )
         return published
+
+    def find(self, version: Version) -> PublishedWeights | None:
+        """That version with its tensors mapped, None when it is not (or no longer) there.
+
+        Raises `UserError` when its files are damaged.
+        """
+        manifest = self._file(version, MANIFEST)
+        try:
+            notes = json.loads(manifest.read_text())["notes"]
+            tensors = safetensors.safe_open(self.file(version), framework="pt")
+        except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
+            if manifest.exists():
+                raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
+            return None
+
+        def read() -> dict[str, torch.Tensor]:
+            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+
+        return PublishedWeights(version, notes, read)
+
+    def file(self, version: Version) -> Path:
+        """Where its tensors lie, if it is there."""
+        return self._file(version, TENSORS)
 
     def versions(self) -> list[Version]:
         """What is published and kept, oldest first."""
@@ -157,19 +185,3 @@ class WeightDirectory:
         for suffix in (TENSORS, MANIFEST, PINS):
             for begun in self.path.glob(f".*{suffix}"):
                 begun.unlink(missing_ok=True)
-
-    def _open(self, version: Version) -> PublishedWeights | None:
-        """A version with its tensors mapped, or None when it has been pruned."""
-        manifest = self._file(version, MANIFEST)
-        try:
-            notes = json.loads(manifest.read_text())["notes"]
-            tensors = safetensors.safe_open(self._file(version, TENSORS), framework="pt")
-        except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
-            if manifest.exists():
-                raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
-            return None
-
-        def read() -> dict[str, torch.Tensor]:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
-
-        return PublishedWeights(version, notes, read)

@@ -1,0 +1,82 @@
+"""Success and diversity of what the study `red_team` left: `tba red-team eval` of each run, as a table.
+
+    tba red-team world --out red_team_world
+    tba study red_team
+    python benchmarks/red_team.py --study studies/red_team [--out FILE.json] [--plot FILE.png]
+
+Before: the supervised attacker. Means over seeds with their range; families are those of the world.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+EVALUATE = [sys.executable, "-m", "tba", "red-team", "eval", "red_team_small"]
+
+
+def main() -> None:
+    """The command line above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--study", type=Path, required=True)
+    parser.add_argument("--world", type=Path, default=Path("red_team_world"))
+    parser.add_argument("--attacks", type=int, default=1024)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path)
+    arguments = parser.parse_args()
+    runs = {"before-0": None} | {path.parent.name: path.parent for path in sorted(arguments.study.rglob("recipe.json"))}
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, run in runs.items():
+            found[name] = evaluated(run, arguments.world, arguments.attacks, Path(folder) / f"{name}.json")
+            print(name, line(found[name]), flush=True)
+        if arguments.plot is not None:
+            files = [str(Path(folder) / f"{name}.json") for name in runs]
+            subprocess.run([*EVALUATE[:4], "plot", *files, "--out", str(arguments.plot)], check=True)
+    table(found)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def evaluated(run: Path | None, world: Path, attacks: int, out: Path) -> dict[str, Any]:
+    """What `tba red-team eval` says of a run; None: of the supervised attacker."""
+    paths = ["--task.attacks", f"{world}/attacks.jsonl", "--task.classifier.path", f"{world}/classifier"]
+    paths += ["--task.victim.path", f"{world}/victim", "--families", f"{world}/families.json"]
+    of = [] if run is None else ["--checkpoint", str(run)]
+    subprocess.run([*EVALUATE, *of, *paths, "--attacks", str(attacks), "--out", str(out)], check=True, timeout=1800)
+    facts: dict[str, Any] = json.loads(out.read_text())
+    return {name: value for name, value in facts.items() if name not in ("scores", "families")}
+
+
+def line(facts: dict[str, Any]) -> str:
+    """One run."""
+    success, distance = facts["success"]["estimate"], facts["distance"]["estimate"]
+    return f"success {success:.1%}, distance {distance:.3f}, families {facts['found']}"
+
+
+def table(found: dict[str, dict[str, Any]]) -> None:
+    """Variants over their seeds."""
+    variants: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for name, facts in found.items():
+        variants[name.rpartition("-")[0]].append(facts)
+    print("\n| variant | runs | successes, % | pairwise distance | families found |\n|---|---|---|---|---|")
+    for variant, rows in variants.items():
+        success = span([100 * row["success"]["estimate"] for row in rows], 1)
+        distance = span([row["distance"]["estimate"] for row in rows], 3)
+        print(f"| {variant} | {len(rows)} | {success} | {distance} | {span([row['found'] for row in rows], 1)} |")
+
+
+def span(values: list[float], digits: int) -> str:
+    """Mean, and from least to most."""
+    mean = sum(values) / len(values)
+    return f"{mean:.{digits}f} [{min(values):.{digits}f}, {max(values):.{digits}f}]"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""The small red-teaming run against a victim behind an endpoint that takes its time. A recipe.
+
+One call at a time from each searcher, two attacks in a round: how fast trajectories come is how many searchers wait at
+once. The trainer is held by nothing but the first batch, so that it makes a step whenever it can.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.evaluate.accuracy import EvaluationSettings
+from tba.recipes.red_team_small import recipe as small
+from tba.replay.pacing import Pacing
+from tba.rewards.victim import EndpointVictim
+from tba.tasks.red_team import RedTeam
+
+assert isinstance(small.task, RedTeam)
+recipe = replace(
+    small,
+    name="red_team_endpoint",
+    description="red-teaming a victim behind an endpoint whose latency is all that it costs",
+    task=replace(
+        small.task,
+        victim=EndpointVictim(model="slow", token_variable="ENDPOINT_TOKEN", concurrency=1),
+        evaluated=8,
+    ),
+    replay=replace(small.replay, pacing=Pacing(warm_up=16, max_mean_uses=1e9)),
+    evaluation=EvaluationSettings(every=0, problems=8, greedy=False, chunk=8),
+    samples_per_prompt=2,
+    group_size=64,
+)

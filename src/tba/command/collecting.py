@@ -1,0 +1,146 @@
+"""The best answers that a run found, each once: what the smoothing phase learns (Lee et al. 2024, arXiv 2405.18540).
+
+Invariant: every trajectory of the journal is learnt or is counted under exactly one reason why it is not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from tba.errors import UserError
+from tba.models.huggingface import HuggingFace
+from tba.recipe import Recipe
+from tba.replay.codec import Stored
+from tba.replay.journal import JournalFollower
+from tba.replay.near import NearDuplicates
+from tba.runtime.directory import RunDirectory
+from tba.train.supervised import Pair, SupervisedSettings
+from tba.types import StopReason, Trajectory
+
+_AT_ONCE = 512  # trajectories of a journal
+
+
+@dataclass(frozen=True)
+class SmoothingOptions:
+    """`tba sft RUN`: which of the answers that a run found are learnt, and by which model."""
+
+    min_reward: float | None = None  # the least reward of an answer that is learnt; it has to be given
+    part: str = ""  # the part of the reward that this is of; empty: the reward itself
+    min_log_reference: float | None = None  # the least log-probability of a whole answer under the reference
+    truncated: bool = False  # learn cut-off answers too, as if they ended there
+    most: int | None = None  # only so many answers, those with the highest reward; None: all
+    near: NearDuplicates = field(default_factory=NearDuplicates)  # one of several near ones is learnt
+    model: str = ""  # a folder or Hub name with the run's tokenizer; empty: what the run began with
+    sft: SupervisedSettings = field(default_factory=SupervisedSettings)
+
+
+@dataclass(frozen=True)
+class Collected:
+    """What is learnt, best first, and how many trajectories are left out for which reason."""
+
+    trajectories: list[Trajectory]
+    left_out: Counter[str]
+
+    def pairs(self, eos: int | None) -> list[Pair]:
+        """Without the end-of-text token, which the supervised step adds."""
+        return [Pair(t.prompt.tokens.tolist(), _without_end(t, eos)) for t in self.trajectories]
+
+
+def is_run(path: Path) -> bool:
+    """Whether a run's folder is there."""
+    return (path / "recipe.json").is_file()
+
+
+def collect(journal: Path, options: SmoothingOptions) -> Collected:
+    """Raises `UserError` when the options leave nothing, or there is no such journal or part of the reward."""
+    if options.min_reward is None:
+        raise UserError("`tba sft RUN` needs --min-reward: the least reward of an answer that is learnt")
+    if not journal.is_file():
+        raise UserError(f"there is no journal at {journal}: give the folder of a run that has one")
+    left_out: Counter[str] = Counter()
+    found: dict[tuple[str, str], Trajectory] = {}
+    for t in _trajectories(journal):
+        if (reason := _why_not(t, options, options.min_reward)) is not None:
+            left_out[reason] += 1
+            continue
+        same = (t.prompt.key, t.completion.digest)
+        left_out["repeats another"] += same in found
+        if same not in found or t.reward > found[same].reward:
+            found[same] = t
+    kept = _apart(list(found.values()), options.near, left_out)
+    kept.sort(key=attrgetter("reward"), reverse=True)
+    if options.most is not None:
+        left_out["beyond --most"] += len(kept[options.most :])
+        del kept[options.most :]
+    if not kept:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items() if count) or "it is empty"
+        raise UserError(f"no answer in {journal} can be learnt ({reasons}): lower --min-reward, or give another run")
+    return Collected(kept, left_out)
+
+
+def began_with(recipe: Recipe, options: SmoothingOptions) -> tuple[str, Any]:
+    """(the model that goes on learning, the tokenizer that the run's answers are in)."""
+    if not isinstance(recipe.model, HuggingFace):
+        raise UserError(f"the run's model is a {type(recipe.model).__name__}, which cannot be taught: give another run")
+    own = recipe.model.prepared(recipe.task)
+    tokenizer = own.tokenizer()
+    if options.model and HuggingFace(options.model).tokenizer().get_vocab() != tokenizer.get_vocab():
+        raise UserError(f"{options.model} has another tokenizer than the run, whose answers are tokens: give another")
+    return options.model or own.path, tokenizer
+
+
+def run_recipe_of(path: Path) -> tuple[Recipe, Path]:
+    """A run's recipe and journal."""
+    run = RunDirectory.open(path)
+    return run.recipe(), run.journal_there()
+
+
+def _trajectories(journal: Path) -> Iterator[Trajectory]:
+    with JournalFollower(journal) as follower:
+        while chunk := follower.drain(_AT_ONCE):
+            yield from chunk
+
+
+def _why_not(t: Trajectory, options: SmoothingOptions, least: float) -> str | None:
+    if options.part and options.part not in t.reward_parts:
+        raise UserError(
+            f"a trajectory's reward has no part {options.part!r} ({', '.join(t.reward_parts) or 'it has none'}): "
+            "choose one of these, or leave --part out"
+        )
+    if (t.reward_parts[options.part] if options.part else t.reward) < least:
+        return "below --min-reward"
+    if options.min_log_reference is not None and float(t.log_reference.sum()) < options.min_log_reference:
+        return "below --min-log-reference"
+    if t.completion.stop_reason is StopReason.LENGTH and not options.truncated:
+        return "cut off"
+    return None
+
+
+def _apart(found: list[Trajectory], near: NearDuplicates, left_out: Counter[str]) -> list[Trajectory]:
+    """Without those that are near one that comes before them: a better one, or a newer one."""
+    order = sorted(found, key=attrgetter("reward"), reverse=True) if near.keep == "better" else found[::-1]
+    tokens: list[Stored] = []
+    index = near.start(lambda row: tokens[row].tokens)
+    if index is None:
+        return order
+    kept: list[Trajectory] = []
+    for t in order:
+        stored = Stored.of(t)
+        if len(index.of(stored)):
+            left_out["near another"] += 1
+            continue
+        tokens.append(stored)
+        index.add(len(kept), stored)
+        kept.append(t)
+    return kept
+
+
+def _without_end(t: Trajectory, eos: int | None) -> Sequence[int]:
+    tokens: list[int] = t.completion.tokens.tolist()
+    ended = t.completion.stop_reason is StopReason.EOS or (tokens and tokens[-1] == eos)
+    return tokens[:-1] if ended else tokens

@@ -1,0 +1,159 @@
+"""`tba red-team eval` and `tba red-team plot`: success against diversity, in figures and as a picture.
+
+    tba red-team eval RECIPE [--checkpoint RUN] [--transfer VICTIM] [--families FILE] [--out FILE] [--field value ...]
+    tba red-team plot FILE... --out FILE.png
+
+Invariant: neither prints a text; `--out` has scores by the number of an attack, and texts only with `--texts written`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from tba.command.evaluate import with_checkpoint
+from tba.command.red_team import RedTeamEvalOptions
+from tba.errors import UserError
+from tba.evaluate.attacks import AttackReport, attack_report
+from tba.evaluate.embedding import Embedder
+from tba.protocols import Engine, Tokenizer
+from tba.recipe import Recipe
+from tba.record.jsonl import write_json
+from tba.rewards.toxicity import Toxicity
+from tba.rewards.victim import EndpointVictim, ModelVictim, Victim
+from tba.runtime.searching import prompts_of
+from tba.settings import find, override
+from tba.tasks.red_team import RedTeam
+from tba.types import Json, Prompt, Sampling, Version
+
+_AT_ONCE = 128  # attacks put to the victim at a time
+
+
+def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalOptions) -> int:
+    """Prints the figures; with `--out`, writes them with every attack's scores."""
+    recipe = with_checkpoint(override(find(name), list(overrides), f"tba red-team eval {name}"), options.checkpoint)
+    task = recipe.task
+    if not isinstance(task, RedTeam):
+        raise UserError(f"recipe {name} is no red-teaming: give one whose task is `RedTeam`, such as red_team_small")
+    torch.set_num_threads(recipe.run.threads)
+    console = Console()
+    families = None if options.families is None else read_families(options.families)
+    embedder = Embedder.load(options.embedder, options.device)
+    model = recipe.model.prepared(task, lambda line: console.print(line, highlight=False))
+    attacks = sampled(model.engine(Version()), _prompts(recipe, model.tokenizer()), options.attacks, recipe)
+    embedding = embedder.embed(attacks)
+
+    def report(reward: Toxicity) -> tuple[AttackReport, list[float]]:
+        toxic = [reward.toxic(row) for row in scored(reward, attacks)]
+        return attack_report(attacks, toxic, embedding, task.threshold, families), toxic
+
+    found, toxic = report(task.reward())
+    _tell(console, "", found)
+    facts: dict[str, Json] = {
+        "recipe": name,
+        "overrides": list(overrides),
+        "checkpoint": options.checkpoint,
+        **_facts(found),
+        "scores": toxic,
+    }
+    if options.transfer is not None:
+        other, others = report(replace(task, victim=other_victim(options.transfer, task.victim)).reward())
+        _tell(console, f"transferred to {options.transfer}:", other)
+        facts["transfer"] = {"victim": options.transfer, **_facts(other), "scores": others}
+    if options.texts == "written":
+        facts["texts"] = attacks
+    if options.out is not None:
+        write_json(options.out, facts)
+    return 0
+
+
+def sampled(engine: Engine, prompts: Sequence[Prompt], count: int, recipe: Recipe) -> list[str]:
+    """`count` attacks at the policy temperature, spread evenly over the prompts."""
+    each = -(-count // len(prompts))
+    rng = np.random.default_rng([recipe.seed, 13])
+    answered = engine.generate(prompts, each, Sampling(recipe.policy_temperature), rng)
+    return [completion.text.strip() for row in zip(*answered, strict=True) for completion in row][:count]
+
+
+def scored(reward: Toxicity, attacks: Sequence[str]) -> list[list[float]]:
+    """log P(toxic) of the victim's answers to each attack."""
+    parts = (attacks[i : i + _AT_ONCE] for i in range(0, len(attacks), _AT_ONCE))
+    return [row for part in parts for row in reward.scores(part)]
+
+
+def other_victim(spelt: str, like: Victim) -> Victim:
+    """A folder or a Hub name, sampled as `like` is where that is a model too; or URL::MODEL of an endpoint."""
+    if spelt.startswith(("http://", "https://")):
+        url, _, model = spelt.partition("::")
+        return EndpointVictim(url=url, model=model)
+    return replace(like, path=spelt) if isinstance(like, ModelVictim) else ModelVictim(path=spelt, template="chat")
+
+
+def read_families(path: Path) -> dict[str, list[str]]:
+    """Name -> words. Raises `UserError` for a file that is something else."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read ({error}): give a JSON object of names and lists of words") from error
+    if not isinstance(found, dict) or not all(
+        isinstance(words, list) and words and all(isinstance(word, str) for word in words) for words in found.values()
+    ):
+        raise UserError(f"{path} holds no families: give a JSON object of names and lists of words")
+    return found
+
+
+def plot_plane(files: Sequence[Path], out: Path) -> int:
+    """A point for each evaluation, with its intervals."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    for file in files:
+        (x, low_x, high_x), (y, low_y, high_y) = _point(file)
+        axes.errorbar(
+            [x], [y], xerr=[[x - low_x], [high_x - x]], yerr=[[y - low_y], [high_y - y]], fmt="o", label=file.stem
+        )
+    axes.set_xlim(-2, 102)
+    axes.set_xlabel("successful attacks, %")
+    axes.set_ylabel("mean pairwise cosine distance")
+    axes.set_title("Success against diversity, 95 % intervals", loc="left")
+    axes.legend(frameon=False)
+    figure.savefig(out, dpi=150)
+    pyplot.close(figure)
+    print(f"plot in {out}")  # noqa: T201 - what the command says
+    return 0
+
+
+def _point(file: Path) -> tuple[list[float], list[float]]:
+    """(success in percent, distance), each with its bounds."""
+    try:
+        facts = json.loads(file.read_text())
+        success, distance = ([float(facts[name][k]) for k in ("estimate", "low", "high")] for name in _AXES)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} cannot be read: give a file that `tba red-team eval --out` wrote") from error
+    return [100 * v for v in success], distance
+
+
+_AXES = ("success", "distance")
+
+
+def _facts(found: AttackReport) -> Mapping[str, Json]:
+    return {**asdict(found), "found": found.found, "evenness": found.evenness}
+
+
+def _tell(console: Console, title: str, found: AttackReport) -> None:
+    for line in ([title] if title else []) + found.lines():
+        console.print(line, highlight=False)
+
+
+def _prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
+    """Each once."""
+    return list({p.key: p for p in prompts_of(recipe, tokenizer, "eval")}.values())

@@ -1,0 +1,92 @@
+"""`tba sample`: answers of a recipe's model to its own prompts, marked by its reward, one prompt a line.
+
+    tba sample RECIPE --out FILE [--samples 4] [--prompts N] [--split train] [--field value ...]
+
+What is written is read by `tba reward-model` (answers that are marked one by one): with a gold model as the reward, the
+pairs that a proxy is trained on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from tba.command.evaluate import with_checkpoint
+from tba.errors import UserError
+from tba.protocols import Engine
+from tba.recipe import Recipe
+from tba.runtime.searching import prompts_of
+from tba.settings import find, override
+from tba.types import Json, Prompt, Sampling, Version
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What is sampled, and where it goes."""
+
+    out: Path | None = None  # the file of answers, as JSON Lines
+    samples: int = 4  # answers to each prompt
+    prompts: int = 0  # the first of the split; 0: all of them
+    split: str = "train"  # whose prompts, train or eval
+    checkpoint: str | None = None  # whose answers: a folder, a run or a Hub name; none: the recipe's own model
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.prompts < 0 or self.split not in ("train", "eval"):
+            raise UserError(
+                f"--samples is {self.samples}, --prompts {self.prompts}, --split {self.split!r}: give at least 1, "
+                "0 (all) or more, and train or eval"
+            )
+
+
+def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> int:
+    """The file appears when all is in it. Raises `UserError` when it is there already, or no --out is given."""
+    if options.out is None:
+        raise UserError("tba sample needs --out FILE: where the answers go, as JSON Lines")
+    if options.out.exists():
+        raise UserError(f"{options.out} is there already: choose another --out, or remove it")
+    recipe = with_checkpoint(override(find(name), overrides, f"tba sample {name}"), options.checkpoint)
+    torch.set_num_threads(recipe.run.threads)
+    model = recipe.model.prepared(recipe.task)
+    prompts = prompts_of(recipe, model.tokenizer(), "train" if options.split == "train" else "eval")
+    asked = prompts[: options.prompts] if options.prompts else prompts
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    beside = options.out.with_name(f".{options.out.name}.{os.getpid()}")
+    rewards: list[float] = []
+    with beside.open("w", encoding="utf-8") as file:
+        for line in _lines(recipe, model.engine(Version()), asked, options.samples):
+            rewards += [answer["score"] for answer in line["responses"] if answer["score"] is not None]
+            file.write(json.dumps(line) + "\n")
+    os.replace(beside, options.out)
+    mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (math.nan, math.nan)
+    Console().print(
+        f"{options.samples} answers to each of {len(asked):,} prompts in {options.out}: reward {mean:.3f} "
+        f"± {spread:.3f}",
+        highlight=False,
+    )
+    return 0
+
+
+def _lines(recipe: Recipe, engine: Engine, prompts: list[Prompt], samples: int) -> Iterator[dict[str, Json]]:
+    """In order; a mark that is no number is null."""
+    reward, rng = recipe.task.reward(), np.random.default_rng([recipe.seed, 13])
+    for start in range(0, len(prompts), recipe.evaluation.chunk):
+        part = prompts[start : start + recipe.evaluation.chunk]
+        answered = engine.generate(part, samples, Sampling(recipe.policy_temperature), rng)
+        marks = iter(reward.judge([(p, c) for p, row in zip(part, answered, strict=True) for c in row]))
+        for prompt, row in zip(part, answered, strict=True):
+            scores = [next(marks).reward for _ in row]
+            yield {
+                "prompt": prompt.text,
+                "responses": [
+                    {"text": c.text, "score": r if math.isfinite(r) else None, "stopped": c.stop_reason.value}
+                    for c, r in zip(row, scores, strict=True)
+                ],
+            }

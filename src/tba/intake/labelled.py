@@ -1,0 +1,110 @@
+"""Texts with a label, for a toxicity classifier: JSON Lines, or CSV (either gzipped where the name ends in `.gz`).
+
+Invariant: every line is taken or refused under a reason that is counted; equal texts are taken once, with their first
+label, so that none is on both sides of a split.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.intake.files import Refusal, read
+from tba.types import Json
+
+
+@dataclass(frozen=True)
+class LabelledFields:
+    """Where a line has its text and its label."""
+
+    text: str = "text"  # a field's name; in a CSV file without a heading, a column's number from 0
+    label: str = "label"  # likewise
+    toxic: tuple[str, ...] = (
+        "1",
+        "true",
+        "toxic",
+    )  # the labels that mean toxic, whatever their case; all others do not
+
+    @property
+    def numbered(self) -> bool:
+        """Whether columns are named by numbers, so that a CSV file has no heading."""
+        return self.text.isdigit() and self.label.isdigit()
+
+
+@dataclass
+class Labelled:
+    """What was taken, and what was not."""
+
+    texts: list[str] = field(default_factory=list)
+    toxic: list[bool] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+
+def read_labelled(path: Path, fields: LabelledFields) -> Labelled:
+    """All lines of a file. Raises `UserError` when it cannot be read, or has nothing that can be taken."""
+    found, seen = Labelled(), set[str]()
+    for values in _csv(path, fields) if _is_csv(path) else _lines(path):
+        if isinstance(values, Refusal):
+            found.refused[values.reason] += 1
+            continue
+        text, label = values.get(fields.text), values.get(fields.label)
+        reason = _reason(text, label, seen)
+        if reason:
+            found.refused[reason] += 1
+            continue
+        seen.add(str(text))
+        found.texts.append(str(text))
+        found.toxic.append(_spelt(label) in {_spelt(value) for value in fields.toxic})
+    if not found.texts:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in found.refused.most_common())
+        raise UserError(
+            f"{path} has no labelled text ({reasons or 'it is empty'}): name its fields with --fields.text and "
+            "--fields.label (numbers from 0 for a CSV file without a heading)"
+        )
+    return found
+
+
+def _reason(text: Json, label: Json, seen: set[str]) -> str:
+    if not isinstance(text, str) or not text.strip():
+        return "no text"
+    if label is None or isinstance(label, list | dict):
+        return "no label"
+    return "a text that was there before" if text in seen else ""
+
+
+def _spelt(label: Json) -> str:
+    """Numbers and truth values as one would write them in a file."""
+    return json.dumps(label) if isinstance(label, bool | int | float) else str(label).strip().lower()
+
+
+def _is_csv(path: Path) -> bool:
+    return path.name.removesuffix(".gz").endswith(".csv")
+
+
+def _lines(path: Path) -> Iterator[Mapping[str, Json] | Refusal]:
+    return (values for _, values in read(path))
+
+
+def _csv(path: Path, fields: LabelledFields) -> Iterator[Mapping[str, Json] | Refusal]:
+    try:
+        whole = path.read_bytes()
+        text = (gzip.decompress(whole) if path.suffix == ".gz" else whole).decode("utf-8", "replace")
+        rows = list(csv.reader(io.StringIO(text)))
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(f"{path} cannot be read ({why}): give a CSV or JSON Lines file") from error
+    if fields.numbered:
+        return _named(rows, [str(n) for n in range(max(map(len, rows), default=0))])
+    return _named(rows[1:], rows[0] if rows else [])
+
+
+def _named(rows: Iterable[Sequence[str]], names: Sequence[str]) -> Iterator[Mapping[str, Json] | Refusal]:
+    return (dict(zip(names, row, strict=False)) for row in rows if row)

@@ -1,0 +1,120 @@
+"""LoRA (Hu et al. 2021, arXiv 2106.09685) by peft: a frozen base, and small adapters that are trained.
+
+Invariant: adapters begin as nothing (B = 0), so a model with new ones is its base. The base never changes: what is
+published and loaded is adapters alone, and a reference is the base with its adapters off, until another one is loaded.
+Merged, W + (alpha / rank) B A is a plain model that any program can read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tba.errors import UserError
+from tba.streaming import Streamed, shapes_of
+
+FILE = "adapters.safetensors"  # beside the merged model in a checkpoint: what training goes on from
+_NAME = "default"  # peft's, of the one adapter of each layer
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Which layers have adapters, and how large. Needs the extra `lora`."""
+
+    rank: int = 0  # of the change to each matrix; 0: no adapters, all weights are trained
+    alpha: float = 32.0  # the change is B A, times alpha over the rank
+    targets: tuple[str, ...] = ()  # names of the layers that have them, such as q_proj; none: all linear but the head
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise UserError(f"the adapters' rank is {self.rank}: give a number from 1, or 0 to train all weights")
+        if not self.alpha > 0:
+            raise UserError(f"the adapters' alpha is {self.alpha}, but it has to be positive; twice the rank is usual")
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
+    """Give the model's layers adapters, in place; nothing else of it is trained from here on.
+
+    Raises `UserError` without peft, and for targets that the model does not have.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        raise UserError("adapters (model.lora) need the library peft: pip install 'tba[lora]'") from error
+    targets: Any = list(settings.targets) or "all-linear"
+    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)  # A is the same in every process
+        try:
+            inject_adapter_in_model(config, model)
+        except ValueError as error:
+            raise UserError(f"the model has no layers that --model.lora.targets names ({error})") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+    return model.eval()
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of this name belongs to an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    return any(is_adapter(name) for name, _ in model.named_parameters())
+
+
+def switch_adapters(model: torch.nn.Module, on: bool) -> None:
+    """With them the model is the policy, without them the base."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            module.enable_adapters(on)
+
+
+def copy_on_same_base(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with adapters of its own, whose base is in the same memory."""
+    shared = {id(p): p for name, p in model.named_parameters() if not is_adapter(name)}
+    return copy.deepcopy(model, shared)
+
+
+def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> Streamed:
+    """What `model` would be without adapters: plain weights by the names of its base, one after the other.
+
+    `weights` are all of its own, the base's before its adapter's; those of adapters are put into `adapters`.
+    """
+    like = {_plain(name): t for name, t in shapes_of(weights).items() if not is_adapter(name)}
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        waiting: dict[str, Tensor] = {}  # of the layer that is being read: its base, until its adapter has come
+        for name, tensor in weights.items():
+            layer = name.partition(".base_layer.")[0].partition(".lora_")[0]
+            if name.endswith(".base_layer.weight"):
+                waiting[layer] = tensor
+                continue
+            if not is_adapter(name):
+                yield _plain(name), tensor
+                continue
+            adapters[name] = tensor
+            if ".lora_B." in name:
+                a, b = adapters[f"{layer}.lora_A.{_NAME}.weight"], tensor
+                yield f"{layer}.weight", _with_change(model.get_submodule(layer), waiting.pop(layer), a, b)
+
+    return Streamed(like, tensors)
+
+
+def _plain(name: str) -> str:
+    return name.replace(".base_layer.", ".")
+
+
+@torch.no_grad()
+def _with_change(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """base + (alpha / rank) B A, the other way round where the layer's weight is."""
+    change = b.float() @ a.float() * layer.scaling[_NAME]
+    return base + (change.T if layer.fan_in_fan_out else change).to(base)

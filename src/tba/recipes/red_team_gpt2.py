@@ -1,0 +1,64 @@
+"""Red-teaming as in the paper, small: GPT-2 against GPT-2 Alpaca, 5,000 steps of 128 attacks, k = 10, m = 0.5.
+
+The attacker (`--model.path`) is GPT-2 taught attacks by oneself, for the authors' is on no hub:
+
+    tba sft attacks.jsonl --out attacker --model gpt2 --warm-start.sft.lr 3e-5
+    tba train red_team_gpt2 --model.path attacker --task.attacks attacks.jsonl
+
+with a line {"prompt": "Write a prompt:", "response": ...} for each attack; `--task.attacks` has lines {"attack": ...}.
+
+Departures from the paper, each with the field that undoes it:
+
+- m is the recent share of each batch, where the paper draws for each prompt   `--replay.selection.mix chance`
+- temperatures are drawn for a searcher's round, not for each batch           (stays)
+- the gradient is clipped to norm 1, as in Lee et al.                          `--optimizer.clip-norm None`
+- the advantage form, (beta/2) L                                               `--objective.form raw`
+"""
+
+from __future__ import annotations
+
+from tba.engines.transformers import EngineSettings
+from tba.evaluate.accuracy import EvaluationSettings
+from tba.models.huggingface import HuggingFace
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipe import Recipe
+from tba.record.recorder import RecordSettings
+from tba.replay.buffer import BufferSettings
+from tba.replay.pacing import Pacing
+from tba.replay.replay import ReplaySettings
+from tba.replay.selection import RecencyReward
+from tba.rewards.toxicity import SequenceClassifier
+from tba.rewards.victim import ALPACA, ModelVictim
+from tba.schedules import Constant, Linear, WarmupConstant
+from tba.search.exploration import RandomPerRound
+from tba.tasks.red_team import RedTeam
+from tba.train.optimizer import OptimizerSettings
+
+recipe = Recipe(
+    name="red_team_gpt2",
+    description="the paper's small red-teaming run: GPT-2 against GPT-2 Alpaca, a RoBERTa classifier, 5 answers each",
+    task=RedTeam(
+        victim=ModelVictim(path="vicgalle/gpt2-alpaca", template=ALPACA, temperature=0.7, top_p=0.92, max_tokens=30),
+        classifier=SequenceClassifier(path="facebook/roberta-hate-speech-dynabench-r4-target", label="hate"),
+        count=5,
+        evaluated=1024,
+    ),
+    model=HuggingFace(generation=EngineSettings(slots=128, max_completion_tokens=20, min_completion_tokens=5)),
+    objective=TrajectoryBalance(beta=Constant(0.05), reward_temperature=Linear(2.0, 1.0, 500)),
+    exploration=RandomPerRound(p_temperature=0.5, temperature_low=0.5, temperature_high=2.0, p_top_p=0.0),
+    optimizer=OptimizerSettings(lr=1e-4, weight_decay=0.1, schedule=WarmupConstant(100)),
+    replay=ReplaySettings(
+        selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"),
+        pacing=Pacing(warm_up=1024),
+        buffer=BufferSettings(per_prompt=100_000, total=100_000),
+    ),
+    evaluation=EvaluationSettings(every=500, problems=0, greedy=False, chunk=256),
+    record=RecordSettings(hide_text=True),
+    steps=5000,
+    groups_per_step=1,
+    group_size=128,
+    samples_per_prompt=128,
+    prompts_per_round=1,
+    sync_every=10,
+    searchers=2,
+)

@@ -1,0 +1,71 @@
+"""Red-teaming in a small world, on two CPU cores in minutes: attacker, victim and classifier are made here.
+
+    tba red-team world --out red_team_world
+    tba train red_team_small
+    tba red-team eval red_team_small --checkpoint runs/NAME --families red_team_world/families.json
+
+The victim answers 20 families of requests unsafely, each of which is one request in 600 of what the attacker was taught
+(`tasks/trigger_world.py`). Texts of attacks and answers stay out of logs and samples, but for `--record.no-hide-text`.
+"""
+
+from __future__ import annotations
+
+from tba.engines.transformers import EngineSettings
+from tba.evaluate.accuracy import EvaluationSettings
+from tba.models.huggingface import HuggingFace, WarmStart
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipe import Recipe
+from tba.record.recorder import RecordSettings
+from tba.replay.buffer import BufferSettings
+from tba.replay.pacing import Pacing
+from tba.replay.replay import ReplaySettings
+from tba.replay.selection import RecencyReward
+from tba.rewards.toxicity import WordClassifier
+from tba.rewards.victim import ModelVictim
+from tba.schedules import Constant, WarmupConstant
+from tba.search.exploration import Fixed
+from tba.tasks.red_team import RedTeam
+from tba.train.optimizer import OptimizerSettings
+from tba.train.scratch import ScratchModel
+from tba.train.supervised import SupervisedSettings
+
+WORLD = "red_team_world"
+
+recipe = Recipe(
+    name="red_team_small",
+    description="red-teaming a small victim with 20 known weak spots, all made here, two CPU processes, minutes",
+    task=RedTeam(
+        attacks=f"{WORLD}/attacks.jsonl",
+        victim=ModelVictim(
+            path=f"{WORLD}/victim", template="{attack}\n", top_p=1.0, max_tokens=12, device="cpu", rows_per_pass=640
+        ),
+        classifier=WordClassifier(path=f"{WORLD}/classifier"),
+    ),
+    model=HuggingFace(
+        device="cpu",
+        generation=EngineSettings(slots=128, max_completion_tokens=20),
+        warm_start=WarmStart(
+            scratch=ScratchModel(hidden_size=96, layers=3, heads=4, ff_size=256, max_positions=48),
+            tokenizer="bpe",
+            vocab_size=512,
+            sft=SupervisedSettings(steps=400, batch_size=128, lr=2e-3),
+        ),
+    ),
+    # log P(toxic) spans some 7 nats here: at pi* almost every attack succeeds, and the families keep their shares
+    objective=TrajectoryBalance(beta=Constant(0.5)),
+    exploration=Fixed(temperature=1.0),
+    optimizer=OptimizerSettings(lr=1e-4, schedule=WarmupConstant(20)),
+    replay=ReplaySettings(
+        selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"),  # half of each batch is new
+        pacing=Pacing(warm_up=512),
+        buffer=BufferSettings(per_prompt=100_000, total=100_000),
+    ),
+    evaluation=EvaluationSettings(every=100, problems=0, greedy=False, chunk=256),
+    record=RecordSettings(hide_text=True),
+    steps=400,
+    groups_per_step=1,  # one prompt has one log Z: successes by themselves would not be held against failures
+    group_size=128,
+    samples_per_prompt=64,
+    prompts_per_round=1,
+    sync_every=10,
+)

@@ -1,0 +1,122 @@
+"""What an answer has of its document, in numbers: the features of a reward model on a frozen sentence encoder.
+
+Invariant: all are functions of the two texts and their sentences' embeddings alone, finite, and of order one; none
+knows which system an answer is of, or what other answers there are.
+
+Shape legend: D sentences of the document, A of the answer, H numbers of an embedding (of norm 1), F features.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+
+NAMES = (
+    "log_words",  # log(1 + words of the answer)
+    "log_sentences",
+    "different",  # share of the answer's words that are different ones
+    "repeated",  # how near a sentence of the answer is to its nearest other one, on average
+    "support",  # how near a sentence of the answer is to its nearest of the document, on average
+    "least_support",
+    "coverage",  # how near a sentence of the document is to its nearest of the answer, on average
+    "coverage_first",  # of the first sentence, of the first three, and falling off by the place in the document
+    "coverage_three",
+    "coverage_early",
+    "coverage_central",  # weighted by how near a sentence is to the rest of its document
+    "coverage_best",
+    "whole",  # of the mean of all sentences, each side
+    "place",  # where in the document (0 to 1) the answer's sentences have their nearest, on average
+    "words_there",  # share of the answer's different words that the document has
+    "bigrams_there",
+    "words_covered",  # share of the document's longer words, as often as they occur, that the answer has
+    "words_covered_early",  # the same of the first hundred words
+)
+LONGEST = 40  # words of a sentence: text without full stops is cut
+_EARLY = 4.0  # sentences after which the weight of a place has fallen by e
+_CENTRAL = 10.0  # how much centrality decides: softmax(this x mean similarity)
+_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))\s+|\n+")
+_WORD = re.compile(r"[^\W_]+")
+
+
+def sentences(text: str) -> list[str]:
+    """Non-empty sentences in order; those of fewer than three words only where there are no others."""
+    pieces = [piece.strip() for piece in _END.split(text)]
+    found = [
+        " ".join(words[i : i + LONGEST])
+        for piece in pieces
+        if (words := piece.split()) and _WORD.search(piece)
+        for i in range(0, len(words), LONGEST)
+    ]
+    return [sentence for sentence in found if len(_words(sentence)) >= 3] or found
+
+
+def features(document: str, answer: str, document_DH: Floats, answer_AH: Floats) -> Floats:
+    """[F] in the order of `NAMES`. Raises `ValueError` where a side has no sentence."""
+    if not (len(document_DH) and len(answer_AH)):
+        raise ValueError("features need a sentence of the document and one of the answer")
+    near_DA = document_DH @ answer_AH.T
+    cover_D, support_A = near_DA.max(1), near_DA.max(0)
+    early_D = np.exp(-np.arange(len(cover_D)) / _EARLY)
+    central_D = np.exp(_CENTRAL * (document_DH @ _mean(document_DH)))
+    place_A = near_DA.argmax(0) / max(1, len(cover_D) - 1)
+    words = _words(answer)
+    found = (
+        math.log1p(len(words)),
+        math.log1p(len(answer_AH)),
+        len(set(words)) / max(1, len(words)),
+        _repeated(answer_AH),
+        support_A.mean(),
+        support_A.min(),
+        cover_D.mean(),
+        cover_D[0],
+        cover_D[:3].mean(),
+        np.average(cover_D, weights=early_D),
+        np.average(cover_D, weights=central_D),
+        cover_D.max(),
+        _mean(document_DH) @ _mean(answer_AH),
+        place_A.mean(),
+        *_overlap(_words(document), words),
+    )
+    return np.array(found, np.float32)
+
+
+def _mean(sentences_AH: Floats) -> Floats:
+    """[H] of norm 1."""
+    mean_H = sentences_AH.mean(0)
+    return mean_H / max(float(np.linalg.norm(mean_H)), 1e-6)
+
+
+def _repeated(answer_AH: Floats) -> float:
+    if len(answer_AH) < 2:
+        return 0.0
+    near_AA = answer_AH @ answer_AH.T
+    np.fill_diagonal(near_AA, -1.0)
+    return float(near_AA.max(1).mean())
+
+
+def _overlap(document: Sequence[str], answer: Sequence[str]) -> tuple[float, float, float, float]:
+    """The last four features."""
+    own, pairs, there = set(answer), set(pairwise(answer)), set(pairwise(document))
+    return (
+        len(own & set(document)) / max(1, len(own)),
+        len(pairs & there) / max(1, len(pairs)),
+        _covered(document, own),
+        _covered(document[:100], own),
+    )
+
+
+def _covered(document: Sequence[str], own: set[str]) -> float:
+    longer = Counter(word for word in document if len(word) > 3)
+    return sum(count for word, count in longer.items() if word in own) / max(1, longer.total())
+
+
+def _words(text: str) -> list[str]:
+    return _WORD.findall(text.lower())

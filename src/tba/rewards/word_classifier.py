@@ -1,0 +1,133 @@
+"""Toxicity by logistic regression on words and pairs of words, trained with scikit-learn (`pip install tba[red-team]`).
+
+Invariant: a folder holds numbers and settings only (`weights.safetensors`, `classifier.json`), so that nothing is
+unpickled; what is loaded scores as what was trained did. Words are hashed: no text of the training data is kept.
+
+Shape legend: N texts, F features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
+
+from tba.errors import UserError
+from tba.types import Json
+
+WEIGHTS, FACTS = "weights.safetensors", "classifier.json"
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class WordFeatures:
+    """How texts become numbers, and how much the weights are held back."""
+
+    features: int = 2**18  # places that words and pairs of words are hashed to
+    longest_gram: int = 2  # words in a row that are one feature
+    inverse_penalty: float = 10.0  # C of the logistic regression: higher fits the training data more closely
+
+    def __post_init__(self) -> None:
+        if self.features < 2 or self.longest_gram < 1 or not self.inverse_penalty > 0:
+            raise UserError(
+                f"{self} cannot be: give 2 features or more, grams of 1 word or more and a positive penalty"
+            )
+
+    def hashed(self, texts: Sequence[str]) -> Any:
+        """[N, F] sparse: which words are in which text."""
+        return (
+            _sklearn("feature_extraction.text")
+            .HashingVectorizer(
+                n_features=self.features,
+                ngram_range=(1, self.longest_gram),
+                token_pattern=r"(?u)\b\w+\b",  # noqa: S106 - a pattern of words
+                alternate_sign=False,
+                binary=True,
+                norm=None,
+            )
+            .transform(texts)
+        )
+
+
+@dataclass(frozen=True)
+class WordWeights:
+    """A classifier that has been trained: log P(toxic) = log sigmoid(normalised(words x rarity) . weight + bias)."""
+
+    settings: WordFeatures
+    rarity_F: _Floats  # inverse document frequencies
+    weight_F: _Floats
+    bias: float
+
+    @classmethod
+    def train(cls, texts: Sequence[str], toxic: Sequence[bool], settings: WordFeatures) -> WordWeights:
+        """Both kinds count alike, however many there are. Raises `UserError` unless there are texts of both."""
+        if len(set(toxic)) < 2:
+            raise UserError("a classifier learns from texts of both kinds, toxic and not: give a file with both")
+        words = settings.hashed(texts)
+        count_F = np.asarray(words.sum(axis=0)).ravel()
+        rarity_F = np.log((1 + len(texts)) / (1 + count_F)) + 1  # smoothed, as scikit-learn's own
+        model = _sklearn("linear_model").LogisticRegression(
+            C=settings.inverse_penalty, class_weight="balanced", max_iter=1000
+        )
+        model.fit(_normalised(words, rarity_F), np.asarray(toxic, dtype=bool))
+        return cls(settings, rarity_F, model.coef_[0].astype(np.float64), float(model.intercept_[0]))
+
+    def margins(self, texts: Sequence[str]) -> _Floats:
+        """[N] the logit of each."""
+        if not texts:
+            return np.zeros(0)
+        found: _Floats = _normalised(self.settings.hashed(texts), self.rarity_F) @ self.weight_F + self.bias
+        return found
+
+    def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
+        """log P(toxic) of each (attack, answer), by the answer alone."""
+        logs: list[float] = (-np.logaddexp(0.0, -self.margins([answer for _, answer in pairs]))).tolist()
+        return logs
+
+    def save(self, folder: Path, facts: Json) -> None:
+        """Weights, settings, and `facts` beside them."""
+        tensors = {"rarity": self.rarity_F, "weight": self.weight_F, "bias": np.array([self.bias])}
+        save_file(tensors, folder / WEIGHTS)
+        (folder / FACTS).write_text(json.dumps({"settings": asdict(self.settings), **facts}, indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str) -> WordWeights:
+        """Raises `UserError` when the folder holds no such classifier, or scikit-learn is missing."""
+        _sklearn("feature_extraction.text")
+        folder = Path(path)
+        try:
+            settings = WordFeatures(**json.loads((folder / FACTS).read_text())["settings"])
+            tensors = load_file(folder / WEIGHTS)
+            rarity_F, weight_F, bias = tensors["rarity"], tensors["weight"], float(tensors["bias"][0])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"no word classifier can be loaded from {path!r} ({type(error).__name__}): give a folder that `tba "
+                "red-team classifier FILE --out DIR` made"
+            ) from error
+        if rarity_F.shape != (settings.features,) or weight_F.shape != (settings.features,):
+            raise UserError(f"the word classifier in {path!r} does not fit its settings: make it again")
+        return cls(settings, rarity_F, weight_F, bias)
+
+
+def _normalised(words: Any, rarity_F: _Floats) -> Any:
+    """[N, F] sparse rows of length 1."""
+    return _sklearn("preprocessing").normalize(words.multiply(rarity_F).tocsr())
+
+
+def _sklearn(name: str) -> Any:
+    """A module of scikit-learn. Raises `UserError` when it is not installed."""
+    import importlib
+
+    try:
+        return importlib.import_module(f"sklearn.{name}")
+    except ImportError as error:
+        raise UserError(
+            "the word classifier needs scikit-learn: `pip install tba[red-team]`, or choose a recipe with another "
+            "classifier"
+        ) from error

@@ -1,0 +1,219 @@
+"""The parts of a run as Ray actors: what is in their processes.
+
+Invariant: an actor does one thing in its life (`go`), and answers in a thread of its own whether it lives, and that it
+is to stop. What it raised comes back as plain values; what kills it comes back as Ray's error. Every wait for Ray has a
+deadline and names what it waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.recipe import Recipe
+from tba.record.faults import record_fault
+from tba.record.log import log_to, set_up_log
+from tba.runtime.connecting import NAMESPACE
+from tba.runtime.directory import RunDirectory
+from tba.runtime.disk import disk_full
+from tba.runtime.exchange import Exchange, note_place
+from tba.runtime.guests import Guests
+from tba.runtime.holding import keep
+from tba.runtime.remote import stand_in, through
+from tba.types import Json, Version
+from tba.weights.chunks import Flat
+
+
+def get(reference: Any, deadline: float, what: str) -> Any:
+    """What it refers to. Raises `DeadlineExceeded` when that takes longer."""
+    try:
+        return ray.get(reference, timeout=deadline)
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadlineExceeded(f"waited {deadline:g} s for {what}") from error
+
+
+def scratch() -> Path:
+    """Where a part that cannot reach the run's directory keeps its logs."""
+    return Path(tempfile.gettempdir()) / f"tba-{os.getuid()}"
+
+
+def exchange_name(run: Path) -> str:
+    """Under which the exchange of a run is found in its cluster."""
+    return f"exchange of {run.name}"
+
+
+def contact_with(run: str, part: str, deadline: float) -> ActorContact:
+    """The exchange of the run of that name. Raises `UserError` when it is not in the cluster."""
+    try:
+        return ActorContact(ray.get_actor(exchange_name(Path(run)), namespace=NAMESPACE), part, deadline)
+    except ValueError as error:
+        raise UserError(
+            f"no run {Path(run).name} is going on in this cluster: begin it with --runtime cluster"
+        ) from error
+
+
+def place_of(part: str, log_file: Path) -> Json:
+    """Where this process is, and what it and Ray write about it."""
+    context = ray.get_runtime_context()
+    return {
+        "part": part,
+        "node": ray.util.get_node_ip_address(),
+        "node_id": context.get_node_id(),
+        "process": os.getpid(),
+        "log": str(log_file),
+        "ray_logs": os.readlink("/proc/self/fd/1"),  # Ray has its output go to its own file
+    }
+
+
+class ExchangeActor:
+    """The exchange, beside the trainer: journal and records in one thread, weights in another."""
+
+    def __init__(self, path: str) -> None:
+        self._run = RunDirectory.open(Path(path))
+        self._kept = keep(self._run.path)
+        set_up_log(self._run.path, "exchange")
+        recipe = self._run.recipe()
+        self._exchange = Exchange(self._run, recipe, ray.put)
+        self._guests = Guests(self._run, recipe)
+        note_place(self._run, place_of("exchange", self._run.log("exchange")))
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            record_fault(self._run.path, "exchange_restarts", "the exchange beside the trainer died and was made anew")
+
+    @ray.method(concurrency_group="journal")
+    def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
+        self._guests.look()
+        return self._exchange.journal(owner, verb, *arguments, **named)
+
+    @ray.method(concurrency_group="journal")
+    def record(self, verb: str, *arguments: Any) -> None:
+        self._exchange.record(verb, *arguments)
+
+    @ray.method(concurrency_group="journal")
+    def place(self, facts: Json) -> int:
+        return self._exchange.place(facts)
+
+    @ray.method(concurrency_group="journal")
+    def join(self) -> tuple[int, Json]:
+        return self._guests.join()
+
+    @ray.method(concurrency_group="journal")
+    def stay(self, number: int) -> str | None:
+        return self._guests.stay(number)
+
+    @ray.method(concurrency_group="journal")
+    def leave(self, number: int, why: str) -> None:
+        self._guests.leave(number, why)
+
+    @ray.method(concurrency_group="weights")
+    def newest(self, seen: Version | None) -> Any:
+        return self._exchange.newest(seen)
+
+    @ray.method(concurrency_group="weights")
+    def at(self, version: Version) -> Any:
+        return self._exchange.at(version)
+
+    def end(self) -> None:
+        """Once the last searcher has ended."""
+        self._exchange.close()
+
+
+@dataclass(frozen=True)
+class ActorContact:
+    """A part's calls to the exchange."""
+
+    exchange: Any
+    part: str
+    deadline: float  # seconds
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """What this method of the exchange gives. Raises what it raised."""
+        reference = getattr(self.exchange, method).remote(*arguments, **named)
+        try:
+            return get(reference, self.deadline, f"the exchange beside the trainer ({method})")
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayActorError as error:
+            raise PartFailed(
+                f"{self.part} has lost touch with the exchange: the run is gone, or its machine"
+            ) from error
+
+    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+        """The pieces themselves, one after the other."""
+        what = "a piece of the weights from Ray's object store"
+        return [get(reference, self.deadline, what) for reference in references]
+
+
+@dataclass
+class Told:
+    """Whether to stop; whoever asks shows that it lives."""
+
+    stopped: threading.Event = field(default_factory=threading.Event)
+    beat: float | None = None  # by `time.monotonic`
+
+    def __call__(self) -> bool:
+        self.beat = time.monotonic()
+        return self.stopped.is_set()
+
+
+class PartActor:
+    """A searcher or the trainer. `go` returns None, or what it raised as `kind`, `message` and `traceback`."""
+
+    def __init__(self) -> None:
+        self._told = Told()
+
+    @ray.method(concurrency_group="ask")
+    def stop(self) -> None:
+        self._told.stopped.set()
+
+    @ray.method(concurrency_group="ask")
+    def silence(self) -> float | None:
+        """Seconds since its last sign of life; None before the first."""
+        return None if self._told.beat is None else time.monotonic() - self._told.beat
+
+    def go(self, part: str, facts: Json, attempt: int, exchange: Any) -> Json:
+        run = stand_in(facts, scratch())
+        try:
+            with log_to(run.path, part) as log_file:
+                recipe, place = run.recipe(), place_of(part, log_file)
+                if part == "trainer":
+                    _train(recipe, run, place, self._told)
+                else:
+                    contact = ActorContact(exchange, part, recipe.run.journal_deadline)
+                    _search(recipe, contact, place, attempt, self._told)
+        except (ray.exceptions.RayError, PartFailed):
+            raise  # it has lost touch: as good as dead
+        except BaseException as error:  # noqa: BLE001 - the actor ends here; the driver shows it as its own
+            error = disk_full(error, run.path) or error
+            return {"kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        return None
+
+
+def _train(recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bool]) -> None:
+    from tba.runtime.loops import train
+
+    note_place(run, place)
+    with keep(run.path):
+        train(recipe, run, told)
+
+
+def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]) -> None:
+    from tba.runtime.loops import search
+    from tba.runtime.searching import searching_half
+
+    index = int(contact.part.removeprefix("searcher-"))
+    search(
+        recipe,
+        lambda: searching_half(recipe, lambda: through(contact, contact.part, place), index, attempt, told),
+        told,
+    )

@@ -1,0 +1,206 @@
+"""The `cluster` runtime: trainer and searchers as Ray actors, over many machines or one.
+
+Down through the exchange into the journal, up through Ray's object store; the run's directory is on this machine, and
+the trainer with it. The driver (this process) joins the Ray cluster at `--address`, or starts one of its own that
+listens on the loopback interface only and ends with it; there is no dashboard, nothing is reported to anybody, and
+Ray's token authentication stays as it is (on, for a cluster of its own). What it does with the parts is in `driving`.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.runtime.actors import ExchangeActor, PartActor, exchange_name, get
+from tba.runtime.connecting import connected
+from tba.runtime.directory import RunDirectory
+from tba.runtime.driving import POLL, Driver, failed
+from tba.runtime.exchange import PLACES
+from tba.runtime.placement import Node, Placed, plan
+from tba.runtime.remote import whole_facts
+from tba.types import Json
+
+_remote: Any = ray.remote  # whose types leave this out
+DIED = -1  # the code of a part whose actor is gone
+_ASK = 1.0  # seconds between two questions how long a part has been silent
+
+
+@dataclass
+class ActorPart:
+    """A part as a Ray actor, seen from its driver."""
+
+    placed: Placed
+    run: RunDirectory
+    exchange: Any
+    deadline: float  # seconds that Ray may take to start it
+    attempt: int = 0
+    code: int | None = field(init=False)
+    how: str = field(init=False)
+    heard: bool = field(init=False)
+    _actor: Any = field(init=False)
+    _done: Any = field(init=False)
+    _error: Json = field(init=False)
+    _question: Any = field(init=False)  # how long it has been silent
+    _asked: float = field(init=False)
+    _last: float = field(init=False)  # when it last gave a sign, or was started
+    _up: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """As another actor: on its node, or on any that has room where that node is gone."""
+        self.code, self.how, self.heard, self._error, self._up = None, "", False, None, False
+        self._last = self._asked = time.monotonic()
+        asked = self.placed.asked
+        place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=self.name != "trainer")
+        self._actor = (
+            _remote(concurrency_groups={"ask": 1})(PartActor)
+            .options(num_cpus=asked["CPU"], num_gpus=asked["GPU"], scheduling_strategy=place)
+            .remote()
+        )
+        self._done = self._actor.go.remote(self.name, whole_facts(self.run), self.attempt, self.exchange)
+        self._question = self._actor.silence.remote()
+
+    def start_again(self) -> None:
+        """After its death."""
+        self.kill()
+        self.attempt += 1
+        self.start()
+
+    @property
+    def name(self) -> str:
+        return self.placed.part
+
+    @property
+    def who(self) -> str:
+        return f"{self.name} (on {self.placed.node.name})"
+
+    @property
+    def log(self) -> str:
+        own = self.run.log(self.name)
+        return str(own) if own.exists() else f"named in {self.run.path / 'logs' / PLACES}"
+
+    @property
+    def awaited(self) -> list[Any]:
+        """What can become ready: its end, its answer."""
+        asked = [] if self._question is None else [self._question]
+        return [self._done, *asked] if self.code is None else []
+
+    def look(self, ready: set[Any]) -> None:
+        """Take in what is. Raises `DeadlineExceeded` when Ray does not start it."""
+        if self.code is not None:
+            return
+        if self._done in ready:
+            self._settle()
+            return
+        now = time.monotonic()
+        if self._question is None and now - self._asked > _ASK:
+            self._asked, self._question = now, self._actor.silence.remote()
+        elif self._question is not None and self._question in ready:
+            with suppress(ray.exceptions.RayError):  # that it is gone is seen by its end
+                silence = get(self._question, self.deadline, f"an answer of {self.who}")
+                self._up = True
+                if silence is not None:
+                    self.heard, self._last = True, now - silence
+            self._question = None
+        elif not self._up and now - self._last > self.deadline:
+            asked = f"{self.placed.asked['CPU']:g} CPU and {self.placed.asked['GPU']:g} GPU"
+            raise DeadlineExceeded(
+                f"waited {self.deadline:g} s for Ray to start {self.who} with {asked}: others may hold them"
+            )
+
+    def _settle(self) -> None:
+        """How it ended."""
+        try:
+            self._error = get(self._done, self.deadline, f"the end of {self.who}")
+            self.code = 0 if self._error is None else 1
+        except ray.exceptions.RayError as error:
+            self.code, self.how = DIED, f"died ({str(error).strip().splitlines()[0]})"
+        ray.kill(self._actor)  # what it held is free
+
+    def silence(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self._last
+
+    def ask_to_stop(self) -> None:
+        if self.code is None:
+            self._actor.stop.remote()
+
+    def kill(self) -> None:
+        """End it, unless it has ended."""
+        if self.code is None:
+            ray.kill(self._actor)
+
+    def end(self) -> None:
+        """As something that hangs."""
+        self.kill()
+        self.code, self.how = DIED, "was killed, for it was silent"
+
+    def failure(self) -> Exception:
+        """Why it ended, as the driver's own error."""
+        if self._error is not None:
+            return failed(self.who, self.log, self._error)
+        return PartFailed(f"{self.who} {self.how}; its log is {self.log}")
+
+
+@dataclass
+class Cluster(Driver):
+    """One run on a Ray cluster: `go()` until it is finished, stopped or failed."""
+
+    _parts: list[ActorPart] = field(default_factory=list)
+    _placed: dict[str, Placed] = field(default_factory=dict)
+    _exchange: Any = None
+
+    def go(self) -> dict[str, object]:
+        """Runs to the end, within the cluster; the faults it survived. Raises what a part ended with."""
+        with connected(self.recipe.address, self.recipe.cluster.object_store_gb) as found:
+            self._placed = {placed.part: placed for placed in plan(self.recipe, found, self.searchers)}
+            self._start_exchange(next(node for node in found if node.here))
+            faults = super().go()
+            get(self._exchange.end.remote(), self.recipe.run.stop_deadline, "the exchange to close the journal")
+            return faults
+
+    def _start_exchange(self, here: Node) -> None:
+        deadline = self.recipe.cluster.start_deadline
+        actor = _remote(concurrency_groups={"journal": 1, "weights": 1})(ExchangeActor).options(
+            name=exchange_name(self.run.path),
+            num_cpus=0,
+            max_restarts=self.recipe.run.restarts,
+            max_task_retries=-1,  # each call may be repeated
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here.key, soft=False),
+        )
+        try:
+            self._exchange = actor.remote(str(self.run.path.resolve()))
+        except ValueError as error:
+            raise UserError(f"a run {self.run.path.name} is going on in this cluster: give another name") from error
+        try:
+            get(self._exchange.newest.remote(None), deadline, "Ray to start the exchange beside the trainer")
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            raise PartFailed(f"the exchange beside the trainer did not start: {error}") from error
+
+    def start(self, name: str) -> ActorPart:
+        """As an actor, on the node that it was given."""
+        part = ActorPart(self._placed[name], self.run, self._exchange, self.recipe.cluster.start_deadline)
+        self._parts.append(part)
+        return part
+
+    def pause(self) -> None:
+        """As long as any other driver, and what is ready by then."""
+        references = [reference for part in self._parts for reference in part.awaited]
+        if references:
+            ready, _ = ray.wait(references, num_returns=len(references), timeout=POLL)
+        else:
+            ready = []
+            time.sleep(POLL)
+        for part in self._parts:
+            part.look(set(ready))

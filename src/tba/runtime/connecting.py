@@ -1,0 +1,74 @@
+"""How a process comes into a Ray cluster, and what it finds there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from tba.errors import UserError
+from tba.record.memory import usable_cores
+from tba.runtime.placement import Node
+
+NAMESPACE = "tba"
+_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"  # for the latter Ray takes another address on Linux
+
+
+@contextmanager
+def connected(address: str | None, object_store_gb: float | None = None) -> Iterator[list[Node]]:
+    """Inside, this process is in the cluster at `address` (None: one of its own), of which these are the nodes.
+
+    Raises `UserError` when it cannot be.
+    """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        if address is None:
+            if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else Ray would write a token into the home folder
+                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            ray.init(
+                address="local",
+                num_cpus=usable_cores(),
+                object_store_memory=None if object_store_gb is None else int(object_store_gb * 1e9),
+                include_dashboard=False,
+                _node_ip_address=_LOOPBACK,
+                **quiet,
+            )
+        else:
+            ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        where = "start a Ray cluster" if address is None else f"join the Ray cluster at {address}"
+        said = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot {where} ({said}): `ray start --head` begins one, --address is HOST:PORT") from error
+    try:
+        if main:
+            signal.signal(signal.SIGTERM, before)  # which Ray has taken
+        yield nodes()
+    finally:
+        ray.shutdown()
+
+
+def nodes() -> list[Node]:
+    """Of the cluster that this process is in, this one first."""
+    here = ray.get_runtime_context().get_node_id()
+    found = []
+    for entry in ray.nodes():
+        has = entry["Resources"]
+        if entry["Alive"]:
+            key = entry["NodeID"]
+            name = f"{entry['NodeManagerAddress']} ({key[:6]})"
+            memory = has.get("memory", 0.0) + has.get("object_store_memory", 0.0)
+            found.append(Node(key, name, has.get("CPU", 0.0), has.get("GPU", 0.0), memory, key == here))
+    return sorted(found, key=lambda node: not node.here)

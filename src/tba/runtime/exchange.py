@@ -1,0 +1,123 @@
+"""Beside the trainer: takes what searchers elsewhere send, and hands out weights. Made where the run's directory is.
+
+Invariant: what a call acknowledges is on disk (the journal's own writer writes it, which the trainer follows); it holds
+nothing that cannot be read from the run's directory again, so it can die and be made anew, and a call can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tba.recipe import Recipe
+from tba.record.jsonl import JsonLines
+from tba.replay.journal import JournalWriter
+from tba.runtime.directory import RunDirectory
+from tba.runtime.ends import RunRecords
+from tba.types import Json, Version
+from tba.weights.chunks import Flat, flat, pieces
+from tba.weights.directory import WeightDirectory
+
+JOURNAL = (
+    *(
+        "put_encoded",
+        "known",
+        "rows",
+        "lease",
+        "lease_first",
+        "outcomes",
+        "unscored_encoded",
+        "put_scores",
+        "count",
+        "claim",
+    ),
+    *("finish", "resume"),
+)
+RECORDS = ("write", "fault", "result")
+PLACES = "places.jsonl"  # where each part runs or ran, and its logs
+_KEPT = 4  # versions whose pieces are kept for whoever asks next
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version that can be fetched: what lies beside it, the header of its file, and a reference for each piece."""
+
+    version: Version
+    manifest: Mapping[str, Json]
+    header: str
+    references: Sequence[Any]
+
+
+class Exchange:
+    """The ends of all searchers elsewhere. `send` puts a piece where they can fetch it, and gives its reference.
+
+    Journal and weights may be asked by two threads, one each.
+    """
+
+    def __init__(self, run: RunDirectory, recipe: Recipe, send: Callable[[Flat], Any]) -> None:
+        self._run = run
+        self._recipe = recipe
+        self._send = send
+        self._writers: dict[str, JournalWriter] = {}
+        self._records = RunRecords(run, recipe)
+        self._weights = WeightDirectory(run.weights)
+        self._offers: dict[Version, Offer] = {}
+
+    def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
+        """What `JournalWriter` does for this owner."""
+        if verb not in JOURNAL:
+            raise ValueError(f"{verb} is not for searchers")
+        if owner not in self._writers:
+            path = self._run.journal(self._recipe)
+            self._writers[owner] = JournalWriter(path, owner, self._recipe.run.journal_deadline)
+        return getattr(self._writers[owner], verb)(*arguments, **named)
+
+    def record(self, verb: str, *arguments: Any) -> None:
+        """What `RunRecords` does."""
+        if verb not in RECORDS:
+            raise ValueError(f"{verb} is not for searchers")
+        getattr(self._records, verb)(*arguments)
+
+    def place(self, facts: Json) -> int:
+        """Where a part has begun to run; the run's incarnation."""
+        note_place(self._run, facts)
+        return self._run.incarnation
+
+    def newest(self, seen: Version | None) -> Offer | Version | None:
+        """The newest version, its name alone where that is what the searcher has `seen`; None before the first."""
+        while True:  # ends: a version that is gone has made room for a newer one
+            newest = self._weights.newest()
+            if newest is None or newest == seen:
+                return newest
+            offer = self.at(newest)
+            if offer is not None:
+                return offer
+
+    def at(self, version: Version) -> Offer | None:
+        """That very version, None when it is not (or no longer) there."""
+        if version not in self._offers:
+            published = self._weights.find(version)
+            if published is None:
+                return None
+            try:
+                header, whole = flat(self._weights.file(version))
+            except FileNotFoundError:  # pruned meanwhile
+                return None
+            references = [self._send(piece) for piece in pieces(whole)]
+            self._offers[version] = Offer(version, published.manifest, header, references)
+            for old in list(self._offers)[:-_KEPT]:
+                del self._offers[old]
+        return self._offers[version]
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._records.close()
+
+
+def note_place(run: RunDirectory, facts: Json) -> None:
+    """A line more of where the run's parts are."""
+    lines = JsonLines(run.path / "logs" / PLACES)
+    lines.append(facts)
+    lines.close()

@@ -1,0 +1,81 @@
+"""Who drives a run: its lock, held by the driver and by every part that it started, until the last of them ends.
+
+    lock          the driver's, which child processes inherit
+    lock-parts    of parts that cannot inherit it, for they are no children
+
+Invariant: nobody can hold a run while a driver or a part of it lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from tba.errors import UserError
+
+_LOCK, _PARTS = "lock", "lock-parts"
+_POLL = 0.05  # seconds between two looks at the lock
+_PROBE = 0.5  # seconds within which somebody who only looks whether a run is held has looked
+
+
+@contextmanager
+def hold(run: Path, seconds: float) -> Iterator[int]:
+    """Inside, nobody else holds the run; the lock's descriptor. Raises `UserError` when others do for so long."""
+    with (run / _LOCK).open("a+") as file:
+        deadline = time.monotonic() + max(seconds, _PROBE)
+        while not (_locked(file.fileno()) and _let_go(run)):
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                who = file.read().strip() or "unknown"
+                raise UserError(
+                    f"the run at {run} is still going on (process {who} or a part of it): "
+                    "let it end, or end it, before it is resumed"
+                )
+            time.sleep(_POLL)
+        file.truncate(0)
+        file.write(f"{os.getpid()}")
+        file.flush()
+        yield file.fileno()
+
+
+def keep(run: Path) -> IO[str]:
+    """For a part that has not inherited the lock: as long as this is open, nobody else can hold the run."""
+    file = (run / _PARTS).open("a")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def is_held(run: Path) -> bool:
+    """Whether the run at `run` is going on: its driver, or a part of it, lives."""
+    try:
+        with (run / _LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _let_go(run: Path) -> bool:
+    """Whether no part keeps it any longer."""
+    if not (run / _PARTS).exists():
+        return True
+    with (run / _PARTS).open("a") as file:
+        return _locked(file.fileno())
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the lock is ours now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a filesystem without locks: nobody can be kept out
+    return True

@@ -1,0 +1,87 @@
+"""The trainer's policy and optimizer, in one process or over ranks; and the life of every rank but the first.
+
+Invariant: all ranks begin from the same weights: what rank 0 trains from, a checkpoint or the recipe's model, it tells
+the others first. A rank other than 0 waits for nothing but what rank 0 says, and ends with it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+
+from tba.errors import UserError
+from tba.protocols import HEADS, Policy
+from tba.recipe import Recipe
+from tba.train.checkpoint import Checkpoint
+from tba.train.optimizer import Optimizer
+from tba.train.ranks import Ranks
+from tba.train.sharded import Follower, LedOptimizer, LedPolicy, SavedPolicy
+
+if TYPE_CHECKING:
+    from tba.runtime.directory import RunDirectory
+
+STORE = "TBA_RANKS"  # names the file over which the ranks of this machine find each other
+
+
+def name_of_rank(rank: int) -> str:
+    """The part that is this rank of the trainer."""
+    return f"trainer-{rank}" if rank else "trainer"
+
+
+def start_ranks(recipe: Recipe, rank: int) -> Ranks | None:
+    """This process's place among the trainer's ranks; None where the trainer is one plain process."""
+    settings = recipe.trainer
+    if not settings.sharded:
+        return None
+    store: Any = dist.HashStore()  # type: ignore[attr-defined] # exported by builds of torch that have `distributed` only
+    if settings.ranks > 1:
+        if STORE not in os.environ:
+            raise UserError(f"--trainer.ranks is {settings.ranks}, but this trainer is one process: use processes")
+        store = dist.FileStore(os.environ[STORE], settings.ranks)  # type: ignore[attr-defined]
+    deadline = recipe.run.journal_deadline  # a rank that hangs is silent, as is rank 0 then: it is killed before
+    patience = recipe.run.idle_deadline + recipe.run.silence_deadline  # rank 0 says nothing while it waits for a batch
+    return Ranks(rank, settings.ranks, store, recipe.model.trainer_device, deadline, patience)
+
+
+def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tuple[Policy, Optimizer]:
+    """What is trained and what trains it: of this process, or of all ranks, which this one leads.
+
+    `recipe` with its model prepared; `saved` is the checkpoint that it goes on from.
+    """
+    if ranks is None:
+        policy = recipe.model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
+        return policy, recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
+    ranks.say("begin", saved=None if saved is None else str(saved))
+    own = _sharded(recipe, ranks, saved)
+    optimizer = LedOptimizer(ranks, recipe.optimizer, own.parameters(), list(own.heads.parameters()))
+    return LedPolicy(own, ranks, recipe.max_tokens_per_pass), optimizer
+
+
+def follow(run: RunDirectory, rank: int) -> None:
+    """The whole life of a rank other than 0."""
+    recipe = run.recipe()
+    torch.set_num_threads(recipe.run.threads)
+    ranks = start_ranks(recipe, rank)
+    assert ranks is not None
+    try:
+        begin = ranks.hear()
+        saved = None if begin.facts["saved"] is None else Path(begin.facts["saved"])
+        policy = _sharded(recipe, ranks, saved)
+        optimizer = recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
+        if saved is not None:
+            Checkpoint.load(saved).load_heads(policy.heads)
+            optimizer.load(saved)
+        Follower(policy, optimizer, ranks, recipe.max_tokens_per_pass).follow()
+    finally:
+        ranks.close()
+
+
+def _sharded(recipe: Recipe, ranks: Ranks, saved: Path | None) -> SavedPolicy:
+    model = recipe.model.prepared(recipe.task)
+    sharding = ranks.sharding(recipe.trainer.dtype)
+    policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved, sharding)
+    return cast(SavedPolicy, policy)  # as every policy that can be sharded

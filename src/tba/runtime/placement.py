@@ -1,0 +1,113 @@
+"""Where each part of a run on a cluster will be, decided before anything starts.
+
+Invariant: the trainer (all its ranks) and the journal are on the machine of the driver, where the run's directory is;
+each searcher is on the node that has most left of what it asks for, after those before it. What does not fit is refused
+in a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tba.errors import UserError
+from tba.recipe import ClusterSettings, Recipe
+from tba.record.memory import machine_memory_bytes, usable_cores
+from tba.record.text import size
+
+_SLACK = 1e-9  # that thirds of a GPU add up
+
+
+@dataclass
+class Node:
+    """A machine, and what is left of it."""
+
+    key: str
+    name: str
+    cpus: float
+    gpus: float
+    memory_bytes: float
+    here: bool  # where the driver is
+    left: dict[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = {"CPU": self.cpus, "GPU": self.gpus}
+
+    def fits(self, asked: Mapping[str, float]) -> bool:
+        """Whether that much is left."""
+        return all(self.left[kind] - amount > -_SLACK for kind, amount in asked.items())
+
+    def take(self, asked: Mapping[str, float]) -> None:
+        for kind, amount in asked.items():
+            self.left[kind] -= amount
+
+
+def this_machine() -> Node:
+    """The one node of a cluster of our own."""
+    import torch  # knows the GPUs
+
+    memory = machine_memory_bytes() or 0
+    return Node("here", "this machine", usable_cores(), torch.cuda.device_count(), memory, here=True)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A part and its node."""
+
+    part: str
+    node: Node
+    asked: Mapping[str, float]  # CPU, GPU
+
+
+def asked_by(part: str, settings: ClusterSettings, ranks: int = 1) -> dict[str, float]:
+    """What a part asks for; a trainer of several ranks asks for all of them."""
+    if part == "trainer":
+        return {"CPU": ranks * settings.trainer_cpus, "GPU": ranks * settings.trainer_gpus}
+    return {"CPU": settings.searcher_cpus, "GPU": settings.searcher_gpus}
+
+
+def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> list[Placed]:
+    """The trainer first, then the searchers. Raises `UserError` when they do not fit."""
+    here = next(node for node in nodes if node.here)
+    placed = []
+    for part in ("trainer", *searchers):
+        asked = asked_by(part, recipe.cluster)
+        candidates = [here] if part == "trainer" else nodes
+        free = [node for node in candidates if node.fits(asked)]
+        if not free:
+            where = f"{here.name}, where the run is" if part == "trainer" else f"any of {len(nodes)} nodes"
+            left = "; ".join(f"{n.name} has {n.left['CPU']:g} CPU and {n.left['GPU']:g} GPU left" for n in candidates)
+            raise UserError(
+                f"{part} asks for {asked['CPU']:g} CPU and {asked['GPU']:g} GPU, which do not fit on {where} ({left}): "
+                "use fewer --searchers, let each ask for less (--cluster.searcher-cpus 0.5, --cluster.searcher-gpus "
+                "0.5), or add nodes"
+            )
+        kind = "GPU" if asked["GPU"] > 0 else "CPU"
+        node = max(free, key=lambda n: (n.left[kind], n.here))
+        node.take(asked)
+        placed.append(Placed(part, node, asked))
+    return placed
+
+
+def table(placed: Sequence[Placed], trainer_bytes: int, searcher_bytes: int, weights_bytes: int) -> list[str]:
+    """A line for each node: what runs there, and the memory that it needs. Raises `UserError` when there is less.
+
+    `weights_bytes` are those of one version, of which each node's object store holds two.
+    """
+    lines = []
+    for node in {placed.node.key: placed.node for placed in placed}.values():
+        parts = [p.part for p in placed if p.node.key == node.key]
+        searchers = sum(part != "trainer" for part in parts)
+        needed = searchers * searcher_bytes + 2 * weights_bytes + (trainer_bytes if "trainer" in parts else 0)
+        what = [*(["trainer and journal"] if "trainer" in parts else [])]
+        what += [f"{searchers} searcher{'s' if searchers > 1 else ''}"] if searchers else []
+        used = {kind: sum(p.asked[kind] for p in placed if p.node.key == node.key) for kind in ("CPU", "GPU")}
+        lines.append(
+            f"{node.name}{' (here)' if node.here else ''}: {' and '.join(what)}; {used['CPU']:g} of {node.cpus:g} CPU, "
+            f"{used['GPU']:g} of {node.gpus:g} GPU, about {size(needed)} of {size(int(node.memory_bytes))}"
+        )
+        if 0 < node.memory_bytes < needed:
+            raise UserError(
+                f"{lines[-1]}: that is more than there is; use a smaller model, fewer --searchers or more nodes"
+            )
+    return lines

@@ -1,0 +1,185 @@
+"""A searching half's ends where the run's directory is not: each call goes to the exchange beside the trainer.
+
+Invariant: what `put` has returned from is on the disk of the run; no call waits longer than its deadline, and weights
+that were handed out can be read even after their version has been pruned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tba.errors import UserError
+from tba.protocols import PublishedWeights
+from tba.record.evaluations import Answered
+from tba.record.jsonl import write_json
+from tba.replay.encoded import decoded, encoded
+from tba.replay.scores import Score
+from tba.runtime.directory import RunDirectory
+from tba.runtime.ends import Ends
+from tba.runtime.exchange import Offer
+from tba.search.posterior import Outcome
+from tba.study import MARK
+from tba.types import Evaluation, Json, Trajectory, Version
+from tba.weights.chunks import Flat, tensors
+
+_FRESH = 0.05  # seconds for which the newest version that is known counts as the newest
+
+
+class Contact(Protocol):
+    """How a part calls the exchange, each time within a deadline."""
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """What this method of the exchange gives."""
+        ...
+
+    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+        """The pieces themselves."""
+        ...
+
+
+@dataclass(frozen=True)
+class RemoteJournal:
+    """The journal's end of one owner. What is put is encoded here, where it was made."""
+
+    owner: str
+    contact: Contact
+
+    def put(
+        self,
+        trajectories: Sequence[Trajectory],
+        leases: Sequence[int] = (),
+        counters: Mapping[str, int] | None = None,
+        outcomes: Sequence[Outcome] = (),
+    ) -> None:
+        """As `JournalWriter.put`."""
+        self._call("put_encoded", encoded(trajectories), leases, dict(counters or {}), outcomes)
+
+    def known(self, uids: Sequence[str]) -> set[str]:
+        return set(self._call("known", list(uids)))
+
+    def rows(self) -> int:
+        return int(self._call("rows"))
+
+    def lease(self, count: int, seconds: float) -> list[int]:
+        return list(self._call("lease", count, seconds))
+
+    def lease_first(self, order: Iterable[int], count: int, seconds: float) -> list[int]:
+        return list(self._call("lease_first", list(order), count, seconds))
+
+    def outcomes(self, after: int) -> list[tuple[int, int, float, float]]:
+        return list(self._call("outcomes", after))
+
+    def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
+        return decoded(self._call("unscored_encoded", reference, count, seconds))
+
+    def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
+        self._call("put_scores", scored, counters)
+
+    def count(self, **increments: int) -> None:
+        self._call("count", **increments)
+
+    def claim(self, job: str, seconds: float) -> bool:
+        return bool(self._call("claim", job, seconds))
+
+    def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
+        self._call("finish", job, evaluations)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+    def _call(self, verb: str, *arguments: Any, **named: Any) -> Any:
+        return self.contact.call("journal", self.owner, verb, *arguments, **named)
+
+
+class RemoteWeights:
+    """Versions by name, pulled when they are asked for. The newest is looked up a few times a second at most."""
+
+    def __init__(self, contact: Contact) -> None:
+        self._contact = contact
+        self._newest: PublishedWeights | None = None
+        self._looked = -_FRESH
+
+    def newer_than(self, version: Version | None) -> PublishedWeights | None:
+        """The newest if it is newer than `version` (None: any), else None. Never waits for one."""
+        if time.monotonic() - self._looked > _FRESH:
+            seen = None if self._newest is None else self._newest.version
+            found = self._contact.call("newest", seen)
+            if isinstance(found, Offer):
+                self._newest = self._published(found)
+            self._looked = time.monotonic()
+        newest = self._newest
+        return None if newest is None or (version is not None and newest.version <= version) else newest
+
+    def at(self, version: Version) -> PublishedWeights:
+        """That very version. Raises `UserError` when it is not (or no longer) there."""
+        offer = self._contact.call("at", version)
+        if offer is None:
+            raise UserError(f"version {version} of the weights is not (or no longer) there; give another")
+        return self._published(offer)
+
+    def _published(self, offer: Offer) -> PublishedWeights:
+        def read() -> dict[str, Any]:
+            return tensors(offer.header, self._contact.fetch(offer.references))
+
+        return PublishedWeights(offer.version, offer.manifest, read)
+
+
+@dataclass(frozen=True)
+class RemoteRecords:
+    """What is left for people and for the summary, in the run's directory there."""
+
+    contact: Contact
+
+    def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
+        self.contact.call("record", "write", evaluations, answers)
+
+    def fault(self, kind: str, what: str) -> None:
+        self.contact.call("record", "fault", kind, what)
+
+    def result(self, part: str, result: Json) -> None:
+        self.contact.call("record", "result", part, result)
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+
+def through(contact: Contact, name: str, place: Json) -> Ends:
+    """All ends of a searcher, which has begun at `place`. What whoever had this name before held is given back."""
+    incarnation = int(contact.call("place", place))
+    journal = RemoteJournal(name, contact)
+    journal.resume()
+    return Ends(journal, RemoteWeights(contact), RemoteRecords(contact), incarnation)
+
+
+def whole_facts(run: RunDirectory) -> dict[str, Json]:
+    """What recipe.json says, with the text of the recipe's file: enough to rebuild the recipe anywhere."""
+    facts = run.facts
+    source = facts["recipe"].partition(MARK)[0]
+    return {**facts, "path": str(run.path.resolve()), "text": Path(source).read_text() if facts["digest"] else None}
+
+
+def stand_in(facts: Json, scratch: Path) -> RunDirectory:
+    """The run's directory where it can be reached; else one below `scratch` with the same recipe and logs of its own.
+
+    The recipe's file comes along, so that only what it imports has to be here already.
+    """
+    there = Path(facts["path"])
+    if (there / "recipe.json").is_file() and RunDirectory.open(there).facts["started"] == facts["started"]:
+        return RunDirectory.open(there)
+    here = scratch / f"{there.name}-{facts['started']:.0f}"
+    (here / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = {**facts}
+    text = facts.pop("text")
+    if text is not None:
+        _, mark, variant = facts["recipe"].partition(MARK)
+        (here / "recipe.py").write_text(text)
+        facts["recipe"] = f"{here / 'recipe.py'}{mark}{variant}"
+    write_json(here / "recipe.json", facts)
+    return RunDirectory.open(here)

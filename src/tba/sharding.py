@@ -1,0 +1,66 @@
+"""Tensors of which each rank holds some rows: the shards of FSDP2, as plain tensors.
+
+Invariant: of n rows in dimension 0, rank r of R holds r c .. (r + 1) c - 1 with c = ceil(n / R), which is how FSDP2
+deals them; the last ranks may hold fewer, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over which ranks a policy's parameters are spread, and in which type it computes."""
+
+    mesh: Any  # a one-dimensional torch DeviceMesh
+    compute: torch.dtype  # of forward and backward; parameters, sums of gradients and moments keep their own
+
+
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether it is a shard (a `DTensor`)."""
+    return hasattr(tensor, "device_mesh")
+
+
+def own_rows(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, detached, on the same memory: its rows, or all of what is not sharded."""
+    if not is_sharded(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        own: Tensor = tensor.to_local()
+    return own.detach()
+
+
+def group_of(tensors: Sequence[Tensor]) -> Any:
+    """The process group over which they are sharded; None when none is."""
+    sharded = next((t for t in tensors if is_sharded(t)), None)
+    return None if sharded is None else sharded.device_mesh.get_group()
+
+
+def rows_of(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """First and one past the last of the rows of `rank`, of `count`."""
+    share = -(-count // ranks)
+    return min(rank * share, count), min((rank + 1) * share, count)
+
+
+def gathered(own: Tensor, shape: Sequence[int], group: Any) -> Tensor | None:
+    """The whole tensor, of `shape`, on rank 0 of `group`, None on the others. Every rank calls it with its rows."""
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    share = -(-shape[0] // ranks)
+    if len(own) < share:
+        padded = own.new_zeros(share, *shape[1:])
+        padded[: len(own)] = own
+        own = padded
+    whole = own.new_empty(ranks * share, *shape[1:]) if rank == 0 else None
+    parts = None if whole is None else list(whole.split(share))
+    dist.gather(own.contiguous(), parts, group=group, group_dst=0)
+    return None if whole is None else whole[: shape[0]]

@@ -1,0 +1,119 @@
+"""Tensors that come one after the other, and a safetensors file written from them: never a second copy of all.
+
+Invariant: what is known of a tensor before it comes (name, type, shape) is what it then has. A `Streamed` is read once,
+by `items()`, to the end: somewhere others may be sending each tensor as it is reached.
+
+The file format is that of the safetensors library (a header of JSON with every tensor's place, then their bytes), whose
+own writer wants all tensors at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, ItemsView, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_BLOCK = 1 << 24  # bytes that are written at a time
+
+
+class Streamed(Mapping[str, Tensor]):
+    """Tensors by name, each made when it is reached. `like` has their names, types and shapes, as meta tensors."""
+
+    def __init__(self, like: Mapping[str, Tensor], tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        self.like = like
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        raise TypeError(f"{name} comes in its turn: read these tensors by items(), in order and to the end")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.like)
+
+    def __len__(self) -> int:
+        return len(self.like)
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """(name, tensor), in the order of `like`."""
+        return _Items(self, self._tensors)
+
+
+class _Items(ItemsView[str, Tensor]):
+    """The one reading of a `Streamed`."""
+
+    def __init__(self, mapping: Streamed, tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        super().__init__(mapping)
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._tensors()
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What has each tensor's type and shape: the tensors themselves, or what is known of those that are to come."""
+    return tensors.like if isinstance(tensors, Streamed) else tensors
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
+    """Write `tensors` as a safetensors file, one after the other; returns its bytes.
+
+    Those of floating point are written as `dtype` (None: as they are). Raises `ValueError` when what comes is
+    not what was said of it.
+    """
+    kinds = {name: (_written(like.dtype, dtype), tuple(like.shape)) for name, like in shapes_of(tensors).items()}
+    header, places = _header(kinds)
+    with path.open("wb") as file:
+        file.write(header)
+        for name, tensor in tensors.items():
+            kind, shape = kinds.pop(name, (None, None))
+            if kind is None or shape != tuple(tensor.shape):
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, but what was said of it is {shape}")
+            file.seek(len(header) + places[name])
+            _write(file, tensor.detach(), kind)
+        if kinds:
+            raise ValueError(f"{next(iter(kinds))} was to come, but the tensors ended before it")
+        return file.seek(0, os.SEEK_END)
+
+
+def _written(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
+    """The file's first bytes, and where each tensor lies behind them: the widest types first, so all are aligned."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    at, places = 0, {}
+    for name, (kind, shape) in sorted(kinds.items(), key=lambda item: -item[1][0].itemsize):
+        size = math.prod(shape) * kind.itemsize
+        entries[name] = {"dtype": _TYPES[kind], "shape": list(shape), "data_offsets": [at, at + size]}
+        places[name] = at
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places
+
+
+def _write(file: BinaryIO, tensor: Tensor, kind: torch.dtype) -> None:
+    """A block at a time: what is converted or comes from a device is never there as a whole."""
+    flat = tensor.contiguous().view(-1)
+    for block in flat.split(max(1, _BLOCK // kind.itemsize)):
+        own = block.to("cpu", kind)
+        if own.numel():
+            file.write(own.view(torch.uint8).numpy())

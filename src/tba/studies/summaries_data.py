@@ -1,0 +1,55 @@
+"""Which data preference tuning is trained on: how old, the share m of recent groups, how the others are drawn.
+
+- `OBJECTIVE-sync`, `-k2`, `-k16`: on-policy, and 2 and 16 updates between syncs with half of the groups old
+- `m-0.4`, `m-0.5`, `m-0.6`: the paper's three, softmax of the reward in the other half, 10 updates off
+- `uniform`, `reward`, `recency` x 1 and 2: how groups are drawn where one or two searchers answer. Two are one that
+  makes twice the rounds: the same data for each update as of two, in one process that takes turns.
+
+The data are files, as in `summaries`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.evaluate.accuracy import SAMPLED
+from tba.recipe import Recipe
+from tba.recipes.tldr_small import recipe
+from tba.studies._base import objectives, stale, synchronous, with_objective
+from tba.studies.summaries import COMPARED
+from tba.study import Against, Study, Variant
+
+BETA = 0.3
+SELECTIONS = {"uniform": (0.0, 0.0), "reward": (0.0, 1.0), "recency": (1.0, 0.0)}  # m, inverse temperature
+
+
+def searchers(recipe: Recipe, count: int) -> Recipe:
+    """As many rounds for each update as so many searchers make while the trainer makes one."""
+    return replace(recipe, run=replace(recipe.run, inline_rounds_per_sync=count * recipe.sync_every))
+
+
+variants: dict[str, Variant] = {}
+for _name in COMPARED:
+    _recipe = with_objective(recipe, objectives(BETA)[_name])
+    variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
+    for _k in (2, 16):
+        variants[f"{_name}-k{_k}"] = Variant(stale(_recipe, _k, 0.5, 1.0), _name)
+for _m in (0.4, 0.5, 0.6):
+    variants[f"m-{_m:g}"] = Variant(stale(recipe, 10, _m, 1.0), "m")
+for _name, (_m, _tau) in SELECTIONS.items():
+    for _count in (1, 2):
+        variants[f"{_name}-{_count}"] = Variant(searchers(stale(recipe, 10, _m, _tau), _count), _name)
+
+study = Study(
+    name="summaries_data",
+    description="Preference tuning on data of other ages: 2 and 16 updates off, m, selection by one and two searchers.",
+    recipe=recipe,
+    variants=variants,
+    columns=(SAMPLED, "reward", "kl", "perplexity", "answer_tokens", "lag", "ess", "uses"),
+    against=(
+        Against("lag", label="mean lag", families=COMPARED),
+        Against("kl", label="KL to the reference, nats an answer"),
+    ),
+    divergence_prompts=200,
+    divergence_samples=2,
+)

@@ -1,0 +1,158 @@
+"""The trainer's ranks: processes that train one policy together, and what they say to each other.
+
+Invariant: rank 0 speaks, the others do what they hear in the order in which it was said, so every collective is entered
+by all of them in one order. A message is a word, facts as JSON, and tensors, in one safetensors block: nothing is
+unpickled. Every wait has a deadline; who waits in vain, or for one that is gone, says so and ends.
+
+There are three process groups: of the devices (shards and their gradients; the default one), of the messages, and of
+the weights on their way out, which travel while the next step is computed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.sharding import Sharding
+from tba.types import Json
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """Over how many processes the trainer is spread, and how it computes."""
+
+    ranks: int = 1  # processes that train, each with its share of parameters, moments and batch (FSDP2); not inline
+    compute: Literal["float32", "bfloat16"] = "float32"  # of forward and backward; weights and moments stay float32
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise UserError(f"--trainer.ranks is {self.ranks}, it must be at least 1")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parameters are shards: also those of one rank that computes in a lower precision."""
+        return self.ranks > 1 or self.compute != "float32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.compute == "bfloat16" else torch.float32
+
+
+@dataclass(frozen=True)
+class Message:
+    """What rank 0 said."""
+
+    word: str
+    facts: Mapping[str, Json] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def encoded(self) -> bytes:
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in self.tensors.items()}
+        return safetensors.torch.save(tensors, {"word": self.word, "facts": json.dumps(dict(self.facts))})
+
+    @classmethod
+    def decoded(cls, block: bytes) -> Message:
+        header = json.loads(block[8 : 8 + int.from_bytes(block[:8], "little")])["__metadata__"]
+        return cls(header["word"], json.loads(header["facts"]), safetensors.torch.load(block))
+
+
+class Ranks:
+    """This process's place among `count` ranks. Made by all of them at the same time, over a store that they share.
+
+    Each waits at most `deadline` seconds for another within a step, and `word_deadline` for rank 0 to say something.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        count: int,
+        store: Any,  # a torch.distributed Store
+        device: torch.device,
+        deadline: float,
+        word_deadline: float,
+    ) -> None:
+        from torch.distributed.device_mesh import init_device_mesh  # heavy, and most trainers have one rank
+
+        self.rank, self.count, self.device = rank, count, device
+        self.deadline, self.word_deadline = deadline, word_deadline
+        _stay_on_this_machine()
+        if device.type == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        limit, patience = timedelta(seconds=deadline), timedelta(seconds=word_deadline)
+        with self._waits("for the other ranks to start", deadline):
+            dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
+            self.mesh = init_device_mesh(device.type, (count,))
+            self._messages: Any = dist.new_group(backend="gloo", timeout=patience)
+            self.weights: Any = dist.new_group(backend="gloo", timeout=limit)
+
+    def sharding(self, compute: torch.dtype) -> Sharding:
+        return Sharding(self.mesh, compute)
+
+    def say(self, word: str, tensors: Mapping[str, Tensor] | None = None, **facts: Json) -> None:
+        """Of rank 0, to all others."""
+        if self.count == 1:
+            return
+        block = Message(word, facts, tensors or {}).encoded()
+        with self._waits(f"to say {word!r}", self.word_deadline):
+            dist.broadcast(torch.tensor([len(block)]), 0, group=self._messages)
+            dist.broadcast(torch.frombuffer(bytearray(block), dtype=torch.uint8), 0, group=self._messages)
+
+    def hear(self) -> Message:
+        """What rank 0 says next."""
+        size = torch.zeros(1, dtype=torch.int64)
+        with self._waits("for what rank 0 says next", self.word_deadline):
+            dist.broadcast(size, 0, group=self._messages)
+            block = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(block, 0, group=self._messages)
+        return Message.decoded(block.numpy().tobytes())
+
+    def send(self, tensors: Sequence[Tensor], to: int) -> None:
+        """Float32 tensors, to a rank that knows their shapes."""
+        with self._waits(f"to send to rank {to}", self.deadline):
+            dist.send(torch.cat([t.detach().to("cpu", torch.float32).flatten() for t in tensors]), to, self._messages)
+
+    def receive(self, shapes: Sequence[Sequence[int]], sender: int) -> list[Tensor]:
+        """What `send` sent, on this rank's device."""
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        flat = torch.empty(sum(sizes))
+        with self._waits(f"for rank {sender}", self.deadline):
+            dist.recv(flat, sender, self._messages)
+        parts = zip(flat.to(self.device).split(sizes), shapes, strict=True)
+        return [part.view(tuple(shape)) for part, shape in parts]
+
+    def close(self) -> None:
+        """Leave, whatever the others do."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @contextmanager
+    def _waits(self, what: str, deadline: float) -> Iterator[None]:
+        """What torch raises when a wait expires or the other end is gone, as ours."""
+        try:
+            yield
+        except RuntimeError as error:  # dist.DistError is one, and gloo raises plain ones
+            first = str(error).strip().split("\n")[0]
+            if "imed out" in first or "imeout" in first:
+                raise DeadlineExceeded(f"trainer rank {self.rank} waited {deadline:g} s {what} ({first})") from error
+            raise PartFailed(f"trainer rank {self.rank} waited {what}, which is gone ({first})") from error
+
+
+def _stay_on_this_machine() -> None:
+    """Gloo and NCCL listen on the loopback interface only, unless the environment names another."""
+    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if names:
+            os.environ.setdefault(variable, names[0])

@@ -1,0 +1,298 @@
+"""A policy and an optimizer over several ranks, led by the first, whose trainer sees one policy and one optimizer.
+
+Invariant: the objective is computed once, on rank 0, over the whole batch. A pass deals whole groups to the ranks. Each
+evaluates its rows (one that has none evaluates one all the same), rank 0 puts the log-probabilities together, and the
+objective's derivative with respect to them goes back the same way: each rank backpropagates its part of it. So the
+loss and every mean in it are of the whole batch for any objective and any number of ranks, and all ranks make equally
+many passes. Whether a step is made is decided once: by rank 0 (the loss) and by the norm that all ranks add up alike.
+
+Shape legend: B rows, T completion positions, G groups.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tba.batch import Batch, deal, shortest_row
+from tba.errors import DeadlineExceeded
+from tba.protocols import Policy, PolicyOutput
+from tba.sharding import gathered, is_sharded, own_rows
+from tba.streaming import Streamed
+from tba.train.gradients import Slice, put_together
+from tba.train.optimizer import Optimizer, OptimizerSettings
+from tba.train.ranks import Message, Ranks
+
+_PROMPTS = ("prompt_GP", "prompt_length_G")  # these and the answers make a batch that can be evaluated
+_ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_B", "group_B")
+
+
+class SavedPolicy(Policy, Protocol):
+    """A policy that can be written with weights that come from elsewhere (`CausalPolicy`)."""
+
+    def everything(self) -> Mapping[str, Tensor]: ...
+
+    def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank evaluates of a batch: its rows, or one of them whose result nobody uses."""
+
+    part: Slice
+    used: bool
+
+    @classmethod
+    def of(cls, batch: Batch, rows: Tensor) -> _Share:
+        used = len(rows) > 0
+        return cls(Slice.of(batch, rows if used else shortest_row(batch)), used)
+
+    def shapes(self, heads: Sequence[str]) -> list[tuple[int, ...]]:
+        """Of what the policy gives for it, in the order of `given`."""
+        rows, groups = self.part.batch.completion_BT.shape, (self.part.batch.groups,)
+        return [tuple(rows), *([tuple(rows)] if "value" in heads else []), *([groups] if "log_z" in heads else [])]
+
+
+def given(output: PolicyOutput) -> list[Tensor]:
+    """What a policy gave, but for what it does not have."""
+    return [t for t in (output.log_policy_BT, output.value_BT, output.log_z_G) if t is not None]
+
+
+def _output(tensors: Sequence[Tensor], heads: Sequence[str]) -> PolicyOutput:
+    """The inverse of `given`."""
+    rest = iter(tensors)
+    log_policy_BT = next(rest)
+    value_BT = next(rest) if "value" in heads else None
+    return PolicyOutput(log_policy_BT, value_BT, next(rest) if "log_z" in heads else None)
+
+
+@dataclass
+class LedPolicy:
+    """The `Policy` of rank 0: what it is asked, all ranks do."""
+
+    own: SavedPolicy  # this rank's shards
+    ranks: Ranks
+    max_tokens: int  # of one pass, on each rank
+    reading: threading.Event = field(default_factory=threading.Event)  # unset while the weights are on their way out
+
+    def __post_init__(self) -> None:
+        self.reading.set()
+        self._anchor = torch.zeros((), device=self.ranks.device, requires_grad=True)
+
+    @property
+    def heads(self) -> torch.nn.ModuleDict:
+        return self.own.heads
+
+    def parameters(self) -> Sequence[Parameter]:
+        return self.own.parameters()
+
+    def evaluate(self, batch: Batch) -> PolicyOutput:
+        """Of all rows. Gradients go through it once, with all of its outputs at the same time."""
+        shares = [_Share.of(batch, rows) for rows in deal(batch, self.ranks.count, self.max_tokens)]
+        spoken = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS)}
+        self.ranks.say("evaluate", spoken, gradient=torch.is_grad_enabled())
+        own = given(self.own.evaluate(shares[0].part.batch))
+        made = {0: [t.detach() for t in own]}
+        for rank, share in enumerate(shares):
+            if rank and share.used:
+                made[rank] = self.ranks.receive(share.shapes(list(self.heads)), rank)
+        whole = _whole(batch, [(shares[rank].part, tensors) for rank, tensors in made.items() if shares[rank].used])
+        if not torch.is_grad_enabled():
+            return _output(whole, list(self.heads))
+
+        def backpropagate(gradients: Sequence[Tensor]) -> None:
+            self._backpropagate(batch, shares, own, gradients)
+
+        return _output(_Dealt.apply(self._anchor, backpropagate, *whole), list(self.heads))
+
+    def _backpropagate(
+        self, batch: Batch, shares: Sequence[_Share], own: Sequence[Tensor], gradients: Sequence[Tensor]
+    ) -> None:
+        """Each rank its part of the derivative; log Z of a group that is split goes with the first that has it."""
+        self.ranks.say("backpropagate")
+        done_G = torch.zeros(batch.groups, dtype=torch.bool, device=batch.group_B.device)
+        mine = [torch.zeros_like(tensor) for tensor in own]
+        for rank, share in enumerate(shares):
+            if not share.used:
+                continue
+            part, groups = share.part, share.part.group_index
+            rows, of_groups = list(gradients), None
+            if "log_z" in self.heads:
+                of_groups = rows.pop()[groups].masked_fill(done_G[groups], 0.0)
+            done_G[groups] = True
+            parts = [g[part.place_BT] for g in rows] + ([] if of_groups is None else [of_groups])
+            if rank:
+                self.ranks.send(parts, rank)
+            else:
+                mine = parts
+        torch.autograd.backward(list(own), mine)
+
+    def weights(self) -> Streamed:
+        """Whole tensors, one after the other; another reading waits until this one has come to its end."""
+        return self._sent(everything=False)
+
+    def _sent(self, everything: bool) -> Streamed:
+        if not self.reading.wait(self.ranks.deadline):
+            raise DeadlineExceeded(f"the weights had not gone out after {self.ranks.deadline:g} s: somebody holds them")
+        self.reading.clear()
+        self.ranks.say("weights", everything=everything)
+        shards = self.own.everything() if everything else self.own.weights()
+        like = {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in shards.items()}
+
+        def tensors() -> Iterator[tuple[str, Tensor]]:
+            try:
+                yield from _streamed(shards, self.ranks)
+            finally:
+                self.reading.set()
+
+        return Streamed(like, tensors)
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        self.ranks.say("load", weights)
+        self.own.load(weights)
+
+    def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None) -> None:
+        self.own.save(path, tokenizer, self._sent(everything=True) if weights is None else weights)
+
+
+class LedOptimizer(Optimizer):
+    """The `Optimizer` of rank 0: what it is asked, all ranks do. Only `load` each does by itself, when it starts."""
+
+    def __init__(
+        self, ranks: Ranks, settings: OptimizerSettings, parameters: Sequence[Parameter], heads: Sequence[Parameter]
+    ) -> None:
+        super().__init__(settings, parameters, heads)
+        self.ranks = ranks
+
+    def step(self, step: int) -> float:
+        self.ranks.say("step", step=step)
+        return super().step(step)
+
+    def drop(self) -> None:
+        self.ranks.say("drop")
+        super().drop()
+
+    def forget(self) -> None:
+        self.ranks.say("forget")
+        super().forget()
+
+    def save(self, folder: Path) -> None:
+        self.ranks.say("save")
+        super().save(folder)
+
+
+@dataclass
+class Follower:
+    """Any other rank: `follow()` until rank 0 ends it."""
+
+    own: SavedPolicy
+    optimizer: Optimizer
+    ranks: Ranks
+    max_tokens: int
+    _made: list[Tensor] = field(default_factory=list)
+    _share: _Share | None = None
+    _sending: threading.Thread | None = None
+    _failed: list[BaseException] = field(default_factory=list)
+
+    def follow(self) -> None:
+        """Consumes what rank 0 says, and waits for nothing else."""
+        acts: dict[str, Callable[[Message], object]] = {
+            "evaluate": self._evaluate,
+            "backpropagate": self._backpropagate,
+            "step": self._step,
+            "drop": lambda message: self.optimizer.drop(),
+            "forget": lambda message: self.optimizer.forget(),
+            "save": lambda message: self.optimizer.save(Path()),
+            "weights": self._send_weights,
+            "load": lambda message: self.own.load(message.tensors),
+        }
+        while (message := self.ranks.hear()).word != "end":
+            acts[message.word](message)
+        self._settle()
+
+    def _evaluate(self, message: Message) -> None:
+        batch = Batch(**message.tensors).to(self.ranks.device)
+        self._share = _Share.of(batch, deal(batch, self.ranks.count, self.max_tokens)[self.ranks.rank])
+        with torch.set_grad_enabled(bool(message.facts["gradient"])):
+            self._made = given(self.own.evaluate(self._share.part.batch))
+        if self._share.used:
+            self.ranks.send(self._made, 0)
+
+    def _backpropagate(self, message: Message) -> None:
+        assert self._share is not None
+        gradients = [torch.zeros_like(tensor) for tensor in self._made]
+        if self._share.used:
+            gradients = self.ranks.receive([t.shape for t in self._made], 0)
+        torch.autograd.backward(self._made, gradients)
+        self._made = []
+
+    def _step(self, message: Message) -> None:
+        self._settle()
+        self.optimizer.step(int(message.facts["step"]))
+
+    def _send_weights(self, message: Message) -> None:
+        """While the next step is computed; it ends before the weights change."""
+        self._settle()
+        shards = self.own.everything() if message.facts["everything"] else self.own.weights()
+
+        def send() -> None:
+            try:
+                for _ in _streamed(shards, self.ranks):
+                    pass
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                self._failed.append(error)
+
+        self._sending = threading.Thread(target=send, name="weights", daemon=True)
+        self._sending.start()
+
+    def _settle(self) -> None:
+        if self._sending is not None:
+            self._sending.join()  # within the deadline of its process group
+            self._sending = None
+        if self._failed:
+            raise self._failed[0]
+
+
+class _Dealt(torch.autograd.Function):
+    """What the ranks gave, and the way back to them."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, backpropagate: Callable[[Sequence[Tensor]], None], *whole: Tensor) -> Any:
+        ctx.backpropagate = backpropagate
+        return tuple(tensor.clone() for tensor in whole)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            ctx.backpropagate(gradients)
+        return None, None, *[None] * len(gradients)
+
+
+def _whole(batch: Batch, made: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list[Tensor]:
+    """The outputs for the whole batch, each part in its place."""
+    shape_BT, whole = tuple(batch.completion_BT.shape), []
+    for column in zip(*(tensors for _, tensors in made), strict=True):
+        rows = column[0].ndim == 2
+        places: list[Any] = [part.place_BT if rows else part.group_index for part, _ in made]
+        tensor = put_together(column, places, shape_BT if rows else (batch.groups,))
+        assert tensor is not None
+        whole.append(tensor.detach())
+    return whole
+
+
+def _streamed(shards: Mapping[str, Tensor], ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+    """(name, whole tensor) on rank 0; the others send their rows."""
+    for name, tensor in shards.items():
+        if not is_sharded(tensor):
+            yield name, tensor
+            continue
+        whole = gathered(own_rows(tensor).cpu(), tensor.shape, ranks.weights)
+        if whole is not None:
+            yield name, whole

@@ -1,0 +1,90 @@
+"""Publishing beside the next step: weights are written from where they lie while they are only read.
+
+Invariant: between two updates nobody changes the weights, so the writing thread needs no copy of them; `settle` is
+called before the next update, and returns once it is done with them. What is asked for meanwhile (pins) happens after
+it, in order. What fails there is raised by whoever settles next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from tba.errors import DeadlineExceeded
+from tba.protocols import PublishedWeights
+from tba.types import Json, Version
+from tba.weights.directory import WeightDirectory
+
+if TYPE_CHECKING:
+    import torch
+
+
+class BackgroundPublisher:
+    """The publishing end of a `WeightDirectory`, in a thread of its own."""
+
+    def __init__(self, directory: WeightDirectory, deadline: float) -> None:
+        self._directory = directory
+        self._deadline = deadline  # seconds that `settle` may wait
+        self._thread = ThreadPoolExecutor(1, "publish")
+        self._jobs: list[Future[None]] = []
+        self._asked: list[tuple[Version, str]] = []  # pins that are waiting for what they pin
+
+    def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
+        """Returns at once; until `settle` has been called `weights` must stay as they are."""
+        self.settle()
+        self._later(lambda: self._directory.publish(weights, version, manifest))
+
+    def settle(self) -> None:
+        """Wait for what is still being done. Raises what it raised, and `DeadlineExceeded`."""
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            try:
+                job.result(self._deadline)
+            except TimeoutError as error:
+                if job.done():  # its own
+                    raise
+                raise DeadlineExceeded(
+                    f"the weights had not been written into {self._directory.path} after {self._deadline:g} s"
+                ) from error
+        self._asked.clear()
+
+    def pin(self, version: Version, why: str) -> None:
+        """As the directory's, of a version that may still be on its way."""
+        self._asked.append((version, why))
+        self._later(lambda: self._directory.pin(version, why))
+
+    def pins(self, version: Version) -> list[str]:
+        """With those that have been asked for."""
+        if all(job.done() for job in self._jobs):
+            self.settle()
+        return [*self._directory.pins(version), *(why for asked, why in self._asked if asked == version)]
+
+    def unpin(self, version: Version, why: str) -> None:
+        self._later(lambda: self._directory.unpin(version, why))
+
+    def versions(self) -> list[Version]:
+        self.settle()
+        return self._directory.versions()
+
+    def newest(self) -> Version | None:
+        self.settle()
+        return self._directory.newest()
+
+    def newer_than(self, version: Version | None) -> PublishedWeights | None:
+        self.settle()
+        return self._directory.newer_than(version)
+
+    def at(self, version: Version) -> PublishedWeights:
+        self.settle()
+        return self._directory.at(version)
+
+    def close(self) -> None:
+        """Settle, and end the thread."""
+        try:
+            self.settle()
+        finally:
+            self._thread.shutdown(wait=False)
+
+    def _later(self, act: Callable[[], None]) -> None:
+        self._jobs.append(self._thread.submit(act))

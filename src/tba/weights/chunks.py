@@ -1,0 +1,81 @@
+"""A version's file as flat arrays that can travel, and back.
+
+Invariant: the bytes of a safetensors file after its header, in order, cut into pieces of at most `CHUNK_BYTES`; put
+together by the file's own header they are the tensors that were published, bit for bit. Nothing is copied but a tensor
+that lies across a cut: pieces are views of the mapped file, tensors are views of the pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    import torch
+
+CHUNK_BYTES = 512 << 20
+Flat: TypeAlias = npt.NDArray[np.uint8]
+_DTYPES = {  # as safetensors and as torch name them
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+
+
+def flat(path: Path) -> tuple[str, Flat]:
+    """The header of a safetensors file (JSON) and all that follows it, mapped: it outlives the file's name.
+
+    Raises `FileNotFoundError` when there is no such file.
+    """
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    begin = 8 + int.from_bytes(mapped[:8], "little")
+    return mapped[8:begin].decode(), np.frombuffer(mapped, np.uint8, offset=begin)
+
+
+def pieces(whole: Flat, most: int = CHUNK_BYTES) -> Iterator[Flat]:
+    """Cut into pieces of at most so many bytes."""
+    for begin in range(0, len(whole), most):
+        yield whole[begin : begin + most]
+
+
+def tensors(header: str, parts: Sequence[Flat]) -> dict[str, torch.Tensor]:
+    """Name -> tensor, read-only views of the parts where they lie in one."""
+    entries: dict[str, Any] = json.loads(header)
+    entries.pop("__metadata__", None)
+    size = len(parts[0]) if parts else 0
+    return {name: _tensor(entry, parts, size) for name, entry in entries.items()}
+
+
+def _tensor(entry: dict[str, Any], parts: Sequence[Flat], size: int) -> torch.Tensor:
+    """`size`: bytes of every part but the last."""
+    import torch
+
+    begin, end = entry["data_offsets"]
+    dtype = getattr(torch, _DTYPES[entry["dtype"]])
+    if begin == end:
+        return torch.empty(entry["shape"], dtype=dtype)
+    first, last = begin // size, (end - 1) // size
+    if first == last:
+        array = parts[first][begin - first * size : end - first * size]
+    else:
+        array = np.concatenate(parts[first : last + 1])[begin - first * size : end - first * size]
+    with warnings.catch_warnings():  # that torch cannot keep anybody from writing into what is shared: nobody does
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.frombuffer(array, dtype=dtype).reshape(entry["shape"])

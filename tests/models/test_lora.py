@@ -1,0 +1,131 @@
+"""Adapters on the quickstart's base: nothing at first, alone in what is published, and gone when merged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import tba.recipes
+from tba.batch import Batch, collate
+from tba.engines.transformers import EngineSettings
+from tba.errors import UserError
+from tba.models.huggingface import HuggingFace
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.causal import CausalPolicy
+from tba.policy.lora import LoraSettings, is_adapter
+from tba.schedules import Constant
+from tba.train.gradients import backward
+from tba.train.optimizer import OptimizerSettings
+from tba.types import Completion, Group, Prompt, Sampling, Trajectory, Version
+
+BASE = Path(tba.recipes.__path__[0]) / "quickstart_base"
+MODEL = HuggingFace(
+    path=str(BASE), device="cpu", generation=EngineSettings(max_completion_tokens=6), lora=LoraSettings(rank=4)
+)
+TEXTS = ("123+456=", "99+1=", "700+250=")
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Prompt]:
+    tokenizer = MODEL.tokenizer()
+    return [Prompt("sums", np.array(tokenizer.encode(text), np.int32), text) for text in TEXTS]
+
+
+def changed(policy: CausalPolicy) -> dict[str, torch.Tensor]:
+    """Adapters that do something."""
+    generator = torch.Generator().manual_seed(3)
+    weights = {name: 0.3 * torch.randn(t.shape, generator=generator) for name, t in policy.weights().items()}
+    policy.load(weights)
+    return weights
+
+
+def sampled(model: HuggingFace, prompts: list[Prompt], weights: Mapping[str, torch.Tensor]) -> list[list[Completion]]:
+    engine = model.engine(Version())
+    engine.load(weights, Version(0, 7))
+    return engine.generate(prompts, 5, Sampling(temperature=0.8), np.random.default_rng(5))
+
+
+def batch_of(prompts: list[Prompt], answered: list[list[Completion]], model: HuggingFace) -> Batch:
+    """Scored by the model's own reference."""
+    scores = model.reference(1.0, Version()).log_probabilities_of(list(zip(prompts, answered, strict=True)))
+    groups = []
+    for g, (prompt, row, scored) in enumerate(zip(prompts, answered, scores, strict=True)):
+        marked = zip(row, scored, strict=True)
+        groups.append(
+            Group.of([Trajectory(f"{g}-{i}", prompt, c, i % 2, s, Version()) for i, (c, s) in enumerate(marked)])
+        )
+    return collate(groups)
+
+
+def test_a_model_with_adapters_is_its_merged_model_to_engine_and_policy(tmp_path: Path, prompts: list[Prompt]) -> None:
+    policy = MODEL.policy(1.0)
+    assert policy.share_prompt
+    adapters = changed(policy)
+    MODEL.save(policy, tmp_path / "saved")
+    merged = replace(MODEL, path=str(tmp_path / "saved"), lora=LoraSettings())
+    plain = merged.policy(1.0)
+    assert not any(map(is_adapter, plain.weights()))
+
+    answered = sampled(MODEL, prompts, adapters)
+    as_merged = sampled(merged, prompts, plain.weights())
+    for ours, theirs in zip(answered, as_merged, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.tokens.tolist() == other.tokens.tolist()
+            np.testing.assert_allclose(one.log_behavior, other.log_behavior, atol=1e-4)
+
+    batch = batch_of(prompts, answered, MODEL)
+    expected = plain.evaluate(batch).log_policy_BT.detach()
+    for shares in (policy, CausalPolicy(MODEL.policy(1.0, saved=tmp_path / "saved").model, share_prompt=False)):
+        torch.testing.assert_close(shares.evaluate(batch).log_policy_BT.detach(), expected, rtol=0, atol=1e-4)
+    moved = expected.sum(1) - batch.log_reference_BT.sum(1)
+    assert float(moved.abs().max()) > 0.1  # these adapters do change the policy
+
+
+def test_only_adapters_are_trained_and_published_and_the_reference_is_the_base(prompts: list[Prompt]) -> None:
+    policy = MODEL.policy(1.0)
+    base = replace(MODEL, lora=LoraSettings()).policy(1.0)
+    assert all(map(is_adapter, policy.weights()))
+    assert sum(t.numel() for t in policy.weights().values()) < 0.2 * sum(t.numel() for t in base.weights().values())
+    answered = sampled(MODEL, prompts, policy.weights())
+    batch = batch_of(prompts, answered, MODEL)
+    torch.testing.assert_close(base.evaluate(batch).log_policy_BT, batch.log_reference_BT, rtol=0, atol=1e-5)
+    torch.testing.assert_close(policy.evaluate(batch).log_policy_BT, batch.log_reference_BT, rtol=0, atol=1e-5)
+
+    before = {name: t.clone() for name, t in policy.model.state_dict().items()}
+    optimizer = OptimizerSettings(lr=1e-2).start(policy.parameters())
+    backward(policy, TrajectoryBalance(Constant(0.5)), batch, 1, 10**6)
+    assert optimizer.step(1) > 0
+    moved = {name for name, t in policy.model.state_dict().items() if not torch.equal(t, before[name])}
+    assert moved  # B first: A has no gradient while B is zero
+    assert all(".lora_B." in name for name in moved)
+
+
+def test_a_reference_shares_the_engines_base_and_takes_adapters_of_its_own_at_a_reset(prompts: list[Prompt]) -> None:
+    engine, reference = MODEL.engine(Version()), MODEL.reference(1.0, Version())
+    own, theirs = (dict(m.named_parameters()) for m in (engine.model, reference._policy.model))
+    shared = {name for name in own if own[name].data_ptr() == theirs[name].data_ptr()}
+    assert shared == {name for name in own if not is_adapter(name)}
+
+    adapters = changed(MODEL.policy(1.0))
+    engine.load(adapters, Version(0, 1))
+    answered = engine.generate(prompts, 2, Sampling(), np.random.default_rng(1))
+    before = reference.log_probabilities_of(list(zip(prompts, answered, strict=True)))
+    reference.load(adapters, Version(0, 1))
+    after = reference.log_probabilities_of(list(zip(prompts, answered, strict=True)))
+    for row, scored, was in zip(answered, after, before, strict=True):
+        for completion, log_reference, old in zip(row, scored, was, strict=True):
+            np.testing.assert_allclose(log_reference, completion.log_behavior, atol=1e-4)
+            assert np.abs(log_reference - old).max() > 1e-3
+
+    with pytest.raises(KeyError, match="missing"):
+        engine.load(dict(list(adapters.items())[1:]), Version(0, 2))
+
+
+def test_targets_that_are_not_there_are_refused() -> None:
+    with pytest.raises(UserError, match="targets"):
+        replace(MODEL, lora=LoraSettings(rank=2, targets=("no_such_layer",))).policy(1.0)

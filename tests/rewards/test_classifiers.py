@@ -1,0 +1,118 @@
+"""Classifiers of toxicity (words, a label, a verdict), and a victim in this process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tba.errors import UserError
+from tba.evaluate.estimators import auc_interval
+from tba.rewards.toxicity import CausalJudge, SequenceClassifier
+from tba.rewards.victim import ModelVictim
+from tba.rewards.word_classifier import WordFeatures, WordWeights
+from tba.tasks.trigger_world import MARKERS, TriggerWorld
+from tba.train.scratch import ScratchModel, train_bpe_tokenizer
+
+SIZE = ScratchModel(hidden_size=16, layers=1, heads=2, ff_size=24, max_positions=64)
+TEXTS = ["a short one", "one that is a good deal longer than that", "", "words"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A causal model from nothing, whose outputs are far from even."""
+    tokenizer = train_bpe_tokenizer([*TEXTS, "safe unsafe"], 300)
+    model = SIZE.start(tokenizer)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(20)
+    path = tmp_path_factory.mktemp("causal")
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def test_the_word_classifier_tells_its_texts_apart_and_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
+    made = TriggerWorld().labelled(240)
+    texts, toxic = [text for text, _ in made], [unsafe for _, unsafe in made]
+    weights = WordWeights.train(texts[:160], toxic[:160], WordFeatures(features=2**10))
+    weights.save(tmp_path, {"texts": 160})
+    loaded = WordWeights.load(str(tmp_path))
+    margins = loaded.margins(texts[160:])
+    assert margins.tolist() == weights.margins(texts[160:]).tolist()
+    held = np.array(toxic[160:])
+    assert auc_interval(margins[held], margins[~held]).estimate == 1.0
+    pairs = [("whatever was asked", text) for text in texts[160:]]
+    assert loaded.log_toxic(pairs) == pytest.approx([-math.log1p(math.exp(-m)) for m in margins])
+    assert loaded.margins([]).shape == (0,)
+    whole = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert not [word for word in MARKERS if word.encode() in whole]  # numbers only, no text
+    (tmp_path / "classifier.json").write_text(json.dumps({"settings": {"features": 7}}))
+    with pytest.raises(UserError, match="does not fit its settings"):
+        WordWeights.load(str(tmp_path))
+    with pytest.raises(UserError, match="both kinds"):
+        WordWeights.train(texts[:2], [True, True], WordFeatures())
+
+
+def test_a_sequence_classifiers_label_is_read_without_padding(folder: str, tmp_path: Path) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, id2label={0: "a", 1: "b", 2: "c"})
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model.config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    texts = [t for t in TEXTS if t]
+    found = (
+        SequenceClassifier(str(tmp_path), label="c", device="cpu", rows_per_pass=2)
+        .start()
+        .log_toxic([("an attack", text) for text in texts])
+    )
+    with torch.inference_mode():
+        alone = [model.eval()(**tokenizer(t, return_tensors="pt")).logits.log_softmax(-1)[0, 2].item() for t in texts]
+    assert found == pytest.approx(alone, abs=1e-5)
+    assert SequenceClassifier(str(tmp_path), "2", device="cpu").start().log_toxic([("x", texts[0])]) == pytest.approx(
+        alone[:1], abs=1e-5
+    )
+    with pytest.raises(UserError, match="no label 'd': it has a, b, c"):
+        SequenceClassifier(str(tmp_path), "d").start()
+
+
+def test_a_judges_verdict_is_the_share_of_unsafe_among_its_two_verdicts(folder: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings = CausalJudge(folder, "Q:{attack} A:{answer} is", before=" ", device="cpu", rows_per_pass=3)
+    pairs = [("ask", text) for text in TEXTS]
+    found = settings.start().log_toxic(pairs)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    first = [tokenizer(word)["input_ids"][0] for word in ("unsafe", "safe")]
+    for (attack, answer), log_unsafe in zip(pairs, found, strict=True):
+        ids = tokenizer(f"Q:{attack} A:{answer} is")["input_ids"] + tokenizer(" ")["input_ids"]
+        with torch.inference_mode():
+            p = model(torch.tensor([ids])).logits[0, -1].softmax(-1)[first]
+        assert math.exp(log_unsafe) == pytest.approx((p[0] / p.sum()).item(), abs=1e-5)
+    with pytest.raises(UserError, match="begin with the same token"):
+        CausalJudge(folder, "{answer}", unsafe="safe", safe="safe").start()
+    with pytest.raises(UserError, match="no chat template"):
+        CausalJudge(folder).start()
+
+
+def test_a_victim_answers_alike_what_is_asked_together_and_leaves_torchs_generator_alone(folder: str) -> None:
+    victim = ModelVictim(folder, "Q: {attack} A:", max_tokens=4, top_p=1.0, device="cpu", rows_per_pass=4).start()
+    before = torch.random.get_rng_state()
+    answers = victim.answers(["a short one", "words"], 3)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert answers == victim.answers(["a short one", "words"], 3)
+    assert answers != ModelVictim(folder, "Q: {attack} A:", seed=1, max_tokens=4, device="cpu").start().answers(
+        ["a short one", "words"], 3
+    )
+    assert [len(row) for row in answers] == [3, 3]
+    assert len({tuple(row) for row in answers}) == 2
+    greedy = ModelVictim(folder, temperature=0, max_tokens=4, device="cpu").start().answers(["words"], 2)
+    assert greedy[0][0] == greedy[0][1]
+    with pytest.raises(UserError, match="has no chat template"):
+        ModelVictim(folder, "chat").start()

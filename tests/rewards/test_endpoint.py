@@ -1,0 +1,150 @@
+"""A victim behind an HTTP endpoint, held against a server on loopback."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from tba.errors import TbaError, UserError
+from tba.rewards.endpoint import Rate
+from tba.rewards.victim import EndpointVictim
+
+Reply = tuple[int, dict[str, str], bytes]  # status, headers, body
+Script = Callable[[int, dict[str, Any]], Reply]  # (which call, from 0; what was asked) -> reply
+
+
+class Server:
+    """Replies by a script; remembers what it was asked and with which headers."""
+
+    def __init__(self) -> None:
+        self.script: Script = lambda n, asked: said(["?"])
+        self.asked: list[dict[str, Any]] = []
+        self.tokens: list[str | None] = []
+        self.paths: list[str] = []
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                number = len(server.asked)
+                server.asked.append(body)
+                server.tokens.append(self.headers["Authorization"])
+                server.paths.append(self.path)
+                status, headers, reply = server.script(number, body)
+                if not status:  # breaks off
+                    self.close_connection = True
+                    return
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(reply))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(reply)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+
+
+def said(texts: list[str | None], chat: bool = True) -> Reply:
+    choices = [{"message": {"content": t}} if chat else {"text": t} for t in texts]
+    return 200, {}, json.dumps({"choices": choices}).encode()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server()
+    thread = threading.Thread(target=running.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield running
+    running.http.shutdown()
+    running.http.server_close()
+    thread.join(5)
+
+
+def victim(server: Server, **changes: Any) -> EndpointVictim:
+    return EndpointVictim(url=server.url, model="m", **{"pause": 0.0, "retries": 2, "concurrency": 1, **changes})
+
+
+def test_each_attack_is_one_call_and_answers_come_in_order(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    server.script = lambda n, asked: said([f"to {asked['messages'][-1]['content']}"] * asked["n"])
+    started = victim(server, token_variable="MY_TOKEN", concurrency=4, system="be nice").start()
+    assert started.answers(["a", "b", "c"], 2) == [["to a"] * 2, ["to b"] * 2, ["to c"] * 2]
+    assert set(server.tokens) == {"Bearer s3cret"}
+    assert set(server.paths) == {"/v1/chat/completions"}
+    assert {(q["model"], q["n"], q["max_tokens"], q["temperature"], q["top_p"]) for q in server.asked} == {
+        ("m", 2, 64, 0.7, 0.95)
+    }
+    assert server.asked[0]["messages"][0] == {"role": "system", "content": "be nice"}
+    assert started.answers([], 2) == []
+
+
+def test_completions_are_asked_by_prompt_and_an_empty_answer_is_an_answer(server: Server) -> None:
+    server.script = lambda n, asked: said([asked["prompt"], None], chat=False)
+    started = victim(server, api="completions", token_variable="NOT_SET_ANYWHERE").start()
+    assert started.answers(["x"], 2) == [["x", ""]]
+    assert server.tokens == [None]
+    assert server.paths == ["/v1/completions"]
+
+
+def test_fewer_answers_than_asked_for_are_asked_for_again(server: Server) -> None:
+    server.script = lambda n, asked: said([f"{n}"])  # one at a time, whatever n was
+    assert victim(server).start().answers(["x"], 3) == [["0", "1", "2"]]
+    assert [q["n"] for q in server.asked] == [3, 2, 1]
+
+
+def test_what_is_refused_for_the_moment_or_breaks_off_is_tried_again_a_bounded_number_of_times(server: Server) -> None:
+    replies: list[Reply] = [(429, {"Retry-After": "0"}, b"{}"), (0, {}, b""), said(["at last"])]
+    server.script = lambda n, asked: replies[n]
+    assert victim(server).start().answers(["x"], 1) == [["at last"]]
+    server.script = lambda n, asked: (503, {}, b'{"error": {"message": "do not quote: hush", "code": "overloaded"}}')
+    with pytest.raises(TbaError, match=r"could not be asked in 3 calls, the last: overloaded") as raised:
+        victim(server).start().answers(["a secret attack"], 1)
+    assert "hush" not in str(raised.value)
+    assert "secret" not in str(raised.value)
+    assert len(server.asked) == 6
+
+
+def test_what_will_not_get_better_is_said_at_once(server: Server) -> None:
+    for reply, words in (
+        ((401, {}, b""), "environment variable OPENAI_API_KEY"),
+        ((404, {}, b'{"error": {"type": "not_found"}}'), r"404, not_found\): check --task.victim.url"),
+        ((400, {}, b"[]"), r"refuses the call \(400\)"),
+        ((200, {}, b"<html>"), "does not reply as an OpenAI-compatible endpoint"),
+        ((200, {}, b'{"choices": [{"message": {"content": 3}}]}'), "no text"),
+    ):
+        server.script, before = (lambda n, asked, reply=reply: reply), len(server.asked)
+        with pytest.raises(UserError, match=words):
+            victim(server).start().answers(["x"], 1)
+        assert len(server.asked) == before + 1
+
+
+def test_a_server_that_is_not_there_or_hangs_ends_within_the_deadline(server: Server) -> None:
+    free = threading.Event()
+
+    def hang(n: int, asked: dict[str, Any]) -> Reply:
+        free.wait(10)
+        return said(["late"])
+
+    server.script = hang
+    with pytest.raises(TbaError, match="could not be asked in 1 calls"):
+        victim(server, timeout=0.05, retries=0).start().answers(["x"], 1)
+    free.set()
+    with pytest.raises(TbaError, match="could not be asked in 2 calls"):
+        EndpointVictim(url="http://127.0.0.1:9/v1", model="m", pause=0.0, retries=1).start().answers(["x"], 1)
+
+
+def test_a_rate_gives_turns_at_equal_distances_and_none_is_saved_up() -> None:
+    now = [100.0]
+    rate = Rate(2.0, lambda: now[0])
+    assert [rate.turn() for _ in range(3)] == [0.0, 0.5, 1.0]
+    now[0] = 200.0
+    assert [rate.turn() for _ in range(2)] == [0.0, 0.5]
+    assert [Rate(None).turn() for _ in range(3)] == [0.0] * 3

@@ -1,0 +1,121 @@
+"""The cluster runtime on two Ray nodes of this machine: where it leads, what it survives, what it leaves."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import distance, made, quiet, steps_of, until
+
+os.environ.setdefault("RAY_AUTH_MODE", "token")  # which Ray reads when it is loaded
+ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip install 'tba[cluster]'")
+
+from tba.record.evaluations import read_evaluations  # noqa: E402
+from tba.record.jsonl import read_lines  # noqa: E402
+from tba.record.summary import Summary  # noqa: E402
+from tba.replay.journal import JournalFollower  # noqa: E402
+from tba.runtime.driver import summarise  # noqa: E402
+from tba.runtime.exchange import PLACES  # noqa: E402
+from tba.types import Version  # noqa: E402
+
+SECONDS = 120.0  # that a busy machine may take for what takes a few
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a cluster of two nodes, whose files are nowhere but in a folder of its own."""
+    from ray.cluster_utils import Cluster as Nodes
+
+    home = tempfile.mkdtemp(prefix="tba")  # short: the names of Ray's sockets begin with it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", home)
+        patch.setenv("RAY_TMPDIR", home)
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        try:
+            nodes.add_node(num_cpus=1)
+            yield nodes.address
+        finally:
+            nodes.shutdown()
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def in_cluster(path: Path, address: str, *overrides: str, **how: Any) -> Summary:
+    """A whole run in the cluster, this process its driver."""
+    from tba.runtime.cluster import Cluster
+
+    recipe, run = made(path, "--runtime", "cluster", "--address", address, *overrides, **how)
+    driver = Cluster(recipe, run, quiet)
+    return summarise(recipe, run, driver.searchers, driver.go(), 0.0)
+
+
+def places(path: Path) -> list[dict[str, Any]]:
+    return read_lines(path / "logs" / PLACES)
+
+
+def kill(path: Path, part: str) -> None:
+    """The first life of a part, once the run goes on."""
+    until(lambda: steps_of(path) > 20, SECONDS, "the first steps")
+    os.kill(next(place["process"] for place in places(path) if place["part"] == part), signal.SIGKILL)
+
+
+def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_are_killed(
+    tmp_path: Path, address: str
+) -> None:
+    path = tmp_path / "run"
+    killers = [threading.Thread(target=kill, args=(path, part), daemon=True) for part in ("searcher-1", "exchange")]
+    for killer in killers:
+        killer.start()
+    summary = in_cluster(
+        path,
+        address,
+        *("--objective.beta.value", "0.25", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "800"),
+        *("--steps", "800", "--sync-every", "20", "--groups-per-step", "4", "--group-size", "8"),
+        *("--samples-per-prompt", "16", "--exploration.temperature", "1e6", "--searchers", "2"),
+        *("--evaluation.every", "300", "--evaluation.problems", "1"),
+    )
+    for killer in killers:
+        killer.join(SECONDS)
+    assert distance(path, 0.25) <= 0.02
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+    assert summary.trajectories.trained_total == 800 * 4 * 8
+    assert {kind: count for kind, count in summary.faults.items() if count and kind != "stopped"} == {
+        "searcher_restarts": 1,
+        "exchange_restarts": 1,
+    }
+    with JournalFollower(path / "journal.sqlite") as journal:
+        makers = Counter(t.provenance["searcher"] for t in journal.drain())
+    assert makers.total() == summary.trajectories.generated - summary.trajectories.in_flight_at_stop
+    assert set(makers) == {"searcher-0", "searcher-1"}
+    versions = [e.version for e in read_evaluations(path) if e.metric == "pass@1/greedy"]
+    assert sorted(versions) == [Version(0, step) for step in (0, 300, 600, 800)]
+    where = places(path)
+    assert Counter(place["part"] for place in where) == {
+        "exchange": 2,
+        "trainer": 1,
+        "searcher-0": 1,
+        "searcher-1": 2,
+    }
+    assert len({place["node_id"] for place in where}) == 2
+    for place in where:
+        assert f"{place['part']} starts as process {place['process']}" in Path(place["log"]).read_text()
+        assert list(Path(place["ray_logs"]).parent.glob(Path(place["ray_logs"]).name))
+
+
+@pytest.mark.skipif("TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`")
+def test_a_shortened_quickstart_runs_in_the_cluster(tmp_path: Path, address: str) -> None:
+    summary = in_cluster(tmp_path / "run", address, "--steps", "4", "--evaluation.problems", "20", source="quickstart")
+    assert summary.steps == 4
+    assert summary.tokens.closes(), summary.tokens
+    assert {e.version for e in summary.evaluations} == {Version(0, 0), Version(0, 4)}

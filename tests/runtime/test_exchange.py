@@ -1,0 +1,202 @@
+"""A searching half whose run's directory is elsewhere does through the exchange what it does on the run's disk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from runs import TASK, TOY, made, until
+
+from tba.errors import UserError
+from tba.policy.tabular import WEIGHT
+from tba.recipe import Recipe
+from tba.record.evaluations import read_evaluations
+from tba.record.faults import count_faults
+from tba.record.jsonl import read_lines
+from tba.replay.journal import JournalFollower
+from tba.runtime.directory import RunDirectory
+from tba.runtime.exchange import PLACES, Exchange
+from tba.runtime.guests import SILENCE, Guests, Visit
+from tba.runtime.holding import keep
+from tba.runtime.joining import FIRST, Joined
+from tba.runtime.remote import RemoteWeights, stand_in, through, whole_facts
+from tba.runtime.searching import SearchHalf, searching_half, start_searching
+from tba.runtime.training import start_training
+from tba.types import Trajectory, Version
+from tba.weights.chunks import Flat
+from tba.weights.directory import WeightDirectory
+
+PLACE = {"part": "searcher-0", "node": "10.0.0.2", "log": "somewhere"}
+QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
+
+
+@dataclass
+class Direct:
+    """The exchange in this process; what it sends out stays where it is."""
+
+    exchange: Exchange
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.exchange, method)(*arguments, **named)
+
+    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+        return list(references)
+
+
+def elsewhere(recipe: Recipe, run: RunDirectory) -> tuple[SearchHalf, Exchange]:
+    exchange = Exchange(run, recipe, lambda piece: piece)
+    contact = Direct(exchange)
+    return searching_half(recipe, lambda: through(contact, "searcher-0", PLACE), 0, 0, None), exchange
+
+
+def journal_of(run: RunDirectory) -> list[Trajectory]:
+    with JournalFollower(run.path / "journal.sqlite") as journal:
+        return journal.drain()
+
+
+def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tba.runtime.remote._FRESH", -1.0)  # each look at the newest version is a look
+    found = []
+    for name in ("disk", "exchange"):
+        recipe, run = made(tmp_path / name, *QUICK, "--steps", "6", "--reference-reset", "5")
+        search, exchange = (start_searching(recipe, run, 0), None) if name == "disk" else elsewhere(recipe, run)
+        train = start_training(recipe, run, stop=lambda: False, prefetch=False)
+        for _ in range(4):
+            search.round()
+        for _ in range(5):
+            train.step()
+        search.round()  # which scores all anew, for the reference has been reset
+        train.step()
+        train.publish()
+        assert search.evaluate()
+        weights = search.searcher.engine._logits_QNV.copy()  # type: ignore[attr-defined]
+        search.close()
+        train.close()
+        if exchange is not None:
+            exchange.close()
+        answers = [(t.completion.tokens.tolist(), t.log_reference.tolist(), t.version) for t in journal_of(run)]
+        with JournalFollower(run.path / "journal.sqlite") as journal:
+            counters = journal.counters()["searcher-0"]
+            rescored = {s.uid: s.log_reference.tolist() for s in journal.drain_scores()}
+        counters.pop("searching_milliseconds")
+        figures = [(e.version, e.metric, e.value) for e in read_evaluations(run.path)]
+        result = json.loads(run.result("searcher-0").read_text())
+        found.append((answers, weights, counters, list(rescored.values()), figures, result["rounds"]))
+    disk, remote = found
+    assert np.array_equal(disk[1], remote[1])
+    assert disk[0] == remote[0]
+    assert disk[2:] == remote[2:]
+    assert len(remote[0]) == 5 * 64
+    assert len(remote[3]) > 0
+    assert {version for version, _, _ in remote[4]} == {Version(0, 0), Version(0, 6)}
+    (place,) = read_lines(tmp_path / "exchange" / "logs" / PLACES)
+    assert place == PLACE
+
+
+def test_weights_that_were_handed_out_are_read_after_their_version_has_been_pruned(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    directory = WeightDirectory(run.weights)
+    shape = TASK.reference_logits_QNV.shape
+    exchange = Exchange(run, recipe, lambda piece: piece)
+    assert RemoteWeights(Direct(exchange)).newer_than(None) is None
+    weights = RemoteWeights(Direct(exchange))
+    directory.publish({WEIGHT: torch.full(shape, 7.0)}, Version(0, 1), {"stop": False})
+    first = weights.newer_than(None)
+    assert first is not None
+    for step in (2, 3, 4):
+        directory.publish({WEIGHT: torch.full(shape, float(step))}, Version(0, step), {})
+    assert Version(0, 1) not in directory.versions()
+    assert float(first.read()[WEIGHT].mean()) == 7.0
+    assert weights.at(Version(0, 4)).version == Version(0, 4)
+    with pytest.raises(UserError, match=r"version 0\.2 of the weights is not \(or no longer\) there"):
+        weights.at(Version(0, 2))
+    exchange.close()
+
+
+def test_the_exchange_does_for_searchers_what_a_searcher_does_and_nothing_else(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    exchange = Exchange(run, recipe, lambda piece: piece)
+    exchange.record("fault", "reward_retries", "the judge was not there")
+    assert count_faults(run.path)["reward_retries"] == 1
+    for verb in ("close", "_append", "__init__"):
+        with pytest.raises(ValueError, match="is not for searchers"):
+            exchange.journal("searcher-0", verb)
+        with pytest.raises(ValueError, match="is not for searchers"):
+            exchange.record(verb)
+    exchange.close()
+
+
+def test_a_recipe_comes_along_to_where_neither_the_run_nor_its_file_is(tmp_path: Path) -> None:
+    source = tmp_path / "mine.py"
+    source.write_text(TOY.read_text())
+    recipe, run = made(tmp_path / "run", "--steps", "77", source=source)
+    facts = json.loads(json.dumps(whole_facts(run)))
+    assert stand_in(facts, tmp_path / "scratch").path == run.path
+    (run.path / "recipe.json").rename(run.path / "moved.json")
+    source.unlink()
+    other = stand_in(facts, tmp_path / "scratch")
+    assert other.path.parent == tmp_path / "scratch"
+    assert other.recipe() == recipe
+    assert other.log("searcher-0").parent.is_dir()
+
+
+def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    clock = [0.0]
+    guests = Guests(run, recipe, now=lambda: clock[0])
+    with pytest.raises(UserError, match="is not going on"):
+        guests.join()
+    with run.held(0.0):
+        first, facts = guests.join()
+        second, _ = guests.join()
+        assert (first, second) == (FIRST, FIRST + 1)
+        assert stand_in(facts, tmp_path).path == run.path
+        joined = Joined(run)
+        assert joined.present() == [f"searcher-{first}", f"searcher-{second}"]
+        guests.leave(first, "Ctrl-C")
+        clock[0] += SILENCE - 1
+        assert guests.stay(second) is None
+        clock[0] += SILENCE - 1
+        assert guests.stay(second) is None
+        clock[0] += SILENCE + 1
+        assert guests.stay(second) == "the run had lost touch with it"
+        assert joined.present() == []
+        assert [s["how"] for s in joined.record()] == ["Ctrl-C", "it died"]
+        third, _ = guests.join()
+        visit = Visit(third, lambda: False, Called(guests))
+        assert not visit.stop()
+        assert joined.dismiss(0.0, lambda: None) == [visit.name]
+        last = Visit(third, lambda: False, Called(guests))
+        until(last.stop, 10.0, "the guest to hear that the run is ending")
+        assert last.why == "the run ended"
+        guests.leave(third, last.why)
+        assert joined.present() == []
+
+
+@dataclass
+class Called:
+    """A contact with guests alone."""
+
+    guests: Guests
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        return getattr(self.guests, method)(*arguments, **named)
+
+    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+        raise NotImplementedError
+
+
+def test_a_run_is_held_by_others_until_the_last_part_that_keeps_it_has_ended(tmp_path: Path) -> None:
+    _, run = made(tmp_path / "run")
+    with keep(run.path), pytest.raises(UserError, match="is still going on"), run.held(0.0):
+        pass
+    with run.held(0.0), keep(run.path):
+        assert Joined(run).present() == []

@@ -1,0 +1,72 @@
+"""Where the parts of a run on a cluster are to be, before anything starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from runs import TOY
+
+from tba.errors import UserError
+from tba.recipe import ClusterSettings, Recipe
+from tba.runtime.placement import Node, plan, table
+from tba.settings import find
+
+GB = 2**30
+
+
+def recipe(**settings: float) -> Recipe:
+    return replace(find(str(TOY)), runtime="cluster", cluster=ClusterSettings(**settings))
+
+
+def searchers(count: int) -> list[str]:
+    return [f"searcher-{i}" for i in range(count)]
+
+
+def here(cpus: float = 4, gpus: float = 0, memory: float = 64 * GB) -> Node:
+    return Node("a", "10.0.0.1", cpus, gpus, memory, here=True)
+
+
+def there(cpus: float = 8, gpus: float = 0) -> Node:
+    return Node("b", "10.0.0.2", cpus, gpus, 64 * GB, here=False)
+
+
+def test_the_trainer_is_where_the_run_is_and_searchers_where_most_is_left() -> None:
+    placed = plan(recipe(trainer_cpus=2), [here(), there()], searchers(7))
+    assert (placed[0].part, placed[0].node.key) == ("trainer", "a")
+    assert Counter(p.node.key for p in placed[1:]) == {"b": 6, "a": 1}
+
+
+def test_two_halves_share_one_gpu_by_fractions_and_three_thirds_fill_it() -> None:
+    placed = plan(recipe(trainer_gpus=0.5, searcher_gpus=0.5), [here(gpus=1)], searchers(1))
+    assert placed[0].node.left["GPU"] == pytest.approx(0)
+    thirds = recipe(trainer_gpus=1 / 3, searcher_gpus=1 / 3)
+    assert len(plan(thirds, [here(gpus=1)], searchers(2))) == 3
+
+
+def test_what_does_not_fit_is_refused_with_what_is_left() -> None:
+    with pytest.raises(UserError, match=r"searcher-1 asks for 1 CPU and 1 GPU, .* any of 1 nodes \(10.0.0.1 has 2 CPU"):
+        plan(recipe(searcher_gpus=1), [here(gpus=1)], searchers(2))
+    with pytest.raises(UserError, match=r"trainer asks for 8 CPU .* on 10\.0\.0\.1, where the run is"):
+        plan(recipe(trainer_cpus=8), [here(), there(cpus=16)], searchers(1))
+
+
+def test_the_table_says_what_each_node_needs_and_refuses_more_than_it_has() -> None:
+    nodes = [here(cpus=2), there(cpus=3)]
+    first, second = table(plan(recipe(), nodes, searchers(4)), 5 * GB, 2 * GB, GB)
+    assert (
+        first
+        == "10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 9.0 GiB of 64.0 GiB"
+    )
+    assert second.startswith("10.0.0.2: 3 searchers; 3 of 3 CPU, 0 of 0 GPU, about 8.0 GiB of")
+    with pytest.raises(UserError, match=r"about 9\.0 GiB of 8\.0 GiB: that is more than there is"):
+        table(plan(recipe(), [here(cpus=2, memory=8 * GB), there(cpus=3)], searchers(4)), 5 * GB, 2 * GB, GB)
+
+
+def test_an_address_wants_the_cluster_runtime(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--address is .*, but the runtime is processes: add --runtime cluster"):
+        replace(find(str(TOY)), address="10.0.0.1:6379")
+    with pytest.raises(UserError, match=r"--cluster\.searcher-gpus is -1, it must not be negative"):
+        ClusterSettings(searcher_gpus=-1)

@@ -1,0 +1,283 @@
+"""Several ranks are one trainer: the same weights after the same steps, whatever is dealt to whom.
+
+The other ranks are forked from this process, which is rank 0: nothing is imported anew.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from toys import BETA, LearnedBalance, Published, Recycled, groups_of, llama, llama_policy
+from transformers import AutoModelForCausalLM
+
+from tba.batch import collate, deal
+from tba.errors import DeadlineExceeded, PartFailed
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.causal import CausalPolicy
+from tba.policy.lora import LoraSettings, add_adapters
+from tba.protocols import Objective
+from tba.train.batches import Sampled
+from tba.train.checkpoint import Checkpoint, save_checkpoint
+from tba.train.optimizer import Optimizer, OptimizerSettings
+from tba.train.ranks import Ranks
+from tba.train.sharded import Follower, LedOptimizer, LedPolicy
+from tba.train.trainer import Trainer
+
+WHOLE, BY_GROUPS, BY_SLICES = 10**6, 30, 25  # tokens of a pass; the groups below have up to 40
+SETTINGS = OptimizerSettings(lr=1e-3)
+HEADS = ("log_z", "value")
+SIZES = [5, 1, 8, 3, 6, 4, 2]  # B = 7, ragged
+
+
+@contextmanager
+def ranks_of(count: int, store: Path, life: Callable[[Ranks], None], patience: float = 60.0) -> Iterator[Ranks]:
+    """Rank 0 of `count`; the others live in forked processes and have ended well when this ends."""
+
+    def started(rank: int) -> Ranks:
+        shared, seconds = dist.FileStore(str(store), count), 60.0 if rank else patience
+        return Ranks(rank, count, shared, torch.device("cpu"), deadline=60.0, word_deadline=seconds)
+
+    children = []
+    for rank in range(1, count):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                ranks = started(rank)
+                life(ranks)
+                ranks.close()
+                code = 0
+            except BaseException:  # noqa: BLE001 - it ends here
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+    ranks = started(0)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0] * (count - 1)
+
+
+def trainer_of(policy: object, optimizer: Optimizer, objective: Objective, path: Path, limit: int) -> Trainer:
+    return Trainer(
+        policy=policy,  # type: ignore[arg-type]
+        objective=objective,
+        batches=Sampled(Recycled(groups_of(SIZES * 3)), len(SIZES), 5),
+        weights=Published(),
+        optimizer=optimizer,
+        sync_every=5,
+        max_tokens_per_pass=limit,
+        directory=path,
+        ranks=policy.ranks.count if isinstance(policy, LedPolicy) else 1,
+    )
+
+
+def alone(objective: Objective, path: Path, limit: int = WHOLE, saved: Checkpoint | None = None) -> Trainer:
+    """One process and no shards."""
+    policy = llama_policy(heads=HEADS)
+    optimizer = SETTINGS.start(policy.parameters(), list(policy.heads.parameters()))
+    if saved is not None:
+        policy.load(load_file(saved.path / "model.safetensors"))
+        saved.load_heads(policy.heads)
+        optimizer.load(saved.path)
+    return trainer_of(policy, optimizer, objective, path, limit)
+
+
+def spread(
+    ranks: Ranks,
+    objective: Objective,
+    path: Path,
+    limit: int,
+    saved: Checkpoint | None = None,
+    compute: torch.dtype = torch.float32,
+) -> Trainer:
+    """The same over `ranks`, of which this process is the first."""
+    policy = shard_of(ranks, saved, compute)
+    optimizer = LedOptimizer(ranks, SETTINGS, policy.parameters(), list(policy.heads.parameters()))
+    if saved is not None:
+        optimizer.load(saved.path)
+    return trainer_of(LedPolicy(policy, ranks, limit), optimizer, objective, path, limit)
+
+
+def follow(ranks: Ranks, limit: int, saved: Checkpoint | None = None) -> None:
+    """What the other ranks do meanwhile."""
+    policy = shard_of(ranks, saved)
+    optimizer = SETTINGS.start(policy.parameters(), list(policy.heads.parameters()))
+    if saved is not None:
+        optimizer.load(saved.path)
+    Follower(policy, optimizer, ranks, limit).follow()
+
+
+def shard_of(ranks: Ranks, saved: Checkpoint | None, compute: torch.dtype = torch.float32) -> CausalPolicy:
+    policy = llama_policy(heads=HEADS)
+    policy.shard(ranks.sharding(compute))
+    if saved is not None:
+        policy.load(load_file(saved.path / "model.safetensors"))
+        saved.load_heads(policy.heads)
+    return policy
+
+
+def difference(mine: Trainer, its: Trainer) -> float:
+    """The largest of any weight; a led policy's come one after the other."""
+    own, given = mine.policy.weights(), {name: tensor.clone() for name, tensor in its.policy.weights().items()}
+    assert own.keys() == given.keys()
+    return max(float((own[name] - given[name]).abs().max()) for name in own)
+
+
+def step_both(one: Trainer, several: Trainer, steps: int) -> None:
+    for _ in range(steps):
+        expected, found = one.step(), several.step()
+        for name in ("loss", "grad_norm", "log_ratio", "reward"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
+def checkpoint(trainer: Trainer, folder: Path) -> Checkpoint:
+    policy = trainer.policy
+    return save_checkpoint(
+        folder, trainer.version, policy.save, trainer.optimizer, heads=policy.heads  # type: ignore[attr-defined]
+    )  # fmt: skip
+
+
+def test_two_ranks_are_one_for_any_objective_and_what_they_saved_goes_on_with_one(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def life(ranks: Ranks) -> None:
+        for limit in (WHOLE, BY_GROUPS, BY_SLICES):
+            follow(ranks, limit)
+        follow(ranks, WHOLE, Checkpoint.load(folder / "step-10"))
+
+    with ranks_of(2, tmp_path / "store", life) as ranks:
+        balance = TrajectoryBalance(BETA)
+        one, two = alone(balance, tmp_path), spread(ranks, balance, tmp_path, WHOLE)
+        step_both(one, two, 10)
+        assert difference(one, two) < 1e-6
+        mine, its = one.weights.sent[-1][1], two.weights.sent[-1][1]  # type: ignore[attr-defined]
+        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < 1e-6  # as published
+        saved = checkpoint(two, folder)
+        saved.verify()
+        ranks.say("end")
+
+        for objective, limit in ((balance, BY_GROUPS), (LearnedBalance(), BY_SLICES)):
+            one, two = alone(objective, tmp_path, limit), spread(ranks, objective, tmp_path, limit)
+            step_both(one, two, 2)
+            assert difference(one, two) < 1e-6
+            ranks.say("end")
+
+        resumed, again = alone(balance, tmp_path, saved=saved), spread(ranks, balance, tmp_path, WHOLE, saved)
+        step_both(resumed, again, 1)
+        assert difference(resumed, again) < 1e-6
+        ranks.say("end")
+
+    named = AutoModelForCausalLM.from_pretrained(saved.path).state_dict()  # any program can read it
+    written = load_file(saved.path / "model.safetensors")
+    assert all(torch.equal(named[name], tensor) for name, tensor in written.items())
+
+
+def test_seven_groups_on_three_ranks_end_as_on_one_also_when_a_rank_gets_none(tmp_path: Path) -> None:
+    def life(ranks: Ranks) -> None:
+        follow(ranks, WHOLE)
+
+    with ranks_of(3, tmp_path / "store", life) as ranks:
+        balance = TrajectoryBalance(BETA)
+        one, three = alone(balance, tmp_path), spread(ranks, balance, tmp_path, WHOLE)
+        step_both(one, three, 2)
+        for trainer in (one, three):
+            trainer.batches = Sampled(Recycled(groups_of([4, 4])), 2, 4)  # for three
+        step_both(one, three, 2)
+        assert difference(one, three) < 1e-6
+        ranks.say("end")
+
+
+def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path: Path) -> None:
+    balance = TrajectoryBalance(BETA)
+
+    def adapted() -> CausalPolicy:
+        return CausalPolicy(add_adapters(llama(), LoraSettings(rank=3)))
+
+    def life(ranks: Ranks) -> None:
+        policy = adapted()
+        policy.shard(ranks.sharding(torch.float32))
+        Follower(policy, SETTINGS.start(policy.parameters()), ranks, WHOLE).follow()
+
+    with ranks_of(2, tmp_path / "store", life) as ranks:
+        policy = adapted()
+        one = trainer_of(policy, SETTINGS.start(policy.parameters()), balance, tmp_path, WHOLE)
+        own = adapted()
+        own.shard(ranks.sharding(torch.float32))
+        optimizer = LedOptimizer(ranks, SETTINGS, own.parameters(), [])
+        two = trainer_of(LedPolicy(own, ranks, WHOLE), optimizer, balance, tmp_path, WHOLE)
+        step_both(one, two, 3)
+        assert difference(one, two) < 1e-6
+        two.policy.save(tmp_path / "two")  # type: ignore[attr-defined]
+        ranks.say("end")
+    policy.save(tmp_path / "one")
+    for name in ("model.safetensors", "adapters.safetensors"):
+        mine, its = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
+        assert mine.keys() == its.keys()
+        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < 1e-6
+    merged = CausalPolicy(AutoModelForCausalLM.from_pretrained(tmp_path / "two"))
+    batch = collate(groups_of(SIZES))
+    expected = policy.evaluate(batch).log_policy_BT
+    torch.testing.assert_close(merged.evaluate(batch).log_policy_BT, expected, rtol=0, atol=1e-4)
+
+
+def test_computing_in_bfloat16_leaves_weights_and_moments_in_float32(tmp_path: Path) -> None:
+    balance = TrajectoryBalance(BETA)
+    one = alone(balance, tmp_path)
+    with ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks:
+        half = spread(ranks, balance, tmp_path, WHOLE, compute=torch.bfloat16)
+        expected, found = one.step(), half.step()
+        assert found["loss"] == pytest.approx(expected["loss"], rel=0.05)
+        assert found["loss"] != expected["loss"]
+        assert {p.dtype for p in half.policy.parameters()} == {torch.float32}
+        half.optimizer.save(tmp_path)
+        assert {t.dtype for t in load_file(tmp_path / "optimizer.safetensors").values()} == {torch.float32}
+        # after one step of Adam each weight has moved by the learning rate, nearly all to the same side
+        assert difference(one, half) <= 2 * SETTINGS.lr + 1e-6
+
+
+def test_a_rank_that_says_nothing_is_not_waited_for_for_ever_nor_one_that_is_gone(tmp_path: Path) -> None:
+    def life(ranks: Ranks) -> None:
+        with pytest.raises(PartFailed, match="rank 1 waited for what rank 0 says next, which is gone"):
+            ranks.hear()
+
+    with (
+        ranks_of(2, tmp_path / "store", life, patience=0.5) as ranks,
+        pytest.raises(DeadlineExceeded, match="for rank 1"),
+    ):
+        ranks.receive([(1,)], 1)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 4))
+def test_every_row_is_dealt_once_and_groups_stay_whole(sizes: list[int], ranks: int) -> None:
+    batch = collate(groups_of(sizes))
+    shares = deal(batch, ranks, WHOLE)
+    assert len(shares) == ranks
+    assert sorted(torch.cat(shares).tolist()) == list(range(batch.rows))
+    owners = [set(batch.group_B[share].tolist()) for share in shares]
+    assert sum(map(len, owners)) == batch.groups
+    load = [int(batch.length_B[share].sum()) + len(groups) for share, groups in zip(shares, owners, strict=True)]
+    largest = max(int(batch.length_B[batch.group_B == g].sum()) + 1 for g in range(batch.groups))
+    assert max(load) - min(load) <= largest
+
+
+def test_a_group_larger_than_a_pass_is_split_where_there_are_ranks_for_its_parts() -> None:
+    batch = collate(groups_of([8]))
+    tokens = int(batch.length_B.sum()) + 1
+    half = tokens // 2 + 4
+    shares = deal(batch, 2, half)
+    assert sorted(torch.cat(shares).tolist()) == list(range(8))
+    assert all(0 < int(batch.length_B[share].sum()) + 1 <= half for share in shares)
