@@ -100,6 +100,7 @@ class RuntimeSettings:
     checkpoints: int = 2  # how many are kept
     checkpoint_every: int = 100  # steps; made at the first weight sync from there on; 0 = at the end only
     publish_in_background: bool = True  # write weights while the next step is computed (processes only)
+    put_in_background: bool = True  # write a round down while the next one is made (not inline)
     prefetch: bool = True  # fetch the next batch while this one is computed (processes only)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.runtime.directory import RunDirectory
-from tba.runtime.searching import prompts_of
+from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 from tba.train.checkpoint import newest_checkpoint
 from tba.types import Prompt, Version

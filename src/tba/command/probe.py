@@ -26,7 +26,7 @@ from tba.recipe import Recipe
 from tba.record.memory import peak_memory_bytes, resident_memory_bytes
 from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
-from tba.runtime.searching import prompts_of
+from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 from tba.train.batches import Fetched
 from tba.train.trainer import Trainer

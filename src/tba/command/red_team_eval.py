@@ -27,7 +27,7 @@ from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.rewards.toxicity import Toxicity
 from tba.rewards.victim import EndpointVictim, ModelVictim, Victim
-from tba.runtime.searching import prompts_of
+from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 from tba.tasks.red_team import RedTeam
 from tba.types import Json, Prompt, Sampling, Version

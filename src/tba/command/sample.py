@@ -23,7 +23,7 @@ from tba.command.evaluate import with_checkpoint
 from tba.errors import UserError
 from tba.protocols import Engine
 from tba.recipe import Recipe
-from tba.runtime.searching import prompts_of
+from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
 

@@ -41,7 +41,7 @@ def join_run(path: Path) -> int:
     torch.set_num_threads(recipe.run.threads)
     with stop_requests() as asked, joined(run, recipe, asked) as place, log_to(run.path, place.name) as log:
         console.print(f"{place.name} joins {run.path}; its log is {log}; Ctrl-C leaves", highlight=False)
-        half = start_searching(recipe, run, place.number, interrupted=place.stop)
+        half = start_searching(recipe, run, place.number, 0, place.stop, recipe.run.put_in_background)
         try:
             _search(half, place, console, recipe.record.status_seconds)
         finally:
@@ -70,7 +70,9 @@ def visit_run(name: str, address: str) -> int:
         with log_to(run.path, visit.name) as log:
             console.print(f"{visit.name} joins {name}; its log is {log}; Ctrl-C leaves", highlight=False)
             here = place_of(visit.name, log)
-            half = searching_half(recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop)
+            half = searching_half(
+                recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop, recipe.run.put_in_background
+            )
             try:
                 _search(half, visit, console, recipe.record.status_seconds)
             finally:

@@ -30,7 +30,7 @@ from tba.record.figures import DIVERGENCE_FILE, DIVERSITY_FILE
 from tba.record.jsonl import write_json
 from tba.record.summary import Summary
 from tba.runtime.directory import RunDirectory
-from tba.runtime.searching import prompts_of
+from tba.runtime.prompting import prompts_of
 from tba.runtime.starting import prepare
 from tba.settings import find, override
 from tba.types import Json, Prompt, Version

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tba.recipe import Recipe
-from tba.runtime.searching import prompts_of
+from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
-State: TypeAlias = Literal["warm_up", "busy", "idle", "paced", "eval"]
+State: TypeAlias = Literal["warm_up", "busy", "idle", "paced", "eval", "journal"]
 
 
 class ShareClock:

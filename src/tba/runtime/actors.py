@@ -214,6 +214,13 @@ def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, to
     index = int(contact.part.removeprefix("searcher-"))
     search(
         recipe,
-        lambda: searching_half(recipe, lambda: through(contact, contact.part, place), index, attempt, told),
+        lambda: searching_half(
+            recipe,
+            lambda: through(contact, contact.part, place),
+            index,
+            attempt,
+            told,
+            recipe.run.put_in_background,
+        ),
         told,
     )

@@ -111,7 +111,8 @@ def _search(part: str, run: object, stop: Stop) -> None:
 
     assert isinstance(run, RunDirectory)
     recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
-    search(recipe, lambda: start_searching(recipe, run, int(part.removeprefix("searcher-")), attempt, stop), stop)
+    number, background = int(part.removeprefix("searcher-")), recipe.run.put_in_background
+    search(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background), stop)
 
 
 def _follow(part: str, run: object) -> None:

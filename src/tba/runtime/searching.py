@@ -7,26 +7,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from tba.errors import UserError
-from tba.protocols import Examined, Reference, Reward, Tokenizer, WeightSource
+from tba.protocols import Examined, Reference, Reward, WeightSource
 from tba.recipe import Model, Recipe
 from tba.record.clock import ShareClock
 from tba.record.memory import peak_memory_bytes
 from tba.replay.scores import Score
+from tba.runtime.beside import BesideJournal
 from tba.runtime.directory import RunDirectory
 from tba.runtime.ends import Ends, Records, SearchJournal, on_disk
 from tba.runtime.evaluation import Examiner
+from tba.runtime.prompting import prompt_source, prompts_of
 from tba.search.embedding import Embedded
 from tba.search.patience import PatientReward
-from tba.search.prompts import PosteriorPrompts, PromptSource, PromptStream, UniformPrompts, encode
 from tba.search.rescoring import Rescorer
 from tba.search.searcher import Searcher
-from tba.types import Json, Prompt, Split, Version
+from tba.types import Json, Prompt, Version
 
 log = logging.getLogger("tba.searcher")
 _PAUSE = 0.05  # seconds between two looks at whether more is wanted
@@ -114,24 +115,38 @@ class SearchHalf:
 
 
 def start_searching(
-    recipe: Recipe, run: RunDirectory, index: int, attempt: int = 0, interrupted: Callable[[], bool] | None = None
+    recipe: Recipe,
+    run: RunDirectory,
+    index: int,
+    attempt: int = 0,
+    interrupted: Callable[[], bool] | None = None,
+    background: bool = False,
 ) -> SearchHalf:
-    """Searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two share a seed."""
-    return searching_half(
-        recipe, lambda: on_disk(recipe, run, f"searcher-{index}", interrupted), index, attempt, interrupted
-    )
+    """Searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two share a seed.
+
+    background: a round is written down while the next one is made.
+    """
+    ends = partial(on_disk, recipe, run, f"searcher-{index}", interrupted)
+    return searching_half(recipe, ends, index, attempt, interrupted, background)
 
 
 def searching_half(
-    recipe: Recipe, reach: Callable[[], Ends], index: int, attempt: int, interrupted: Callable[[], bool] | None
+    recipe: Recipe,
+    reach: Callable[[], Ends],
+    index: int,
+    attempt: int,
+    interrupted: Callable[[], bool] | None,
+    background: bool = False,
 ) -> SearchHalf:
     """The same at other ends, which are reached once the model and the prompts are there."""
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     prompts = prompts_of(recipe, tokenizer, "train")
-    ends = reach()
+    ends, clock = reach(), ShareClock()
+    if background:
+        ends = replace(ends, journal=BesideJournal(ends.journal, 2 * recipe.run.journal_deadline, clock))
     try:
-        return _half_at(ends, recipe, model, prompts, index, attempt, interrupted)
+        return _half_at(ends, clock, recipe, model, prompts, index, attempt, interrupted)
     except BaseException:
         ends.records.close()
         ends.journal.close()
@@ -140,6 +155,7 @@ def searching_half(
 
 def _half_at(
     ends: Ends,
+    clock: ShareClock,
     recipe: Recipe,
     model: Model,
     prompts: list[Prompt],
@@ -151,7 +167,6 @@ def _half_at(
     journal, weights = ends.journal, ends.weights
     engine, reward = model.engine(Version()), _patient(recipe, ends.records, recipe.task.reward())
     reference = model.reference(recipe.policy_temperature, Version())
-    clock = ShareClock()
     seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
     searcher = Searcher(
         name=name,
@@ -159,7 +174,7 @@ def _half_at(
         reference=reference,
         reward=reward,
         exploration=recipe.exploration,
-        prompts=_source(recipe, prompts, journal, np.random.default_rng([*seeds, 0x9E])),
+        prompts=prompt_source(recipe, prompts, journal, np.random.default_rng([*seeds, 0x9E])),
         sink=Embedded(journal, recipe.embedding.start()) if recipe.embedding else journal,
         weights=weights,
         samples_per_prompt=recipe.samples_per_prompt,
@@ -202,26 +217,6 @@ def _examination(recipe: Recipe, records: Records) -> PatientReward | None:
     return _patient(recipe, records, task.examination()) if isinstance(task, Examined) else None
 
 
-def _source(recipe: Recipe, prompts: list[Prompt], journal: SearchJournal, rng: np.random.Generator) -> PromptSource:
-    """The prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from."""
-    seconds, selection = recipe.run.lease_seconds, recipe.prompts.selection
-    if selection == "epochs":
-        return PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, seconds))
-    at_once = recipe.searchers * recipe.prompts_per_round
-    if at_once > len(prompts):
-        raise UserError(
-            f"--prompts.selection is {selection}, but {recipe.searchers} searchers answer {at_once} different prompts "
-            f"at once, and there are {len(prompts)}: give fewer --prompts-per-round, or epochs"
-        )
-
-    def lease(order: Sequence[int], count: int) -> list[int]:
-        return journal.lease_first(order, count, seconds)
-
-    if selection == "uniform":
-        return UniformPrompts(prompts, rng, lease)
-    return PosteriorPrompts(prompts, rng, lease, journal.outcomes, recipe.prompts.posterior)
-
-
 def _rescorer(recipe: Recipe, reference: Reference, journal: SearchJournal) -> Rescorer:
     """What the journal asks to be scored under `reference`, and back into it."""
     return Rescorer(
@@ -232,17 +227,3 @@ def _rescorer(recipe: Recipe, reference: Reference, journal: SearchJournal) -> R
             [Score(t.uid, version, log_reference) for t, log_reference in scored], counts
         ),
     )
-
-
-def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
-    """The prompts of a split, as the recipe's settings encode them."""
-    problems = recipe.task.problems(split)
-    limit = recipe.prompts.limit if split == "train" else recipe.evaluation.problems or None
-    settings = recipe.prompts if split == "train" else replace(recipe.prompts, limit=None)
-    encoded = encode(problems[:limit] if limit else problems, recipe.task.name, tokenizer, settings)
-    if encoded.dropped or encoded.truncated:
-        log.warning(
-            "%s prompts of %s: %d longer than %d tokens were dropped, %d truncated",
-            split, recipe.task.name, encoded.dropped, recipe.prompts.max_tokens, encoded.truncated,
-        )  # fmt: skip
-    return encoded.prompts

@@ -1,9 +1,9 @@
 """Seconds to a target accuracy (the paper's Figure 1): asynchronous Trajectory Balance beside synchronous baselines.
 
 Every variant runs as its user would run it on two cores: what is asynchronous in two processes of one thread, what is
-synchronous in one process, both parts in turns. Each has its own best learning rate of `tuning`. `longer` makes half as
-many updates again, which the asynchronous runs have time for: their data are reused, and nobody waits. A machine that
-does something else at the same time spoils the figures of this study.
+synchronous in one process, both parts in turns. Each has its own best learning rate of `tuning`. `250` and `300` are
+updates, in the place of 200, which the asynchronous runs have time for: their data are reused, and nobody waits. A
+machine that does something else at the same time spoils the figures of this study.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ from tba.study import Study, Variant
 SYNCHRONOUS = ("tb", "grpo", "dr-grpo", "ppo")
 ASYNCHRONOUS = ("tb-corrected", "tba-prime", "ppo", "grpo", "online-dpo")
 _often = replace(base, evaluation=replace(base.evaluation, every=10))
-_longer = replace(
-    base,
-    steps=300,
-    optimizer=replace(base.optimizer, schedule=WarmupStableDecay(20, 200, 80)),
-    evaluation=replace(base.evaluation, every=30),
-)
+LONGER = {250: WarmupStableDecay(20, 165, 65), 300: WarmupStableDecay(20, 200, 80)}  # updates: their schedule
+
+
+def _longer(steps: int) -> Recipe:
+    return replace(
+        base,
+        steps=steps,
+        optimizer=replace(base.optimizer, schedule=LONGER[steps]),
+        evaluation=replace(base.evaluation, every=steps // 10),
+    )
 
 
 def _asynchronous(name: str, recipe: Recipe = _often) -> Recipe:
@@ -53,7 +57,8 @@ for _name in SYNCHRONOUS:
     _recipe = with_rate(with_objective(_often, objectives()[_name]), RATES[_name].on_policy)
     variants[f"{_name}-sync"] = Variant(synchronous(_recipe), "sync")
 for _name in ("tb-corrected", "tba-prime"):
-    variants[f"{_name}-async-longer"] = Variant(_asynchronous(_name, _longer), "async")
+    for _steps in LONGER:
+        variants[f"{_name}-async-{_steps}"] = Variant(_asynchronous(_name, _longer(_steps)), "async")
 variants["vine-ppo-sync"] = Variant(_vine_ppo(), "sync")
 
 study = Study(

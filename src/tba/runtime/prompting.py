@@ -1,0 +1,54 @@
+"""A recipe's prompts: those of a split, and the order in which a searcher answers them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tba.errors import UserError
+from tba.protocols import Tokenizer
+from tba.recipe import Recipe
+from tba.runtime.ends import SearchJournal
+from tba.search.prompts import PosteriorPrompts, PromptSource, PromptStream, UniformPrompts, encode
+from tba.types import Prompt, Split
+
+log = logging.getLogger("tba.searcher")
+
+
+def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
+    """The prompts of a split, as the recipe's settings encode them."""
+    problems = recipe.task.problems(split)
+    limit = recipe.prompts.limit if split == "train" else recipe.evaluation.problems or None
+    settings = recipe.prompts if split == "train" else replace(recipe.prompts, limit=None)
+    encoded = encode(problems[:limit] if limit else problems, recipe.task.name, tokenizer, settings)
+    if encoded.dropped or encoded.truncated:
+        log.warning(
+            "%s prompts of %s: %d longer than %d tokens were dropped, %d truncated",
+            split, recipe.task.name, encoded.dropped, recipe.prompts.max_tokens, encoded.truncated,
+        )  # fmt: skip
+    return encoded.prompts
+
+
+def prompt_source(
+    recipe: Recipe, prompts: list[Prompt], journal: SearchJournal, rng: np.random.Generator
+) -> PromptSource:
+    """The prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from."""
+    seconds, selection = recipe.run.lease_seconds, recipe.prompts.selection
+    if selection == "epochs":
+        return PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, seconds))
+    at_once = recipe.searchers * recipe.prompts_per_round
+    if at_once > len(prompts):
+        raise UserError(
+            f"--prompts.selection is {selection}, but {recipe.searchers} searchers answer {at_once} different prompts "
+            f"at once, and there are {len(prompts)}: give fewer --prompts-per-round, or epochs"
+        )
+
+    def lease(order: Sequence[int], count: int) -> list[int]:
+        return journal.lease_first(order, count, seconds)
+
+    if selection == "uniform":
+        return UniformPrompts(prompts, rng, lease)
+    return PosteriorPrompts(prompts, rng, lease, journal.outcomes, recipe.prompts.posterior)
