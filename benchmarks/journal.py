@@ -12,7 +12,8 @@ shared    8 writers that bring 500 trajectories/s together, in batches of 24: mi
 sample    a replay that holds --rows of them (100 to a prompt) samples 7 x 20: recent, or by reward
 open      that run opened again: looked over (quick_check), taken in, and as it was at its checkpoint
 
-With --run: what the journal took of that run's wall-clock, its puts and drains done once more as they were.
+With --run: what the journal took of that run's wall-clock. What its searchers waited for it, as they measured it; and its
+puts and drains, which are done beside a searcher's rounds and a trainer's steps, once more as they were.
 """
 
 from __future__ import annotations
@@ -247,6 +248,10 @@ def of_run(run: Path, folder: Path) -> None:
             drains.append(_timed(follower.drain_stored))
     wall = summary.wall_seconds.total
     print(f"{run}: {len(rounds):,} rounds, {len(found):,} trajectories, {wall:.0f} s")
+    for result in sorted((run / "logs").glob("searcher-*.result.json")):
+        waited = json.loads(result.read_text())["clock"].get("journal", 0.0)
+        name = result.name.partition(".")[0]
+        print(f"  {name} waited {waited:.2f} s for it ({100 * waited / wall:.2f} % of the wall-clock)")
     print(f"  puts {sum(puts):.2f} s ({100 * sum(puts) / wall:.2f} % of the wall-clock), drains {sum(drains):.2f} s "
           f"({100 * sum(drains) / wall:.2f} %); a put: {milliseconds(puts)}")  # fmt: skip
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,6 +56,17 @@ def test_recipes_lists_each_recipe_with_its_description(said: Said) -> None:
     listed = said("recipes")
     assert all(name in listed for name in names())
     assert "three-digit sums from a small shipped base" in listed
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As in `tba recipes | head -1`."""
+    command = [sys.executable, "-m", "tba", "recipes"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(120) == 0
 
 
 def test_a_run_leaves_everything_that_is_promised(run: Path) -> None:

@@ -93,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     try:
-        return _command(arguments[0])(arguments[1:])
+        code = _command(arguments[0])(arguments[1:])
+        sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"tba: {error}", file=sys.stderr)
         return 2
@@ -103,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tba: stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read it has seen enough (`tba recipes | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor is there anything to flush at the end
+        return 0
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
