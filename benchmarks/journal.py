@@ -12,8 +12,8 @@ shared    8 writers that bring 500 trajectories/s together, in batches of 24: mi
 sample    a replay that holds --rows of them (100 to a prompt) samples 7 x 20: recent, or by reward
 open      that run opened again: looked over (quick_check), taken in, and as it was at its checkpoint
 
-With --run: what the journal took of that run's wall-clock. What its searchers waited for it, as they measured it; and its
-puts and drains, which are done beside a searcher's rounds and a trainer's steps, once more as they were.
+With --run: what the journal took of that run's wall-clock: what its searchers waited for it, as they measured it; and
+its puts and drains, which are done beside a searcher's rounds and a trainer's steps, once more as they were.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ import numpy as np
 from tba.record.memory import peak_memory_bytes
 from tba.record.summary import Summary
 from tba.replay.buffer import BufferSettings
-from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
 from tba.replay.recovery import damage
 from tba.replay.replay import Replay, ReplaySettings

@@ -36,7 +36,7 @@ from tba.recipe import Recipe
 from tba.record.metrics import read_metrics
 from tba.record.recorder import RecordSettings
 from tba.record.summary import Summary
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from tba.record.evaluations import read_evaluations
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.types import Trajectory
 
 SELECTIONS = ("uniform", "epochs", "posterior")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from slow_endpoint import serve
 
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.tasks.trigger_world import TriggerWorld
 
 RECIPE = Path(__file__).parent / "red_team_endpoint.py"

@@ -19,7 +19,8 @@ from tba.objectives.ppo import Ppo
 from tba.protocols import EMBEDDING
 from tba.recipe import InitialFill
 from tba.record.summary import Summary
-from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.replay.near import NearDuplicates
 from tba.search.embedding import HashedNgrams
 from tba.settings import find

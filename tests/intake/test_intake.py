@@ -21,7 +21,8 @@ from tba.intake.intake import CHUNK, Entry, Intake
 from tba.policy.tabular import TabularReference, TabularTask, TabularTokenizer
 from tba.protocols import Reward
 from tba.record.ledger import Ledger
-from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.search.prompts import PromptSettings, encode
 from tba.types import ELSEWHERE, Completion, Judgement, Prompt, Sampling, Trajectory, Version
 

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_cases import same, trajectory
 
-import tba.replay.journal
+import tba.replay.opening
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.filesystem import network_filesystem
+from tba.replay.follower import JournalFollower, Totals
 from tba.replay.gone import Gone
-from tba.replay.journal import JournalFollower, JournalWriter, Totals
+from tba.replay.journal import JournalWriter
 from tba.replay.scores import Score
 from tba.types import Evaluation, Trajectory, Version
 
@@ -313,7 +314,7 @@ def test_a_migration_that_is_cut_off_leaves_the_earlier_version_as_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setitem(tba.replay.journal.JOURNAL.migrations, 3, cut_off)
+        patch.setitem(tba.replay.opening.JOURNAL.migrations, 3, cut_off)
         with pytest.raises(KeyboardInterrupt):
             JournalFollower(path)
     with sqlite3.connect(path) as connection:
@@ -425,7 +426,7 @@ def test_a_full_disk_is_said_in_one_sentence_and_leaves_the_journal_usable(
 
 
 def test_a_network_filesystem_is_refused_in_one_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tba.replay.journal, "network_filesystem", lambda folder: "nfs4")
+    monkeypatch.setattr(tba.replay.opening, "network_filesystem", lambda folder: "nfs4")
     with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--run.journal-dir"):
         JournalWriter(path, "a")
     with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--run.journal-dir"):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 
 SCRIPT = Path(__file__).parent / "writer_process.py"
 ENDLESS = 1_000_000
@@ -63,7 +63,7 @@ def test_what_was_acknowledged_before_a_kill_is_there_and_no_put_is_there_by_hal
 
 def test_writing_and_reading_trajectories_leaves_torch_unloaded() -> None:
     code = (
-        "import sys, tba.replay.replay, tba.replay.journal; "
+        "import sys, tba.replay.replay, tba.replay.journal, tba.replay.follower; "
         "sys.exit(any(name.split('.')[0] == 'torch' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

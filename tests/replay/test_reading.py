@@ -17,7 +17,8 @@ from trajectory_cases import trajectory
 from tba.__main__ import main
 from tba.errors import DeadlineExceeded, TbaError, UserError
 from tba.intake.files import read
-from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalReader, Share
 from tba.replay.uses import UseLog
 from tba.types import ELSEWHERE

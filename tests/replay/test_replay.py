@@ -19,7 +19,8 @@ from trajectory_cases import prompt, trajectory
 from tba.errors import UserError
 from tba.replay.buffer import BufferSettings
 from tba.replay.codec import Stored
-from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.replay.near import NearDuplicates
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings

@@ -17,7 +17,8 @@ from tests.runtime.runs import made
 
 from tba.errors import DeadlineExceeded
 from tba.record.clock import ShareClock
-from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.runtime.beside import BesideJournal
 from tba.runtime.searching import start_searching
 

@@ -22,7 +22,7 @@ ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip inst
 from tba.record.evaluations import read_evaluations  # noqa: E402
 from tba.record.jsonl import read_lines  # noqa: E402
 from tba.record.summary import Summary  # noqa: E402
-from tba.replay.journal import JournalFollower  # noqa: E402
+from tba.replay.follower import JournalFollower  # noqa: E402
 from tba.runtime.driver import summarise  # noqa: E402
 from tba.runtime.exchange import PLACES  # noqa: E402
 from tba.types import Version  # noqa: E402

@@ -19,7 +19,7 @@ from tba.recipe import Recipe
 from tba.record.evaluations import read_evaluations
 from tba.record.faults import count_faults
 from tba.record.jsonl import read_lines
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.runtime.directory import RunDirectory
 from tba.runtime.exchange import PLACES, Exchange
 from tba.runtime.guests import SILENCE, Guests, Visit

@@ -14,8 +14,8 @@ from runs import made
 
 from tba.errors import DeadlineExceeded
 from tba.record.evaluations import read_answers, read_evaluations
+from tba.replay.follower import JournalFollower
 from tba.replay.gone import Gone
-from tba.replay.journal import JournalFollower
 from tba.runtime.searching import SearchHalf, start_searching
 from tba.runtime.training import TrainHalf, start_training
 from tba.train.prefetch import Prefetch

@@ -19,7 +19,7 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer, distribution, ideal, total_variation
 from tba.recipe import Recipe, RuntimeSettings
 from tba.record.summary import Summary
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.runtime.directory import RunDirectory
 from tba.runtime.driver import summarise
 from tba.runtime.importing import intake_of, is_prepared, take_over

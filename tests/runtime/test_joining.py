@@ -14,7 +14,7 @@ from runs import children, made, steps_of, train, until
 from tba.__main__ import main
 from tba.record.faults import count_faults
 from tba.record.summary import Summary
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.runtime.joining import FIRST, Joined, joined
 
 SECONDS = 120.0  # that a busy machine may take for what takes a few

@@ -18,7 +18,7 @@ from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.record.evaluations import read_answers, read_evaluations
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.runtime.processes import Processes
 from tba.types import Version
 

@@ -11,7 +11,7 @@ from runs import final_weights, inline, made
 
 from tba.errors import UserError
 from tba.policy.tabular import WEIGHT
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.runtime.searching import start_searching
 from tba.runtime.training import start_training
 

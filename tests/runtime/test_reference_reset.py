@@ -17,7 +17,7 @@ from tba.models.tabular import TabularModel
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, distribution, ideal, total_variation
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.runtime.searching import SearchHalf, start_searching
 from tba.runtime.training import TrainHalf, start_training
 from tba.train.checkpoint import newest_checkpoint

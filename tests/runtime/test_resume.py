@@ -34,7 +34,7 @@ from tba.models.huggingface import HuggingFace
 from tba.record.faults import read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.replay.uses import read_uses
 from tba.runtime.directory import RunDirectory
 from tba.runtime.inline import Inline

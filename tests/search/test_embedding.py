@@ -13,7 +13,8 @@ from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.errors import UserError
 from tba.policy.tabular import TabularTask
 from tba.protocols import EMBEDDING
-from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.search.embedding import Embedded, HashedNgrams
 from tba.types import Sampling
 

@@ -18,7 +18,8 @@ from tba.engines.transformers import EngineSettings
 from tba.models.huggingface import HuggingFace
 from tba.policy.tabular import TabularReference, TabularTask
 from tba.protocols import Reward
-from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.search.exploration import Fixed, RandomPerRound
 from tba.search.prompts import PromptStream
 from tba.search.searcher import Searcher

@@ -16,7 +16,7 @@ from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.recipe import Recipe
 from tba.replay.codec import Stored
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.replay.near import NearDuplicates
 from tba.runtime.directory import RunDirectory
 from tba.train.supervised import Pair, SupervisedSettings

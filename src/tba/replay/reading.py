@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Damaged, header_of
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.replay.recovery import OpenLock, look_over
 from tba.types import Json, Trajectory
 

@@ -20,7 +20,7 @@ from tba.record.live import Status
 from tba.record.memory import peak_memory_bytes
 from tba.record.metrics import rates, read_metrics
 from tba.record.summary import Lag, Summary, WallSeconds
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.runtime.directory import RunDirectory
 from tba.runtime.joining import Joined
 from tba.types import Json

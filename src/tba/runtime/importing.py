@@ -20,7 +20,8 @@ from tba.intake.intake import Entry, Intake
 from tba.protocols import Reference, Task, Tokenizer
 from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
-from tba.replay.journal import JournalFollower, JournalWriter
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
 from tba.runtime.directory import RunDirectory
 from tba.search.embedding import Embedded
 from tba.search.patience import PatientReward

@@ -9,7 +9,7 @@ import math
 
 from tba.errors import UserError
 from tba.recipe import Recipe
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
 

@@ -20,7 +20,7 @@ import torch
 
 from tba.errors import UserError
 from tba.record.faults import count_faults, record_fault
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.replay.uses import cut_uses
 from tba.runtime.directory import RunDirectory
 from tba.train.checkpoint import Checkpoint, newest_sound

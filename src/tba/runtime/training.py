@@ -17,7 +17,7 @@ from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.jsonl import write_json
 from tba.record.recorder import Recorder
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.replay.replay import Replay
 from tba.runtime.directory import RunDirectory
 from tba.runtime.driver import result_of

@@ -1,0 +1,303 @@
+"""The journal's reading end: what the searchers have put, in order, for the trainer's replay.
+
+Invariant: everything acknowledged is given exactly once, in the order of acknowledgement, whoever reads it. Exactly one
+connection checkpoints the write-ahead log and deletes what retention lets go: that of the follower that holds the lock
+beside the file. (SQLite also checkpoints for whoever closes the file last, when nobody else has it open.) No read
+transaction is held between calls.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self, TypeAlias, TypeVar
+
+from tba.errors import DeadlineExceeded
+from tba.replay import scores
+from tba.replay.codec import Damaged, Stored, decode_prompt, decode_trajectory
+from tba.replay.gone import Gone
+from tba.replay.opening import add_to_totals, open_journal
+from tba.replay.recovery import Recovery
+from tba.replay.schema import prompt_id
+from tba.replay.scores import Score
+from tba.types import Evaluation, Prompt, Trajectory, Version
+
+log = logging.getLogger("tba.journal")
+_LAST = 2**63 - 1  # no position is larger
+_PATIENCE = 0.1  # seconds that housekeeping may keep the trainer
+_RETIRED_AT_ONCE = 20_000  # rows
+T = TypeVar("T")
+_Row: TypeAlias = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What was ever appended, and what retention has deleted of it; tokens are completion tokens."""
+
+    rows: int
+    tokens: int
+    retired_rows: int
+    retired_tokens: int
+
+
+class JournalFollower:
+    """The reading end: a `TrajectorySource` that remembers its `position` and `score_position` (settable, to resume).
+
+    keep_bytes: while the file holds more, the oldest bodies that have been drained are deleted, and counted (None: all
+    are kept). Deleting and checkpointing are done by one follower only, the first that is open; any other just reads.
+    wal_bytes: the write-ahead log is truncated when it is larger than this.
+    waiting: called now and then while others keep the file locked.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        position: int = 0,
+        keep_bytes: int | None = None,
+        wal_bytes: int = 16 << 20,
+        deadline_s: float = 30.0,
+        waiting: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.position = position
+        self.score_position = 0
+        self._keep_bytes = keep_bytes
+        self._wal_bytes = wal_bytes
+        self._database = open_journal(path, deadline_s, waiting)
+        self._lock_path = Path(f"{path}-follower")
+        self._lock: IO[str] | None = None
+        self._prompts: dict[int, Prompt] = {}
+        self._evaluation = 0
+        self._gone = Gone()
+
+    def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]:
+        """What is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never waits.
+
+        What has been retired or cannot be read is passed over: `take_gone` tells how much that was.
+        """
+        return self._drained(decode_trajectory, limit, until)
+
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
+        """The same as bytes, at less than half the cost."""
+        return self._drained(lambda body, prompt: Stored.read(prompt, body), limit, until)
+
+    def _drained(self, read: Callable[[bytes, Prompt], T], limit: int | None, until: int | None) -> list[T]:
+        found: list[T] = []
+        while not found and (rows := self._bodies(limit, until)):
+            for seq, prompt, body in rows:
+                try:
+                    found.append(read(body, self._prompt(prompt)))
+                except Damaged as error:
+                    self._gone += self._give_up(seq, str(error))
+        return found
+
+    def take_gone(self) -> Gone:
+        """What was passed over since last asked."""
+        gone, self._gone = self._gone, Gone()
+        return gone
+
+    def _bodies(self, limit: int | None, until: int | None) -> list[_Row]:
+        """(seq, prompt, body) of what is next, and the position after it."""
+        ((last,),) = self._database.rows(
+            "SELECT coalesce(max(seq), 0) FROM trajectories WHERE seq <= ?", _LAST if until is None else until
+        )
+        if last <= self.position:
+            return []
+        rows: list[_Row] = self._database.rows(
+            "SELECT seq, prompt, body FROM bodies WHERE seq > ? AND seq <= ? ORDER BY seq LIMIT ?",
+            *(self.position, last, -1 if limit is None else limit),
+        )
+        end = rows[-1][0] if len(rows) == limit else last
+        ((known,),) = self._database.rows(
+            "SELECT count(*) FROM trajectories WHERE seq > ? AND seq <= ?", self.position, end
+        )
+        if known != len(rows):
+            self._gone += self._without_body(self.position, end)
+        self.position = end
+        self._retire()
+        self._truncate()
+        return rows
+
+    def _without_body(self, after: int, until: int) -> Gone:
+        found = self._database.rows(
+            "SELECT seq <= (SELECT value FROM totals WHERE name = 'retired_until'), count(*), sum(tokens) "
+            "FROM trajectories WHERE seq > ? AND seq <= ? AND NOT EXISTS (SELECT 1 FROM bodies b "
+            "WHERE b.seq = trajectories.seq) GROUP BY 1",
+            *(after, until),
+        )
+        amounts = {bool(retired): (rows, tokens) for retired, rows, tokens in found}
+        return Gone(*amounts.get(True, (0, 0)), *amounts.get(False, (0, 0)))
+
+    def _give_up(self, seq: int, why: str) -> Gone:
+        """A body that is not what was written is deleted; its facts stay."""
+        ((tokens,),) = self._database.rows("SELECT tokens FROM trajectories WHERE seq = ?", seq)
+        log.warning("trajectory %d of %s is damaged and left out (%s)", seq, self._database.path, why)
+        if self._holds_lock():
+            with self._database.transaction() as connection:
+                connection.execute("DELETE FROM bodies WHERE seq = ?", (seq,))
+        return Gone(damaged_trajectories=1, damaged_tokens=tokens)
+
+    def ask(self, reference: Version, uids: Sequence[str]) -> None:
+        """Have searchers score these trajectories under `reference`; what was asked under another is forgotten."""
+        with self._database.transaction() as connection:
+            scores.ask(connection, reference, uids)
+
+    def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
+        """The scores that are new since the last call, in the order given, as `drain` gives trajectories."""
+        rows: list[_Row] = self._database.rows(
+            scores.SCORES, self.score_position, _LAST if until is None else until, -1 if limit is None else limit
+        )
+        if rows:
+            self.score_position = rows[-1][0]
+            self._truncate()
+        return [Score.of_row(*row) for _, *row in rows]
+
+    def undrained(self) -> dict[str, int]:
+        """{"trajectories", "tokens"} after the position."""
+        ((rows, tokens),) = self._database.rows(
+            "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories "
+            "WHERE seq > max(?, (SELECT value FROM totals WHERE name = 'retired_until'))",
+            self.position,
+        )
+        return {"trajectories": rows, "tokens": tokens}
+
+    def leases(self) -> tuple[int, list[int]]:
+        """The first position that was never handed out by `lease`, and all that are handed out and not given back."""
+        ((first,),) = self._database.rows("SELECT value FROM totals WHERE name = 'positions'")
+        return first, [p for (p,) in self._database.rows("SELECT position FROM leases ORDER BY position")]
+
+    def totals(self) -> Totals:
+        """What was ever appended and deleted."""
+        values = dict(
+            self._database.rows("SELECT name, value FROM totals WHERE name NOT IN ('positions', 'retired_until')")
+        )
+        return Totals(**values)
+
+    def recoveries(self) -> list[Recovery]:
+        """Each time that a damaged file was set aside, the first first."""
+        rows: list[_Row] = self._database.rows(
+            "SELECT time, damaged, why, rows, lost_rows, lost_tokens FROM recoveries ORDER BY place"
+        )
+        return [Recovery(*row) for row in rows]
+
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Each owner's counts."""
+        counters: dict[str, dict[str, int]] = {}
+        for owner, name, value in self._database.rows("SELECT owner, name, value FROM counters"):
+            counters.setdefault(owner, {})[name] = value
+        return counters
+
+    def evaluations(self) -> list[Evaluation]:
+        """Those recorded since last asked, oldest first."""
+        rows: list[_Row] = self._database.rows(
+            "SELECT seq, version, wall_seconds, metric, value, n, seconds, tokens FROM evaluations "
+            "WHERE seq > ? ORDER BY seq",
+            self._evaluation,
+        )
+        if rows:
+            self._evaluation = rows[-1][0]
+        return [Evaluation(Version.parse(version), *rest) for _, version, *rest in rows]
+
+    def job_done(self, job: str) -> bool:
+        """Whether the evaluation job has been finished."""
+        return bool(self._database.rows("SELECT 1 FROM jobs WHERE job = ? AND done", job))
+
+    def jobs_done(self) -> set[str]:
+        """The evaluation jobs that have been finished."""
+        return {job for (job,) in self._database.rows("SELECT job FROM jobs WHERE done")}
+
+    @property
+    def wal_size(self) -> int:
+        """Bytes of the write-ahead log on disk."""
+        return self._database.wal_size
+
+    def checkpoint(self) -> bool:
+        """Move the log into the file and truncate it; False when somebody was in the way (it is tried again later)."""
+        if not self._holds_lock():
+            return False
+        with self._database.patience(_PATIENCE):
+            return self._database.checkpoint()
+
+    def _truncate(self) -> None:
+        if self.wal_size > self._wal_bytes:
+            self.checkpoint()
+
+    def _retire(self) -> None:
+        """Delete the oldest drained bodies while the file holds too much, an eighth at a time: each time costs a disk
+        flush. Their facts stay, so that whoever takes in again what was written knows that they are gone.
+        """
+        if self._keep_bytes is None or not self._holds_lock():
+            return
+        (((pages,),), ((free,),), ((size,),)) = (
+            self._database.rows(f"PRAGMA {name}") for name in ("page_count", "freelist_count", "page_size")
+        )
+        excess = (pages - free) * size - self._keep_bytes
+        if excess <= 0:
+            return
+        last, freed = 0, 0
+        for seq, body in self._database.rows(
+            "SELECT seq, length(body) FROM bodies WHERE seq <= ? ORDER BY seq LIMIT ?", self.position, _RETIRED_AT_ONCE
+        ):
+            last, freed = seq, freed + body
+            if freed >= excess + self._keep_bytes // 8:
+                break
+        if last:
+            self._delete_bodies(last)
+
+    def _delete_bodies(self, last: int) -> None:
+        with (
+            suppress(DeadlineExceeded),  # tried again at the next drain
+            self._database.patience(_PATIENCE),
+            self._database.transaction() as connection,
+        ):
+            rows, tokens = connection.execute(
+                "SELECT count(*), coalesce(sum(tokens), 0) FROM bodies WHERE seq <= ?", (last,)
+            ).fetchone()
+            connection.execute("DELETE FROM bodies WHERE seq <= ?", (last,))
+            add_to_totals(connection, {"retired_rows": rows, "retired_tokens": tokens})
+            connection.execute("UPDATE totals SET value = max(value, ?) WHERE name = 'retired_until'", (last,))
+
+    def _prompt(self, content_id: int) -> Prompt:
+        """One object for each prompt, however many trajectories it has. Raises `Damaged` when it cannot be read."""
+        prompt = self._prompts.get(content_id)
+        if prompt is None:
+            bodies = self._database.rows("SELECT body FROM prompts WHERE id = ?", content_id)
+            if not bodies or prompt_id(body := bodies[0][0]) != content_id:
+                raise Damaged("its prompt is missing or not what was written")
+            if len(self._prompts) >= 1 << 16:
+                self._prompts.clear()
+            prompt = self._prompts[content_id] = decode_prompt(body)
+        return prompt
+
+    def _holds_lock(self) -> bool:
+        if self._lock is None:
+            lock = self._lock_path.open("a")
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                lock.close()
+                return False
+            self._lock = lock
+        return True
+
+    def close(self) -> None:
+        """Truncates the log if nobody is in the way, and closes. Rows stay."""
+        try:
+            self.checkpoint()  # may fail, on a full disk
+        finally:
+            self._database.close()
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
