@@ -29,32 +29,31 @@ from tba.study import Study, Variant
 
 SYNCHRONOUS = ("tb", "grpo", "dr-grpo", "ppo")
 ASYNCHRONOUS = ("tb-corrected", "tba-prime", "ppo", "grpo", "online-dpo")
-_often = replace(base, evaluation=replace(base.evaluation, every=10))
 LONGER = {250: WarmupStableDecay(20, 165, 65), 300: WarmupStableDecay(20, 200, 80)}  # updates: their schedule
 
 
+def _often(recipe: Recipe) -> Recipe:
+    """Evaluated ten times on the way: what an asynchronous searcher evaluates with is time that it does not sample."""
+    return replace(recipe, evaluation=replace(recipe.evaluation, every=recipe.steps // 10))
+
+
 def _longer(steps: int) -> Recipe:
-    return replace(
-        base,
-        steps=steps,
-        optimizer=replace(base.optimizer, schedule=LONGER[steps]),
-        evaluation=replace(base.evaluation, every=steps // 10),
-    )
+    return replace(base, steps=steps, optimizer=replace(base.optimizer, schedule=LONGER[steps]))
 
 
-def _asynchronous(name: str, recipe: Recipe = _often) -> Recipe:
-    return asynchronous(with_rate(with_objective(recipe, objectives()[name]), RATES[name].stale), 2, m=0.95)
+def _asynchronous(name: str, recipe: Recipe = base) -> Recipe:
+    return asynchronous(with_rate(with_objective(_often(recipe), objectives()[name]), RATES[name].stale), 2, m=0.95)
 
 
 def _vine_ppo() -> Recipe:
     """On-policy, every digit a step; its rate is PPO's."""
     objective, vine = VinePpo(Constant(BETA)), Vine(separator="", joined="")
-    return synchronous(with_rate(replace(_often, objective=objective, vine=vine), RATES["ppo"].on_policy))
+    return synchronous(with_rate(replace(_often(base), objective=objective, vine=vine), RATES["ppo"].on_policy))
 
 
 variants: dict[str, Variant] = {f"{name}-async": Variant(_asynchronous(name), "async") for name in ASYNCHRONOUS}
 for _name in SYNCHRONOUS:
-    _recipe = with_rate(with_objective(_often, objectives()[_name]), RATES[_name].on_policy)
+    _recipe = with_rate(with_objective(_often(base), objectives()[_name]), RATES[_name].on_policy)
     variants[f"{_name}-sync"] = Variant(synchronous(_recipe), "sync")
 for _name in ("tb-corrected", "tba-prime"):
     for _steps in LONGER:

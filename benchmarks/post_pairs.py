@@ -1,0 +1,51 @@
+"""Pairs that teach a gold model which summary is of a post: its author's, or another post's of the same length.
+
+    python benchmarks/post_pairs.py posts.jsonl pairs.jsonl [--rejected 4] [--seed 0]
+
+For the recipe `tldr_small`, whose answers are a line long: nobody has marked such lines, but each post came with its
+author's own. Only posts that the recipe trains on are used (those of at most `task.longest` characters, not held out).
+To each, so many pairs: chosen, its author's summary; rejected, the summary of another post, drawn among those whose
+number of words is nearest, so that length says nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+from tba.recipes.tldr_small import recipe
+from tba.tasks.tldr import Tldr
+
+NEAREST = 40  # summaries among which a wrong one is drawn
+
+
+def main() -> None:
+    """Writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("posts", type=Path)
+    parser.add_argument("pairs", type=Path)
+    parser.add_argument("--rejected", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    assert isinstance(recipe.task, Tldr)
+    problems = replace(recipe.task, path=str(given.posts)).problems("train")
+    rng = random.Random(given.seed)
+    by_words = sorted(problems, key=lambda p: len(str(p.fields["reference"]).split()))
+    pairs = 0
+    with given.pairs.open("w") as file:
+        for place, problem in enumerate(by_words):
+            first = max(0, min(place - NEAREST // 2, len(by_words) - NEAREST - 1))
+            others = [p for p in by_words[first : first + NEAREST + 1] if p is not problem]
+            for other in rng.sample(others, given.rejected):
+                chosen, rejected = problem.fields["reference"], other.fields["reference"]
+                if chosen != rejected:
+                    file.write(json.dumps({"prompt": problem.prompt, "chosen": chosen, "rejected": rejected}) + "\n")
+                    pairs += 1
+    print(f"{len(problems)} posts, {pairs} pairs in {given.pairs}")
+
+
+if __name__ == "__main__":
+    main()
