@@ -138,12 +138,9 @@ def gradients(sampler: Sampler, setting: Setting, batches: int) -> tuple[dict[st
     facts: list[tuple[float, float, float]] = []
     for _ in range(batches):
         batch = sampler.batch(setting)
-        output = sampler.policy.evaluate(batch)
         for name, objective in OBJECTIVES.items():
-            (by_token_BT,) = torch.autograd.grad(
-                objective(output, batch, 1)[0], output.log_policy_BT, retain_graph=True
-            )
-            parts = torch.autograd.grad(output.log_policy_BT, parameters, by_token_BT, retain_graph=True)
+            output = sampler.policy.evaluate(batch)  # anew: it can be differentiated once
+            parts = torch.autograd.grad(objective(output, batch, 1)[0], parameters)
             found[name].append(torch.cat([part.flatten() for part in parts]))
         tokens = float(batch.length_B.sum())
         surprise = -float(output.log_policy_BT.detach().sum())
