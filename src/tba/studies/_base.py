@@ -98,6 +98,8 @@ RATES = {
     "prox-rloo": Rates(1e-4, 1e-4),
     "reinforce": Rates(1e-4, 1e-4),
     "raft": Rates(1e-4, 1e-4),
+    "tb-learned-z": Rates(1e-4, 1e-4),
+    "subtb": Rates(1e-4, 1e-4),
 }
 
 
