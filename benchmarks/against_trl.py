@@ -1,12 +1,13 @@
-"""`tba train quickstart` beside TRL's trainers on a CPU: wall-clock to a target accuracy, and where each ends.
+"""The quickstart's sums beside TRL's trainers on a CPU: wall-clock to a target accuracy, and where each ends.
 
     python benchmarks/against_trl.py [--seeds 3] [--trainers grpo rloo] [--out FILE]
 
 TRL (pinned below) is installed into an environment of its own, `.venv-trl`, by this script (about 1.5 GB, once).
 Same shipped base, problems, reward, K, batch, temperature, length limit, gradient clip and AdamW. Ours runs in two
 processes of one thread, TRL in one process of two threads, so that both have two cores; TRL is given the best of three
-learning rates, by time to the target on another seed. Evaluation (500 held-out problems, one sampled answer to each)
-stops TRL's clock, and runs on our searcher. TRL's clock starts with its first step, ours with the first optimizer
+learning rates, by time to the target on another seed. Ours is twice: the quickstart as it is, and asynchronous TBA' at
+the best of three rates, too (study `wall_clock`, 200 updates). Evaluation (500 held-out problems, one sampled answer to
+each) stops TRL's clock, and runs on our searcher. TRL's clock starts with its first step, ours with the first optimizer
 step: we do not wait for its first batch, which is less than one of TRL's steps.
 """
 
@@ -30,6 +31,7 @@ from tba.recipes.quickstart import recipe
 TRL = "trl==1.16.0"
 RATES = (3e-5, 1e-4, 3e-4)
 ROOT = Path(__file__).parent.parent
+OURS = {"quickstart": "quickstart", "tba-prime": "wall_clock::tba-prime-async"}  # name -> what `tba train` runs
 _DEADLINE = 3600  # seconds for one run of TRL
 
 
@@ -88,16 +90,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     python = environment()
-    facts: dict[str, Any] = {"rates": {}, "ours": [], **{name: [] for name in arguments.trainers}}
+    facts: dict[str, Any] = {"rates": {}, **{name: [] for name in (*OURS, *arguments.trainers)}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for trainer in arguments.trainers:
             facts["rates"][trainer] = tuned(python, trainer, arguments.tuning_steps, folder)
         for seed in range(arguments.seeds):
-            common = ["--seed", str(seed), "--steps", str(arguments.steps), *EVALUATION]
-            ours = run("quickstart", f"ours-{seed}", common, folder)
-            facts["ours"].append({"seconds": ours.seconds_to_target, "final": ours.final})
-            print(f"seed {seed} ours: {facts['ours'][-1]}, {1000 * ours.seconds_per_step:.0f} ms per step", flush=True)
+            for side, variant in OURS.items():
+                steps = ["--steps", str(arguments.steps)] if side == "quickstart" else []
+                ours = run(variant, f"{side}-{seed}", ["--seed", str(seed), *steps, *EVALUATION], folder)
+                own = {"seconds": ours.seconds_to_target, "final": ours.final}
+                facts[side].append(own)
+                print(f"seed {seed} {side}: {own}, {1000 * ours.seconds_per_step:.0f} ms per step", flush=True)
             for trainer in arguments.trainers:
                 found = trl_run(python, trainer, facts["rates"][trainer], seed, arguments.steps, folder)
                 own = {"seconds": reached(found["curve"]), "final": found["curve"][-1][1]}
@@ -120,18 +124,19 @@ def tuned(python: Path, trainer: str, steps: int, folder: Path) -> float:
 
 def report(facts: dict[str, Any], trainers: list[str]) -> None:
     """The figures that are asked for."""
-    for trainer in ["ours", *trainers]:
+    for trainer in [*OURS, *trainers]:
         runs = facts[trainer]
         seconds = ", ".join("never" if r["seconds"] is None else f"{r['seconds']:.0f} s" for r in runs)
         final = [r["final"] for r in runs]
         ends = f"{np.mean(final):.1%} ({min(final):.1%}-{max(final):.1%})"
         print(f"{trainer:11} {TARGET:.0%} after {seconds}; ends at {ends}")
-        pairs = [(o["seconds"], r["seconds"]) for o, r in zip(facts["ours"], runs, strict=True)]
-        ratios = np.array([r / o for o, r in pairs if o and r])
-        if trainer != "ours" and len(ratios):
-            i = bootstrap_interval(ratios)
-            times = f"{i.estimate:.2f} times ours [{i.low:.2f}, {i.high:.2f}]"
-            print(f"{'':11} {times}, {len(ratios)} of {len(pairs)} seeds reached it on both sides")
+        for ours in OURS if trainer not in OURS else ():
+            pairs = [(o["seconds"], r["seconds"]) for o, r in zip(facts[ours], runs, strict=True)]
+            ratios = np.array([r / o for o, r in pairs if o and r])
+            if len(ratios):
+                i = bootstrap_interval(ratios)
+                times = f"{i.estimate:.2f} times {ours} [{i.low:.2f}, {i.high:.2f}]"
+                print(f"{'':11} {times}, {len(ratios)} of {len(pairs)} seeds reached it on both sides")
 
 
 if __name__ == "__main__":
