@@ -37,8 +37,10 @@ $(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
 quickstart: $(VENV)/installed
 	@$(BIN)/tba train quickstart
 
+# one more than there are cores, four at most: tests of whole runs wait for their processes much of the time
 test: $(VENV)/installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal \
+	  --numprocesses $$($(BIN)/python -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
 
 test-cluster: $(VENV)/installed
 	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/test_cluster.py

@@ -1,9 +1,11 @@
 """Kills at random moments, of searcher, trainer and driver, on a shortened quickstart: what was lost, where it led.
 
     python benchmarks/faults.py [--kills 10] [--seeds 3] [--steps 200] [--parts searcher,trainer,driver] [--out FILE]
+                                [--by both|seconds|steps]
 
 Undisturbed runs come first, one for each seed. Then each part is killed (SIGKILL) so many times, each in a run of its
-own, at a moment drawn uniformly between the run's first second and the time that an undisturbed one takes. A searcher
+own, in turn at a moment drawn uniformly between the run's first second and the time that an undisturbed one takes, and
+(since half of a short run is its start) at a step drawn uniformly from all. A searcher
 or a trainer has to be started again by the run itself; a run whose driver was killed is taken up by `tba train
 --resume` (one that had no checkpoint yet is begun again, and counted). Of every run it is required that
 
@@ -70,6 +72,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--parts", default="searcher,trainer,driver")
     parser.add_argument("--first", type=int, default=0, help="number of the first kill, to go on with a series")
+    parser.add_argument(
+        "--by", choices=["both", "seconds", "steps"], default="both", help="what moments are drawn from"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     found: list[Outcome] = []
@@ -80,17 +85,20 @@ def main() -> int:
         usual = [o.seconds for o in found]
         for i in range(arguments.first, arguments.first + arguments.kills):
             for part in arguments.parts.split(","):
-                moment = random.Random(f"{part} {i}").uniform(1.0, sum(usual) / len(usual))
+                by_step = arguments.by == "steps" or (arguments.by == "both" and i % 2)
+                draw = random.Random(f"{part} {i}").uniform(0.0, 1.0)
+                moment = 1.0 if by_step else 1.0 + draw * (sum(usual) / len(usual) - 1.0)
+                step = int(draw * arguments.steps) if by_step else 0
                 path = Path(folder) / f"{part}-{i}"
-                found.append(disturbed(part, i % arguments.seeds, moment, arguments.steps, path))
+                found.append(disturbed(part, i % arguments.seeds, moment, arguments.steps, path, step))
                 say(found[-1])
     if arguments.out is not None:
         arguments.out.write_text(json.dumps([asdict(o) for o in found], indent=1))
     return verdict(found)
 
 
-def disturbed(part: str, seed: int, moment: float, steps: int, path: Path) -> Outcome:
-    """One run, in which `part` is killed at a moment, to its end."""
+def disturbed(part: str, seed: int, moment: float, steps: int, path: Path, step: int = 0) -> Outcome:
+    """One run, in which `part` is killed after so many seconds and steps, to its end."""
     began = time.monotonic()
     begin = ["train", "quickstart", "--runs", str(path.parent), "--run-name", path.name, "--seed", str(seed)]
     whole = [*begin, "--steps", str(steps), *SHORT]
@@ -100,6 +108,8 @@ def disturbed(part: str, seed: int, moment: float, steps: int, path: Path) -> Ou
         victim = None
         while victim is None and driver.poll() is None:
             time.sleep(max(0.02, began + moment - time.monotonic()))
+            if step and len(read_metrics(path)) < step:
+                continue
             victim = (
                 driver.pid if part == "driver" else parts_of(driver.pid).get({"searcher": "searcher-0"}.get(part, part))
             )
