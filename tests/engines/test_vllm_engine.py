@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,26 +30,31 @@ ALPHABET = "abcdefghijklmnopqrst"
 TOLERANCE = 2e-5  # of a log-probability: float32 on both sides, sums in another order
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
+def saved(path: Path, tied: bool) -> HuggingFace:
     """Two layers of 64, probabilities that depend on the context, prompts of more than a block of the cache."""
-    path = tmp_path_factory.mktemp("model")
     tokenizer = character_tokenizer(ALPHABET)
-    made = ScratchModel(hidden_size=64, layers=2, heads=2, kv_heads=1, ff_size=96, max_positions=320).start(tokenizer)
+    sizes = ScratchModel(64, layers=2, heads=2, kv_heads=2, ff_size=96, max_positions=320, tie_embeddings=tied)
+    made = sizes.start(tokenizer)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
             if parameter.dim() == 2:
                 parameter.normal_(0.0, 1.2 / parameter.shape[-1] ** 0.5, generator=generator)
-        made.get_input_embeddings().weight[tokenizer.eos_token_id] *= 0.4  # answers of several lengths
+        made.get_output_embeddings().weight[tokenizer.eos_token_id] *= 0.4  # answers of several lengths
     made.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    return HuggingFace(
-        path=str(path),
-        device="cpu",
-        dtype="float32",
-        generation=EngineSettings(engine="vllm", slots=16, max_completion_tokens=24),
-    )
+    generation = EngineSettings(engine="vllm", slots=16, max_completion_tokens=24)
+    return HuggingFace(path=str(path), device="cpu", dtype="float32", generation=generation)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
+    return saved(tmp_path_factory.mktemp("tied"), True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
+    return saved(tmp_path_factory.mktemp("untied"), False)
 
 
 Serving = Callable[[HuggingFace], Engine]
@@ -294,14 +300,24 @@ def test_weights_in_flight_change_the_rest_of_what_is_growing_and_each_token_has
             assert c.versions[1] == Version(0, 4 if at < len(c.tokens) else 3)
 
 
-def test_two_processes_serve_one_model(serving: Serving, model: HuggingFace) -> None:
-    """Tensor parallel: here over two CPU processes."""
-    parallel = replace(model, vllm=VllmSettings(tensor_parallel=2))
-    engine = serving(parallel)
-    weights, prompts = changed(model), prompts_of(30)
-    engine.load(weights, Version(0, 1))
-    answered = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
-    assert farthest(answered, trained_on(model, prompts, answered, 1.0, weights)) < TOLERANCE
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_process_or_two_serve_a_model_without_tied_embeddings(
+    serving: Serving, untied: HuggingFace, processes: int
+) -> None:
+    """Tensor parallel over two CPU processes; their weights go by file."""
+    engine = serving(replace(untied, vllm=VllmSettings(tensor_parallel=processes)))
+    weights, prompts = changed(untied), prompts_of(30, 150)
+    first = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    engine.load(weights, Version(0, 4))
+    second = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    assert farthest(first, trained_on(untied, prompts, first, 1.0)) < TOLERANCE
+    assert farthest(second, trained_on(untied, prompts, second, 1.0, weights)) < TOLERANCE
+    assert farthest(second, trained_on(untied, prompts, second, 1.0)) > 0.05
+
+
+def test_a_cpu_build_cannot_share_a_model_with_tied_embeddings(model: HuggingFace) -> None:
+    with pytest.raises(UserError, match="tied embeddings"):
+        replace(model, vllm=VllmSettings(tensor_parallel=2)).engine(Version())
 
 
 def test_another_version_of_vllm_is_refused(model: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,6 +100,10 @@ class VllmEngine:
         with torch.device("meta"):
             self._shapes = AutoModelForCausalLM.from_config(config)
         untied = device.type == "cpu" and bool(config.get_text_config().tie_word_embeddings)
+        if untied and own.tensor_parallel > 1:
+            raise UserError(
+                "on a CPU vllm cannot share a model with tied embeddings: set --model.vllm.tensor-parallel 1"
+            )
         self._names = _names(self._shapes, untied)
         positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.room = Room(settings.max_completion_tokens, settings.max_prompt_tokens, positions)
