@@ -109,16 +109,18 @@ class VllmEngine:
         self.room = Room(settings.max_completion_tokens, settings.max_prompt_tokens, positions)
         self._stop = StopStrings(settings.stop_strings, tokenizer)
         self._eos = eos_ids(_generation_config(path), config, tokenizer)
+        longest = _longest(settings, positions)
+        whole = device.type == "cpu"  # prompts in parts and seeds of requests do not go together there
         arguments = vllm.EngineArgs(
             model=path,
             tokenizer=path,
             skip_tokenizer_init=not settings.stop_strings,  # what it needs one for
             dtype=str(dtype).removeprefix("torch."),
             tensor_parallel_size=own.tensor_parallel,
-            max_model_len=_longest(settings, positions),
+            max_model_len=longest,
             max_num_seqs=settings.slots,
-            max_num_batched_tokens=max(settings.prefill_tokens, settings.slots),
-            enable_chunked_prefill=True,
+            max_num_batched_tokens=max(settings.prefill_tokens, settings.slots, (longest or 0) if whole else 0),
+            enable_chunked_prefill=not whole,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # sampling is ours to say
