@@ -22,7 +22,7 @@ from tba.types import Trajectory, Version
 pytestmark = pytest.mark.vllm
 DATA = Path(__file__).parents[1] / "fixtures" / "gsm8k"
 STEPS, EVERY = 20, 2
-HARMLESS = re.compile(r"Warning: NUMA binding|Triton is installed, but doesn't include CPU backend")  # of its CPU build
+HARMLESS = re.compile(r"Warning: NUMA binding")  # which its CPU build writes past all settings
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,16 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         *("--model.generation.slots", "32", "--model.generation.max-completion-tokens", "160"),
         *("--steps", str(STEPS), "--sync-every", str(EVERY), "--searchers", "1", "--optimizer.lr", "1e-3"),
         *("--groups-per-step", "2", "--group-size", "4", "--samples-per-prompt", "8", "--prompts-per-round", "3"),
-        *("--replay.pacing.warm-up", "24", "--evaluation.problems", "4", "--run.checkpoint-every", "0"),
+        *(
+            "--replay.pacing.warm-up",
+            "24",
+            "--replay.pacing.max-mean-uses",
+            "1",
+            "--evaluation.problems",
+            "4",
+            "--run.checkpoint-every",
+            "0",
+        ),
     )
     summary = processes(path, *overrides, source=Path("gsm8k"))
     with JournalFollower(path / "journal.sqlite") as journal:
@@ -64,6 +73,7 @@ def test_it_makes_its_steps_on_answers_of_weights_that_move(ran: Ran) -> None:
     seen = {version for t in ran.trajectories for version in t.completion.versions}
     assert seen <= {Version(0, step) for step in range(0, STEPS + 1, EVERY)}
     assert len(seen) >= 3
+    assert 0 < ran.summary.lag.mean < STEPS / 2
 
 
 def test_what_the_searcher_says_of_its_answers_is_what_their_reference_says_while_the_weights_are_the_first(

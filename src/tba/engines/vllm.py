@@ -10,9 +10,11 @@ vLLM is imported when an engine is made: it takes seconds, and only this engine 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,7 +136,9 @@ class VllmEngine:
             hf_overrides={"tie_word_embeddings": False} if untied else {},
         )
         try:
-            self._llm: Any = vllm.LLMEngine.from_engine_args(arguments)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # for vLLM's authors
+                self._llm: Any = vllm.LLMEngine.from_engine_args(arguments)
         except (ValueError, NotImplementedError) as error:
             reason = " ".join(str(error).split())
             raise UserError(f"vllm cannot serve the model at {path} with these settings ({reason})") from error
@@ -285,6 +289,7 @@ def _imported(device: torch.device) -> Any:
         )
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # what it says while it is imported
     import vllm
     from vllm.platforms import current_platform
 

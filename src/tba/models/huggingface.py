@@ -162,7 +162,8 @@ class HuggingFace:
     def engine(self, version: Version) -> TransformersEngine | VllmEngine:
         if self.generation.engine == "vllm":
             tokenizer = self.tokenizer()
-            return VllmEngine(self.path, tokenizer, self.generation, self.vllm, self._device, self._dtype, version)
+            with _no_bars():
+                return VllmEngine(self.path, tokenizer, self.generation, self.vllm, self._device, self._dtype, version)
         model, tokenizer = _loaded(self.path, self._device, self._dtype)
         if self.lora.rank:
             add_adapters(model, self.lora)
