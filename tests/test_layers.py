@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": set(),
     "streaming": set(),
     "policy": SEAMS | TENSORS,
-    "engines": SEAMS | {"policy"},
+    "engines": SEAMS | {"policy", "streaming"},
     "rewards": SEAMS,
     "tasks": SEAMS | {"rewards"},  # a task names the reward that marks it
     "objectives": SEAMS | {"schedules"},

@@ -141,6 +141,16 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
+class InFlight(Protocol):
+    """An engine that can take newer weights in the middle of `generate`, when it asks whether it is interrupted."""
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it is to."""
+        ...
+
+
 class Reference(Protocol):
     """Log-probabilities under the reference policy, on the searcher's side."""
 

@@ -26,6 +26,7 @@ from tba.train.control import Control
 from tba.train.optimizer import OptimizerSettings
 from tba.train.ranks import RankSettings
 from tba.types import Json, Version
+from tba.weights.directory import PublishSettings
 
 if TYPE_CHECKING:
     import torch
@@ -201,6 +202,7 @@ class Recipe:
     vine: Vine | None = None  # rollouts from the steps of each answer, for objectives that need step values
     control: Control = field(default_factory=Control)
     trainer: RankSettings = field(default_factory=RankSettings)
+    publish: PublishSettings = field(default_factory=PublishSettings)
     run: RuntimeSettings = field(default_factory=RuntimeSettings)
     record: RecordSettings = field(default_factory=RecordSettings)
 

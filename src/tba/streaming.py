@@ -19,7 +19,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-_TYPES = {
+SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -31,7 +31,7 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_BLOCK = 1 << 24  # bytes that are written at a time
+BLOCK = 1 << 24  # bytes that are written at a time
 
 
 class Streamed(Mapping[str, Tensor]):
@@ -77,7 +77,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype 
     Those of floating point are written as `dtype` (None: as they are). Raises `ValueError` when what comes is
     not what was said of it.
     """
-    kinds = {name: (_written(like.dtype, dtype), tuple(like.shape)) for name, like in shapes_of(tensors).items()}
+    kinds = {name: (as_written(like.dtype, dtype), tuple(like.shape)) for name, like in shapes_of(tensors).items()}
     header, places = _header(kinds)
     with path.open("wb") as file:
         file.write(header)
@@ -86,13 +86,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype 
             if kind is None or shape != tuple(tensor.shape):
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, but what was said of it is {shape}")
             file.seek(len(header) + places[name])
-            _write(file, tensor.detach(), kind)
+            write_flat(file, tensor.detach(), kind)
         if kinds:
             raise ValueError(f"{next(iter(kinds))} was to come, but the tensors ended before it")
         return file.seek(0, os.SEEK_END)
 
 
-def _written(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def as_written(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """The type that a tensor is written in: `wanted` where there is one and the tensor is of floating point."""
     return wanted if wanted is not None and own.is_floating_point else own
 
 
@@ -102,7 +103,7 @@ def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[b
     at, places = 0, {}
     for name, (kind, shape) in sorted(kinds.items(), key=lambda item: -item[1][0].itemsize):
         size = math.prod(shape) * kind.itemsize
-        entries[name] = {"dtype": _TYPES[kind], "shape": list(shape), "data_offsets": [at, at + size]}
+        entries[name] = {"dtype": SAFETENSORS_NAMES[kind], "shape": list(shape), "data_offsets": [at, at + size]}
         places[name] = at
         at += size
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -110,10 +111,10 @@ def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[b
     return len(text).to_bytes(8, "little") + text, places
 
 
-def _write(file: BinaryIO, tensor: Tensor, kind: torch.dtype) -> None:
+def write_flat(file: BinaryIO, tensor: Tensor, kind: torch.dtype) -> None:
     """A block at a time: what is converted or comes from a device is never there as a whole."""
     flat = tensor.contiguous().view(-1)
-    for block in flat.split(max(1, _BLOCK // kind.itemsize)):
+    for block in flat.split(max(1, BLOCK // kind.itemsize)):
         own = block.to("cpu", kind)
         if own.numel():
             file.write(own.view(torch.uint8).numpy())

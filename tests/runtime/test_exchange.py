@@ -30,7 +30,7 @@ from tba.runtime.searching import SearchHalf, searching_half, start_searching
 from tba.runtime.training import start_training
 from tba.types import Trajectory, Version
 from tba.weights.chunks import Flat
-from tba.weights.directory import WeightDirectory
+from tba.weights.directory import PublishSettings, WeightDirectory
 
 PLACE = {"part": "searcher-0", "node": "10.0.0.2", "log": "somewhere"}
 QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
@@ -118,6 +118,28 @@ def test_weights_that_were_handed_out_are_read_after_their_version_has_been_prun
     assert weights.at(Version(0, 4)).version == Version(0, 4)
     with pytest.raises(UserError, match=r"version 0\.2 of the weights is not \(or no longer\) there"):
         weights.at(Version(0, 2))
+    exchange.close()
+
+
+def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    directory = WeightDirectory(run.weights, settings=PublishSettings(full_every=10))
+    sent: list[int] = []
+
+    def send(piece: Flat) -> Flat:
+        sent.append(len(piece))
+        return piece
+
+    exchange = Exchange(run, recipe, send)
+    weights = RemoteWeights(Direct(exchange))
+    trained = torch.randn(40_000, generator=torch.Generator().manual_seed(0))
+    for step in range(8):  # more than the exchange keeps
+        directory.publish({WEIGHT: trained}, Version(0, step), {})
+        assert torch.equal(weights.at(Version(0, step)).read()[WEIGHT], trained)
+        trained = trained.clone()
+        trained[step * 100 : step * 100 + 50] += 1.0
+    assert sum(size >= 160_000 for size in sent) == 1
+    assert sum(sent) < 200_000
     exchange.close()
 
 

@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tba.protocols import Tokenizer
+from tba.types import StopReason
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig
 
 
-def eos_ids(model: PreTrainedModel, tokenizer: Tokenizer) -> frozenset[int]:
+def eos_ids(generation_config: Any, config: PretrainedConfig, tokenizer: Tokenizer) -> frozenset[int]:
     """Every token that ends a completion: the generation settings', the model configuration's and the tokenizer's."""
     ids: set[int] = set()
-    for owner in (model.generation_config, model.config, model.config.get_text_config(), tokenizer):
+    for owner in (generation_config, config, config.get_text_config(), tokenizer):
         found: Any = getattr(owner, "eos_token_id", None)
         if found is not None:
             ids.update(found if isinstance(found, list | tuple) else [found])
@@ -58,3 +59,13 @@ class StopStrings:
             middle = (low + high) // 2
             low, high = (low, middle) if self._find(self.text(tokens[:middle])) >= 0 else (middle + 1, high)
         return low, text[:at], True
+
+    def ended(self, tokens: Sequence[int], eos: frozenset[int], interrupted: bool) -> tuple[int, str, StopReason]:
+        """Where a completion whose generation is over ends: (its tokens, its text, why)."""
+        ends = next((i + 1 for i, token in enumerate(tokens) if token in eos), None)
+        n, text, stopped = self.cut(tokens[:ends])
+        if stopped:
+            return n, text, StopReason.STOP_STRING
+        if ends is not None:
+            return n, text, StopReason.EOS
+        return n, text, StopReason.INTERRUPTED if interrupted else StopReason.LENGTH

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tba.engines.replacing import matched
+from tba.engines.room import Room
 from tba.engines.rows import Rows
 from tba.engines.rules import rules_of
 from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
@@ -27,7 +30,7 @@ from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError
 from tba.policy.lora import has_adapters, is_adapter
 from tba.protocols import Tokenizer
-from tba.types import Completion, FloatArray, Prompt, Sampling, StopReason, Version
+from tba.types import Completion, FloatArray, Prompt, Sampling, Version
 
 _STEPS_BETWEEN_LOOKS = 4  # where looking at the tokens costs more than a step: on an accelerator, for stop strings
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
@@ -38,6 +41,7 @@ _PROBE = 7  # tokens of the longest prompt of the self-test
 class EngineSettings:
     """How much is generated at a time, and where a completion ends."""
 
+    engine: Literal["transformers", "vllm"] = "transformers"  # what samples; vllm has settings of its own, too
     slots: int = 64  # completions that grow at the same time
     max_completion_tokens: int = 128  # a longer completion is truncated: StopReason.LENGTH
     max_prompt_tokens: int | None = None  # a longer prompt is an error; None: what the model has positions for
@@ -67,6 +71,11 @@ class EngineSettings:
                 f"the engine's min_completion_tokens is {self.min_completion_tokens}, give 0 or more, and fewer than "
                 f"max_completion_tokens, {self.max_completion_tokens}"
             )
+        if self.engine == "vllm" and (self.first or self.never_first):
+            raise UserError(
+                "the engine is vllm, which has no rule for the first token of an answer: leave first and never_first "
+                "out, or choose transformers"
+            )
         if "" in self.stop_strings:
             raise UserError("a stop string of the engine is empty, which would end every completion: leave it out")
 
@@ -82,9 +91,9 @@ class TransformersEngine:
         self.settings = settings
         self._version = Version() if version is None else version
         self._stop = StopStrings(settings.stop_strings, tokenizer)
-        self._eos = eos_ids(model, tokenizer)
-        config = model.config.get_text_config()
-        self._max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self._eos = eos_ids(model.generation_config, model.config, tokenizer)
+        positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.room = Room(settings.max_completion_tokens, settings.max_prompt_tokens, positions)
         self._cache: SlotCache | None = None
         self._adapted = has_adapters(model)
         with torch.inference_mode():
@@ -106,17 +115,7 @@ class TransformersEngine:
         `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
         copied.
         """
-        own = self.model.state_dict(keep_vars=True)
-        for name, value in weights.items():
-            if name not in own:
-                raise KeyError(f"the model has no weight named {name}")
-            if own[name].shape != value.shape:
-                raise ValueError(f"weight {name} has shape {tuple(value.shape)}, the model's {tuple(own[name].shape)}")
-        given = {id(own[name]) for name in weights}
-        replaced = [(n, p) for n, p in self.model.named_parameters() if not self._adapted or is_adapter(n)]
-        missing = [name for name, p in replaced if id(p) not in given]
-        if missing:
-            raise KeyError(f"{len(missing)} of the model's weights are missing, the first is {missing[0]}")
+        own = matched(self.model, weights, is_adapter if self._adapted else lambda name: True)
         with torch.no_grad():
             for name, value in weights.items():
                 own[name].copy_(value)
@@ -135,31 +134,13 @@ class TransformersEngine:
         Raises `UserError` for a prompt that is too long or empty, before anything is generated.
         """
         for prompt in prompts:
-            self._check(prompt)
+            self.room.check(prompt)
         if not prompts or count < 1:
             return [[] for _ in prompts]
         with torch.inference_mode(), slot_attention(self.model):
             call = _Call(self, prompts, count, sampling, rng)
             call.run(interrupted)
         return [[c for c in call.results[i * count : (i + 1) * count] if c is not None] for i in range(len(prompts))]
-
-    def _check(self, prompt: Prompt) -> None:
-        n, limit, room = len(prompt.tokens), self.settings.max_prompt_tokens, self._max_positions
-        if n < 1:
-            raise UserError(f"a prompt of task {prompt.task} has no tokens, but at least 1 is needed")
-        if limit is not None and n > limit:
-            raise UserError(
-                f"a prompt has {n} tokens, more than max_prompt_tokens = {limit}: drop it or raise the limit"
-            )
-        if room is not None and n >= room:
-            raise UserError(
-                f"a prompt has {n} tokens, which leaves no room for an answer in the model's {room} positions"
-            )
-
-    def limit(self, prompt: Prompt) -> int:
-        """The most tokens a completion of `prompt` can have."""
-        most = self.settings.max_completion_tokens
-        return most if self._max_positions is None else min(most, self._max_positions - len(prompt.tokens))
 
     def read(self, prompts: Sequence[Prompt]) -> PackedPrompts:
         """Run prompts through the model once, together."""
@@ -176,14 +157,7 @@ class TransformersEngine:
 
     def completion(self, ids: list[int], log_behavior: FloatArray, sampling: Sampling, interrupted: bool) -> Completion:
         """The completion in a row: its tokens and their log-probabilities [T], cut where it ended."""
-        ends = next((i + 1 for i, token in enumerate(ids) if token in self._eos), None)
-        n, text, stopped = self._stop.cut(ids[:ends])
-        if stopped:
-            reason = StopReason.STOP_STRING
-        elif ends is not None:
-            reason = StopReason.EOS
-        else:
-            reason = StopReason.INTERRUPTED if interrupted else StopReason.LENGTH
+        n, text, reason = self._stop.ended(ids, self._eos, interrupted)
         versions = (self._version, self._version)
         return Completion(np.array(ids[:n], dtype=np.int32), text, reason, versions, sampling, log_behavior[:n].copy())
 
@@ -207,7 +181,7 @@ class _Call:
         self.total = len(prompts) * count
         self.results: list[Completion | None] = [None] * self.total
         self.next_request = 0
-        self.positions = max(len(p.tokens) + engine.limit(p) for p in prompts)
+        self.positions = max(len(p.tokens) + engine.room.of(p) for p in prompts)
         self.packed_from = self.packed_to = 0  # the prompts that `packed` holds
         self.extent = min(self.settings.slots, self.total)
         self.free = list(range(self.extent))
@@ -267,7 +241,7 @@ class _Call:
             mine = [row for row, prompt in zip(rows, prompts, strict=True) if prompt == p]
             self.cache.fill(mine, self.packed, p - self.packed_from)
             self.prompt_R[mine] = len(self.prompts[p].tokens)
-            self.limit_R[mine] = self.engine.limit(self.prompts[p])
+            self.limit_R[mine] = self.engine.room.of(self.prompts[p])
         self.request_R[rows] = requests
         self.count_R[rows] = 1
         shape = (len(rows), self.settings.max_completion_tokens)

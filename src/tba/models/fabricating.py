@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tba.engines.transformers import TransformersEngine
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Engine, Tokenizer
@@ -29,6 +28,7 @@ class Fabricating(HuggingFace):
     junk: float = 0.05  # share of the answers to training prompts that are made up, and with them of the buffer
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 <= self.junk <= 1:
             raise UserError(f"a fabricating model has junk {self.junk}: give a share from 0 to 1")
 
@@ -43,7 +43,7 @@ class Fabricating(HuggingFace):
 class FabricatingEngine:
     """Another engine, a share of whose answers is replaced by tokens drawn uniformly from `vocabulary`."""
 
-    engine: Engine | TransformersEngine
+    engine: Engine
     tokenizer: Tokenizer
     vocabulary: np.ndarray[Any, np.dtype[np.int32]]
     junk: float

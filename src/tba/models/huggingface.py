@@ -22,6 +22,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import UserError
 from tba.policy.causal import CausalPolicy, load_model
 from tba.policy.lora import FILE as ADAPTERS
@@ -77,10 +78,21 @@ class HuggingFace:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of engine and reference; auto: bfloat16 on CUDA
     generation: EngineSettings = field(default_factory=EngineSettings)
+    vllm: VllmSettings = field(default_factory=VllmSettings)
     share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
     gradient_checkpointing: bool = False  # of the policy: less memory, one more forward pass
+    compiled: bool = (
+        False  # torch.compile of the policy's layers but for attention; see docs/scaling.md for when it pays
+    )
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
+
+    def __post_init__(self) -> None:
+        if self.generation.engine == "vllm" and self.lora.rank:
+            raise UserError(
+                f"--model.lora.rank is {self.lora.rank}, but the vllm engine takes whole models, not adapters alone: "
+                "set it to 0, or choose --model.generation.engine transformers"
+            )
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:
         """The same, with a path: given, shipped, cached, or trained now.
@@ -134,6 +146,7 @@ class HuggingFace:
             temperature,
             share_prompt=self.share_prompt,
             gradient_checkpointing=self.gradient_checkpointing,
+            compiled=self.compiled,
             heads=heads,
         )
         if sharding is not None:
@@ -146,7 +159,11 @@ class HuggingFace:
     def trainer_device(self) -> torch.device:
         return self._device
 
-    def engine(self, version: Version) -> TransformersEngine:
+    def engine(self, version: Version) -> TransformersEngine | VllmEngine:
+        if self.generation.engine == "vllm":
+            tokenizer = self.tokenizer()
+            with _no_bars():
+                return VllmEngine(self.path, tokenizer, self.generation, self.vllm, self._device, self._dtype, version)
         model, tokenizer = _loaded(self.path, self._device, self._dtype)
         if self.lora.rank:
             add_adapters(model, self.lora)

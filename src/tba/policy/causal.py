@@ -92,6 +92,7 @@ class CausalPolicy:
         vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as fit 16 MiB
         kept_bytes: int = 3 * 2**27,  # vocabulary-wide rows kept for the backward pass; others are computed again
         gradient_checkpointing: bool = False,
+        compiled: bool = False,
         heads: Iterable[str] = (),  # value, log_z: linear, on the hidden states before tokens and of prompts
     ) -> None:
         if temperature <= 0:
@@ -117,6 +118,8 @@ class CausalPolicy:
         if fault is not None:
             log.warning("prompts are not shared within groups by %s: %s", type(model).__name__, fault)
         self.share_prompt = share_prompt and fault is None
+        if compiled:
+            _compile_layers(model)
         self._sharded: ShardedEvaluation | None = None
         self.adapted = has_adapters(model)
 
@@ -285,6 +288,15 @@ def _mean_prompt(hidden_BTW: Tensor, batch: Batch) -> Tensor:
     in_prompt_GP = position_P < batch.prompt_length_G[:, None]
     hidden_GPW = hidden_BTW[first_G, : batch.prompt_GP.shape[1]].float()
     return (hidden_GPW * in_prompt_GP[:, :, None]).sum(1) / batch.prompt_length_G[:, None]
+
+
+def _compile_layers(model: PreTrainedModel) -> None:
+    """What is in each layer but its attention, which takes what is new with every batch (the pack's layout)."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            for part in layer.children():
+                if "Attention" not in type(part).__name__:
+                    part.compile(dynamic=True)
 
 
 @contextmanager

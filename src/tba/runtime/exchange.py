@@ -47,6 +47,7 @@ class Offer:
     manifest: Mapping[str, Json]
     header: str
     references: Sequence[Any]
+    base: Offer | None = None  # whose changes these are; None: it is whole
 
 
 class Exchange:
@@ -63,6 +64,7 @@ class Exchange:
         self._records = RunRecords(run, recipe)
         self._weights = WeightDirectory(run.weights)
         self._offers: dict[Version, Offer] = {}
+        self._base: Offer | None = None  # of the newest changes that were asked for
 
     def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
         """What `JournalWriter` does for this owner."""
@@ -102,10 +104,17 @@ class Exchange:
                 return None
             try:
                 header, whole = flat(self._weights.file(version))
+                since = self._weights.base(version)
             except FileNotFoundError:  # pruned meanwhile
                 return None
+            base = None
+            if since is not None:
+                base = self._base if self._base is not None and self._base.version == since else self.at(since)
+                if base is None:
+                    return None
+                self._base = base
             references = [self._send(piece) for piece in pieces(whole)]
-            self._offers[version] = Offer(version, published.manifest, header, references)
+            self._offers[version] = Offer(version, published.manifest, header, references, base)
             for old in list(self._offers)[:-_KEPT]:
                 del self._offers[old]
         return self._offers[version]

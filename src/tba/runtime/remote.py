@@ -24,6 +24,7 @@ from tba.runtime.exchange import Offer
 from tba.search.posterior import Outcome
 from tba.study import MARK
 from tba.types import Evaluation, Json, Trajectory, Version
+from tba.weights.changes import restored
 from tba.weights.chunks import Flat, tensors
 
 _FRESH = 0.05  # seconds for which the newest version that is known counts as the newest
@@ -104,6 +105,7 @@ class RemoteWeights:
     def __init__(self, contact: Contact) -> None:
         self._contact = contact
         self._newest: PublishedWeights | None = None
+        self._base: tuple[Version, dict[str, Any]] | None = None  # the newest that was needed, fetched once
         self._looked = -_FRESH
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
@@ -126,7 +128,15 @@ class RemoteWeights:
 
     def _published(self, offer: Offer) -> PublishedWeights:
         def read() -> dict[str, Any]:
-            return tensors(offer.header, self._contact.fetch(offer.references))
+            own = tensors(offer.header, self._contact.fetch(offer.references))
+            if offer.base is None:
+                return own
+            if self._base is None or self._base[0] != offer.base.version:
+                self._base = (
+                    offer.base.version,
+                    tensors(offer.base.header, self._contact.fetch(offer.base.references)),
+                )
+            return restored(self._base[1], own)
 
         return PublishedWeights(offer.version, offer.manifest, read)
 

@@ -197,7 +197,7 @@ def start_training(
         replay.restore(checkpoint.state["replay"], version)
     if recipe.offline:
         require_enough(recipe, replay, journal)
-    directory = WeightDirectory(run.weights)
+    directory = WeightDirectory(run.weights, settings=recipe.publish)
     behind = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else None
     weights = behind or directory
     clock = ShareClock(warming_up=True)

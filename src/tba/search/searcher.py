@@ -1,8 +1,8 @@
 """The searcher: one `round()` draws prompts, samples answers, judges them and sends them down.
 
-Invariant: it never waits for the trainer. Newer weights are taken between rounds if there are any, and with them the
-reference that they name; what is generated is either put down (with its leases, in one transaction), rejected or in
-flight, and each is counted here.
+Invariant: it never waits for the trainer. Newer weights are taken between rounds if there are any (while it generates,
+too, by an engine that is to), and between rounds the reference that they name; what is generated is either put down
+(with its leases, in one transaction), rejected or in flight, and each is counted here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tba.protocols import Engine, Exploration, Reference, Reward, WeightSource
+from tba.protocols import Engine, Exploration, InFlight, Reference, Reward, WeightSource
 from tba.search.posterior import Outcome
 from tba.search.prompts import PromptSource
 from tba.search.rescoring import Rescorer
@@ -56,7 +56,7 @@ class Searcher:
             self.rescorer.round()
         positions, prompts = self.prompts.take(self.prompts_per_round)
         sampling = self.exploration.draw(self.rng)
-        answered = self.engine.generate(prompts, self.samples_per_prompt, sampling, self.rng, self.interrupted)
+        answered = self.engine.generate(prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
         finished, counts = self._sort(prompts, answered)
         trajectories, leases = self._judge(finished, counts), self._answered(positions, answered)
         if self.vine is not None:
@@ -82,6 +82,19 @@ class Searcher:
             self.manifest = published.manifest
             self._refer(self.manifest.get("reference"))
         return self.engine.version
+
+    def _asked(self) -> Callable[[], bool] | None:
+        """What the engine asks while it generates; with it newer weights come, where they may."""
+        if not (isinstance(self.engine, InFlight) and self.engine.in_flight):
+            return self.interrupted
+
+        def ask() -> bool:
+            published = self.weights.newer_than(self.engine.version)
+            if published is not None:
+                self.engine.load(published.read(), published.version)
+            return self.interrupted is not None and self.interrupted()
+
+        return ask
 
     def _refer(self, name: str | None) -> None:
         """Score under that version from here on. It is pinned; the first one is what this part began with."""

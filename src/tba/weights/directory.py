@@ -6,6 +6,9 @@ Invariant: a version is published while its manifest is there, which is renamed 
 taken away before them. So a listing of the folder is the whole truth, and a reader sees a version entirely or not at
 all. One process publishes, pins and prunes; any number read. The newest `keep` versions and every pinned one are kept.
 What `newer_than` and `at` hand out is open already: it can be read even after its version has been pruned.
+
+With `full_every` above 1 the versions between two whole ones hold what has changed since the whole one before them
+(`changes`), their base: it is kept as long as any of them, and what is handed out is always whole.
 """
 
 from __future__ import annotations
@@ -14,24 +17,36 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import safetensors
+import torch
 
 from tba.errors import UserError
 from tba.protocols import PublishedWeights
 from tba.streaming import write_tensors
 from tba.types import Json, Version
 from tba.weights.beside import sync
-
-if TYPE_CHECKING:
-    import torch
+from tba.weights.changes import restored, write_changes
 
 TENSORS = ".safetensors"
 MANIFEST = ".json"
 PINS = ".pins"
 NAME = re.compile(r"(\d+\.\d+)\.json")  # what is still being written begins with a dot
+
+
+@dataclass(frozen=True)
+class PublishSettings:
+    """How weights are written on their way to searchers. Checkpoints are not touched by it."""
+
+    dtype: Literal["own", "float32", "bfloat16", "float16"] = "own"  # own: as they are trained, which is float32
+    full_every: int = 1  # versions; those between two whole ones hold only the numbers that changed. 1: all are whole
+
+    def __post_init__(self) -> None:
+        if self.full_every < 1:
+            raise UserError(f"--publish.full-every is {self.full_every}, give 1 (every version whole) or more")
 
 
 class WeightDirectory:
@@ -40,11 +55,14 @@ class WeightDirectory:
     Raises `UserError` when `keep` is less than 1.
     """
 
-    def __init__(self, path: Path, keep: int = 2) -> None:
+    def __init__(self, path: Path, keep: int = 2, settings: PublishSettings | None = None) -> None:
         if keep < 1:
             raise UserError(f"{keep} versions of the weights are to be kept, but searchers need the newest; give 1")
         self.path = path
         self.keep = keep
+        self._settings = settings or PublishSettings()
+        self._base: Version | None = None  # the newest whole version of this publisher, and how many came since
+        self._since = 0
         self._clean = False  # nobody but the publisher may take leftovers away: a reader cannot tell them from work
         path.mkdir(parents=True, exist_ok=True)
 
@@ -60,11 +78,24 @@ class WeightDirectory:
             self._remove_leftovers()
             self._clean = True
         beside = self.path / f".{version}{TENSORS}"
-        write_tensors(beside, weights)
+        base = self._write_tensors(beside, weights)
         os.replace(beside, self._file(version, TENSORS))
         head = {"version": str(version), "names": sorted(weights), "notes": dict(manifest)}
-        self._write(version, MANIFEST, head)
+        self._write(version, MANIFEST, head if base is None else head | {"base": str(base)})
+        self._base, self._since = (version, 1) if base is None else (base, self._since + 1)
         self._prune()
+
+    def _write_tensors(self, beside: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
+        """Whole, or what has changed; returns since when."""
+        dtype = None if self._settings.dtype == "own" else getattr(torch, self._settings.dtype)
+        if self._base is None or self._since >= self._settings.full_every:
+            write_tensors(beside, weights, dtype)
+            return None
+        with safetensors.safe_open(self.file(self._base), framework="pt") as base:
+            if sorted(base.keys()) != sorted(weights):
+                raise ValueError(f"these weights have other names than those of version {self._base}")
+            write_changes(beside, weights, base.get_tensor, dtype)
+        return self._base
 
     def settle(self) -> None:
         """Nothing is being written after `publish` has returned."""
@@ -102,17 +133,27 @@ class WeightDirectory:
         """
         manifest = self._file(version, MANIFEST)
         try:
-            notes = json.loads(manifest.read_text())["notes"]
+            head = json.loads(manifest.read_text())
+            notes, since = head["notes"], head.get("base")
             tensors = safetensors.safe_open(self.file(version), framework="pt")
+            base = None if since is None else safetensors.safe_open(self.file(Version.parse(since)), framework="pt")
         except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
             if manifest.exists():
                 raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
             return None
 
         def read() -> dict[str, torch.Tensor]:
-            return {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+            own = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
+            if base is None:
+                return own
+            return restored({name: base.get_tensor(name) for name in base.keys()}, own)  # noqa: SIM118
 
         return PublishedWeights(version, notes, read)
+
+    def base(self, version: Version) -> Version | None:
+        """Since which version its file holds the changes; None: it is whole. Raises `FileNotFoundError` when gone."""
+        since = json.loads(self._file(version, MANIFEST).read_text()).get("base")
+        return None if since is None else Version.parse(since)
 
     def file(self, version: Version) -> Path:
         """Where its tensors lie, if it is there."""
@@ -135,8 +176,11 @@ class WeightDirectory:
         if not self._file(version, MANIFEST).exists():
             raise UserError(f"version {version} cannot be pinned: {self.path} does not hold it (any longer)")
         self._write(version, PINS, [*self.pins(version), why])
-        for suffix in (TENSORS, MANIFEST, PINS):
-            sync(self._file(version, suffix))
+        base = self.base(version)
+        for needed in (version,) if base is None else (version, base):
+            for suffix in (TENSORS, MANIFEST):
+                sync(self._file(needed, suffix))
+        sync(self._file(version, PINS))
         sync(self.path)
 
     def unpin(self, version: Version, why: str) -> None:
@@ -172,8 +216,11 @@ class WeightDirectory:
         os.replace(beside, self._file(version, suffix))
 
     def _prune(self) -> None:
-        for version in self.versions()[: -self.keep]:
-            if not self.pins(version):
+        versions = self.versions()
+        kept = set(versions[-self.keep :]) | {v for v in versions if self.pins(v)}
+        kept |= {base for v in kept if (base := self.base(v)) is not None} | ({self._base} if self._base else set())
+        for version in reversed(versions):  # changes before their base: whoever finds them finds it
+            if version not in kept:
                 self._file(version, MANIFEST).unlink()
                 self._file(version, TENSORS).unlink()
 

@@ -1,0 +1,366 @@
+"""Sampling by vLLM, in this process, through its public interface alone.
+
+Invariants: a completion's log-probabilities are of the weights that sampled each of its tokens, after temperature and
+top-p, renormalised. When weights are replaced no key or value of the old ones is used again: the prefix cache is
+emptied, and what is still growing (only where `update` says in_flight) is read anew.
+
+vLLM is imported when an engine is made: it takes seconds, and only this engine needs it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import math
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from tba.engines.replacing import matched
+from tba.engines.room import Room
+from tba.engines.stopping import StopStrings, eos_ids
+from tba.engines.transformers import EngineSettings
+from tba.errors import TbaError, UserError
+from tba.policy.causal import load_model
+from tba.protocols import Tokenizer
+from tba.streaming import write_tensors
+from tba.types import Completion, Prompt, Sampling, StopReason, Version
+
+SUPPORTED = ("0.32",)
+_STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
+_BLOCK = 128  # positions that keys and values are kept by, at most
+_ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process: weights are handed over, not pickled
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several searchers would bind to the same cores
+}
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """What only vLLM knows (`--model.generation.engine vllm`)."""
+
+    tensor_parallel: int = 1  # processes, one for each GPU, that share one engine; the reference stays on the first
+    memory_share: float = 0.5  # of each GPU's memory; the reference needs some, and the trainer if it is on the same
+    cache_gb: float | None = None  # of keys and values, 10^9 bytes; None: what is left, on a CPU what the slots need
+    update: Literal["round", "in_flight"] = "round"  # new weights between two rounds, or as soon as they are there
+    graphs: bool = True  # compile the model and record CUDA graphs when the engine starts; never on a CPU
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1:
+            raise UserError(f"vllm's tensor_parallel is {self.tensor_parallel}, but it must be at least 1")
+        if not 0 < self.memory_share <= 1:
+            raise UserError(f"vllm's memory_share is {self.memory_share}, give a share above 0 and up to 1")
+        if self.cache_gb is not None and not self.cache_gb > 0:
+            raise UserError(f"vllm's cache_gb is {self.cache_gb}, give a number above 0")
+
+
+@dataclass
+class _Growing:
+    """One completion under way."""
+
+    tokens: list[int] = field(default_factory=list)
+    log_behavior: list[float] = field(default_factory=list)
+    stopped: bool = False  # vLLM has seen a stop string
+    finished: bool = False
+    versions: tuple[Version, Version] | None = None  # by vLLM's own record, once it is finished
+
+
+class VllmEngine:
+    """Samples completions from the model at `path`; weights are replaced in place by `load`.
+
+    One at a time in a process: vLLM keeps its process groups there.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        tokenizer: Tokenizer,
+        settings: EngineSettings,
+        own: VllmSettings,
+        device: torch.device,
+        dtype: torch.dtype,
+        version: Version | None = None,
+    ) -> None:
+        """Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model."""
+        vllm = _imported(device)
+        self.settings, self.own = settings, own
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            self._shapes = AutoModelForCausalLM.from_config(config)
+        untied = device.type == "cpu" and bool(config.get_text_config().tie_word_embeddings)
+        if untied and own.tensor_parallel > 1:
+            raise UserError(
+                "on a CPU vllm cannot share a model with tied embeddings: set --model.vllm.tensor-parallel 1"
+            )
+        self._names = _names(self._shapes, untied)
+        positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        self.room = Room(settings.max_completion_tokens, settings.max_prompt_tokens, positions)
+        self._stop = StopStrings(settings.stop_strings, tokenizer)
+        self._eos = eos_ids(_generation_config(path), config, tokenizer)
+        longest = _longest(settings, positions)
+        whole = device.type == "cpu"  # prompts in parts and seeds of requests do not go together there
+        arguments = vllm.EngineArgs(
+            model=path,
+            tokenizer=path,
+            skip_tokenizer_init=not settings.stop_strings,  # what it needs one for
+            dtype=str(dtype).removeprefix("torch."),
+            tensor_parallel_size=own.tensor_parallel,
+            max_model_len=longest,
+            max_num_seqs=settings.slots,
+            max_num_batched_tokens=max(settings.prefill_tokens, settings.slots, (longest or 0) if whole else 0),
+            enable_chunked_prefill=not whole,
+            enable_prefix_caching=True,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # sampling is ours to say
+            gpu_memory_utilization=own.memory_share,
+            kv_cache_memory_bytes=_cache_bytes(settings, own, config, device, dtype),
+            enforce_eager=device.type == "cpu" or not own.graphs,
+            async_scheduling=False if self.in_flight else None,  # a token would be counted to the next weights
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            load_format="dummy" if untied else "auto",
+            hf_overrides={"tie_word_embeddings": False} if untied else {},
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # for vLLM's authors
+                self._llm: Any = vllm.LLMEngine.from_engine_args(arguments)
+        except (ValueError, NotImplementedError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"vllm cannot serve the model at {path} with these settings ({reason})") from error
+        self._calls = count()
+        self._generating = False
+        self._set(Version() if version is None else version)
+        if untied:
+            self.load(load_model(path, device, dtype)[0].state_dict(), self._version)
+
+    @property
+    def version(self) -> Version:
+        return self._version
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether `load` may be called while `generate` asks whether it is interrupted."""
+        return self.own.update == "in_flight"
+
+    def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
+        """Copy `weights` (by Hugging Face name) into the model in place, and forget what was computed with the old.
+
+        A tied weight may be given under any of its names. Raises `KeyError` for an unknown or a missing name and
+        `ValueError` for a wrong shape, in which cases nothing was copied.
+        """
+        if self._generating and not self.in_flight:
+            raise TbaError("weights were to be replaced in the middle of a round: set --model.vllm.update in_flight")
+        places = matched(self._shapes, weights)
+        named = {its: weights[name] for name, place in places.items() for its in self._names.get(id(place), ())}
+        if self.own.tensor_parallel == 1:
+            self._reload({"weights_iterator": iter(named.items())})
+        else:  # its workers are other processes, and nothing is to be pickled: by file
+            with _memory_folder() as folder:
+                write_tensors(folder / "model.safetensors", named)
+                self._reload({"weights_path": str(folder)})
+        if not self._llm.reset_prefix_cache(reset_running_requests=self._generating):
+            raise TbaError(f"vllm kept keys and values of weights older than {version}")
+        self._set(version)
+
+    def _reload(self, what: dict[str, object]) -> None:
+        with torch.no_grad():
+            self._llm.collective_rpc("reload_weights", kwargs=what)
+
+    def _set(self, version: Version) -> None:
+        self._llm.set_weight_version(str(version))
+        self._version = version
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[list[Completion]]:
+        """`count` completions of each prompt; [i] are those of prompts[i]. See `protocols.Engine`.
+
+        Raises `UserError` for a prompt that is too long or empty, before anything is generated.
+        """
+        for prompt in prompts:
+            self.room.check(prompt)
+        if not prompts or count < 1:
+            return [[] for _ in prompts]
+        call = next(self._calls)
+        growing: dict[str, list[_Growing]] = {}
+        first = self._version
+        self._generating = True
+        try:
+            for i, prompt in enumerate(prompts):
+                growing[f"{call}.{i}"] = [_Growing() for _ in range(count)]
+                parameters = self._parameters(prompt, count, sampling, int(rng.integers(2**62)))
+                self._llm.add_request(f"{call}.{i}", {"prompt_token_ids": prompt.tokens.tolist()}, parameters)
+            self._run(growing, interrupted)
+        finally:
+            self._llm.abort_request([name for name, row in growing.items() if not all(g.finished for g in row)])
+            self._generating = False
+        return [[self._completion(g, sampling, first) for g in row if g.tokens] for row in growing.values()]
+
+    def _parameters(self, prompt: Prompt, count: int, sampling: Sampling, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            n=count,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=None if sampling.temperature == 0 else seed,
+            stop=list(self.settings.stop_strings),
+            detokenize=bool(self.settings.stop_strings),
+            ignore_eos=True,  # all that end a completion are named:
+            stop_token_ids=sorted(self._eos),
+            max_tokens=self.room.of(prompt),
+            min_tokens=self.settings.min_completion_tokens,
+            logprobs=0,  # of the token that was sampled
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _run(self, growing: Mapping[str, list[_Growing]], interrupted: Callable[[], bool] | None) -> None:
+        """Until all are finished, or `interrupted` says so."""
+        steps = 0
+        while self._llm.has_unfinished_requests():
+            if interrupted is not None and steps % _STEPS_BETWEEN_ASKING == 0 and interrupted():
+                return
+            for output in self._llm.step():
+                for part in output.outputs:
+                    _extend(growing[output.request_id][part.index], part)
+            steps += 1
+
+    def _completion(self, grown: _Growing, sampling: Sampling, first: Version) -> Completion:
+        log_behavior = np.array(grown.log_behavior, dtype=np.float32)
+        if not np.isfinite(log_behavior).all():
+            raise TbaError(f"the weights of version {self.version} give probabilities that are not finite")
+        if sampling.temperature == 0:
+            log_behavior[:] = 0.0  # as of a draw that could not have been another
+        n, text, reason = self._stop.ended(grown.tokens, self._eos, not grown.finished)
+        if grown.stopped and reason is StopReason.LENGTH:  # its text as it grew; not that of all tokens together
+            reason = StopReason.STOP_STRING
+        versions = grown.versions or (first, self._version)
+        tokens = np.array(grown.tokens[:n], dtype=np.int32)
+        return Completion(tokens, text, reason, versions, sampling, log_behavior[:n].copy())
+
+
+def _extend(grown: _Growing, part: Any) -> None:
+    """By what vLLM says is new (a `CompletionOutput`)."""
+    grown.tokens.extend(part.token_ids)
+    grown.log_behavior.extend(
+        found[token].logprob for token, found in zip(part.token_ids, part.logprobs or (), strict=True)
+    )
+    if part.finish_reason is None:
+        return
+    grown.finished = True
+    grown.stopped = isinstance(part.stop_reason, str)
+    if spans := part.weight_versions:
+        grown.versions = Version.parse(spans[0].version), Version.parse(spans[-1].version)
+
+
+def _imported(device: torch.device) -> Any:
+    """The package. Raises `UserError` when it is missing, of another version, or built for another device."""
+    if importlib.util.find_spec("vllm") is None:
+        raise UserError(
+            "the engine is vllm, which is not installed: pip install 'tba[vllm]' -c constraints-vllm.txt in an "
+            "environment of its own (Linux with an NVIDIA GPU), or choose --model.generation.engine transformers"
+        )
+    found = _installed()
+    if ".".join(found.split(".")[:2]) not in SUPPORTED:
+        raise UserError(
+            f"vllm {found} is installed, but this engine was written for {' and '.join(SUPPORTED)}: "
+            "pip install 'tba[vllm]' -c constraints-vllm.txt, or choose --model.generation.engine transformers"
+        )
+    os.environ.update(_ENVIRONMENT)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # what it says while it is imported
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.device_type != device.type:
+        raise UserError(
+            f"this vllm is built for {current_platform.device_type or 'no device'}, but the model is to be on "
+            f"{device.type}: set --model.device, or install another build of vllm"
+        )
+    return vllm
+
+
+def _installed() -> str:
+    """Under either of its names: the CPU build is a distribution of its own."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def _names(model: PreTrainedModel, untied: bool) -> dict[int, list[str]]:
+    """What vLLM is to be given each parameter as: one name; all that it has where what is tied is kept apart.
+
+    On a CPU vLLM keeps the output embedding repacked, and reloading a tied one leaves that as it was.
+    """
+    if not untied:
+        return {id(p): [name] for name, p in model.named_parameters()}
+    named: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        named.setdefault(id(p), []).append(name)
+    return named
+
+
+def _generation_config(path: str) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:  # a model need not have one
+        return None
+
+
+def _longest(settings: EngineSettings, positions: int | None) -> int | None:
+    """Positions of the longest prompt with the longest answer. None: what the model has."""
+    if settings.max_prompt_tokens is None:
+        return positions
+    wanted = settings.max_prompt_tokens + settings.max_completion_tokens
+    return wanted if positions is None else min(wanted, positions)
+
+
+def _cache_bytes(
+    settings: EngineSettings, own: VllmSettings, config: PretrainedConfig, device: torch.device, dtype: torch.dtype
+) -> int | None:
+    """Room for keys and values in bytes; None: vLLM takes what is left of its share of the GPU's memory."""
+    if own.cache_gb is not None:
+        return int(own.cache_gb * 1e9)
+    if device.type != "cpu":
+        return None
+    text: Any = config.get_text_config()
+    longest = _longest(settings, getattr(text, "max_position_embeddings", None))
+    if longest is None:
+        raise UserError("this model has no limit on its positions: set --model.generation.max-prompt-tokens")
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    of_a_position = 2 * text.num_hidden_layers * heads * width * dtype.itemsize
+    blocks = settings.slots * math.ceil(longest / _BLOCK) + 2  # one is never used, one to spare
+    return blocks * _BLOCK * of_a_position
+
+
+@contextmanager
+def _memory_folder() -> Iterator[Path]:
+    """A folder that is gone afterwards; in memory where the system has such a place."""
+    memory = Path("/dev/shm")  # noqa: S108 - where Linux keeps files in memory
+    with tempfile.TemporaryDirectory(prefix="tba-weights-", dir=memory if memory.is_dir() else None) as folder:
+        yield Path(folder)

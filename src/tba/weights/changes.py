@@ -1,0 +1,99 @@
+"""A version of the weights as what has changed since another, its base.
+
+Invariant: base and changes together are what was published, bit for bit; two numbers are the same when their bits are.
+Of a tensor that has not changed nothing is kept, of one where little has, the places (`NAME@at`) and what is there now
+(`NAME@is`), of any other all, under its own name. A tensor is compared block by block when it is reached: there is
+never a second copy of one, let alone of all.
+
+Their number is known only at the end, so the file's header is given more room than it can need, and written last.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from tba.streaming import BLOCK, SAFETENSORS_NAMES, as_written, shapes_of, write_flat
+
+_AT, _IS = "@at", "@is"
+_EVEN = 8  # elements that are written at a time: whatever follows is aligned
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
+
+
+def write_changes(
+    path: Path, tensors: Mapping[str, Tensor], base: Callable[[str], Tensor], dtype: torch.dtype | None = None
+) -> int:
+    """Write what differs from `base` (a tensor by its name) as a safetensors file; returns its bytes.
+
+    Raises `ValueError` when what comes has not the shape that was said of it.
+    """
+    shapes = {name: tuple(like.shape) for name, like in shapes_of(tensors).items()}
+    entries: dict[str, object] = {}
+    with path.open("wb") as file:
+        room = 8 + sum(2 * len(json.dumps(name)) + 300 for name in shapes) + 64
+        room += -room % 8
+        file.seek(room)
+        for name, tensor in tensors.items():
+            if shapes.pop(name, None) != tuple(tensor.shape):
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, which is not what was said of it")
+            kind = as_written(tensor.dtype, dtype)
+            for key, written, shape in _changes(name, tensor.detach().contiguous().view(-1), base(name), kind):
+                begin = file.tell() - room
+                write_flat(file, written, written.dtype if key.endswith(_AT) else kind)
+                of = torch.int64 if key.endswith(_AT) else kind
+                entries[key] = {
+                    "dtype": SAFETENSORS_NAMES[of],
+                    "shape": list(tensor.shape if shape is None else shape),
+                    "data_offsets": [begin, file.tell() - room],
+                }
+        if shapes:
+            raise ValueError(f"{next(iter(shapes))} was to come, but the tensors ended before it")
+        end = file.tell()
+        _write_header(file, entries, room)
+        return end
+
+
+def _changes(name: str, new: Tensor, old: Tensor, kind: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int] | None]]:
+    """What is to be written of a flat tensor: (under which name, what, its shape if that is not the tensor's own)."""
+    old = old.contiguous().view(-1)
+    places = [begin + at for begin, at in _differing(new, old, kind)]
+    at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
+    if not len(at):
+        return
+    if new.numel() % _EVEN == 0 and len(at) * (8 + kind.itemsize) >= new.numel() * kind.itemsize:
+        yield name, new, None
+        return
+    at = torch.cat([at, at[-1:].expand(-len(at) % _EVEN)])  # the last again: it changes nothing
+    yield name + _AT, at, (len(at),)
+    yield name + _IS, new[at.to(new.device)], (len(at),)
+
+
+def _differing(new: Tensor, old: Tensor, kind: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """(where a block begins, which of its elements have other bits)."""
+    bits = _BITS[kind.itemsize]
+    size = BLOCK // kind.itemsize
+    for begin in range(0, new.numel(), size):
+        one, other = new[begin : begin + size].to("cpu", kind), old[begin : begin + size]
+        yield begin, (one.view(bits) != other.view(bits)).nonzero().view(-1)
+
+
+def _write_header(file: BinaryIO, entries: Mapping[str, object], room: int) -> None:
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}, separators=(",", ":")).encode()
+    file.seek(0)
+    file.write((room - 8).to_bytes(8, "little") + text.ljust(room - 8))
+
+
+def restored(base: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What was published: of what has not changed the base's own tensors."""
+    whole = {}
+    for name, old in base.items():
+        if (at := changes.get(name + _AT)) is not None:
+            old = old.clone()
+            old.view(-1)[at] = changes[name + _IS]
+        whole[name] = changes.get(name, old)
+    return whole

@@ -1,0 +1,351 @@
+"""The vllm engine against the trainer's own log-probabilities and the transformers engine, on a small random model.
+
+`make test-vllm` runs these, in an environment that has vLLM.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tba.batch import collate
+from tba.engines.transformers import EngineSettings
+from tba.engines.vllm import VllmEngine, VllmSettings
+from tba.errors import TbaError, UserError
+from tba.models.huggingface import HuggingFace
+from tba.policy.causal import load_model
+from tba.protocols import Engine
+from tba.tasks.characters import character_tokenizer
+from tba.train.scratch import ScratchModel
+from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
+
+pytestmark = pytest.mark.vllm
+ALPHABET = "abcdefghijklmnopqrst"
+TOLERANCE = 2e-5  # of a log-probability: float32 on both sides, sums in another order
+
+
+def saved(path: Path, tied: bool) -> HuggingFace:
+    """Two layers of 64, probabilities that depend on the context, prompts of more than a block of the cache."""
+    tokenizer = character_tokenizer(ALPHABET)
+    sizes = ScratchModel(64, layers=2, heads=2, kv_heads=2, ff_size=96, max_positions=320, tie_embeddings=tied)
+    made = sizes.start(tokenizer)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(0.0, 1.2 / parameter.shape[-1] ** 0.5, generator=generator)
+        made.get_output_embeddings().weight[tokenizer.eos_token_id] *= 0.4  # answers of several lengths
+    made.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    generation = EngineSettings(engine="vllm", slots=16, max_completion_tokens=24)
+    return HuggingFace(path=str(path), device="cpu", dtype="float32", generation=generation)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
+    return saved(tmp_path_factory.mktemp("tied"), True)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> HuggingFace:
+    return saved(tmp_path_factory.mktemp("untied"), False)
+
+
+Serving = Callable[[HuggingFace], Engine]
+
+
+@pytest.fixture(scope="module")
+def serving() -> Iterator[Serving]:
+    """The engine of a model with its own weights: the last one again if it was the same, since a process has one."""
+    last: list[tuple[HuggingFace, Engine]] = []
+
+    def of(model: HuggingFace) -> Engine:
+        if not last or last[0][0] != model:
+            last.clear()
+            gc.collect()
+            last.append((model, model.engine(Version(0, 3))))
+        engine = last[0][1]
+        if engine.version != Version(0, 3):
+            engine.load(model.policy(1.0).weights(), Version(0, 3))
+        return engine
+
+    yield of
+    last.clear()
+    gc.collect()
+
+
+@pytest.fixture
+def engine(serving: Serving, model: HuggingFace) -> Engine:
+    return serving(model)
+
+
+def prompts_of(*lengths: int, seed: int = 0) -> list[Prompt]:
+    rng = np.random.default_rng(seed)
+    return [Prompt("letters", rng.integers(0, len(ALPHABET), n).astype(np.int32)) for n in lengths]
+
+
+def trained_on(
+    model: HuggingFace,
+    prompts: list[Prompt],
+    answered: list[list[Completion]],
+    temperature: float,
+    weights: dict[str, torch.Tensor] | None = None,
+) -> list[list[np.ndarray]]:
+    """What the trainer's policy says of each completion."""
+    policy = model.policy(temperature)
+    if weights is not None:
+        policy.load(weights)
+    found = []
+    for prompt, row in zip(prompts, answered, strict=True):
+        zeros = [np.zeros(len(c.tokens), np.float32) for c in row]
+        group = Group.of(
+            [Trajectory(str(i), prompt, c, 0.0, z, Version()) for i, (c, z) in enumerate(zip(row, zeros, strict=True))]
+        )
+        batch = collate([group])
+        log_policy_BT = policy.evaluate(batch).log_policy_BT.detach()
+        found.append([log_policy_BT[i][batch.mask_BT[i]].numpy() for i in range(len(row))])
+    return found
+
+
+def changed(model: HuggingFace) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return {
+        name: t + 0.1 * t.std() * torch.randn(t.shape, generator=generator)
+        for name, t in model.policy(1.0).weights().items()
+    }
+
+
+def farthest(answered: list[list[Completion]], expected: list[list[np.ndarray]]) -> float:
+    return max(
+        float(np.abs(c.log_behavior - e).max())
+        for row, wanted in zip(answered, expected, strict=True)
+        for c, e in zip(row, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_behavior_is_the_trainers_log_policy_at_the_same_temperature(
+    engine: Engine, model: HuggingFace, temperature: float
+) -> None:
+    prompts = prompts_of(5, 150, 1, 270, 150)
+    answered = engine.generate(prompts, 6, Sampling(temperature), np.random.default_rng(0))
+    assert [len(row) for row in answered] == [6] * 5
+    assert farthest(answered, trained_on(model, prompts, answered, temperature)) < TOLERANCE
+    assert {c.versions for row in answered for c in row} == {(Version(0, 3), Version(0, 3))}
+
+
+def test_log_behavior_is_renormalised_over_what_top_p_keeps(engine: Engine, model: HuggingFace) -> None:
+    prompts = prompts_of(12, 40)
+    answered = engine.generate(prompts, 8, Sampling(1.0, 0.6), np.random.default_rng(0))
+    plain, _ = load_model(model.path, "cpu", torch.float32)
+    for prompt, row in zip(prompts, answered, strict=True):
+        for c in row:
+            ids = torch.tensor([*prompt.tokens.tolist(), *c.tokens.tolist()])
+            logits_TV = plain(input_ids=ids[None]).logits[0, len(prompt.tokens) - 1 : -1]
+            probability_TV = logits_TV.detach().softmax(-1)
+            for t, token in enumerate(c.tokens.tolist()):
+                best, order = probability_TV[t].sort(descending=True)
+                kept = best[(best.cumsum(0) - best) < 0.6]
+                assert token in order[: len(kept)].tolist()
+                expected = (probability_TV[t, token] / kept.sum()).log().item()
+                assert c.log_behavior is not None
+                assert abs(c.log_behavior[t] - expected) < 1e-4
+
+
+def test_weights_replaced_in_place_are_what_it_samples_from_also_behind_a_cached_prompt(
+    engine: Engine, model: HuggingFace
+) -> None:
+    prompts = prompts_of(200, 300)  # whole blocks of each are in the prefix cache after the first call
+    before = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    weights = changed(model)
+    engine.load(weights, Version(1, 8))
+    assert engine.version == Version(1, 8)
+    after = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    assert {c.versions for row in after for c in row} == {(Version(1, 8), Version(1, 8))}
+    assert farthest(after, trained_on(model, prompts, after, 1.0, weights)) < TOLERANCE
+    assert farthest(after, trained_on(model, prompts, after, 1.0)) > 0.05  # the old weights say something else
+    assert [c.tokens.tolist() for c in before[0]] != [c.tokens.tolist() for c in after[0]]
+
+
+def test_weights_of_another_model_are_refused_and_nothing_is_changed(engine: Engine, model: HuggingFace) -> None:
+    prompts, weights = prompts_of(9), dict(model.policy(1.0).weights())
+    name = next(iter(weights))
+    with pytest.raises(KeyError, match="no weight named"):
+        engine.load(weights | {"nothing": torch.zeros(1)}, Version(0, 4))
+    with pytest.raises(KeyError, match="missing"):
+        engine.load({n: t for n, t in weights.items() if n != name}, Version(0, 4))
+    with pytest.raises(ValueError, match="shape"):
+        engine.load(weights | {name: torch.zeros(2, 2)}, Version(0, 4))
+    assert engine.version == Version(0, 3)
+    answered = engine.generate(prompts, 3, Sampling(), np.random.default_rng(0))
+    assert farthest(answered, trained_on(model, prompts, answered, 1.0)) < TOLERANCE
+
+
+def test_more_requests_than_slots_give_whole_groups_which_the_seed_decides(engine: Engine) -> None:
+    prompts = prompts_of(4, 7, 11)
+    first, again, other = (engine.generate(prompts, 20, Sampling(), np.random.default_rng(seed)) for seed in (0, 0, 1))
+    tokens = [[[c.tokens.tolist() for c in row] for row in made] for made in (first, again, other)]
+    assert [len(row) for row in first] == [20] * 3
+    assert tokens[0] == tokens[1] != tokens[2]
+    assert all(len({tuple(t) for t in row}) > 10 for row in tokens[0])  # no copies of one answer
+
+
+def test_first_token_frequencies_are_the_models_probabilities(engine: Engine, model: HuggingFace) -> None:
+    (prompt,), n = prompts_of(6), 4000
+    (row,) = engine.generate([prompt], n, Sampling(), np.random.default_rng(0))
+    plain, _ = load_model(model.path, "cpu", torch.float32)
+    logits_V = plain(input_ids=torch.tensor([prompt.tokens.tolist()])).logits[0, -1]
+    probability_V = logits_V.detach().softmax(-1).numpy()
+    seen_V = np.bincount([int(c.tokens[0]) for c in row], minlength=len(probability_V)) / n
+    spread_V = np.sqrt(probability_V * (1 - probability_V) / n)
+    assert (np.abs(seen_V - probability_V) < 5 * spread_V + 1e-9).all()
+
+
+def test_greedy_completions_and_their_ends_are_the_transformers_engines(engine: Engine, model: HuggingFace) -> None:
+    prompts = prompts_of(3, 9, 30, 31, 32, 64, 200)
+    ours = engine.generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    theirs = of_transformers(model).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    assert [told(row) for row in ours] == [told(row) for row in theirs]
+    assert all(c.log_behavior is not None and not c.log_behavior.any() for (c,) in ours)
+
+
+def test_what_it_samples_ends_with_an_eos_token_or_at_the_longest(engine: Engine, model: HuggingFace) -> None:
+    tokenizer = model.tokenizer()
+    eos = tokenizer.eos_token_id
+    (row,) = engine.generate(prompts_of(8), 200, Sampling(), np.random.default_rng(3))
+    assert {c.stop_reason for c in row} == {StopReason.EOS, StopReason.LENGTH}
+    for c in row:
+        assert eos not in c.tokens[:-1].tolist()
+        assert (c.tokens[-1] == eos) == (c.stop_reason is StopReason.EOS)
+        assert c.stop_reason is StopReason.EOS or len(c.tokens) == 24
+        assert c.text == tokenizer.decode(c.tokens.tolist(), skip_special_tokens=True)
+
+
+def test_stop_strings_end_a_completion_where_the_transformers_engine_ends_it(
+    serving: Serving, model: HuggingFace
+) -> None:
+    stops = ("a", "f", "kb", "no")
+    stopping = replace(model, generation=replace(model.generation, stop_strings=stops))
+    prompts = prompts_of(*range(3, 43))
+    ours = serving(stopping).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    theirs = of_transformers(stopping).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    assert [told(row) for row in ours] == [told(row) for row in theirs]
+    assert sum(c.stop_reason is StopReason.STOP_STRING for (c,) in ours) > 5
+    assert not any(stop in c.text for (c,) in ours for stop in stops)
+
+
+def test_an_interrupted_call_gives_what_there_was_and_leaves_nothing_behind(engine: Engine, model: HuggingFace) -> None:
+    prompts = prompts_of(20, 21, 22, 23)
+    answered = engine.generate(prompts, 8, Sampling(), np.random.default_rng(0), asked(times=1))
+    begun = [c for row in answered for c in row]
+    assert 0 < len(begun) < 32  # 16 slots: some were not started, and are left out
+    assert all(c.stop_reason is not StopReason.LENGTH for c in begun)
+    cut = [c for c in begun if c.stop_reason is StopReason.INTERRUPTED]
+    assert cut
+    assert all(1 <= len(c.tokens) < 24 for c in cut)
+    kept = [(p, row) for p, row in zip(prompts, answered, strict=True) if row]
+    expected = trained_on(model, [p for p, _ in kept], [row for _, row in kept], 1.0)
+    assert farthest([row for _, row in kept], expected) < TOLERANCE
+    assert engine.generate(prompts, 8, Sampling(), np.random.default_rng(0), lambda: True) == [[], [], [], []]
+    whole = engine.generate(prompts, 8, Sampling(), np.random.default_rng(0))
+    assert [len(row) for row in whole] == [8] * 4
+    assert not any(c.stop_reason is StopReason.INTERRUPTED for row in whole for c in row)
+
+
+def test_weights_that_are_not_finite_are_told(engine: Engine, model: HuggingFace) -> None:
+    weights = {name: torch.full_like(t, torch.nan) for name, t in model.policy(1.0).weights().items()}
+    engine.load(weights, Version(0, 4))
+    with pytest.raises(TbaError, match=r"version 0\.4"):
+        engine.generate(prompts_of(5), 2, Sampling(), np.random.default_rng(0))
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(engine: Engine) -> None:
+    with pytest.raises(UserError, match="no room for an answer"):
+        engine.generate(prompts_of(320), 1, Sampling(), np.random.default_rng(0))
+    (row,) = engine.generate(prompts_of(318), 3, Sampling(), np.random.default_rng(0))
+    assert max(len(c.tokens) for c in row) <= 2
+
+
+def test_weights_in_flight_change_the_rest_of_what_is_growing_and_each_token_has_its_own(
+    serving: Serving, model: HuggingFace
+) -> None:
+    eager = replace(model, vllm=VllmSettings(update="in_flight"))
+    engine = serving(eager)
+    assert isinstance(engine, VllmEngine)
+    weights, prompts = changed(model), prompts_of(150, 40)
+
+    def newer() -> bool:
+        if asks():
+            engine.load(weights, Version(0, 4))
+        return False
+
+    asks = asked(times=1, only=True)
+    answered = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0), newer)
+    old, new = (trained_on(model, prompts, answered, 1.0, w) for w in (None, weights))
+    changed_over = [c for row in answered for c in row if c.versions == (Version(0, 3), Version(0, 4))]
+    assert len(changed_over) >= 4
+    for row, before, after in zip(answered, old, new, strict=True):
+        for c, by_old, by_new in zip(row, before, after, strict=True):
+            assert c.log_behavior is not None
+            far_old, far_new = np.abs(c.log_behavior - by_old), np.abs(c.log_behavior - by_new)
+            at = int((far_old < TOLERANCE).cumprod().sum())  # the tokens that the old weights account for
+            assert at >= 1
+            assert (far_new[at:] < TOLERANCE).all()
+            assert c.versions[1] == Version(0, 4 if at < len(c.tokens) else 3)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_process_or_two_serve_a_model_without_tied_embeddings(
+    serving: Serving, untied: HuggingFace, processes: int
+) -> None:
+    """Tensor parallel over two CPU processes; their weights go by file."""
+    engine = serving(replace(untied, vllm=VllmSettings(tensor_parallel=processes)))
+    weights, prompts = changed(untied), prompts_of(30, 150)
+    first = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    engine.load(weights, Version(0, 4))
+    second = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    assert farthest(first, trained_on(untied, prompts, first, 1.0)) < TOLERANCE
+    assert farthest(second, trained_on(untied, prompts, second, 1.0, weights)) < TOLERANCE
+    assert farthest(second, trained_on(untied, prompts, second, 1.0)) > 0.05
+
+
+def test_a_cpu_build_cannot_share_a_model_with_tied_embeddings(model: HuggingFace) -> None:
+    with pytest.raises(UserError, match="tied embeddings"):
+        replace(model, vllm=VllmSettings(tensor_parallel=2)).engine(Version())
+
+
+def test_another_version_of_vllm_is_refused(model: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tba.engines.vllm.SUPPORTED", ("0.1",))
+    with pytest.raises(UserError, match=r"0\.32\.0 is installed, but this engine was written for 0\.1"):
+        model.engine(Version())
+
+
+def test_a_build_for_another_device_is_refused(model: HuggingFace) -> None:
+    with pytest.raises(UserError, match="built for cpu"):
+        replace(model, device="cuda").engine(Version())
+
+
+def of_transformers(model: HuggingFace) -> Engine:
+    return replace(model, generation=replace(model.generation, engine="transformers")).engine(Version())
+
+
+def told(row: list[Completion]) -> list[tuple[list[int], str, StopReason]]:
+    return [(c.tokens.tolist(), c.text, c.stop_reason) for c in row]
+
+
+def asked(times: int, only: bool = False) -> Callable[[], bool]:
+    """No, `times` times, then yes: from there on, or `only` then."""
+    seen = 0
+
+    def ask() -> bool:
+        nonlocal seen
+        seen += 1
+        return seen == times + 1 if only else seen > times
+
+    return ask

@@ -1,0 +1,104 @@
+"""A short run of the recipe gsm8k with the vllm engine: a tiny model of its own, real processes (`make test-vllm`)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from runs import final_weights, processes
+from safetensors.torch import load_file
+
+from tba.models.huggingface import WarmStart, warm_started
+from tba.record.summary import Summary
+from tba.replay.follower import JournalFollower
+from tba.tasks.gsm8k import Gsm8k
+from tba.train.scratch import ScratchModel
+from tba.train.supervised import SupervisedSettings
+from tba.types import Trajectory, Version
+
+pytestmark = pytest.mark.vllm
+DATA = Path(__file__).parents[1] / "fixtures" / "gsm8k"
+STEPS, EVERY = 20, 2
+HARMLESS = re.compile(r"Warning: NUMA binding")  # which its CPU build writes past all settings
+
+
+@dataclass(frozen=True)
+class Ran:
+    path: Path
+    base: Path
+    summary: Summary
+    trajectories: list[Trajectory]
+
+
+@pytest.fixture(scope="module", params=["round", "in_flight"])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    task = Gsm8k(path=str(DATA), style="vineppo")
+    start = WarmStart(  # half knows the fifteen problems of the file: some of its answers are right
+        scratch=ScratchModel(hidden_size=64, layers=2, heads=2, kv_heads=1, ff_size=128, max_positions=640),
+        vocab_size=512,
+        sft=SupervisedSettings(steps=250, batch_size=8, lr=5e-3),
+    )
+    base = warm_started(start, task, lambda line: None)
+    path = tmp_path_factory.mktemp("vllm") / "run"
+    overrides = (
+        *("--task.path", str(DATA), "--model.path", str(base), "--model.device", "cpu"),
+        *("--model.generation.engine", "vllm", "--model.vllm.update", str(request.param)),
+        *("--model.generation.slots", "32", "--model.generation.max-completion-tokens", "160"),
+        *("--steps", str(STEPS), "--sync-every", str(EVERY), "--searchers", "1", "--optimizer.lr", "1e-3"),
+        *("--groups-per-step", "2", "--group-size", "4", "--samples-per-prompt", "8", "--prompts-per-round", "3"),
+        *(
+            "--replay.pacing.warm-up",
+            "24",
+            "--replay.pacing.max-mean-uses",
+            "1",
+            "--evaluation.problems",
+            "4",
+            "--run.checkpoint-every",
+            "0",
+        ),
+    )
+    summary = processes(path, *overrides, source=Path("gsm8k"))
+    with JournalFollower(path / "journal.sqlite") as journal:
+        return Ran(path, base, summary, journal.drain())
+
+
+def test_it_makes_its_steps_on_answers_of_weights_that_move(ran: Ran) -> None:
+    assert ran.summary.steps == STEPS
+    before, after = load_file(ran.base / "model.safetensors"), final_weights(ran.path)
+    assert not all(torch.equal(before[name], after[name]) for name in before)
+    assert {t.reward for t in ran.trajectories} == {0.0, 1.0}
+    seen = {version for t in ran.trajectories for version in t.completion.versions}
+    assert seen <= {Version(0, step) for step in range(0, STEPS + 1, EVERY)}
+    assert len(seen) >= 3
+    assert 0 < ran.summary.lag.mean < STEPS / 2
+
+
+def test_what_the_searcher_says_of_its_answers_is_what_their_reference_says_while_the_weights_are_the_first(
+    ran: Ran,
+) -> None:
+    """The recipe samples at its policy temperature, and the reference is the model that both began with."""
+    first = [t for t in ran.trajectories if t.completion.versions == (Version(), Version())]
+    assert first
+    for t in first:
+        assert t.completion.log_behavior is not None
+        assert abs(t.completion.log_behavior - t.log_reference).max() < 1e-4
+
+
+def test_groups_are_whole_and_all_is_accounted_for(ran: Ran) -> None:
+    rounds: dict[tuple[str, int], int] = {}
+    for t in ran.trajectories:
+        key = (t.prompt.key, t.provenance["round"])
+        rounds[key] = rounds.get(key, 0) + 1
+    whole = [n for n in rounds.values() if n == 8]
+    assert len(whole) >= len(rounds) - 3  # the last round may have been cut short
+    for ledger in (ran.summary.tokens, ran.summary.trajectories):
+        assert ledger.closes(), ledger
+
+
+def test_its_logs_are_clean(ran: Ran) -> None:
+    for log in (ran.path / "logs").glob("*.log"):
+        lines = [line for line in log.read_text().splitlines() if not HARMLESS.search(line)]
+        assert not [line for line in lines if re.search(r"warn|error|traceback|exception", line, re.IGNORECASE)], log
