@@ -21,7 +21,7 @@ from tba.command.evaluate import with_checkpoint
 from tba.command.red_team import RedTeamEvalOptions
 from tba.errors import UserError
 from tba.evaluate.attacks import AttackReport, attack_report
-from tba.evaluate.embedding import Embedder
+from tba.evaluate.embedding import SentenceEncoder
 from tba.protocols import Engine, Tokenizer
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
@@ -44,7 +44,7 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     torch.set_num_threads(recipe.run.threads)
     console = Console()
     families = None if options.families is None else read_families(options.families)
-    embedder = Embedder.load(options.embedder, options.device)
+    embedder = SentenceEncoder.load(options.embedder, options.device)
     model = recipe.model.prepared(task, lambda line: console.print(line, highlight=False))
     attacks = sampled(model.engine(Version()), _prompts(recipe, model.tokenizer()), options.attacks, recipe)
     embedding = embedder.embed(attacks)

@@ -22,7 +22,7 @@ from tba.errors import UserError
 
 
 @dataclass(frozen=True)
-class Embedder:
+class SentenceEncoder:
     """A model that has been loaded."""
 
     model: Any
@@ -30,7 +30,7 @@ class Embedder:
     max_tokens: int = 256  # of a sentence, as all-MiniLM-L6-v2 is used; the rest is not read
 
     @classmethod
-    def load(cls, path: str | None = None, device: str = "cpu") -> Embedder:
+    def load(cls, path: str | None = None, device: str = "cpu") -> SentenceEncoder:
         """A folder or a Hub name; None: the package's. Raises `UserError` when it cannot be loaded."""
         place = packaged() if path is None else path
         drawn = logging.is_progress_bar_enabled()
