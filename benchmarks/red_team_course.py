@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.replay.journal import JournalFollower
+from tba.replay.follower import JournalFollower
 from tba.tasks.trigger_world import TriggerWorld
 from tba.types import Trajectory
 
