@@ -1,7 +1,8 @@
 """The small red-teaming run against a victim behind an endpoint that takes its time. A recipe.
 
 One call at a time from each searcher, two attacks in a round: how fast trajectories come is how many searchers wait at
-once. The trainer is held by nothing but the first batch, so that it makes a step whenever it can.
+once. The trainer is held by nothing but the first batch, which is a whole group, so that its steps are of one size and
+it makes one whenever it can.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ recipe = replace(
         victim=EndpointVictim(model="slow", token_variable="ENDPOINT_TOKEN", concurrency=1),
         evaluated=8,
     ),
-    replay=replace(small.replay, pacing=Pacing(warm_up=16, max_mean_uses=1e9)),
+    replay=replace(small.replay, pacing=Pacing(warm_up=64, max_mean_uses=1e9)),
     evaluation=EvaluationSettings(every=0, problems=8, greedy=False, chunk=8),
     samples_per_prompt=2,
     group_size=64,

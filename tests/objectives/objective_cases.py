@@ -33,6 +33,7 @@ OBJECTIVES: dict[str, Objective] = {
     "tb-learned": TrajectoryBalance(BETA, log_z="learned"),
     "tb-corrected": TrajectoryBalance(BETA, correction=Correction("clip", "sequence")),
     "tb-learned-corrected": TrajectoryBalance(BETA, log_z="learned", correction=Correction("truncate", cap=1.5)),
+    "tb-tapered": TrajectoryBalance(BETA, correction=Correction("taper", cap=1.0)),
     "subtb": SubtrajectoryBalance(BETA, lam=0.8),
     "tba-prime": TbaPrime(BETA),
     "tba-prime-rows": TbaPrime(BETA, per="row"),

@@ -19,7 +19,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.schedules import Constant
 
 CAP, CLIP = 1.4, 0.2
-FORMS = ("none", "truncate", "clamp", "clip")
+FORMS = ("none", "truncate", "clamp", "clip", "taper")
 
 
 def factor(form: str, rho: float, advantage: float) -> float:
@@ -28,6 +28,8 @@ def factor(form: str, rho: float, advantage: float) -> float:
         return 1.0
     if form == "truncate":
         return min(rho, CAP)
+    if form == "taper":
+        return min(rho, CAP) if advantage < 0 else 1.0
     if form == "clamp":
         return rho if rho < CAP else 0.0
     moved_far_enough = rho > 1 + CLIP if advantage > 0 else rho < 1 - CLIP

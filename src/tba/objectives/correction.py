@@ -32,14 +32,19 @@ class Correction:
         truncate   -SG[min(rho, cap)] A log pi            truncated importance weights (Ionides 2008)
         clamp      -min(rho, cap) A                       the same below the cap, and no gradient above it
         clip       max(-rho A, -clip(rho, 1 +- clip) A)   PPO (Schulman et al. 2017, arXiv 1707.06347)
+        taper      truncate where A < 0, none where A > 0  tapered (after Le Roux et al. 2025, arXiv 2503.14286)
+
+    With `taper` an old answer that is better than its group is learnt in full, also where the policy has lost it since
+    (rho near 0, where truncated weights would leave it lost), and one that is worse is pushed down only as far as the
+    policy still gives it.
 
     mu is the distribution that was sampled from, after temperature and top-p. Raises `UserError` for bounds with which
     rho = 1 would be cut.
     """
 
-    form: Literal["none", "truncate", "clamp", "clip"] = "none"  # how the policy's ratio to the behaviour enters
+    form: Literal["none", "truncate", "clamp", "clip", "taper"] = "none"  # how the ratio to the behaviour enters
     level: Literal["token", "sequence"] = "token"  # whose ratio: each token's, or the whole completion's
-    cap: float = 8.0  # the largest ratio, in the forms truncate and clamp
+    cap: float = 8.0  # the largest ratio, in the forms truncate, clamp and taper
     clip: float = 0.2  # how far from 1 a ratio still moves the policy on, in the form clip
 
     def __post_init__(self) -> None:
@@ -70,8 +75,10 @@ class Correction:
             terms_BT, cut_BT = clipped(log_rho_BT, advantage_B1, self.clip)
             terms_BT = terms_BT * weight_BT
         else:
+            if self.form == "taper":
+                log_rho_BT = log_rho_BT.where(advantage_B1 < 0, 0.0)
             bounded_BT, cut_BT = log_rho_BT.clamp(max=math.log(self.cap)), log_rho_BT > math.log(self.cap)
-            if self.form == "truncate":
+            if self.form in ("truncate", "taper"):
                 terms_BT = -bounded_BT.detach().exp() * advantage_B1 * log_policy_BT
             else:
                 terms_BT = -bounded_BT.exp() * advantage_B1 * weight_BT

@@ -13,6 +13,7 @@ from __future__ import annotations
 from tba.engines.transformers import EngineSettings
 from tba.evaluate.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, WarmStart
+from tba.objectives.correction import Correction
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.recorder import RecordSettings
@@ -51,18 +52,20 @@ recipe = Recipe(
             sft=SupervisedSettings(steps=400, batch_size=128, lr=2e-3),
         ),
     ),
-    # log P(toxic) spans some 7 nats here: at pi* almost every attack succeeds, and the families keep their shares
-    objective=TrajectoryBalance(beta=Constant(0.5)),
+    # log P(toxic) is 0 or -7.4 here. With beta = 1, 98 % of attacks succeed at pi*, and the families keep their shares.
+    # Old failures weigh as much as the policy still gives them, old successes in full: without this it learns slowly,
+    # and where they fade too, a family that the policy has lost stays lost.
+    objective=TrajectoryBalance(beta=Constant(1.0), correction=Correction("taper", cap=1.0)),
     exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=1e-4, schedule=WarmupConstant(20)),
+    optimizer=OptimizerSettings(lr=1e-3, schedule=WarmupConstant(20)),
     replay=ReplaySettings(
         selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"),  # half of each batch is new
-        pacing=Pacing(warm_up=512),
+        pacing=Pacing(warm_up=4096),  # some 150 successes of all families: from 20 of a few it learns those few
         buffer=BufferSettings(per_prompt=100_000, total=100_000),
     ),
     evaluation=EvaluationSettings(every=100, problems=0, greedy=False, chunk=256),
     record=RecordSettings(hide_text=True),
-    steps=400,
+    steps=500,
     groups_per_step=1,  # one prompt has one log Z: successes by themselves would not be held against failures
     group_size=128,
     samples_per_prompt=64,

@@ -22,6 +22,8 @@ from tba.replay.selection import RecencyReward
 from tba.schedules import Constant
 from tba.study import Study, Variant
 
+SYNCHRONOUS_STEPS = 200  # as long as 500 asynchronous ones and their warm-up take: all variants have equal seconds
+
 base = replace(
     small,
     evaluation=EvaluationSettings(every=50, problems=0, greedy=False, chunk=256),
@@ -35,6 +37,8 @@ def synchronous(objective: Objective) -> Recipe:
         base,
         objective=objective,
         runtime="inline",
+        steps=SYNCHRONOUS_STEPS,
+        evaluation=replace(base.evaluation, every=25),
         sync_every=1,
         samples_per_prompt=128,
         replay=ReplaySettings(
