@@ -109,11 +109,11 @@ def sizes(policy: CausalPolicy, batch: Batch) -> None:
         optimizer = OptimizerSettings(lr=lr).start(policy.parameters())
         for _ in range(3):  # the first steps of AdamW are its largest
             step(policy, optimizer, batch, lambda: None)
-        for dtype in ("float32", "bfloat16", "float16"):
+        for settings in (PublishSettings("float32", 2), PublishSettings("bfloat16", 2), PublishSettings("float16", 2)):
             rows = []
             for _ in range(ROUNDS):
                 with tempfile.TemporaryDirectory() as folder:
-                    directory = WeightDirectory(Path(folder), settings=PublishSettings(dtype, full_every=2))  # type: ignore[arg-type]
+                    directory = WeightDirectory(Path(folder), settings=settings)
                     row: list[float] = []
                     for i in range(2):
                         began = time.perf_counter()
@@ -123,7 +123,7 @@ def sizes(policy: CausalPolicy, batch: Batch) -> None:
                             step(policy, optimizer, batch, lambda: None)
                     rows.append(row)
             whole, whole_s, changes, changes_s = (median(column) for column in zip(*rows, strict=True))
-            print(f"{dtype:10} {lr:6.0e} {whole:9.1f} {whole_s:6.3f} {changes:11.2f} {changes_s:6.3f}")
+            print(f"{settings.dtype:10} {lr:6.0e} {whole:9.1f} {whole_s:6.3f} {changes:11.2f} {changes_s:6.3f}")
 
 
 def main() -> None:

@@ -81,9 +81,7 @@ class HuggingFace:
     vllm: VllmSettings = field(default_factory=VllmSettings)
     share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
     gradient_checkpointing: bool = False  # of the policy: less memory, one more forward pass
-    compiled: bool = (
-        False  # torch.compile of the policy's layers but for attention; see docs/scaling.md for when it pays
-    )
+    compiled: bool = False  # torch.compile of the policy's layers but for attention (docs/scaling.md)
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
 
