@@ -91,7 +91,7 @@ def measure(case: str, size: Size) -> int:
     from tba.schedules import Constant
     from tba.train.gradients import backward
     from tba.train.optimizer import Optimizer, OptimizerSettings
-    from tba.train.ranks import Ranks
+    from tba.train.ranks import Meeting, Ranks
     from tba.train.sharded import Follower, LedOptimizer, LedPolicy
 
     torch.set_num_threads(1)
@@ -126,7 +126,7 @@ def measure(case: str, size: Size) -> int:
         return peak_memory_bytes() - before
     with tempfile.TemporaryDirectory() as folder:
         rank = int(os.fork() == 0)
-        ranks = Ranks(rank, 2, dist.FileStore(f"{folder}/store", 2), torch.device("cpu"), 600.0, 600.0)
+        ranks = Ranks(rank, 2, Meeting(dist.FileStore(f"{folder}/store", 2)), torch.device("cpu"), 600.0, 600.0)
         own = policy()
         own.shard(ranks.sharding(torch.float32))
         if rank:

@@ -237,8 +237,6 @@ class Recipe:
                 "--replay.buffer.near.by is cosine, but nothing embeds the answers: give the recipe an embedding, such "
                 "as `embedding=HashedNgrams()`, or choose edit"
             )
-        if self.runtime == "cluster" and self.trainer.ranks != 1:
-            raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but in a cluster the trainer has one process")
         if self.address is not None and self.runtime != "cluster":
             raise UserError(f"--address is {self.address}, but the runtime is {self.runtime}: add --runtime cluster")
         self._require_what_the_control_moves()

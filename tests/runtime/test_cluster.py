@@ -27,6 +27,7 @@ from tba.runtime.driver import summarise  # noqa: E402
 from tba.runtime.exchange import PLACES  # noqa: E402
 from tba.types import Version  # noqa: E402
 
+SUMS = Path(__file__).parents[1] / "tiny_sums.py"
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 
 
@@ -43,7 +44,7 @@ def address() -> Iterator[str]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         try:
-            nodes.add_node(num_cpus=1)
+            nodes.add_node(num_cpus=2)
             yield nodes.address
         finally:
             nodes.shutdown()
@@ -63,9 +64,9 @@ def places(path: Path) -> list[dict[str, Any]]:
     return read_lines(path / "logs" / PLACES)
 
 
-def kill(path: Path, part: str) -> None:
-    """The first life of a part, once the run goes on."""
-    until(lambda: steps_of(path) > 20, SECONDS, "the first steps")
+def kill(path: Path, part: str, after: int = 20) -> None:
+    """The first life of a part, once the run has made more steps than that."""
+    until(lambda: steps_of(path) > after, SECONDS, "the first steps")
     os.kill(next(place["process"] for place in places(path) if place["part"] == part), signal.SIGKILL)
 
 
@@ -111,6 +112,27 @@ def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_ar
     for place in where:
         assert f"{place['part']} starts as process {place['process']}" in Path(place["log"]).read_text()
         assert list(Path(place["ray_logs"]).parent.glob(Path(place["ray_logs"]).name))
+
+
+def test_two_ranks_on_two_nodes_train_one_policy_and_outlive_the_death_of_one(tmp_path: Path, address: str) -> None:
+    path = tmp_path / "run"
+    killer = threading.Thread(target=kill, args=(path, "trainer-1", 3), daemon=True)
+    killer.start()
+    summary = in_cluster(
+        path,
+        address,
+        *("--trainer.ranks", "2", "--cluster.trainer-cpus", "1.5", "--cluster.searcher-cpus", "0.1"),
+        *("--steps", "24", "--run.checkpoint-every", "2"),
+        source=SUMS,
+    )
+    killer.join(SECONDS)
+    assert summary.steps == 24
+    assert {kind: count for kind, count in summary.faults.items() if count} == {"trainer_restarts": 1}
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+    where = [place for place in places(path) if place["part"].startswith("trainer")]
+    assert Counter(place["part"] for place in where) == {"trainer": 2, "trainer-1": 2}
+    assert len({place["node_id"] for place in where}) == 2
 
 
 @pytest.mark.skipif("TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`")

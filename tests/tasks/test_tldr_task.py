@@ -58,3 +58,15 @@ def test_it_is_trained_on_the_proxy_and_examined_by_the_gold_model() -> None:
     assert Tldr(reward_model="proxy").examination() == Win(ModelScore("proxy"))
     with pytest.raises(UserError, match="needs a reward model"):
         Tldr().reward()
+
+
+def test_what_a_supervised_start_learns_is_the_summary_the_post_or_each_of_its_sentences(tmp_path: Path) -> None:
+    text = "We lost the first game. Then we won two of them."
+    path = written(tmp_path / "posts.jsonl", [{"post": f"{text} {n} people came.", "tldr": "won"} for n in range(40)])
+    tasks = {how: Tldr(path, demonstrated=how) for how in ("summary", "post", "sentences")}  # type: ignore[arg-type]
+    summaries, posts, sentences = (tasks[how].problems("train") for how in ("summary", "post", "sentences"))
+    assert {p.demonstration for p in summaries} == {" won"}
+    assert all(p.prompt == f"{str(p.demonstration).strip()}\n\nTL;DR:" for p in posts)
+    assert len(sentences) == 3 * len(summaries)
+    assert [p.demonstration for p in sentences[:2]] == [" We lost the first game.", " Then we won two of them."]
+    assert all(p.fields["reference"] == " won" for p in (*posts, *sentences))

@@ -29,7 +29,7 @@ from tba.protocols import Objective
 from tba.train.batches import Sampled
 from tba.train.checkpoint import Checkpoint, save_checkpoint
 from tba.train.optimizer import Optimizer, OptimizerSettings
-from tba.train.ranks import Ranks
+from tba.train.ranks import Meeting, Ranks
 from tba.train.sharded import Follower, LedOptimizer, LedPolicy
 from tba.train.trainer import Trainer
 
@@ -45,7 +45,7 @@ def ranks_of(count: int, store: Path, life: Callable[[Ranks], None], patience: f
 
     def started(rank: int) -> Ranks:
         shared, seconds = dist.FileStore(str(store), count), 60.0 if rank else patience
-        return Ranks(rank, count, shared, torch.device("cpu"), deadline=60.0, word_deadline=seconds)
+        return Ranks(rank, count, Meeting(shared), torch.device("cpu"), deadline=60.0, word_deadline=seconds)
 
     children = []
     for rank in range(1, count):

@@ -24,13 +24,15 @@ from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.record.log import log_to, set_up_log
+from tba.runtime.board import BoardStore
 from tba.runtime.connecting import NAMESPACE
 from tba.runtime.directory import RunDirectory
 from tba.runtime.disk import disk_full
 from tba.runtime.exchange import Exchange, note_place
 from tba.runtime.guests import Guests
 from tba.runtime.holding import keep
-from tba.runtime.remote import stand_in, through
+from tba.runtime.remote import checkpoint_through, stand_in, through
+from tba.train.ranks import Meeting
 from tba.types import Json, Version
 from tba.weights.chunks import Flat
 
@@ -120,6 +122,10 @@ class ExchangeActor:
         return self._exchange.newest(seen)
 
     @ray.method(concurrency_group="weights")
+    def checkpoint(self, name: str) -> Any:
+        return self._exchange.checkpoint(name)
+
+    @ray.method(concurrency_group="weights")
     def at(self, version: Version) -> Any:
         return self._exchange.at(version)
 
@@ -166,8 +172,25 @@ class Told:
         return self.stopped.is_set()
 
 
+@dataclass(frozen=True)
+class MeetAt:
+    """Where the ranks of one life of the trainer find each other."""
+
+    board: Any  # its actor
+    spread: bool  # whether they are on more than one machine
+
+    def meeting(self, deadline: float) -> Meeting:
+        """For the rank in this process."""
+
+        def call(method: str, *arguments: Any) -> Any:
+            reference = getattr(self.board, method).remote(*arguments)
+            return get(reference, deadline, f"the board where the trainer's ranks meet ({method})")
+
+        return Meeting(BoardStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
+
+
 class PartActor:
-    """A searcher or the trainer. `go` returns None, or what it raised as `kind`, `message` and `traceback`."""
+    """A searcher or a rank of the trainer. `go` returns None, or what it raised as `kind`, `message`, `traceback`."""
 
     def __init__(self) -> None:
         self._told = Told()
@@ -181,15 +204,19 @@ class PartActor:
         """Seconds since its last sign of life; None before the first."""
         return None if self._told.beat is None else time.monotonic() - self._told.beat
 
-    def go(self, part: str, facts: Json, attempt: int, exchange: Any) -> Json:
+    def go(self, part: str, facts: Json, attempt: int, exchange: Any, meet: MeetAt | None) -> Json:
         run = stand_in(facts, scratch())
         try:
             with log_to(run.path, part) as log_file:
                 recipe, place = run.recipe(), place_of(part, log_file)
+                deadline = recipe.run.journal_deadline
+                contact = ActorContact(exchange, part, deadline)
+                meeting = None if meet is None else meet.meeting(deadline)
                 if part == "trainer":
-                    _train(recipe, run, place, self._told)
+                    _train(recipe, run, place, self._told, meeting)
+                elif meeting is not None:
+                    _follow(run, contact, place, meeting)
                 else:
-                    contact = ActorContact(exchange, part, recipe.run.journal_deadline)
                     _search(recipe, contact, place, attempt, self._told)
         except (ray.exceptions.RayError, PartFailed):
             raise  # it has lost touch: as good as dead
@@ -199,12 +226,20 @@ class PartActor:
         return None
 
 
-def _train(recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bool]) -> None:
+def _train(recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bool], meeting: Meeting | None) -> None:
     from tba.runtime.loops import train
 
     note_place(run, place)
     with keep(run.path):
-        train(recipe, run, told)
+        train(recipe, run, told, meeting)
+
+
+def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meeting) -> None:
+    from tba.runtime.leading import follow
+
+    contact.call("place", place)
+    rank = int(contact.part.removeprefix("trainer-"))
+    follow(run, rank, meeting, lambda there: checkpoint_through(contact, there, run.checkpoints))
 
 
 def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]) -> None:

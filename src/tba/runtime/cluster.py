@@ -9,7 +9,8 @@ Ray's token authentication stays as it is (on, for a cluster of its own). What i
 from __future__ import annotations
 
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +19,16 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.errors import DeadlineExceeded, PartFailed, UserError
-from tba.runtime.actors import ExchangeActor, PartActor, exchange_name, get
+from tba.runtime.actors import ExchangeActor, MeetAt, PartActor, exchange_name, get
+from tba.runtime.board import Board
 from tba.runtime.connecting import connected
 from tba.runtime.directory import RunDirectory
-from tba.runtime.driving import POLL, Driver, failed
+from tba.runtime.driving import POLL, Driver, Part, failed
 from tba.runtime.exchange import PLACES
 from tba.runtime.placement import Node, Placed, plan
+from tba.runtime.ranked import RankedPart
 from tba.runtime.remote import whole_facts
+from tba.train.ranks import name_of_rank
 from tba.types import Json
 
 _remote: Any = ray.remote  # whose types leave this out
@@ -41,8 +45,10 @@ class ActorPart:
     exchange: Any
     deadline: float  # seconds that Ray may take to start it
     attempt: int = 0
+    meet: MeetAt | None = None  # where a rank of the trainer finds the others
     code: int | None = field(init=False)
     how: str = field(init=False)
+    lost_touch: bool = field(init=False)  # it ended because it did not reach another part
     heard: bool = field(init=False)
     _actor: Any = field(init=False)
     _done: Any = field(init=False)
@@ -58,15 +64,18 @@ class ActorPart:
     def start(self) -> None:
         """As another actor: on its node, or on any that has room where that node is gone."""
         self.code, self.how, self.heard, self._error, self._up = None, "", False, None, False
+        self.lost_touch = False
         self._last = self._asked = time.monotonic()
         asked = self.placed.asked
-        place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=self.name != "trainer")
+        soft = not self.name.startswith("trainer") or not self.placed.node.here
+        place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
         self._actor = (
             _remote(concurrency_groups={"ask": 1})(PartActor)
             .options(num_cpus=asked["CPU"], num_gpus=asked["GPU"], scheduling_strategy=place)
             .remote()
         )
-        self._done = self._actor.go.remote(self.name, whole_facts(self.run), self.attempt, self.exchange)
+        facts = whole_facts(self.run)
+        self._done = self._actor.go.remote(self.name, facts, self.attempt, self.exchange, self.meet)
         self._question = self._actor.silence.remote()
 
     def start_again(self) -> None:
@@ -123,7 +132,9 @@ class ActorPart:
             self._error = get(self._done, self.deadline, f"the end of {self.who}")
             self.code = 0 if self._error is None else 1
         except ray.exceptions.RayError as error:
-            self.code, self.how = DIED, f"died ({str(error).strip().splitlines()[0]})"
+            self.lost_touch = isinstance(error, ray.exceptions.RayTaskError)  # what `go` raises
+            said = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            self.code, self.how = DIED, f"died ({str(said).strip().splitlines()[0]})"
         ray.kill(self._actor)  # what it held is free
 
     def silence(self) -> float:
@@ -155,7 +166,7 @@ class ActorPart:
 class Cluster(Driver):
     """One run on a Ray cluster: `go()` until it is finished, stopped or failed."""
 
-    _parts: list[ActorPart] = field(default_factory=list)
+    _started: list[ActorPart | RankedPart[ActorPart]] = field(default_factory=list)
     _placed: dict[str, Placed] = field(default_factory=dict)
     _exchange: Any = None
 
@@ -188,11 +199,33 @@ class Cluster(Driver):
         except ray.exceptions.RayError as error:
             raise PartFailed(f"the exchange beside the trainer did not start: {error}") from error
 
-    def start(self, name: str) -> ActorPart:
-        """As an actor, on the node that it was given."""
-        part = ActorPart(self._placed[name], self.run, self._exchange, self.recipe.cluster.start_deadline)
-        self._parts.append(part)
+    def start(self, name: str) -> Part:
+        """As an actor, on the node that it was given; a trainer of several ranks as several."""
+        part: ActorPart | RankedPart[ActorPart]
+        if name == "trainer" and self.recipe.trainer.ranks > 1:
+            part = RankedPart(self._ranks, _own_failure)
+        else:
+            part = self._actor(name)
+        self._started.append(part)
         return part
+
+    def _actor(self, name: str, attempt: int = 0, meet: MeetAt | None = None) -> ActorPart:
+        deadline = self.recipe.cluster.start_deadline
+        return ActorPart(self._placed[name], self.run, self._exchange, deadline, attempt, meet)
+
+    def _ranks(self, attempt: int, ends: ExitStack) -> list[ActorPart]:
+        """Of one life of the trainer, which meet at a board of its own."""
+        names = [name_of_rank(rank) for rank in range(self.recipe.trainer.ranks)]
+        places = [self._placed[name].node for name in names]
+        here = NodeAffinitySchedulingStrategy(places[0].key, soft=False)
+        board = _remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
+        ends.callback(ray.kill, board)
+        meet = MeetAt(board, spread=len({node.key for node in places}) > 1)
+        return [self._actor(name, attempt, meet) for name in names]
+
+    @property
+    def _parts(self) -> list[ActorPart]:
+        return [p for part in self._started for p in (part.ranks if isinstance(part, RankedPart) else [part])]
 
     def pause(self) -> None:
         """As long as any other driver, and what is ready by then."""
@@ -204,3 +237,11 @@ class Cluster(Driver):
             time.sleep(POLL)
         for part in self._parts:
             part.look(set(ready))
+
+
+def _own_failure(failed: Sequence[ActorPart], others_go_on: bool) -> ActorPart | None:
+    """The rank whose actor died; else the one that raised; those that lost touch did so because of another."""
+    own = [part for part in failed if not part.lost_touch]
+    if own:
+        return min(own, key=lambda part: part.code != DIED)
+    return None if others_go_on else failed[0]

@@ -15,8 +15,9 @@ from tba.record.jsonl import JsonLines
 from tba.replay.journal import JournalWriter
 from tba.runtime.directory import RunDirectory
 from tba.runtime.ends import RunRecords
+from tba.train.checkpoint import STEP
 from tba.types import Json, Version
-from tba.weights.chunks import Flat, flat, pieces
+from tba.weights.chunks import Flat, flat, mapped, pieces
 from tba.weights.directory import WeightDirectory
 
 JOURNAL = (
@@ -118,6 +119,14 @@ class Exchange:
             for old in list(self._offers)[:-_KEPT]:
                 del self._offers[old]
         return self._offers[version]
+
+    def checkpoint(self, name: str) -> list[tuple[str, list[Any]]]:
+        """The files of checkpoints/`name`: where in it each lies, and the references of its pieces."""
+        if not STEP.fullmatch(name):
+            raise ValueError(f"{name} is no checkpoint")
+        folder = self._run.checkpoints / name
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return [(str(path.relative_to(folder)), [self._send(p) for p in pieces(mapped(path))]) for path in files]
 
     def close(self) -> None:
         for writer in self._writers.values():

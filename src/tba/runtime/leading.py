@@ -7,6 +7,7 @@ the others first. A rank other than 0 waits for nothing but what rank 0 says, an
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,7 +19,7 @@ from tba.protocols import HEADS, Policy
 from tba.recipe import Recipe
 from tba.train.checkpoint import Checkpoint
 from tba.train.optimizer import Optimizer
-from tba.train.ranks import Ranks
+from tba.train.ranks import Meeting, Ranks
 from tba.train.sharded import Follower, LedOptimizer, LedPolicy, SavedPolicy
 
 if TYPE_CHECKING:
@@ -27,24 +28,27 @@ if TYPE_CHECKING:
 STORE = "TBA_RANKS"  # names the file over which the ranks of this machine find each other
 
 
-def name_of_rank(rank: int) -> str:
-    """The part that is this rank of the trainer."""
-    return f"trainer-{rank}" if rank else "trainer"
+def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ranks | None:
+    """This process's place among the trainer's ranks; None where the trainer is one plain process.
 
-
-def start_ranks(recipe: Recipe, rank: int) -> Ranks | None:
-    """This process's place among the trainer's ranks; None where the trainer is one plain process."""
+    Without a `meeting` they find each other over the file that the environment names.
+    """
     settings = recipe.trainer
     if not settings.sharded:
         return None
-    store: Any = dist.HashStore()  # type: ignore[attr-defined] # exported by builds of torch that have `distributed` only
-    if settings.ranks > 1:
-        if STORE not in os.environ:
-            raise UserError(f"--trainer.ranks is {settings.ranks}, but this trainer is one process: use processes")
-        store = dist.FileStore(os.environ[STORE], settings.ranks)  # type: ignore[attr-defined]
+    meeting = meeting or Meeting(_store_here(settings.ranks))
     deadline = recipe.run.journal_deadline  # a rank that hangs is silent, as is rank 0 then: it is killed before
     patience = recipe.run.idle_deadline + recipe.run.silence_deadline  # rank 0 says nothing while it waits for a batch
-    return Ranks(rank, settings.ranks, store, recipe.model.trainer_device, deadline, patience)
+    return Ranks(rank, settings.ranks, meeting, recipe.model.trainer_device, deadline, patience)
+
+
+def _store_here(ranks: int) -> Any:
+    # exported by builds of torch that have `distributed` only
+    if ranks == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    if STORE not in os.environ:
+        raise UserError(f"--trainer.ranks is {ranks}, but this trainer is one process: use processes or a cluster")
+    return dist.FileStore(os.environ[STORE], ranks)  # type: ignore[attr-defined]
 
 
 def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tuple[Policy, Optimizer]:
@@ -61,15 +65,17 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
     return LedPolicy(own, ranks, recipe.max_tokens_per_pass), optimizer
 
 
-def follow(run: RunDirectory, rank: int) -> None:
-    """The whole life of a rank other than 0."""
+def follow(
+    run: RunDirectory, rank: int, meeting: Meeting | None = None, fetched: Callable[[Path], Path] = lambda there: there
+) -> None:
+    """The whole life of a rank other than 0. `fetched`: where a checkpoint of rank 0's machine can be read here."""
     recipe = run.recipe()
     torch.set_num_threads(recipe.run.threads)
-    ranks = start_ranks(recipe, rank)
+    ranks = start_ranks(recipe, rank, meeting)
     assert ranks is not None
     try:
         begin = ranks.hear()
-        saved = None if begin.facts["saved"] is None else Path(begin.facts["saved"])
+        saved = None if begin.facts["saved"] is None else fetched(Path(begin.facts["saved"]))
         policy = _sharded(recipe, ranks, saved)
         optimizer = recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
         if saved is not None:

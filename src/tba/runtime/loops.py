@@ -12,6 +12,7 @@ from tba.runtime.directory import RunDirectory
 from tba.runtime.offline import nothing_more
 from tba.runtime.searching import SearchHalf
 from tba.runtime.training import start_training
+from tba.train.ranks import Meeting
 
 _LOOK = 0.1  # seconds between two looks for weights to evaluate, where that is all there is to do
 
@@ -30,12 +31,18 @@ def search(recipe: Recipe, start: Callable[[], SearchHalf], stop: Callable[[], b
         half.close()
 
 
-def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool]) -> None:
-    """Steps until all are done or told to stop. Waits for batches; searchers unblock it."""
+def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
+    """Steps until all are done or told to stop. Waits for batches; searchers unblock it. `meeting`: of its ranks."""
     torch.set_num_threads(recipe.run.threads)
     settings, fill = recipe.run, nothing_more if recipe.offline else None
     half = start_training(
-        recipe, run, stop, prefetch=settings.prefetch, background=settings.publish_in_background, fill=fill
+        recipe,
+        run,
+        stop,
+        prefetch=settings.prefetch,
+        background=settings.publish_in_background,
+        fill=fill,
+        meeting=meeting,
     )
     try:
         while not half.finished and not stop():

@@ -1,8 +1,8 @@
 """Where each part of a run on a cluster will be, decided before anything starts.
 
-Invariant: the trainer (all its ranks) and the journal are on the machine of the driver, where the run's directory is;
-each searcher is on the node that has most left of what it asks for, after those before it. What does not fit is refused
-in a sentence.
+Invariant: the trainer (the first of its ranks) and the journal are on the machine of the driver, where the run's
+directory is; its other ranks are there too as far as they fit, then on as few nodes as can be; each searcher is on the
+node that has most left of what it asks for, after those before it. What does not fit is refused in a sentence.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tba.errors import UserError
 from tba.recipe import ClusterSettings, Recipe
 from tba.record.memory import machine_memory_bytes, usable_cores
 from tba.record.text import size
+from tba.train.ranks import name_of_rank
 
 _SLACK = 1e-9  # that thirds of a GPU add up
 
@@ -59,47 +60,56 @@ class Placed:
     asked: Mapping[str, float]  # CPU, GPU
 
 
-def asked_by(part: str, settings: ClusterSettings, ranks: int = 1) -> dict[str, float]:
-    """What a part asks for; a trainer of several ranks asks for all of them."""
-    if part == "trainer":
-        return {"CPU": ranks * settings.trainer_cpus, "GPU": ranks * settings.trainer_gpus}
+def asked_by(part: str, settings: ClusterSettings) -> dict[str, float]:
+    """What a searcher or a rank of the trainer asks for."""
+    if part.startswith("trainer"):
+        return {"CPU": settings.trainer_cpus, "GPU": settings.trainer_gpus}
     return {"CPU": settings.searcher_cpus, "GPU": settings.searcher_gpus}
 
 
 def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> list[Placed]:
-    """The trainer first, then the searchers. Raises `UserError` when they do not fit."""
+    """The trainer's ranks first, then the searchers. Raises `UserError` when they do not fit."""
     here = next(node for node in nodes if node.here)
-    placed = []
-    for part in ("trainer", *searchers):
+    placed: list[Placed] = []
+    for part in (*map(name_of_rank, range(recipe.trainer.ranks)), *searchers):
         asked = asked_by(part, recipe.cluster)
         candidates = [here] if part == "trainer" else nodes
         free = [node for node in candidates if node.fits(asked)]
         if not free:
-            where = f"{here.name}, where the run is" if part == "trainer" else f"any of {len(nodes)} nodes"
-            left = "; ".join(f"{n.name} has {n.left['CPU']:g} CPU and {n.left['GPU']:g} GPU left" for n in candidates)
-            raise UserError(
-                f"{part} asks for {asked['CPU']:g} CPU and {asked['GPU']:g} GPU, which do not fit on {where} ({left}): "
-                "use fewer --searchers, let each ask for less (--cluster.searcher-cpus 0.5, --cluster.searcher-gpus "
-                "0.5), or add nodes"
-            )
+            raise UserError(_too_much(part, asked, candidates))
         kind = "GPU" if asked["GPU"] > 0 else "CPU"
-        node = max(free, key=lambda n: (n.left[kind], n.here))
+        with_ranks = {p.node.key for p in placed} if part.startswith("trainer") else set()
+        node = max(free, key=lambda n: (n.key in with_ranks, n.left[kind], n.here))
         node.take(asked)
         placed.append(Placed(part, node, asked))
     return placed
 
 
+def _too_much(part: str, asked: Mapping[str, float], candidates: Sequence[Node]) -> str:
+    where = f"{candidates[0].name}, where the run is" if part == "trainer" else f"any of {len(candidates)} nodes"
+    left = "; ".join(f"{n.name} has {n.left['CPU']:g} CPU and {n.left['GPU']:g} GPU left" for n in candidates)
+    return (
+        f"{part} asks for {asked['CPU']:g} CPU and {asked['GPU']:g} GPU, which do not fit on {where} ({left}): "
+        "use fewer --searchers, let each ask for less (--cluster.searcher-cpus 0.5, --cluster.searcher-gpus 0.5), or "
+        "add nodes"
+    )
+
+
 def table(placed: Sequence[Placed], trainer_bytes: int, searcher_bytes: int, weights_bytes: int) -> list[str]:
     """A line for each node: what runs there, and the memory that it needs. Raises `UserError` when there is less.
 
-    `weights_bytes` are those of one version, of which each node's object store holds two.
+    `trainer_bytes` are those of a rank, `weights_bytes` those of one version, of which each node's object store holds
+    two.
     """
     lines = []
     for node in {placed.node.key: placed.node for placed in placed}.values():
         parts = [p.part for p in placed if p.node.key == node.key]
-        searchers = sum(part != "trainer" for part in parts)
-        needed = searchers * searcher_bytes + 2 * weights_bytes + (trainer_bytes if "trainer" in parts else 0)
-        what = [*(["trainer and journal"] if "trainer" in parts else [])]
+        ranks = sum(part.startswith("trainer") for part in parts)
+        searchers = len(parts) - ranks
+        needed = searchers * searcher_bytes + 2 * weights_bytes + ranks * trainer_bytes
+        several = f" ({ranks} of its ranks)" if any(p.part == "trainer-1" for p in placed) else ""
+        what = [f"trainer{several} and journal"] if "trainer" in parts else []
+        what += [f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer"] if ranks and "trainer" not in parts else []
         what += [f"{searchers} searcher{'s' if searchers > 1 else ''}"] if searchers else []
         used = {kind: sum(p.asked[kind] for p in placed if p.node.key == node.key) for kind in ("CPU", "GPU")}
         lines.append(

@@ -1,80 +1,97 @@
-"""A trainer of several ranks, seen from the driver: processes that live and end together.
+"""A trainer of several ranks, seen from the driver: parts that live and end together.
 
 Invariant: it is one part. Once any rank has ended other than well the others are ended too, and what the first of them
-to fail says is the part's failure (the others fail because it is gone). It runs until all ranks have ended.
+to fail says is the part's failure (the others fail because it is gone). It runs until all ranks have ended. In each of
+its lives the ranks are made anew, and what they meet by with them.
 """
 
 from __future__ import annotations
 
-import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Generic, TypeVar
 
-from tba.runtime.child import Process
-from tba.runtime.leading import STORE, name_of_rank
+from tba.runtime.driving import Part
+
+P = TypeVar("P", bound=Part)
 
 
 @dataclass
-class RankedTrainer(Process):
-    """Rank 0 is this part itself; the others are its `followers`, which have no sign of life but its."""
+class RankedPart(Generic[P]):
+    """Rank 0 speaks for all: the others have no sign of life but its."""
 
-    ranks: int = 2
-    followers: list[Process] = field(init=False)
-    _culprit: Process | None = None
-    _folder: tempfile.TemporaryDirectory[str] = field(init=False)
+    begin: Callable[[int, ExitStack], Sequence[P]]  # all ranks of its n-th life, 0 the first; undone when that ends
+    culprit: Callable[[Sequence[P], bool], P | None]  # of those that failed (and whether others go on), the one that
+    # did so by itself; None while that cannot be told
+    attempt: int = 0
+    ranks: Sequence[P] = field(init=False)
+    _failed: P | None = None
+    _ends: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self.followers = []
-        super().__post_init__()
+        self.ranks = self.begin(self.attempt, self._ends)
 
-    def start(self) -> None:
-        self._culprit = None
-        self._folder = tempfile.TemporaryDirectory(prefix="tba-ranks-", ignore_cleanup_errors=True)
-        self.environment = {STORE: str(Path(self._folder.name) / "store")}  # where they find each other
-        for rank in range(self.ranks):  # what an earlier life said
-            self.run.error(name_of_rank(rank)).unlink(missing_ok=True)
-        super().start()
-        if self.followers:
-            for follower in self.followers:
-                follower.environment = self.environment
-                follower.start_again()
-            return
-        names = [name_of_rank(rank) for rank in range(1, self.ranks)]
-        self.followers = [
-            Process(name, self.run, self.threads, environment=self.environment, loads=self.loads) for name in names
-        ]
+    def start_again(self) -> None:
+        """After its death."""
+        self.kill()
+        self.attempt += 1
+        self._failed = None
+        self.ranks = self.begin(self.attempt, self._ends)
 
     @property
     def code(self) -> int | None:
         """That of the rank that failed; None while any goes on; 0 once all have ended well."""
-        codes = [(part, part.process.poll()) for part in (self, *self.followers)]
-        if self._culprit is None and (failed := [(part, code) for part, code in codes if code]):
-            self._culprit = min(failed, key=lambda pair: (pair[1] >= 0, _when(pair[0])))[0]
-            self._end()
-        if self._culprit is not None:
-            return self._culprit.process.poll()
-        return None if any(code is None for _, code in codes) else 0
+        if self._failed is None and (failed := [rank for rank in self.ranks if rank.code]):
+            self._failed = self.culprit(failed, any(rank.code is None for rank in self.ranks))
+            if self._failed is not None:
+                self.end()
+        if self._failed is not None:
+            return self._failed.code
+        return None if any(rank.code is None for rank in self.ranks) else 0
+
+    @property
+    def name(self) -> str:
+        return self.ranks[0].name
+
+    @property
+    def who(self) -> str:
+        return self._speaker.who
+
+    @property
+    def log(self) -> str:
+        return self._speaker.log
+
+    @property
+    def how(self) -> str:
+        own = self._speaker
+        return own.how if own.name == self.name else f"was ended, for its {own.name} {own.how}"
+
+    @property
+    def heard(self) -> bool:
+        return self.ranks[0].heard
+
+    def silence(self) -> float:
+        """Seconds."""
+        return self.ranks[0].silence()
+
+    def ask_to_stop(self) -> None:
+        self.ranks[0].ask_to_stop()
 
     def kill(self) -> None:
-        super().kill()
-        for follower in self.followers:
-            follower.kill()
-        self._folder.cleanup()
+        for rank in self.ranks:
+            rank.kill()
+        self._ends.close()
+
+    def end(self) -> None:
+        """As something that hangs: those that have not ended."""
+        for rank in self.ranks:
+            if rank.code is None:
+                rank.end()
 
     def failure(self) -> Exception:
-        culprit = self._culprit
-        return super().failure() if culprit is None or culprit is self else culprit.failure()
+        return self._speaker.failure()
 
-    def _end(self) -> None:
-        """What is left of it."""
-        for part in (self, *self.followers):
-            part.process.kill()
-            part.process.wait()
-
-
-def _when(part: Process) -> float:
-    """When it left its error; the end of time if it did not."""
-    try:
-        return part.run.error(part.name).stat().st_mtime
-    except OSError:
-        return float("inf")
+    @property
+    def _speaker(self) -> P:
+        return self.ranks[0] if self._failed is None else self._failed

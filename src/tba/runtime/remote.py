@@ -23,7 +23,9 @@ from tba.runtime.ends import Ends
 from tba.runtime.exchange import Offer
 from tba.search.posterior import Outcome
 from tba.study import MARK
+from tba.train.checkpoint import RUN, Checkpoint
 from tba.types import Evaluation, Json, Trajectory, Version
+from tba.weights.beside import folder_beside, remove_folder
 from tba.weights.changes import restored
 from tba.weights.chunks import Flat, tensors
 
@@ -166,6 +168,28 @@ def through(contact: Contact, name: str, place: Json) -> Ends:
     journal = RemoteJournal(name, contact)
     journal.resume()
     return Ends(journal, RemoteWeights(contact), RemoteRecords(contact), incarnation)
+
+
+def checkpoint_through(contact: Contact, there: Path, checkpoints: Path) -> Path:
+    """A checkpoint of the trainer's machine where it can be read here: where it is, or fetched into `checkpoints`.
+
+    Raises `UserError` when it does not arrive whole.
+    """
+    if (there / RUN).is_file():
+        return there
+    here = checkpoints / there.name
+    if here.exists():  # of an earlier life: it may be another of the same step
+        remove_folder(here)
+    checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with folder_beside(here) as beside:
+        for name, references in contact.call("checkpoint", there.name):
+            file = beside / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as out:
+                for reference in references:
+                    out.write(contact.fetch([reference])[0])
+    Checkpoint.load(here).verify()
+    return here
 
 
 def whole_facts(run: RunDirectory) -> dict[str, Json]:

@@ -31,7 +31,7 @@ from tba.runtime.waiting import ReplayWait, Stopped, Timed
 from tba.train.batches import Sampled
 from tba.train.checkpoint import save_checkpoint
 from tba.train.prefetch import Prefetch
-from tba.train.ranks import Ranks
+from tba.train.ranks import Meeting, Ranks
 from tba.train.trainer import Trainer
 from tba.types import Json, Version
 from tba.weights.background import BackgroundPublisher
@@ -183,11 +183,15 @@ def start_training(
     fill: Callable[[], object] | None = None,
     elapsed: Callable[[], float] | None = None,
     background: bool = False,
+    meeting: Meeting | None = None,
 ) -> TrainHalf:
-    """The trainer of the run at `run`, its first version published. A later incarnation goes on where it can."""
+    """The trainer of the run at `run`, its first version published. A later incarnation goes on where it can.
+
+    `meeting`: of its ranks, where there are several and it is not by a file of this machine.
+    """
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
     version, checkpoint = beginning(run)
-    ranks = start_ranks(recipe, 0)
+    ranks = start_ranks(recipe, 0, meeting)
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
     keep, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
     journal = JournalFollower(run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop)

@@ -13,9 +13,11 @@ import logging
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tba.errors import UserError
 from tba.rewards.reward_model import ModelScore, Win
+from tba.rewards.similarity import sentences
 from tba.tasks.held_out import check_share, is_held_out
 from tba.tasks.hub import rows_from_hub
 from tba.tasks.rows import Row, read_rows
@@ -38,6 +40,8 @@ class Tldr:
     longest: int = 20_000  # characters of a post
     max_tokens: int = 640  # of post and summary, as the reward models read them; longer ones lose tokens of the post
     held_out: float = 0.1  # share of the posts that only evaluation may use, where the data has one split
+    demonstrated: Literal["summary", "post", "sentences"] = "summary"  # what a supervised start learns to answer: the
+    # person's summary; to teach copying, the post itself, or its sentences, each an answer of its own
     batch_tokens: int = 16384  # padded tokens that a reward model reads at a time
     device: str = "cpu"  # of the reward models
 
@@ -51,17 +55,17 @@ class Tldr:
     def problems(self, split: Split) -> list[Problem]:
         """In the order of the rows, each post once. Raises `UserError` for a missing file, or when nothing is left."""
         refused: Counter[str] = Counter()
-        found: dict[str, Problem] = {}
+        found: dict[str, list[Problem]] = {}
         for row in self._rows(split):
-            problem = self._problem(row, refused)
-            if problem is not None and (self._on_hub or self._is_of(split, str(problem.prompt))):
-                found.setdefault(str(problem.prompt), problem)
+            made = self._problems(row, refused)
+            if made and (self._on_hub or self._is_of(split, str(made[0].prompt))):
+                found.setdefault(str(made[0].prompt), made)
         for reason, count in refused.items():
             log.warning("tldr leaves out %d rows: %s", count, reason)
         if not found:
             reasons = "; ".join(f"{reason} ({count})" for reason, count in refused.most_common())
             raise UserError(f"{self.path} leaves no post for {split} ({reasons or 'no rows'}): give another file")
-        return list(found.values())
+        return [problem for made in found.values() for problem in made]
 
     def reward(self) -> ModelScore:
         """Raises `UserError` without a reward model."""
@@ -90,17 +94,20 @@ class Tldr:
     def _is_of(self, split: Split, prompt: str) -> bool:
         return is_held_out(prompt, self.held_out) == (split == "eval")
 
-    def _problem(self, row: Row, refused: Counter[str]) -> Problem | None:
+    def _problems(self, row: Row, refused: Counter[str]) -> list[Problem]:
+        """Of one post: several only where its sentences are demonstrated."""
         post, summary = (_first(row, names) for names in (_POSTS, _SUMMARIES))
         if post is None or summary is None:
             refused["no post" if post is None else "no summary"] += 1
-            return None
+            return []
         if len(post) > self.longest:
             refused[f"a post of more than {self.longest} characters"] += 1
-            return None
+            return []
         prompt = post if post.rstrip().endswith(_CUE) else f"{post.strip()}\n\n{_CUE}"
         reference = f" {summary.strip()}"
-        return Problem(prompt, {"reference": reference}, reference)
+        text = post.rstrip().removesuffix(_CUE).strip()
+        shown = {"summary": [summary.strip()], "post": [text], "sentences": sentences(text)}[self.demonstrated]
+        return [Problem(prompt, {"reference": reference}, f" {answer}") for answer in shown]
 
 
 def _first(row: Row, names: tuple[str, ...]) -> str | None:

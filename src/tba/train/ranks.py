@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,6 +51,19 @@ class RankSettings:
         return torch.bfloat16 if self.compute == "bfloat16" else torch.float32
 
 
+def name_of_rank(rank: int) -> str:
+    """The part of a run that is this rank of its trainer."""
+    return f"trainer-{rank}" if rank else "trainer"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How the ranks of one life of the trainer find each other."""
+
+    store: Any  # a torch.distributed Store that all of them share
+    address: str | None = None  # this machine's, by which the others reach it; None: all are on this one
+
+
 @dataclass(frozen=True)
 class Message:
     """What rank 0 said."""
@@ -69,7 +83,7 @@ class Message:
 
 
 class Ranks:
-    """This process's place among `count` ranks. Made by all of them at the same time, over a store that they share.
+    """This process's place among `count` ranks. Made by all of them at the same time.
 
     Each waits at most `deadline` seconds for another within a step, and `word_deadline` for rank 0 to say something.
     """
@@ -78,7 +92,7 @@ class Ranks:
         self,
         rank: int,
         count: int,
-        store: Any,  # a torch.distributed Store
+        meeting: Meeting,
         device: torch.device,
         deadline: float,
         word_deadline: float,
@@ -87,13 +101,13 @@ class Ranks:
 
         self.rank, self.count, self.device = rank, count, device
         self.deadline, self.word_deadline = deadline, word_deadline
-        _stay_on_this_machine()
+        _listen_on(meeting.address)
         if device.type == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         limit, patience = timedelta(seconds=deadline), timedelta(seconds=word_deadline)
         with self._waits("for the other ranks to start", deadline):
-            dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=limit)
+            dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=count, timeout=limit)
             self.mesh = init_device_mesh(device.type, (count,))
             self._messages: Any = dist.new_group(backend="gloo", timeout=patience)
             self.weights: Any = dist.new_group(backend="gloo", timeout=limit)
@@ -150,9 +164,25 @@ class Ranks:
             raise PartFailed(f"trainer rank {self.rank} waited {what}, which is gone ({first})") from error
 
 
-def _stay_on_this_machine() -> None:
-    """Gloo and NCCL listen on the loopback interface only, unless the environment names another."""
-    names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+def _listen_on(address: str | None) -> None:
+    """Gloo and NCCL listen on the interface of that address only, unless the environment names another one.
+
+    None: on the loopback interface.
+    """
+    names = [name for _, name in socket.if_nameindex()]
+    chosen = [n for n in names if (n.startswith("lo") if address is None else _address_of(n) == address)]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if names:
-            os.environ.setdefault(variable, names[0])
+        if chosen:
+            os.environ.setdefault(variable, chosen[0])
+
+
+def _address_of(interface: str) -> str | None:
+    """IPv4, on Linux; None where it has none."""
+    import fcntl
+
+    asked = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(asking.fileno(), 0x8915, asked)[20:24])  # SIOCGIFADDR
+        except OSError:
+            return None

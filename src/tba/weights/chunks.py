@@ -43,10 +43,17 @@ def flat(path: Path) -> tuple[str, Flat]:
 
     Raises `FileNotFoundError` when there is no such file.
     """
+    whole = mapped(path)
+    begin = 8 + int.from_bytes(whole[:8].tobytes(), "little")
+    return whole[8:begin].tobytes().decode(), whole[begin:]
+
+
+def mapped(path: Path) -> Flat:
+    """All bytes of a file; they outlive its name."""
+    if path.stat().st_size == 0:  # which cannot be mapped
+        return np.empty(0, np.uint8)
     with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    begin = 8 + int.from_bytes(mapped[:8], "little")
-    return mapped[8:begin].decode(), np.frombuffer(mapped, np.uint8, offset=begin)
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
 
 def pieces(whole: Flat, most: int = CHUNK_BYTES) -> Iterator[Flat]:

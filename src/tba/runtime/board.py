@@ -1,0 +1,124 @@
+"""Where the ranks of a trainer find each other in a cluster: a table in an actor, and torch's store in front of it.
+
+Invariant: a board belongs to one life of the trainer and holds what its ranks tell each other about themselves, nothing
+else. It is reached through Ray, by whoever has Ray's token; no port is opened for it. Nobody waits in the actor: those
+who wait ask again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from tba.errors import DeadlineExceeded
+
+_POLL = 0.02  # seconds between two looks for a key
+
+
+class Board:
+    """Key -> bytes."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def append(self, key: str, value: bytes) -> None:
+        self._values[key] = self._values.get(key, b"") + value
+
+    def find(self, keys: Sequence[str]) -> list[bytes] | None:
+        """All of them, or None while one is missing."""
+        return [self._values[key] for key in keys] if all(key in self._values for key in keys) else None
+
+    def add(self, key: str, amount: int) -> int:
+        """A number, from 0; as text, like all stores of torch."""
+        value = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(value).encode()
+        return value
+
+    def exchange(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Put `desired` where `expected` is (or nothing, if that is empty); what is there afterwards."""
+        there = self._values.get(key)
+        if there == expected or (there is None and not expected):
+            self._values[key] = desired
+        return self._values.get(key, expected)
+
+    def remove(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def count(self) -> int:
+        return len(self._values)
+
+
+class BoardStore(dist.Store):  # type: ignore[name-defined] # exported by builds of torch that have `distributed`
+    """A board as torch asks it. `call(method, ...)` reaches the board; a wait ends after `patience` seconds."""
+
+    def __init__(self, call: Callable[..., Any], patience: float) -> None:
+        super().__init__()
+        self._call = call
+        self._patience = patience
+
+    def set(self, key: str, value: Any) -> None:
+        self._call("put", key, _bytes(value))
+
+    def get(self, key: str) -> bytes:
+        return self._awaited([key], self._patience)[0]
+
+    def append(self, key: str, value: Any) -> None:
+        self._call("append", key, _bytes(value))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._call("add", key, amount))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        return bytes(self._call("exchange", key, _bytes(expected), _bytes(desired)))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._call("remove", key))
+
+    def num_keys(self) -> int:
+        return int(self._call("count"))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return self._call("find", list(keys)) is not None
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._awaited(keys, self._patience if timeout is None else timeout.total_seconds())
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._awaited(keys, self._patience)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._patience = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._patience)
+
+    def clone(self) -> BoardStore:
+        return self
+
+    def _awaited(self, keys: Sequence[str], patience: float) -> list[bytes]:
+        deadline = time.monotonic() + patience
+        while (found := self._call("find", list(keys))) is None:
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(f"waited {patience:g} s for the other ranks of the trainer ({', '.join(keys)})")
+            time.sleep(_POLL)
+        return list(found)
+
+
+def _bytes(value: Any) -> bytes:
+    """Torch gives text, bytes or numbers of one byte each."""
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,72 @@
+"""Ranks that meet at a board: what torch's store is to do, and a process group over it."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tba.errors import DeadlineExceeded
+from tba.runtime.board import Board, BoardStore
+
+
+def store_on(board: Board, patience: float = 30.0) -> BoardStore:
+    lock = threading.Lock()
+
+    def call(method: str, *arguments: object) -> object:
+        with lock:
+            return getattr(board, method)(*arguments)
+
+    return BoardStore(call, patience)
+
+
+def test_a_store_gives_what_was_set_counts_from_nothing_and_waits_within_its_deadline() -> None:
+    board = Board()
+    one, other = store_on(board), store_on(board, patience=0.05)
+    one.set("a", "text")
+    assert other.get("a") == b"text"
+    assert [one.add("n", 2), other.add("n", 3)] == [2, 5]
+    assert other.get("n") == b"5"
+    assert one.compare_set("b", "", "first") == b"first"
+    assert one.compare_set("b", "another", "second") == b"first"
+    assert one.compare_set("b", "first", "second") == b"second"
+    one.append("a", "!")
+    assert other.multi_get(["a", "b"]) == [b"text!", b"second"]
+    assert (one.check(["a", "b"]), one.check(["a", "c"])) == (True, False)
+    assert (one.num_keys(), one.delete_key("a"), one.delete_key("a"), one.num_keys()) == (3, True, False, 2)
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the other ranks of the trainer \(a\)"):
+        other.get("a")
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.01 s"):
+        one.wait(["c"], timedelta(seconds=0.01))
+
+
+def test_who_waits_goes_on_when_it_is_there() -> None:
+    board = Board()
+    found: list[bytes] = []
+    waiting = threading.Thread(target=lambda: found.append(store_on(board).get("late")))
+    waiting.start()
+    store_on(board).set("late", b"x")
+    waiting.join(30)
+    assert found == [b"x"]
+
+
+def test_a_group_of_torch_is_made_over_it() -> None:
+    store = store_on(Board())
+    sums: dict[int, float] = {}
+
+    def rank(number: int) -> None:
+        prefix = dist.PrefixStore("group", store)
+        group = dist.ProcessGroupGloo(prefix, number, 2, timedelta(seconds=30))
+        value = torch.tensor([float(number + 1)])
+        group.allreduce([value]).wait()
+        sums[number] = float(value)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sums == {0: 3.0, 1: 3.0}
