@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
 }
 ONLY_IN = {
     "vllm": {"engines/vllm.py"},
-    "ray": {"runtime/cluster.py", "runtime/actors.py", "runtime/connecting.py"},
+    "ray": {"runtime/cluster.py", "runtime/actors.py", "runtime/calls.py", "runtime/connecting.py"},
     "math_verify": {"rewards/math_answer.py"},
     "sklearn": {"rewards/word_classifier.py"},
 }

@@ -98,6 +98,7 @@ class RuntimeSettings:
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # where the journal lies; the run's directory unless that is a network filesystem
     threads: int = 1  # torch threads in each process
+    searcher_nice: int = 5  # how far searchers give way to the trainer where they share cores (0 to 19, as nice(1) has it)
     checkpoints: int = 2  # how many are kept
     checkpoint_every: int = 100  # steps; made at the first weight sync from there on; 0 = at the end only
     publish_in_background: bool = True  # write weights while the next step is computed (processes only)
@@ -108,6 +109,8 @@ class RuntimeSettings:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, it must be at least {least}")
+        if self.searcher_nice > 19:
+            raise UserError(f"--run.searcher-nice is {self.searcher_nice}, it must be at most 19")
         for name in _SECONDS:
             if not getattr(self, name) > 0:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, give seconds above 0")
@@ -148,6 +151,7 @@ _LEAST = {
     "restarts": 0,
     "inline_rounds_per_sync": 1,
     "threads": 1,
+    "searcher_nice": 0,
     "checkpoints": 1,
     "checkpoint_every": 0,
     "reward_retries": 0,

@@ -25,9 +25,10 @@ from tba.runtime.exchange import PLACES, Exchange
 from tba.runtime.guests import SILENCE, Guests, Visit
 from tba.runtime.holding import keep
 from tba.runtime.joining import FIRST, Joined
-from tba.runtime.remote import RemoteWeights, stand_in, through, whole_facts
+from tba.runtime.remote import RemoteWeights, checkpoint_through, stand_in, through, whole_facts
 from tba.runtime.searching import SearchHalf, searching_half, start_searching
 from tba.runtime.training import start_training
+from tba.train.checkpoint import Checkpoint
 from tba.types import Trajectory, Version
 from tba.weights.chunks import Flat
 from tba.weights.directory import PublishSettings, WeightDirectory
@@ -140,6 +141,28 @@ def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path)
         trained[step * 100 : step * 100 + 50] += 1.0
     assert sum(size >= 160_000 for size in sent) == 1
     assert sum(sent) < 200_000
+    exchange.close()
+
+
+def test_a_checkpoint_comes_to_a_rank_elsewhere_whole_or_not_at_all(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run", *QUICK)
+    half = start_training(recipe, run, lambda: False, prefetch=False)
+    half.checkpoint()
+    half.close()
+    exchange = Exchange(run, recipe, lambda piece: piece)
+    contact, there = Direct(exchange), run.checkpoints / "step-0"
+    assert checkpoint_through(contact, there, tmp_path / "unused") == there
+    kept = {path.relative_to(there): path.read_bytes() for path in there.rglob("*") if path.is_file()}
+    gone = tmp_path / "another machine" / "step-0"
+    for _ in range(2):  # an earlier life's is replaced
+        here = checkpoint_through(contact, gone, tmp_path / "scratch" / "checkpoints")
+        assert {path.relative_to(here): path.read_bytes() for path in here.rglob("*") if path.is_file()} == kept
+    assert Checkpoint.load(here).version == Version(0, 0)
+    with pytest.raises(ValueError, match="is no checkpoint"):
+        exchange.checkpoint("../../etc")
+    next(path for path in there.glob("*.safetensors")).write_bytes(b"")
+    with pytest.raises(UserError, match=r"is damaged \(.*safetensors: 0 bytes instead of"):
+        checkpoint_through(contact, gone, tmp_path / "scratch" / "checkpoints")
     exchange.close()
 
 

@@ -198,12 +198,18 @@ def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_o
     assert distance(path, 0.5) < 0.2
 
 
+GIVES_WAY = {"trainer": 0, "searcher-0": 5}  # niceness beyond the driver's
+
+
 def test_when_the_driver_is_killed_the_run_waits_for_its_parts_to_end_and_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "run"
     driver = train(path, *LONG, "--steps", "1000000")
     try:
         until(lambda: steps_of(path) > 45, SECONDS, "steps")
         parts = children(driver.pid)
+        own = os.getpriority(os.PRIO_PROCESS, driver.pid)
+        given = {part: os.getpriority(os.PRIO_PROCESS, pid) for part, pid in parts.items() if part in GIVES_WAY}
+        assert given == {part: min(19, own + less) for part, less in GIVES_WAY.items()}
     finally:
         driver.kill()
         driver.communicate(timeout=SECONDS)

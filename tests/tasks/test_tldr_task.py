@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -60,13 +61,14 @@ def test_it_is_trained_on_the_proxy_and_examined_by_the_gold_model() -> None:
         Tldr().reward()
 
 
-def test_what_a_supervised_start_learns_is_the_summary_the_post_or_each_of_its_sentences(tmp_path: Path) -> None:
+def test_what_a_supervised_start_learns_is_the_summary_or_to_copy(tmp_path: Path) -> None:
     text = "We lost the first game. Then we won two of them."
     path = written(tmp_path / "posts.jsonl", [{"post": f"{text} {n} people came.", "tldr": "won"} for n in range(40)])
-    tasks = {how: Tldr(path, demonstrated=how) for how in ("summary", "post", "sentences")}  # type: ignore[arg-type]
-    summaries, posts, sentences = (tasks[how].problems("train") for how in ("summary", "post", "sentences"))
+    ways: tuple[Literal["summary", "sentences", "echo", "post"], ...] = ("summary", "sentences", "echo", "post")
+    summaries, sentences, echoes, posts = (Tldr(path, demonstrated=way).problems("train") for way in ways)
     assert {p.demonstration for p in summaries} == {" won"}
-    assert all(p.prompt == f"{str(p.demonstration).strip()}\n\nTL;DR:" for p in posts)
-    assert len(sentences) == 3 * len(summaries)
+    assert all(p.prompt == f"{str(p.demonstration).strip()}\n\nTL;DR:" for p in (*echoes, *posts))
+    assert [p.demonstration for p in sentences] == [p.demonstration for p in echoes]
     assert [p.demonstration for p in sentences[:2]] == [" We lost the first game.", " Then we won two of them."]
-    assert all(p.fields["reference"] == " won" for p in (*posts, *sentences))
+    assert [p.prompt for p in summaries] == [p.prompt for p in posts] == [p.prompt for p in sentences[::3]]
+    assert all(p.fields["reference"] == " won" for p in (*sentences, *echoes, *posts))

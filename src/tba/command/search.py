@@ -56,7 +56,8 @@ def visit_run(name: str, address: str) -> int:
     import torch
 
     require_ray()
-    from tba.runtime.actors import contact_with, place_of, scratch
+    from tba.runtime.actors import place_of, scratch
+    from tba.runtime.calls import contact_with
     from tba.runtime.connecting import connected
 
     console = Console()

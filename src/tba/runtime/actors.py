@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,12 +20,12 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.errors import PartFailed
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.record.log import log_to, set_up_log
 from tba.runtime.board import BoardStore
-from tba.runtime.connecting import NAMESPACE
+from tba.runtime.calls import ActorContact, get
 from tba.runtime.directory import RunDirectory
 from tba.runtime.disk import disk_full
 from tba.runtime.exchange import Exchange, note_place
@@ -34,35 +34,11 @@ from tba.runtime.holding import keep
 from tba.runtime.remote import checkpoint_through, stand_in, through
 from tba.train.ranks import Meeting
 from tba.types import Json, Version
-from tba.weights.chunks import Flat
-
-
-def get(reference: Any, deadline: float, what: str) -> Any:
-    """What it refers to. Raises `DeadlineExceeded` when that takes longer."""
-    try:
-        return ray.get(reference, timeout=deadline)
-    except ray.exceptions.GetTimeoutError as error:
-        raise DeadlineExceeded(f"waited {deadline:g} s for {what}") from error
 
 
 def scratch() -> Path:
     """Where a part that cannot reach the run's directory keeps its logs."""
     return Path(tempfile.gettempdir()) / f"tba-{os.getuid()}"
-
-
-def exchange_name(run: Path) -> str:
-    """Under which the exchange of a run is found in its cluster."""
-    return f"exchange of {run.name}"
-
-
-def contact_with(run: str, part: str, deadline: float) -> ActorContact:
-    """The exchange of the run of that name. Raises `UserError` when it is not in the cluster."""
-    try:
-        return ActorContact(ray.get_actor(exchange_name(Path(run)), namespace=NAMESPACE), part, deadline)
-    except ValueError as error:
-        raise UserError(
-            f"no run {Path(run).name} is going on in this cluster: begin it with --runtime cluster"
-        ) from error
 
 
 def place_of(part: str, log_file: Path) -> Json:
@@ -132,32 +108,6 @@ class ExchangeActor:
     def end(self) -> None:
         """Once the last searcher has ended."""
         self._exchange.close()
-
-
-@dataclass(frozen=True)
-class ActorContact:
-    """A part's calls to the exchange."""
-
-    exchange: Any
-    part: str
-    deadline: float  # seconds
-
-    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """What this method of the exchange gives. Raises what it raised."""
-        reference = getattr(self.exchange, method).remote(*arguments, **named)
-        try:
-            return get(reference, self.deadline, f"the exchange beside the trainer ({method})")
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-        except ray.exceptions.RayActorError as error:
-            raise PartFailed(
-                f"{self.part} has lost touch with the exchange: the run is gone, or its machine"
-            ) from error
-
-    def fetch(self, references: Sequence[Any]) -> list[Flat]:
-        """The pieces themselves, one after the other."""
-        what = "a piece of the weights from Ray's object store"
-        return [get(reference, self.deadline, what) for reference in references]
 
 
 @dataclass
@@ -246,6 +196,7 @@ def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, to
     from tba.runtime.loops import search
     from tba.runtime.searching import searching_half
 
+    os.nice(recipe.run.searcher_nice)
     index = int(contact.part.removeprefix("searcher-"))
     search(
         recipe,

@@ -19,8 +19,9 @@ import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tba.errors import DeadlineExceeded, PartFailed, UserError
-from tba.runtime.actors import ExchangeActor, MeetAt, PartActor, exchange_name, get
+from tba.runtime.actors import ExchangeActor, MeetAt, PartActor
 from tba.runtime.board import Board
+from tba.runtime.calls import exchange_name, get
 from tba.runtime.connecting import connected
 from tba.runtime.directory import RunDirectory
 from tba.runtime.driving import POLL, Driver, Part, failed

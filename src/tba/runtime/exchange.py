@@ -15,7 +15,6 @@ from tba.record.jsonl import JsonLines
 from tba.replay.journal import JournalWriter
 from tba.runtime.directory import RunDirectory
 from tba.runtime.ends import RunRecords
-from tba.train.checkpoint import STEP
 from tba.types import Json, Version
 from tba.weights.chunks import Flat, flat, mapped, pieces
 from tba.weights.directory import WeightDirectory
@@ -122,6 +121,8 @@ class Exchange:
 
     def checkpoint(self, name: str) -> list[tuple[str, list[Any]]]:
         """The files of checkpoints/`name`: where in it each lies, and the references of its pieces."""
+        from tba.train.checkpoint import STEP  # loads torch, which is needed for nothing else
+
         if not STEP.fullmatch(name):
             raise ValueError(f"{name} is no checkpoint")
         folder = self._run.checkpoints / name

@@ -112,6 +112,7 @@ def _search(part: str, run: object, stop: Stop) -> None:
     assert isinstance(run, RunDirectory)
     recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
     number, background = int(part.removeprefix("searcher-")), recipe.run.put_in_background
+    os.nice(recipe.run.searcher_nice)
     search(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background), stop)
 
 

@@ -185,10 +185,7 @@ def start_training(
     background: bool = False,
     meeting: Meeting | None = None,
 ) -> TrainHalf:
-    """The trainer of the run at `run`, its first version published. A later incarnation goes on where it can.
-
-    `meeting`: of its ranks, where there are several and it is not by a file of this machine.
-    """
+    """The trainer of the run at `run`, its first version published. A later incarnation goes on where it can."""
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
     version, checkpoint = beginning(run)
     ranks = start_ranks(recipe, 0, meeting)

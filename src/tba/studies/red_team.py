@@ -1,5 +1,9 @@
 """Red-teaming the small victim: asynchronous Trajectory Balance beside what waits, and beside the policy gradient.
 
+`tb-sync`, `reinforce-sync` and `ppo-sync` are on-policy. `ancestor-sync` is what the paper started from (Lee et al. 2024,
+arXiv 2405.18540): log Z learned, half of each batch fresh and half from a memory that lets the lowest reward go. Each at
+its better rate (`red_team_tuning`), for as many updates as take the asynchronous run's seconds.
+
 The world comes first (`tba red-team world --out red_team_world`). What a variant finds is told by two figures, its
 success rate (here) and the diversity of its attacks (`python benchmarks/red_team.py`, of the runs that are left here):
 success alone is highest where one attack is repeated for ever.
@@ -12,17 +16,22 @@ from dataclasses import replace
 from tba.evaluate.accuracy import SAMPLED, EvaluationSettings
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.ppo import Ppo
+from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Objective
 from tba.recipe import Recipe
 from tba.recipes.red_team_small import recipe as small
 from tba.record.recorder import RecordSettings
+from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.schedules import Constant
 from tba.study import Study, Variant
 
-SYNCHRONOUS_STEPS = 200  # as long as 500 asynchronous ones and their warm-up take: all variants have equal seconds
+SYNCHRONOUS_STEPS = 200  # at least as long as 500 asynchronous ones and their warm-up take
+
+# Measured by `red_team_tuning` (docs/results.md).
+RATES = {"tb": 1e-3, "ancestor": 1e-3, "reinforce": 1e-3, "ppo": 1e-3}
 
 base = replace(
     small,
@@ -31,20 +40,37 @@ base = replace(
 )
 
 
-def synchronous(objective: Objective) -> Recipe:
-    """On-policy, in one process that takes turns: a round of 128 attacks for each update."""
+def synchronous(name: str, lr: float) -> Recipe:
+    """In one process that takes turns: a round of attacks for each update of 128."""
+    objective, replay = _baseline(name)
+    fresh = round(128 * replay.selection.m) if isinstance(replay.selection, RecencyReward) else 128
     return replace(
         base,
         objective=objective,
+        optimizer=replace(base.optimizer, lr=lr),
         runtime="inline",
         steps=SYNCHRONOUS_STEPS,
         evaluation=replace(base.evaluation, every=25),
         sync_every=1,
-        samples_per_prompt=128,
-        replay=ReplaySettings(
-            selection=RecencyReward(m=1.0), pacing=Pacing(warm_up=0), recent_window=0, buffer=base.replay.buffer
-        ),
+        samples_per_prompt=fresh,
+        replay=replay,
     )
+
+
+def _baseline(name: str) -> tuple[Objective, ReplaySettings]:
+    on_policy = ReplaySettings(
+        selection=RecencyReward(m=1.0), pacing=Pacing(warm_up=0), recent_window=0, buffer=base.replay.buffer
+    )
+    lowest_out = BufferSettings(per_prompt=5000, total=5000, evict="lowest_reward", keep_recent=True)
+    half_old = replace(
+        on_policy, selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"), buffer=lowest_out
+    )
+    return {
+        "tb": (TrajectoryBalance(Constant(1.0)), on_policy),
+        "ancestor": (TrajectoryBalance(Constant(1.0), log_z="learned"), half_old),
+        "reinforce": (Reinforce(Constant(0.0)), on_policy),
+        "ppo": (Ppo(Constant(0.1)), on_policy),
+    }[name]
 
 
 study = Study(
@@ -53,9 +79,7 @@ study = Study(
     recipe=base,
     variants={
         "tb-async": Variant(base, "async"),
-        "tb-sync": Variant(synchronous(base.objective), "sync"),
-        "reinforce-sync": Variant(synchronous(Reinforce(Constant(0.0))), "sync"),
-        "ppo-sync": Variant(synchronous(Ppo(Constant(0.1))), "sync"),
+        **{f"{name}-sync": Variant(synchronous(name, lr), "sync") for name, lr in RATES.items()},
     },
     metric=SAMPLED,
     target=0.6,

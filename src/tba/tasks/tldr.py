@@ -40,8 +40,8 @@ class Tldr:
     longest: int = 20_000  # characters of a post
     max_tokens: int = 640  # of post and summary, as the reward models read them; longer ones lose tokens of the post
     held_out: float = 0.1  # share of the posts that only evaluation may use, where the data has one split
-    demonstrated: Literal["summary", "post", "sentences"] = "summary"  # what a supervised start learns to answer: the
-    # person's summary; to teach copying, the post itself, or its sentences, each an answer of its own
+    demonstrated: Literal["summary", "sentences", "echo", "post"] = "summary"  # what a supervised start learns to answer:
+    # the person's summary; or, to teach copying: each sentence of the post, each as if it were the whole post, the post
     batch_tokens: int = 16384  # padded tokens that a reward model reads at a time
     device: str = "cpu"  # of the reward models
 
@@ -55,17 +55,17 @@ class Tldr:
     def problems(self, split: Split) -> list[Problem]:
         """In the order of the rows, each post once. Raises `UserError` for a missing file, or when nothing is left."""
         refused: Counter[str] = Counter()
-        found: dict[str, list[Problem]] = {}
+        found: dict[str, tuple[str, str]] = {}  # by prompt
         for row in self._rows(split):
-            made = self._problems(row, refused)
-            if made and (self._on_hub or self._is_of(split, str(made[0].prompt))):
-                found.setdefault(str(made[0].prompt), made)
+            pair = self._post_and_summary(row, refused)
+            if pair is not None and (self._on_hub or self._is_of(split, _prompt(pair[0]))):
+                found.setdefault(_prompt(pair[0]), pair)
         for reason, count in refused.items():
             log.warning("tldr leaves out %d rows: %s", count, reason)
         if not found:
             reasons = "; ".join(f"{reason} ({count})" for reason, count in refused.most_common())
             raise UserError(f"{self.path} leaves no post for {split} ({reasons or 'no rows'}): give another file")
-        return [problem for made in found.values() for problem in made]
+        return [problem for post, summary in found.values() for problem in self._problems(post, summary)]
 
     def reward(self) -> ModelScore:
         """Raises `UserError` without a reward model."""
@@ -94,20 +94,28 @@ class Tldr:
     def _is_of(self, split: Split, prompt: str) -> bool:
         return is_held_out(prompt, self.held_out) == (split == "eval")
 
-    def _problems(self, row: Row, refused: Counter[str]) -> list[Problem]:
-        """Of one post: several only where its sentences are demonstrated."""
+    def _post_and_summary(self, row: Row, refused: Counter[str]) -> tuple[str, str] | None:
         post, summary = (_first(row, names) for names in (_POSTS, _SUMMARIES))
         if post is None or summary is None:
             refused["no post" if post is None else "no summary"] += 1
-            return []
+            return None
         if len(post) > self.longest:
             refused[f"a post of more than {self.longest} characters"] += 1
-            return []
-        prompt = post if post.rstrip().endswith(_CUE) else f"{post.strip()}\n\n{_CUE}"
-        reference = f" {summary.strip()}"
-        text = post.rstrip().removesuffix(_CUE).strip()
-        shown = {"summary": [summary.strip()], "post": [text], "sentences": sentences(text)}[self.demonstrated]
-        return [Problem(prompt, {"reference": reference}, f" {answer}") for answer in shown]
+            return None
+        return post, summary.strip()
+
+    def _problems(self, post: str, summary: str) -> list[Problem]:
+        """One, or one for each sentence."""
+        fields, text = {"reference": f" {summary}"}, post.rstrip().removesuffix(_CUE).strip()
+        if self.demonstrated == "echo":
+            return [Problem(_prompt(sentence), fields, f" {sentence}") for sentence in sentences(text)]
+        if self.demonstrated == "sentences":
+            return [Problem(_prompt(post), fields, f" {sentence}") for sentence in sentences(text)]
+        return [Problem(_prompt(post), fields, f" {summary if self.demonstrated == 'summary' else text}")]
+
+
+def _prompt(post: str) -> str:
+    return post if post.rstrip().endswith(_CUE) else f"{post.strip()}\n\n{_CUE}"
 
 
 def _first(row: Row, names: tuple[str, ...]) -> str | None:

@@ -1,0 +1,21 @@
+"""The learning rate of each synchronous baseline in `red_team`: three rates on one seed that it does not use."""
+
+from __future__ import annotations
+
+from tba.evaluate.accuracy import SAMPLED
+from tba.studies.red_team import RATES, base, synchronous
+from tba.study import Against, Study, Variant
+
+LEARNING_RATES = (3e-4, 1e-3, 3e-3)
+
+study = Study(
+    name="red_team_tuning",
+    description="Three learning rates for each synchronous baseline of the study `red_team`, one seed.",
+    recipe=base,
+    variants={f"{name}-{lr:g}": Variant(synchronous(name, lr), name) for name in RATES for lr in LEARNING_RATES},
+    metric=SAMPLED,
+    target=0.6,
+    seeds=(100,),
+    divergence_prompts=0,
+    against=(Against("optimizer.lr", label="learning rate"),),
+)
