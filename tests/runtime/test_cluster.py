@@ -42,6 +42,7 @@ def address() -> Iterator[str]:
         patch.setenv("RAY_TMPDIR", home)
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_worker_niceness", "0")
         nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
         try:
             nodes.add_node(num_cpus=2)
@@ -122,11 +123,11 @@ def test_two_ranks_on_two_nodes_train_one_policy_and_outlive_the_death_of_one(tm
         path,
         address,
         *("--trainer.ranks", "2", "--cluster.trainer-cpus", "1.5", "--cluster.searcher-cpus", "0.1"),
-        *("--steps", "24", "--run.checkpoint-every", "2"),
+        *("--steps", "40", "--run.checkpoint-every", "2"),
         source=SUMS,
     )
     killer.join(SECONDS)
-    assert summary.steps == 24
+    assert summary.steps == 40
     assert {kind: count for kind, count in summary.faults.items() if count} == {"trainer_restarts": 1}
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger

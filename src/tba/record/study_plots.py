@@ -22,6 +22,7 @@ from tba.record.report import COLOURS, GREY, INK, STYLES, frame, save_figure
 Curve = Sequence[tuple[float, float]]  # (seconds, accuracy)
 _GRID = 200  # points of a mean curve
 _LOG_FROM = 16.0  # largest over smallest x from which an axis is logarithmic
+_NAME_ROOM = (45.0, 12.0)  # pixels that a point's name takes
 _PERCENT = ("pass@", "fall", "differ")  # figures that are drawn in percent
 
 
@@ -81,6 +82,7 @@ def draw_frontier(
     frame(axes, heading(y), "held-out prompts, after the run; mean over runs and each run")
     if start is not None:
         axes.plot(*(scale * start), "+", ms=9, mew=2, color=INK, label="before")
+    names: list[tuple[str, Any]] = []
     for i, line in enumerate(lines):
         colour, means = COLOURS[i % len(COLOURS)], []
         for variant in line.variants:
@@ -90,7 +92,7 @@ def draw_frontier(
             axes.plot(*np.transpose(found), "o", ms=3, color=colour, alpha=0.3)
             mean = np.mean(found, axis=0)
             means.append(mean)
-            axes.annotate(variant, mean, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
+            names.append((variant.removeprefix(f"{line.family}-"), mean))
         if means:
             style = STYLES[i // len(COLOURS) % len(STYLES)]
             label = line.family or "all variants"
@@ -98,7 +100,18 @@ def draw_frontier(
     axes.set_xlabel("KL to the reference, nats" if x == "kl" else heading(x), color=GREY, fontsize=9)
     axes.set_ylabel(heading(y), color=GREY, fontsize=9)
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
+    _name_points(axes, names)
     return save_figure(figure, path)
+
+
+def _name_points(axes: Any, names: Sequence[tuple[str, Any]]) -> None:
+    """Each beside its point, but for one that would lie upon another name."""
+    placed: list[Any] = []
+    for name, point in names:
+        at = axes.transData.transform(point)
+        if all(abs(at[0] - other[0]) > _NAME_ROOM[0] or abs(at[1] - other[1]) > _NAME_ROOM[1] for other in placed):
+            axes.annotate(name, point, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
+            placed.append(at)
 
 
 def draw_pass_at_k(

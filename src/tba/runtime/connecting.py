@@ -38,6 +38,7 @@ def connected(address: str | None, object_store_gb: float | None = None) -> Iter
         if address is None:
             if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else Ray would write a token into the home folder
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            os.environ.setdefault("RAY_worker_niceness", "0")  # as parts of any other run; Ray's default is 15
             ray.init(
                 address="local",
                 num_cpus=usable_cores(),

@@ -131,10 +131,9 @@ class TrainHalf:
         """Model and optimizer in the Hugging Face layout, and all else at this step (`resuming`)."""
         self.weights.settle()  # what it was made under is there
         self.references.checkpointed()
-        trainer, keep = self.trainer, self.recipe.run.checkpoints
-        save = partial(self.recipe.model.save, trainer.policy)
-        state, heads = state_of(self), trainer.policy.heads
-        save_checkpoint(self.run.checkpoints, trainer.version, save, trainer.optimizer, state, keep, heads)
+        at, keep, state = self.trainer, self.recipe.run.checkpoints, state_of(self)
+        save = partial(self.recipe.model.save, at.policy)
+        save_checkpoint(self.run.checkpoints, at.version, save, at.optimizer, state, keep, at.policy.heads)
         self.checkpointed = self.trainer.version
 
     def finish(self) -> None:
