@@ -98,7 +98,7 @@ class RuntimeSettings:
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # where the journal lies; the run's directory unless that is a network filesystem
     threads: int = 1  # torch threads in each process
-    searcher_nice: int = 5  # how far searchers give way to the trainer where they share cores (0 to 19, as nice(1) has it)
+    searcher_nice: int = 5  # how far searchers give way to the trainer where they share cores (0 to 19: nice(1))
     checkpoints: int = 2  # how many are kept
     checkpoint_every: int = 100  # steps; made at the first weight sync from there on; 0 = at the end only
     publish_in_background: bool = True  # write weights while the next step is computed (processes only)

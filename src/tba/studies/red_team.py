@@ -1,8 +1,8 @@
 """Red-teaming the small victim: asynchronous Trajectory Balance beside what waits, and beside the policy gradient.
 
-`tb-sync`, `reinforce-sync` and `ppo-sync` are on-policy. `ancestor-sync` is what the paper started from (Lee et al. 2024,
-arXiv 2405.18540): log Z learned, half of each batch fresh and half from a memory that lets the lowest reward go. Each at
-its better rate (`red_team_tuning`), for as many updates as take the asynchronous run's seconds.
+`tb-sync`, `reinforce-sync` and `ppo-sync` are on-policy. `ancestor-sync` is what the paper started from (Lee et al.
+2024, arXiv 2405.18540): log Z learned, half of each batch fresh and half from a memory that lets the lowest reward go.
+Each at its better rate (`red_team_tuning`), for at least as many updates as take the asynchronous run's seconds.
 
 The world comes first (`tba red-team world --out red_team_world`). What a variant finds is told by two figures, its
 success rate (here) and the diversity of its attacks (`python benchmarks/red_team.py`, of the runs that are left here):

@@ -40,8 +40,8 @@ class Tldr:
     longest: int = 20_000  # characters of a post
     max_tokens: int = 640  # of post and summary, as the reward models read them; longer ones lose tokens of the post
     held_out: float = 0.1  # share of the posts that only evaluation may use, where the data has one split
-    demonstrated: Literal["summary", "sentences", "echo", "post"] = "summary"  # what a supervised start learns to answer:
-    # the person's summary; or, to teach copying: each sentence of the post, each as if it were the whole post, the post
+    demonstrated: Literal["summary", "sentences", "echo", "post"] = "summary"  # what a supervised start learns: the
+    # person's summary; or, to teach copying: each sentence of the post, each as if it were the whole post, the post
     batch_tokens: int = 16384  # padded tokens that a reward model reads at a time
     device: str = "cpu"  # of the reward models
 
