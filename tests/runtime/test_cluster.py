@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import distance, made, quiet, steps_of, until
+from runs import alive, command, distance, made, quiet, steps_of, train, until
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # which Ray reads when it is loaded
 ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip install 'tba[cluster]'")
@@ -25,6 +25,7 @@ from tba.record.summary import Summary  # noqa: E402
 from tba.replay.follower import JournalFollower  # noqa: E402
 from tba.runtime.driver import summarise  # noqa: E402
 from tba.runtime.exchange import PLACES  # noqa: E402
+from tba.runtime.joining import FIRST  # noqa: E402
 from tba.types import Version  # noqa: E402
 
 SUMS = Path(__file__).parents[1] / "tiny_sums.py"
@@ -65,6 +66,12 @@ def places(path: Path) -> list[dict[str, Any]]:
     return read_lines(path / "logs" / PLACES)
 
 
+def makers(path: Path) -> Counter[Any]:
+    """Who has brought how many."""
+    with JournalFollower(path / "journal.sqlite") as journal:
+        return Counter(t.provenance["searcher"] for t in journal.drain())
+
+
 def kill(path: Path, part: str, after: int = 20) -> None:
     """The first life of a part, once the run has made more steps than that."""
     until(lambda: steps_of(path) > after, SECONDS, "the first steps")
@@ -96,10 +103,9 @@ def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_ar
         "searcher_restarts": 1,
         "exchange_restarts": 1,
     }
-    with JournalFollower(path / "journal.sqlite") as journal:
-        makers = Counter(t.provenance["searcher"] for t in journal.drain())
-    assert makers.total() == summary.trajectories.generated - summary.trajectories.in_flight_at_stop
-    assert set(makers) == {"searcher-0", "searcher-1"}
+    made = makers(path)
+    assert made.total() == summary.trajectories.generated - summary.trajectories.in_flight_at_stop
+    assert set(made) == {"searcher-0", "searcher-1"}
     versions = [e.version for e in read_evaluations(path) if e.metric == "pass@1/greedy"]
     assert sorted(versions) == [Version(0, step) for step in (0, 300, 600, 800)]
     where = places(path)
@@ -142,3 +148,39 @@ def test_a_shortened_quickstart_runs_in_the_cluster(tmp_path: Path, address: str
     assert summary.steps == 4
     assert summary.tokens.closes(), summary.tokens
     assert {e.version for e in summary.evaluations} == {Version(0, 0), Version(0, 4)}
+
+
+@pytest.mark.skipif("TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`")
+def test_somebody_joins_by_address_and_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
+    tmp_path: Path, address: str
+) -> None:
+    path, name = tmp_path / "run", f"searcher-{FIRST}"
+    driver = train(
+        path, "--runtime", "cluster", "--address", address, "--evaluation.problems", "1", "--steps", "999999"
+    )
+    others = [driver]
+    try:
+        until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
+        others.append(command("search", "--run", path.name, "--address", address))
+        until(lambda: name in makers(path), SECONDS, "something of who joined")
+        driver.send_signal(signal.SIGINT)
+        assert [driver.wait(SECONDS), others[1].wait(SECONDS)] == [0, 0]
+        done = steps_of(path)
+        others.append(command("train", "--resume", str(path)))
+        until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
+        others[2].kill()
+        parts = [place["process"] for place in places(path) if place["part"] != name]
+        until(lambda: not any(map(alive, parts)), SECONDS, "Ray to end what the driver had started")
+        last = steps_of(path) + 20
+        others.append(command("train", "--resume", str(path), "--steps", str(last)))
+        said, errors = others[3].communicate(timeout=SECONDS)
+        assert (others[3].returncode, errors) == (0, ""), said
+    finally:
+        for process in others:
+            process.kill()
+            process.communicate(timeout=SECONDS)
+    summary = Summary.read(path)
+    assert summary is not None
+    assert (summary.steps, summary.faults["resumes"]) == (last, 2)
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger

@@ -112,6 +112,11 @@ def with_replay(recipe: Recipe, m: float, inverse_temperature: float = 0.0) -> R
     return replace(recipe, replay=replace(recipe.replay, selection=RecencyReward(m, inverse_temperature)))
 
 
+def more_answers(recipe: Recipe) -> Recipe:
+    """As many in a round, 70 to each of two prompts: a group of 20 has something to choose among."""
+    return replace(recipe, samples_per_prompt=70, prompts_per_round=2)
+
+
 def with_rate(recipe: Recipe, lr: float) -> Recipe:
     return replace(recipe, optimizer=replace(recipe.optimizer, lr=lr))
 

@@ -1,8 +1,9 @@
 """What is wrong in the data: rewards turned over, or junk with the reward of a right answer written into the buffer.
 
 Each at 1, 5 and 20 %, with data drawn uniformly from the buffer (half of the groups old) and with the old half drawn by
-reward: does prioritising the reward amplify what is wrong? Evaluation is by the true reward. `clean` is each one's
-baseline.
+reward: does prioritising the reward amplify what is wrong? There are 70 answers to a prompt, of which a group takes 20:
+with no more than a group's there would be nothing to choose among. Evaluation is by the true reward. `clean` is each
+one's baseline.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from tba.models.fabricating import Fabricating
 from tba.recipe import Recipe
 from tba.recipes import quickstart
-from tba.studies._base import TARGET, base, model, stale, task
+from tba.studies._base import TARGET, base, model, more_answers, stale, task
 from tba.study import Against, Study, Variant
 from tba.tasks.corrupted import Corrupted
 
@@ -30,7 +31,7 @@ def _noisy(recipe: Recipe, flipped: float, junk: float) -> Recipe:
 
 variants: dict[str, Variant] = {}
 for _name, _tau in SELECTIONS.items():
-    _recipe = stale(base, 2, 0.5, _tau)
+    _recipe = more_answers(stale(base, 2, 0.5, _tau))
     variants[f"{_name}-clean"] = Variant(_noisy(_recipe, 0.0, 0.0), _name)
     for _share in SHARES:
         variants[f"{_name}-flipped-{_share:g}"] = Variant(_noisy(_recipe, _share, 0.0), _name)

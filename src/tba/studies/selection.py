@@ -1,7 +1,7 @@
 """Which trajectories are trained on, while generation is scaled: uniform, by reward or recent only x 1, 2, 4 searchers.
 
-`uniform` and `reward` draw prompts from all data and differ in how they draw among the answers to one; `recency` takes
-recent groups alone. Reuse is limited (two mean uses), so that more searchers mean more updates in the same time only as
+`uniform` and `reward` draw prompts from all data and differ in how they draw a group of 20 among the 70 answers to one;
+`recency` takes recent groups alone. Reuse is limited (two mean uses), so that more searchers mean more updates in the same time only as
 far as the machine has cores for them.
 """
 
@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba.replay.pacing import Pacing
-from tba.studies._base import TARGET, base, with_replay
+from tba.studies._base import TARGET, base, more_answers, with_replay
 from tba.study import Against, Study, Variant
 
 SELECTIONS = {"uniform": (0.0, 0.0), "reward": (0.0, 3.0), "recency": (1.0, 0.0)}  # m, inverse temperature
 
-_paced = replace(base, replay=replace(base.replay, pacing=Pacing(warm_up=280, max_mean_uses=2.0)))
+_paced = replace(more_answers(base), replay=replace(base.replay, pacing=Pacing(warm_up=280, max_mean_uses=2.0)))
 study = Study(
     name="selection",
     description="Uniform, reward-prioritised and recent data with 1, 2 and 4 searchers, at most two mean uses.",
