@@ -64,11 +64,14 @@ def test_it_is_trained_on_the_proxy_and_examined_by_the_gold_model() -> None:
 def test_what_a_supervised_start_learns_is_the_summary_or_to_copy(tmp_path: Path) -> None:
     text = "We lost the first game. Then we won two of them."
     path = written(tmp_path / "posts.jsonl", [{"post": f"{text} {n} people came.", "tldr": "won"} for n in range(40)])
-    ways: tuple[Literal["summary", "sentences", "echo", "post"], ...] = ("summary", "sentences", "echo", "post")
-    summaries, sentences, echoes, posts = (Tldr(path, demonstrated=way).problems("train") for way in ways)
+    ways: tuple[Literal["summary", "sentence", "sentences", "echo"], ...] = ("summary", "sentence", "sentences", "echo")
+    summaries, one, each, echoes = (Tldr(path, demonstrated=way).problems("train") for way in ways)
     assert {p.demonstration for p in summaries} == {" won"}
-    assert all(p.prompt == f"{str(p.demonstration).strip()}\n\nTL;DR:" for p in (*echoes, *posts))
-    assert [p.demonstration for p in sentences] == [p.demonstration for p in echoes]
-    assert [p.demonstration for p in sentences[:2]] == [" We lost the first game.", " Then we won two of them."]
-    assert [p.prompt for p in summaries] == [p.prompt for p in posts] == [p.prompt for p in sentences[::3]]
-    assert all(p.fields["reference"] == " won" for p in (*sentences, *echoes, *posts))
+    assert [p.prompt for p in summaries] == [p.prompt for p in one] == [p.prompt for p in each[::3]]
+    assert all(str(p.demonstration) in f" {p.prompt}" for p in (*one, *each))
+    chosen = {str(p.demonstration)[1:3] for p in one}
+    assert chosen > {"We", "Th"}  # not always the same one
+    assert [p.demonstration for p in each[:2]] == [" We lost the first game.", " Then we won two of them."]
+    assert [p.demonstration for p in each] == [p.demonstration for p in echoes]
+    assert all(p.prompt == f"{str(p.demonstration).strip()}\n\nTL;DR:" for p in echoes)
+    assert all(p.fields["reference"] == " won" for p in (*one, *each, *echoes))

@@ -3,8 +3,9 @@
 The data are files (docs/preference.md says how each is made): posts with a person's summary, a gold reward model, and a
 proxy that was trained on answers that the gold model marked. The policy is trained on the proxy's score and examined by
 whether the gold model scores its answer above the person's. Its warm start (eight minutes of one core, once, cached)
-learns the language of all the posts first, then to repeat a sentence (a model of this size that cannot copy has nothing
-to say about a post), to pick one of a post, and last to summarise; with `--model.path` there is none.
+learns the language of all the posts first, then to repeat a sentence and to answer with one of the post's: a model of
+this size that was taught people's summaries writes lines that could be about any post. Which sentence it is to be is
+left to RL. With `--model.path` there is no warm start.
 """
 
 from __future__ import annotations
@@ -31,7 +32,15 @@ STEPS = 60
 recipe = Recipe(
     name="tldr_small",
     description="preference tuning of a 1 M-parameter policy, short posts: a proxy to train on, wins by a gold model",
-    task=Tldr(path="posts.jsonl", reward_model="proxy", gold="gold", longest=600, max_tokens=256, held_out=0.15),
+    task=Tldr(
+        path="posts.jsonl",
+        reward_model="proxy",
+        gold="gold",
+        longest=600,
+        max_tokens=256,
+        held_out=0.15,
+        demonstrated="sentence",
+    ),
     model=HuggingFace(
         device="cpu",
         generation=EngineSettings(slots=64, max_completion_tokens=48),
@@ -49,7 +58,7 @@ recipe = Recipe(
                 ),
                 Lesson(SupervisedSettings(epochs=1, batch_size=16, lr=1e-3), {"demonstrated": "sentences"}),
             ),
-            sft=SupervisedSettings(epochs=1, batch_size=8, lr=3e-4),
+            sft=SupervisedSettings(epochs=0.5, batch_size=16, lr=1e-4),
         ),
     ),
     objective=TrajectoryBalance(beta=Constant(0.3)),

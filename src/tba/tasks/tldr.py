@@ -10,6 +10,7 @@ Invariant: a row without a post or a summary, or with a post of more than `longe
 from __future__ import annotations
 
 import logging
+import zlib
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,8 +41,8 @@ class Tldr:
     longest: int = 20_000  # characters of a post
     max_tokens: int = 640  # of post and summary, as the reward models read them; longer ones lose tokens of the post
     held_out: float = 0.1  # share of the posts that only evaluation may use, where the data has one split
-    demonstrated: Literal["summary", "sentences", "echo", "post"] = "summary"  # what a supervised start learns: the
-    # person's summary; or, to teach copying: each sentence of the post, each as if it were the whole post, the post
+    demonstrated: Literal["summary", "sentence", "sentences", "echo"] = "summary"  # what a supervised start learns: the
+    # person's summary; or, to teach copying: one sentence of the post, each of them, each as if it were the whole post
     batch_tokens: int = 16384  # padded tokens that a reward model reads at a time
     device: str = "cpu"  # of the reward models
 
@@ -105,13 +106,16 @@ class Tldr:
         return post, summary.strip()
 
     def _problems(self, post: str, summary: str) -> list[Problem]:
-        """One, or one for each sentence."""
+        """One; several only where each sentence is demonstrated."""
         fields, text = {"reference": f" {summary}"}, post.rstrip().removesuffix(_CUE).strip()
+        if self.demonstrated == "summary":
+            return [Problem(_prompt(post), fields, f" {summary}")]
+        found = sentences(text)
         if self.demonstrated == "echo":
-            return [Problem(_prompt(sentence), fields, f" {sentence}") for sentence in sentences(text)]
-        if self.demonstrated == "sentences":
-            return [Problem(_prompt(post), fields, f" {sentence}") for sentence in sentences(text)]
-        return [Problem(_prompt(post), fields, f" {summary if self.demonstrated == 'summary' else text}")]
+            return [Problem(_prompt(sentence), fields, f" {sentence}") for sentence in found]
+        if self.demonstrated == "sentence":
+            found = [found[zlib.crc32(text.encode()) % len(found)]]
+        return [Problem(_prompt(post), fields, f" {sentence}") for sentence in found]
 
 
 def _prompt(post: str) -> str:
