@@ -241,6 +241,11 @@ class Recipe:
                 "--replay.buffer.near.by is cosine, but nothing embeds the answers: give the recipe an embedding, such "
                 "as `embedding=HashedNgrams()`, or choose edit"
             )
+        if self.runtime == "cluster" and self.trainer.ranks > 1 and 0 < self.cluster.trainer_gpus < 1:
+            raise UserError(
+                f"--cluster.trainer-gpus is {self.cluster.trainer_gpus:g}, but each of {self.trainer.ranks} ranks "
+                "needs a whole GPU (NCCL takes no two on one): give 1, or 0"
+            )
         if self.address is not None and self.runtime != "cluster":
             raise UserError(f"--address is {self.address}, but the runtime is {self.runtime}: add --runtime cluster")
         self._require_what_the_control_moves()

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tba.errors import DeadlineExceeded
 from tba.runtime.board import Board, BoardStore
 
 
@@ -37,10 +36,21 @@ def test_a_store_gives_what_was_set_counts_from_nothing_and_waits_within_its_dea
     assert other.multi_get(["a", "b"]) == [b"text!", b"second"]
     assert (one.check(["a", "b"]), one.check(["a", "c"])) == (True, False)
     assert (one.num_keys(), one.delete_key("a"), one.delete_key("a"), one.num_keys()) == (3, True, False, 2)
-    with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the other ranks of the trainer \(a\)"):
+    with pytest.raises(dist.DistStoreError, match=r"timed out after 0\.05 s, waiting for a"):
         other.get("a")
-    with pytest.raises(DeadlineExceeded, match=r"waited 0\.01 s"):
+    with pytest.raises(dist.DistStoreError, match=r"timed out after 0\.01 s"):
         one.wait(["c"], timedelta(seconds=0.01))
+
+
+def test_it_is_a_store_behind_a_prefix_too() -> None:
+    store = store_on(Board(), patience=0.05)
+    prefixed = dist.PrefixStore("p", store)
+    prefixed.set("a", "text")
+    assert prefixed.get("a") == b"text"
+    assert prefixed.add("n", 4) == 4
+    assert (prefixed.num_keys(), prefixed.delete_key("a"), prefixed.num_keys()) == (2, True, 1)
+    with pytest.raises(RuntimeError, match="timed out"):
+        prefixed.get("a")
 
 
 def test_who_waits_goes_on_when_it_is_there() -> None:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,6 +141,19 @@ def test_two_ranks_on_two_nodes_train_one_policy_and_outlive_the_death_of_one(tm
     where = [place for place in places(path) if place["part"].startswith("trainer")]
     assert Counter(place["part"] for place in where) == {"trainer": 2, "trainer-1": 2}
     assert len({place["node_id"] for place in where}) == 2
+
+
+def test_of_failed_ranks_the_one_that_died_is_the_reason_then_one_that_raised_then_one_that_lost_touch() -> None:
+    from tba.runtime.cluster import DIED, _own_failure
+
+    died, raised, lost = (
+        SimpleNamespace(code=code, lost_touch=touch) for code, touch in ((DIED, False), (1, False), (DIED, True))
+    )
+    parts: Any = [lost, raised, died]
+    assert _own_failure(parts, False) is _own_failure(parts, True) is died
+    assert _own_failure(parts[:2], True) is None
+    assert _own_failure(parts[:2], False) is raised
+    assert _own_failure(parts[:1], False) is lost
 
 
 @pytest.mark.skipif("TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`")

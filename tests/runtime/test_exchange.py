@@ -151,18 +151,24 @@ def test_a_checkpoint_comes_to_a_rank_elsewhere_whole_or_not_at_all(tmp_path: Pa
     half.close()
     exchange = Exchange(run, recipe, lambda piece: piece)
     contact, there = Direct(exchange), run.checkpoints / "step-0"
-    assert checkpoint_through(contact, there, tmp_path / "unused") == there
+    with checkpoint_through(contact, "trainer-1", there, run.checkpoints) as same:
+        assert same == there
     kept = {path.relative_to(there): path.read_bytes() for path in there.rglob("*") if path.is_file()}
-    gone = tmp_path / "another machine" / "step-0"
-    for _ in range(2):  # an earlier life's is replaced
-        here = checkpoint_through(contact, gone, tmp_path / "scratch" / "checkpoints")
-        assert {path.relative_to(here): path.read_bytes() for path in here.rglob("*") if path.is_file()} == kept
-    assert Checkpoint.load(here).version == Version(0, 0)
+    scratch = tmp_path / "scratch" / "checkpoints"
+    for part in ("trainer-1", "trainer-2", "trainer-1"):
+        with checkpoint_through(contact, part, there, scratch) as here:
+            assert {path.relative_to(here): path.read_bytes() for path in here.rglob("*") if path.is_file()} == kept
+            assert Checkpoint.load(here).version == Version(0, 0)
+        assert not list(scratch.rglob("*.safetensors"))
     with pytest.raises(ValueError, match="is no checkpoint"):
         exchange.checkpoint("../../etc")
     next(path for path in there.glob("*.safetensors")).write_bytes(b"")
-    with pytest.raises(UserError, match=r"is damaged \(.*safetensors: 0 bytes instead of"):
-        checkpoint_through(contact, gone, tmp_path / "scratch" / "checkpoints")
+    with (
+        pytest.raises(UserError, match=r"is damaged \(.*safetensors: 0 bytes instead of"),
+        checkpoint_through(contact, "trainer-1", there, scratch),
+    ):
+        pass
+    assert not list(scratch.rglob("step-*"))
     exchange.close()
 
 

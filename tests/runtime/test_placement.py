@@ -13,6 +13,7 @@ from tba.errors import UserError
 from tba.recipe import ClusterSettings, Recipe
 from tba.runtime.placement import Node, plan, table
 from tba.settings import find
+from tba.train.ranks import RankSettings
 
 GB = 2**30
 
@@ -37,6 +38,30 @@ def test_the_trainer_is_where_the_run_is_and_searchers_where_most_is_left() -> N
     placed = plan(recipe(trainer_cpus=2), [here(), there()], searchers(7))
     assert (placed[0].part, placed[0].node.key) == ("trainer", "a")
     assert Counter(p.node.key for p in placed[1:]) == {"b": 6, "a": 1}
+
+
+def ranks(count: int, **settings: float) -> Recipe:
+    return replace(recipe(**settings), trainer=RankSettings(ranks=count))
+
+
+def test_ranks_fill_the_trainers_node_first_and_then_nodes_that_have_ranks() -> None:
+    three = [here(gpus=2), there(gpus=8), Node("c", "10.0.0.3", 8, 8, 64 * GB, here=False)]
+    placed = plan(ranks(5, trainer_gpus=1, searcher_gpus=1), three, searchers(2))
+    assert [p.part for p in placed[:5]] == ["trainer", "trainer-1", "trainer-2", "trainer-3", "trainer-4"]
+    assert [p.node.key for p in placed] == ["a", "a", "b", "b", "b", "c", "c"]
+    first, second, third = table(placed, 10 * GB, 2 * GB, GB)
+    assert first.startswith(
+        "10.0.0.1 (here): trainer (2 of 5 ranks) and journal; 2 of 4 CPU, 2 of 2 GPU, about 6.0 GiB"
+    )
+    assert second.startswith("10.0.0.2: 3 ranks of the trainer; 3 of 8 CPU, 3 of 8 GPU, about 8.0 GiB")
+    assert third.startswith("10.0.0.3: 2 searchers;")
+
+
+def test_ranks_that_do_not_fit_or_share_a_gpu_are_refused() -> None:
+    with pytest.raises(UserError, match=r"trainer-2 asks for 1 CPU .* use fewer --trainer\.ranks"):
+        plan(ranks(3), [here(cpus=2)], [])
+    with pytest.raises(UserError, match=r"trainer-gpus is 0\.5, but each of 2 ranks needs a whole GPU"):
+        ranks(2, trainer_gpus=0.5)
 
 
 def test_two_halves_share_one_gpu_by_fractions_and_three_thirds_fill_it() -> None:

@@ -5,6 +5,7 @@ With `--address` for a run of the Ray cluster there, from any of its machines.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ def join_run(path: Path) -> int:
     run = RunDirectory.open(path)
     recipe = run.recipe()
     torch.set_num_threads(recipe.run.threads)
+    os.nice(recipe.run.searcher_nice)
     with stop_requests() as asked, joined(run, recipe, asked) as place, log_to(run.path, place.name) as log:
         console.print(f"{place.name} joins {run.path}; its log is {log}; Ctrl-C leaves", highlight=False)
         half = start_searching(recipe, run, place.number, 0, place.stop, recipe.run.put_in_background)
@@ -68,6 +70,7 @@ def visit_run(name: str, address: str) -> int:
         run = stand_in(facts, scratch())
         recipe = run.recipe()
         torch.set_num_threads(recipe.run.threads)
+        os.nice(recipe.run.searcher_nice)
         with log_to(run.path, visit.name) as log:
             console.print(f"{visit.name} joins {name}; its log is {log}; Ctrl-C leaves", highlight=False)
             here = place_of(visit.name, log)

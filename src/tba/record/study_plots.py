@@ -106,6 +106,7 @@ def draw_frontier(
 
 def _name_points(axes: Any, names: Sequence[tuple[str, Any]]) -> None:
     """Each beside its point, but for one that would lie upon another name."""
+    axes.autoscale_view()  # else it is done when the figure is drawn, and pixels are not known before
     placed: list[Any] = []
     for name, point in names:
         at = axes.transData.transform(point)

@@ -189,7 +189,7 @@ def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meet
 
     contact.call("place", place)
     rank = int(contact.part.removeprefix("trainer-"))
-    follow(run, rank, meeting, lambda there: checkpoint_through(contact, there, run.checkpoints))
+    follow(run, rank, meeting, lambda there: checkpoint_through(contact, contact.part, there, run.checkpoints))
 
 
 def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]) -> None:

@@ -14,8 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tba.errors import DeadlineExceeded
-
 _POLL = 0.02  # seconds between two looks for a key
 
 
@@ -84,6 +82,8 @@ class BoardStore(dist.Store):  # type: ignore[name-defined] # exported by builds
     def num_keys(self) -> int:
         return int(self._call("count"))
 
+    deleteKey, getNumKeys = delete_key, num_keys  # by which torch's own code calls them
+
     def check(self, keys: Sequence[str]) -> bool:
         return self._call("find", list(keys)) is not None
 
@@ -114,7 +114,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined] # exported by builds
         deadline = time.monotonic() + patience
         while (found := self._call("find", list(keys))) is None:
             if time.monotonic() > deadline:
-                raise DeadlineExceeded(f"waited {patience:g} s for the other ranks of the trainer ({', '.join(keys)})")
+                raise dist.DistStoreError(f"timed out after {patience:g} s, waiting for {', '.join(keys)}")
             time.sleep(_POLL)
         return list(found)
 

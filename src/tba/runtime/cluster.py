@@ -1,7 +1,7 @@
 """The `cluster` runtime: trainer and searchers as Ray actors, over many machines or one.
 
 Down through the exchange into the journal, up through Ray's object store; the run's directory is on this machine, and
-the trainer with it. The driver (this process) joins the Ray cluster at `--address`, or starts one of its own that
+the trainer (its first rank) with it. The driver (this process) joins the Ray cluster at `--address`, or starts one that
 listens on the loopback interface only and ends with it; there is no dashboard, nothing is reported to anybody, and
 Ray's token authentication stays as it is (on, for a cluster of its own). What it does with the parts is in `driving`.
 """
@@ -231,18 +231,19 @@ class Cluster(Driver):
     def pause(self) -> None:
         """As long as any other driver, and what is ready by then."""
         references = [reference for part in self._parts for reference in part.awaited]
-        if references:
-            ready, _ = ray.wait(references, num_returns=len(references), timeout=POLL)
-        else:
-            ready = []
+        if not references:
             time.sleep(POLL)
+        ready = ray.wait(references, num_returns=len(references), timeout=POLL)[0] if references else []
         for part in self._parts:
             part.look(set(ready))
 
 
-def _own_failure(failed: Sequence[ActorPart], others_go_on: bool) -> ActorPart | None:
-    """The rank whose actor died; else the one that raised; those that lost touch did so because of another."""
-    own = [part for part in failed if not part.lost_touch]
-    if own:
-        return min(own, key=lambda part: part.code != DIED)
-    return None if others_go_on else failed[0]
+def _own_failure(failed: Sequence[ActorPart], more_to_learn: bool) -> ActorPart | None:
+    """The rank whose actor died; else the one that raised; those that lost touch did so because of another.
+
+    What raises may do so for one that has died, which Ray tells a moment later.
+    """
+    died = [part for part in failed if part.code == DIED and not part.lost_touch]
+    if died or more_to_learn:
+        return died[0] if died else None
+    return min(failed, key=lambda part: part.lost_touch)

@@ -7,7 +7,10 @@ the others first. A rank other than 0 waits for nothing but what rank 0 says, an
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,12 +22,13 @@ from tba.protocols import HEADS, Policy
 from tba.recipe import Recipe
 from tba.train.checkpoint import Checkpoint
 from tba.train.optimizer import Optimizer
-from tba.train.ranks import Meeting, Ranks
+from tba.train.ranks import Meeting, Ranks, name_of_rank
 from tba.train.sharded import Follower, LedOptimizer, LedPolicy, SavedPolicy
 
 if TYPE_CHECKING:
     from tba.runtime.directory import RunDirectory
 
+_BEGINNING = 1 << 24  # bytes of a file that its fingerprint reads
 STORE = "TBA_RANKS"  # names the file over which the ranks of this machine find each other
 
 
@@ -59,35 +63,59 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
     if ranks is None:
         policy = recipe.model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
         return policy, recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
-    ranks.say("begin", saved=None if saved is None else str(saved))
+    ranks.say("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
     own = _sharded(recipe, ranks, saved)
     optimizer = LedOptimizer(ranks, recipe.optimizer, own.parameters(), list(own.heads.parameters()))
     return LedPolicy(own, ranks, recipe.max_tokens_per_pass), optimizer
 
 
 def follow(
-    run: RunDirectory, rank: int, meeting: Meeting | None = None, fetched: Callable[[Path], Path] = lambda there: there
+    run: RunDirectory,
+    rank: int,
+    meeting: Meeting | None = None,
+    fetched: Callable[[Path], AbstractContextManager[Path]] = nullcontext,
 ) -> None:
-    """The whole life of a rank other than 0. `fetched`: where a checkpoint of rank 0's machine can be read here."""
+    """The whole life of a rank other than 0. `fetched`: where a checkpoint of rank 0's machine can be read here.
+
+    Raises `UserError` where the recipe's model is not rank 0's.
+    """
     recipe = run.recipe()
     torch.set_num_threads(recipe.run.threads)
     ranks = start_ranks(recipe, rank, meeting)
     assert ranks is not None
     try:
         begin = ranks.hear()
-        saved = None if begin.facts["saved"] is None else fetched(Path(begin.facts["saved"]))
-        policy = _sharded(recipe, ranks, saved)
-        optimizer = recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
-        if saved is not None:
-            Checkpoint.load(saved).load_heads(policy.heads)
-            optimizer.load(saved)
+        with nullcontext() if begin.facts["saved"] is None else fetched(Path(begin.facts["saved"])) as saved:
+            recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
+            if saved is None and _fingerprint(recipe) != begin.facts["model"]:
+                raise UserError(
+                    f"the model of {name_of_rank(rank)} on this machine is not the trainer's: put the same files on "
+                    "each machine and give --model.path (a warm start: make it once, with tba sft)"
+                )
+            policy = _sharded(recipe, ranks, saved)
+            optimizer = recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
+            if saved is not None:
+                Checkpoint.load(saved).load_heads(policy.heads)
+                optimizer.load(saved)
         Follower(policy, optimizer, ranks, recipe.max_tokens_per_pass).follow()
     finally:
         ranks.close()
 
 
+def _fingerprint(recipe: Recipe) -> str:
+    """Of the files of a prepared model, by their names, sizes and beginnings; of one that is no folder, its name."""
+    path = Path(getattr(recipe.model, "path", ""))
+    if not path.is_dir():
+        return str(path)
+    found = []
+    for file in sorted(path.glob("*.safetensors")):
+        with file.open("rb") as weights:
+            found.append(f"{file.name} {file.stat().st_size} {zlib.crc32(weights.read(_BEGINNING))}")
+    return "; ".join(found)
+
+
 def _sharded(recipe: Recipe, ranks: Ranks, saved: Path | None) -> SavedPolicy:
-    model = recipe.model.prepared(recipe.task)
+    """`recipe` with its model prepared."""
     sharding = ranks.sharding(recipe.trainer.dtype)
-    policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved, sharding)
+    policy = recipe.model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved, sharding)
     return cast(SavedPolicy, policy)  # as every policy that can be sharded

@@ -1,8 +1,8 @@
 """Where each part of a run on a cluster will be, decided before anything starts.
 
 Invariant: the trainer (the first of its ranks) and the journal are on the machine of the driver, where the run's
-directory is; its other ranks are there too as far as they fit, then on as few nodes as can be; each searcher is on the
-node that has most left of what it asks for, after those before it. What does not fit is refused in a sentence.
+directory is; its other ranks are there too as far as they fit, then on nodes that have ranks already; each searcher is
+on the node that has most left of what it asks for, after those before it. What does not fit is refused in a sentence.
 """
 
 from __future__ import annotations
@@ -88,26 +88,28 @@ def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> lis
 def _too_much(part: str, asked: Mapping[str, float], candidates: Sequence[Node]) -> str:
     where = f"{candidates[0].name}, where the run is" if part == "trainer" else f"any of {len(candidates)} nodes"
     left = "; ".join(f"{n.name} has {n.left['CPU']:g} CPU and {n.left['GPU']:g} GPU left" for n in candidates)
+    less = "use fewer --searchers, let each ask for less (--cluster.searcher-cpus 0.5, --cluster.searcher-gpus 0.5)"
+    if part.startswith("trainer-"):
+        less = "use fewer --trainer.ranks, let each ask for less (--cluster.trainer-cpus 0.5)"
     return (
-        f"{part} asks for {asked['CPU']:g} CPU and {asked['GPU']:g} GPU, which do not fit on {where} ({left}): "
-        "use fewer --searchers, let each ask for less (--cluster.searcher-cpus 0.5, --cluster.searcher-gpus 0.5), or "
-        "add nodes"
+        f"{part} asks for {asked['CPU']:g} CPU and {asked['GPU']:g} GPU, which do not fit on {where} ({left}): {less}, "
+        "or add nodes"
     )
 
 
 def table(placed: Sequence[Placed], trainer_bytes: int, searcher_bytes: int, weights_bytes: int) -> list[str]:
     """A line for each node: what runs there, and the memory that it needs. Raises `UserError` when there is less.
 
-    `trainer_bytes` are those of a rank, `weights_bytes` those of one version, of which each node's object store holds
-    two.
+    `trainer_bytes` are those of all ranks (of which each has about its share), `weights_bytes` those of one version, of
+    which each node's object store holds two.
     """
-    lines = []
+    lines, all_ranks = [], sum(p.part.startswith("trainer") for p in placed)
     for node in {placed.node.key: placed.node for placed in placed}.values():
         parts = [p.part for p in placed if p.node.key == node.key]
         ranks = sum(part.startswith("trainer") for part in parts)
         searchers = len(parts) - ranks
-        needed = searchers * searcher_bytes + 2 * weights_bytes + ranks * trainer_bytes
-        several = f" ({ranks} of its ranks)" if any(p.part == "trainer-1" for p in placed) else ""
+        needed = searchers * searcher_bytes + 2 * weights_bytes + trainer_bytes * ranks // all_ranks
+        several = f" ({ranks} of {all_ranks} ranks)" if all_ranks > 1 else ""
         what = [f"trainer{several} and journal"] if "trainer" in parts else []
         what += [f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer"] if ranks and "trainer" not in parts else []
         what += [f"{searchers} searcher{'s' if searchers > 1 else ''}"] if searchers else []

@@ -42,7 +42,7 @@ class Processes(Driver):
         return [self._process(name, attempt, {STORE: str(Path(folder) / "store")}) for name in names]
 
 
-def _first_to_fail(failed: Sequence[Process], others_go_on: bool) -> Process:
+def _first_to_fail(failed: Sequence[Process], more_to_learn: bool) -> Process:
     """A rank that died; else the one that left its error first."""
     return min(failed, key=lambda part: ((part.code or 0) >= 0, _when(part)))
 

@@ -7,6 +7,7 @@ its lives the ranks are made anew, and what they meet by with them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Generic, TypeVar
 from tba.runtime.driving import Part
 
 P = TypeVar("P", bound=Part)
+SETTLE = 5.0  # seconds after the first failure in which the others may still tell what came first
 
 
 @dataclass
@@ -22,11 +24,12 @@ class RankedPart(Generic[P]):
     """Rank 0 speaks for all: the others have no sign of life but its."""
 
     begin: Callable[[int, ExitStack], Sequence[P]]  # all ranks of its n-th life, 0 the first; undone when that ends
-    culprit: Callable[[Sequence[P], bool], P | None]  # of those that failed (and whether others go on), the one that
-    # did so by itself; None while that cannot be told
+    culprit: Callable[[Sequence[P], bool], P | None]  # of those that failed (and whether more may be learnt), the one
+    # that did so by itself; None while that cannot be told
     attempt: int = 0
     ranks: Sequence[P] = field(init=False)
     _failed: P | None = None
+    _first: float | None = None  # when one had failed
     _ends: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -36,14 +39,17 @@ class RankedPart(Generic[P]):
         """After its death."""
         self.kill()
         self.attempt += 1
-        self._failed = None
+        self._failed = self._first = None
         self.ranks = self.begin(self.attempt, self._ends)
 
     @property
     def code(self) -> int | None:
         """That of the rank that failed; None while any goes on; 0 once all have ended well."""
         if self._failed is None and (failed := [rank for rank in self.ranks if rank.code]):
-            self._failed = self.culprit(failed, any(rank.code is None for rank in self.ranks))
+            now = time.monotonic()
+            self._first = now if self._first is None else self._first
+            others_go_on = any(rank.code is None for rank in self.ranks)
+            self._failed = self.culprit(failed, others_go_on and now - self._first < SETTLE)
             if self._failed is not None:
                 self.end()
         if self._failed is not None:
@@ -84,7 +90,10 @@ class RankedPart(Generic[P]):
         self._ends.close()
 
     def end(self) -> None:
-        """As something that hangs: those that have not ended."""
+        """As something that hangs: those that have not ended. One that had failed before is why."""
+        failed = [rank for rank in self.ranks if rank.code]
+        if self._failed is None and failed:
+            self._failed = self.culprit(failed, False)
         for rank in self.ranks:
             if rank.code is None:
                 rank.end()

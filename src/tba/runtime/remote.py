@@ -7,7 +7,8 @@ that were handed out can be read even after their version has been pruned.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from tba.runtime.ends import Ends
 from tba.runtime.exchange import Offer
 from tba.search.posterior import Outcome
 from tba.study import MARK
-from tba.train.checkpoint import RUN, Checkpoint
+from tba.train.checkpoint import Checkpoint
 from tba.types import Evaluation, Json, Trajectory, Version
 from tba.weights.beside import folder_beside, remove_folder
 from tba.weights.changes import restored
@@ -170,17 +171,22 @@ def through(contact: Contact, name: str, place: Json) -> Ends:
     return Ends(journal, RemoteWeights(contact), RemoteRecords(contact), incarnation)
 
 
-def checkpoint_through(contact: Contact, there: Path, checkpoints: Path) -> Path:
-    """A checkpoint of the trainer's machine where it can be read here: where it is, or fetched into `checkpoints`.
+@contextmanager
+def checkpoint_through(contact: Contact, part: str, there: Path, checkpoints: Path) -> Iterator[Path]:
+    """A checkpoint of the trainer's machine where this part can read it.
+
+    That is where it lies, if the run's own `checkpoints` can be reached; else it is fetched for as long as the block
+    takes.
 
     Raises `UserError` when it does not arrive whole.
     """
-    if (there / RUN).is_file():
-        return there
-    here = checkpoints / there.name
+    if there.parent == checkpoints:
+        yield there
+        return
+    here = checkpoints / part / there.name
     if here.exists():  # of an earlier life: it may be another of the same step
         remove_folder(here)
-    checkpoints.mkdir(parents=True, exist_ok=True, mode=0o700)
+    here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with folder_beside(here) as beside:
         for name, references in contact.call("checkpoint", there.name):
             file = beside / name
@@ -188,8 +194,11 @@ def checkpoint_through(contact: Contact, there: Path, checkpoints: Path) -> Path
             with file.open("wb") as out:
                 for reference in references:
                     out.write(contact.fetch([reference])[0])
-    Checkpoint.load(here).verify()
-    return here
+        Checkpoint.load(beside).verify()
+    try:
+        yield here
+    finally:
+        remove_folder(here)
 
 
 def whole_facts(run: RunDirectory) -> dict[str, Json]:

@@ -65,12 +65,13 @@ def _baseline(name: str) -> tuple[Objective, ReplaySettings]:
     half_old = replace(
         on_policy, selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"), buffer=lowest_out
     )
-    return {
+    made: dict[str, tuple[Objective, ReplaySettings]] = {
         "tb": (TrajectoryBalance(Constant(1.0)), on_policy),
         "ancestor": (TrajectoryBalance(Constant(1.0), log_z="learned"), half_old),
         "reinforce": (Reinforce(Constant(0.0)), on_policy),
         "ppo": (Ppo(Constant(0.1)), on_policy),
-    }[name]
+    }
+    return made[name]
 
 
 study = Study(

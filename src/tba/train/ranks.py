@@ -167,17 +167,22 @@ class Ranks:
 def _listen_on(address: str | None) -> None:
     """Gloo and NCCL listen on the interface of that address only, unless the environment names another one.
 
-    None: on the loopback interface.
+    None: on the loopback interface. Raises `UserError` where no interface has the address.
     """
     names = [name for _, name in socket.if_nameindex()]
     chosen = [n for n in names if (n.startswith("lo") if address is None else _address_of(n) == address)]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        if chosen:
-            os.environ.setdefault(variable, chosen[0])
+    if address is not None and not chosen and "GLOO_SOCKET_IFNAME" not in os.environ:
+        raise UserError(
+            f"no network interface of this machine has the address {address}, by which Ray knows it: name the one that "
+            "the trainer's ranks are to use in GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME)"
+        )
+    for name in chosen[:1]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly that one, not those that begin so
 
 
 def _address_of(interface: str) -> str | None:
-    """IPv4, on Linux; None where it has none."""
+    """Its first IPv4 one, on Linux; None where it has none."""
     import fcntl
 
     asked = struct.pack("256s", interface.encode()[:15])
