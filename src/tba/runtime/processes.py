@@ -1,7 +1,8 @@
 """The `processes` runtime: the trainer and each searcher in its own process on this machine. The embedded default.
 
-Down through the journal, up through versioned safetensors; nothing listens on a port. The driver (this process) holds
-one end of a pipe to each part, which ends when it is gone; what it does with the parts is in `driving`.
+Down through the journal, up through versioned safetensors; nothing listens on a port but a trainer's
+ranks, if there are several, on the loopback interface. The driver (this process) holds one end of a pipe to each part,
+which ends when it is gone; what it does with the parts is in `driving`.
 """
 
 from __future__ import annotations
