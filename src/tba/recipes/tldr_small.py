@@ -62,8 +62,8 @@ recipe = Recipe(
             sft=SupervisedSettings(epochs=0.5, batch_size=16, lr=1e-4),
         ),
     ),
-    # Marks differ by some 3 between answers to a post. A sixth of that as beta, and old answers weighed, keep it within a
-    # few nats of where it began; at twice the rate, or without weights, it wanders off first.
+    # Marks differ by some 3 between answers to a post. A sixth of that as beta, and old answers weighed, keep it within
+    # a few nats of where it began; at twice the rate, or without weights, it wanders off first.
     objective=TrajectoryBalance(beta=Constant(0.5), correction=Correction("truncate", "sequence", cap=1.0)),
     exploration=Fixed(temperature=0.7),
     optimizer=OptimizerSettings(lr=1e-4, schedule=WarmupLinear(STEPS, 10)),

@@ -1,6 +1,7 @@
 """A part's calls in a Ray cluster: to what refers to a value, and to the exchange of its run.
 
-Invariant: every wait for Ray has a deadline and names what it waits for; what the exchange raised is raised here as it was.
+Invariant: every wait for Ray has a deadline and names what it waits for; what the exchange raised is raised here
+as it was.
 """
 
 from __future__ import annotations
