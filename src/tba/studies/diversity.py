@@ -44,7 +44,7 @@ def objective(name: str, beta: float) -> Objective:
     return Reinforce(Constant(beta), penalised="behavior") if name == "rloo" else objectives(beta)[name]
 
 
-RATES = {(how, name): 1e-4 for how, names in COMPARED.items() for name in names}
+RATES = {(how, name): 1e-4 for how, names in COMPARED.items() for name in names} | {("k10", "rloo"): 3e-5}
 
 study = Study(
     name="diversity",

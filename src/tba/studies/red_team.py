@@ -2,7 +2,8 @@
 
 `tb-sync`, `reinforce-sync` and `ppo-sync` are on-policy. `ancestor-sync` is what the paper started from (Lee et al.
 2024, arXiv 2405.18540): log Z learned, half of each batch fresh and half from a memory that lets the lowest reward go.
-Each at its better rate (`red_team_tuning`), for at least as many updates as take the asynchronous run's seconds.
+Each for at least as many updates as take the asynchronous run's seconds; their rates are the asynchronous run's until
+`red_team_tuning` has been run.
 
 The world comes first (`tba red-team world --out red_team_world`). What a variant finds is told by two figures, its
 success rate (here) and the diversity of its attacks (`python benchmarks/red_team.py`, of the runs that are left here):
@@ -30,7 +31,7 @@ from tba.study import Study, Variant
 
 SYNCHRONOUS_STEPS = 200  # at least as long as 500 asynchronous ones and their warm-up take
 
-# Measured by `red_team_tuning` (docs/results.md).
+# The asynchronous run's: `red_team_tuning`, which is to find each one's own, has not been run.
 RATES = {"tb": 1e-3, "ancestor": 1e-3, "reinforce": 1e-3, "ppo": 1e-3}
 
 base = replace(
