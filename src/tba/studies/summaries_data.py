@@ -14,42 +14,42 @@ from dataclasses import replace
 
 from tba.evaluate.accuracy import SAMPLED
 from tba.recipe import Recipe
-from tba.recipes.tldr_small import recipe
-from tba.studies._base import objectives, stale, synchronous, with_objective
-from tba.studies.summaries import COMPARED
+from tba.studies._base import synchronous
+from tba.studies.summaries import COMPARED, base, off_policy, trained_by
 from tba.study import Against, Study, Variant
 
-BETA = 0.3
+BETA = 0.5
 SELECTIONS = {"uniform": (0.0, 0.0), "reward": (0.0, 1.0), "recency": (1.0, 0.0)}  # m, inverse temperature
 
 
 def searchers(recipe: Recipe, count: int) -> Recipe:
-    """As many rounds for each update as so many searchers make while the trainer makes one."""
-    return replace(recipe, run=replace(recipe.run, inline_rounds_per_sync=count * recipe.sync_every))
+    """As many rounds as so many searchers make, where one makes a round while the trainer makes two updates."""
+    return replace(recipe, run=replace(recipe.run, inline_rounds_per_sync=count * recipe.sync_every // 2))
 
 
 variants: dict[str, Variant] = {}
 for _name in COMPARED:
-    _recipe = with_objective(recipe, objectives(BETA)[_name])
+    _recipe = trained_by(_name, BETA)
     variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
     for _k in (2, 16):
-        variants[f"{_name}-k{_k}"] = Variant(stale(_recipe, _k, 0.5, 1.0), _name)
+        variants[f"{_name}-k{_k}"] = Variant(off_policy(_recipe, _k, 0.5), _name)
 for _m in (0.4, 0.5, 0.6):
-    variants[f"m-{_m:g}"] = Variant(stale(recipe, 10, _m, 1.0), "m")
+    variants[f"m-{_m:g}"] = Variant(off_policy(trained_by("tb", BETA), 10, _m), "m")
 for _name, (_m, _tau) in SELECTIONS.items():
     for _count in (1, 2):
-        variants[f"{_name}-{_count}"] = Variant(searchers(stale(recipe, 10, _m, _tau), _count), _name)
+        _recipe = off_policy(trained_by("tb", BETA), 10, _m, _tau)
+        variants[f"{_name}-{_count}"] = Variant(searchers(_recipe, _count), _name)
 
 study = Study(
     name="summaries_data",
     description="Preference tuning on data of other ages: 2 and 16 updates off, m, selection by one and two searchers.",
-    recipe=recipe,
+    recipe=base,
     variants=variants,
     columns=(SAMPLED, "reward", "kl", "perplexity", "answer_tokens", "lag", "ess", "uses"),
     against=(
-        Against("lag", label="mean lag", families=COMPARED),
+        Against("lag", label="mean lag", families=tuple(COMPARED)),
         Against("kl", label="KL to the reference, nats an answer"),
     ),
-    divergence_prompts=200,
-    divergence_samples=2,
+    divergence_prompts=153,
+    divergence_samples=4,
 )
