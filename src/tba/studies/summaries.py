@@ -40,9 +40,7 @@ def trained_by(name: str, beta: float) -> Recipe:
 
 
 frontier = {
-    f"{name}-{beta:g}": Variant(off_policy(trained_by(name, beta), 2, 0.5), name)
-    for name in COMPARED
-    for beta in BETAS
+    f"{name}-{beta:g}": Variant(off_policy(trained_by(name, beta), 2, 0.5), name) for name in COMPARED for beta in BETAS
 }
 pushed = {
     f"{name}-pushed": Variant(with_rate(off_policy(trained_by(name, PUSHED_BETA), 2, 0.5), PUSHED_RATE), name)
