@@ -1,8 +1,9 @@
-"""The learning rate of each synchronous baseline in `red_team`: three rates on one seed that it does not use."""
+"""The learning rate of each variant of `red_team`: three rates on one seed that it does not use."""
 
 from __future__ import annotations
 
 from tba.evaluate.accuracy import SAMPLED
+from tba.studies._base import with_rate
 from tba.studies.red_team import RATES, base, synchronous
 from tba.study import Against, Study, Variant
 
@@ -10,9 +11,12 @@ LEARNING_RATES = (3e-4, 1e-3, 3e-3)
 
 study = Study(
     name="red_team_tuning",
-    description="Three learning rates for each synchronous baseline of the study `red_team`, one seed.",
+    description="Three learning rates for each variant of the study `red_team`, one seed.",
     recipe=base,
-    variants={f"{name}-{lr:g}": Variant(synchronous(name, lr), name) for name in RATES for lr in LEARNING_RATES},
+    variants={
+        **{f"{name}-{lr:g}": Variant(synchronous(name, lr), name) for name in RATES for lr in LEARNING_RATES},
+        **{f"async-{lr:g}": Variant(with_rate(base, lr), "async") for lr in LEARNING_RATES},
+    },
     metric=SAMPLED,
     target=0.6,
     seeds=(100,),
