@@ -12,7 +12,7 @@ STEPS = 200  # of those that wait
 
 study = Study(
     name="red_team_tuning",
-    description="Four learning rates for each variant of the study `red_team`, one seed, synchronous ones for 200 updates.",
+    description="Four learning rates for each variant of the study `red_team`, one seed.",
     recipe=base,
     variants={
         **{f"{name}-{lr:g}": Variant(synchronous(name, lr, STEPS), name) for name in RATES for lr in LEARNING_RATES},
