@@ -2,9 +2,11 @@
 
     tba red-team world --out red_team_world
     tba study red_team
-    python benchmarks/red_team.py --study studies/red_team [--out FILE.json] [--plot FILE.png]
+    python benchmarks/red_team.py --study studies/red_team [--seconds 60] [--out FILE.json] [--plot FILE.png]
 
-Before: the supervised attacker. Means over seeds with their range; families are those of the world.
+Before: the supervised attacker. Means over seeds with their range; families are those of the world. By its evaluations
+on the way (256 attacks) a run is also told by its success after so many --seconds, and by the seconds until it is above
+60 %; both count from its start, with warm-up and evaluations.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from tba.evaluate.accuracy import SAMPLED
+
+TARGET = 0.6
 EVALUATE = [sys.executable, "-m", "tba", "red-team", "eval", "red_team_small"]
 
 
@@ -27,6 +32,7 @@ def main() -> None:
     parser.add_argument("--study", type=Path, required=True)
     parser.add_argument("--world", type=Path, default=Path("red_team_world"))
     parser.add_argument("--attacks", type=int, default=1024)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
@@ -40,6 +46,7 @@ def main() -> None:
             files = [str(Path(folder) / f"{name}.json") for name in runs]
             subprocess.run([*EVALUATE[:4], "plot", *files, "--out", str(arguments.plot)], check=True)
     table(found)
+    over_time({name: run for name, run in runs.items() if run is not None}, arguments.seconds)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -70,6 +77,21 @@ def table(found: dict[str, dict[str, Any]]) -> None:
         success = span([100 * row["success"]["estimate"] for row in rows], 1)
         distance = span([row["distance"]["estimate"] for row in rows], 3)
         print(f"| {variant} | {len(rows)} | {success} | {distance} | {span([row['found'] for row in rows], 1)} |")
+
+
+def over_time(runs: dict[str, Path], seconds: float) -> None:
+    """Success after so many seconds, and seconds to the target."""
+    variants: dict[str, list[list[tuple[float, float]]]] = defaultdict(list)
+    for name, run in runs.items():
+        rows = [json.loads(row) for row in (run / "evaluations.jsonl").read_text().splitlines()]
+        curve = [(row["wall_seconds"], row["value"]) for row in rows if row["metric"] == SAMPLED]
+        variants[name.rpartition("-")[0]].append(curve)
+    print(f"\n| variant | successes after {seconds:g} s, % | seconds to {TARGET:.0%} | last evaluation, s |")
+    print("|---|---|---|---|")
+    for variant, curves in variants.items():
+        there = span([100 * max((at, value) for at, value in curve if at <= seconds)[1] for curve in curves], 1)
+        first = [next((f"{at:.0f}" for at, value in curve if value >= TARGET), "never") for curve in curves]
+        print(f"| {variant} | {there} | {', '.join(first)} | {span([curve[-1][0] for curve in curves], 0)} |")
 
 
 def span(values: list[float], digits: int) -> str:
