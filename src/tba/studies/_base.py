@@ -138,12 +138,18 @@ def stale(recipe: Recipe, k: int, m: float, inverse_temperature: float = 0.0) ->
 
 
 def synchronous(recipe: Recipe) -> Recipe:
-    """On-policy, by settings alone: one process takes turns, every batch is of the weights it is used on."""
+    """On-policy, by settings alone: one process takes turns, every batch is of the weights it is used on.
+
+    Repeated answers are kept: without them a round has too few for its groups, and older data would fill these.
+    """
     return replace(
         recipe,
         runtime="inline",
         sync_every=1,
         replay=ReplaySettings(
-            selection=RecencyReward(m=1.0), pacing=Pacing(warm_up=0), recent_window=0, buffer=recipe.replay.buffer
+            selection=RecencyReward(m=1.0),
+            pacing=Pacing(warm_up=0),
+            recent_window=0,
+            buffer=replace(recipe.replay.buffer, distinct=False),
         ),
     )

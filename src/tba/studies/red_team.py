@@ -1,7 +1,8 @@
 """Red-teaming the small victim: asynchronous Trajectory Balance beside what waits, and beside the policy gradient.
 
 `tb-sync`, `reinforce-sync` and `ppo-sync` are on-policy. `ancestor-sync` is what the paper started from (Lee et al.
-2024, arXiv 2405.18540): log Z learned, half of each batch fresh and half from a memory that lets the lowest reward go.
+2024, arXiv 2405.18540): log Z learned, half of each batch fresh and half from a memory without repeats that lets the
+lowest reward go.
 Each has more seconds than the asynchronous run, and the rate that `red_team_tuning` found best for it.
 
 The world comes first (`tba red-team world --out red_team_world`). What a variant finds is told by two figures, its
@@ -22,6 +23,7 @@ from tba.recipe import Recipe
 from tba.recipes.red_team_small import recipe as small
 from tba.record.recorder import RecordSettings
 from tba.replay.buffer import BufferSettings
+from tba.replay.near import NearDuplicates
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
@@ -58,9 +60,19 @@ def synchronous(name: str, lr: float, steps: int = SYNCHRONOUS_STEPS) -> Recipe:
 
 def _baseline(name: str) -> tuple[Objective, ReplaySettings]:
     on_policy = ReplaySettings(
-        selection=RecencyReward(m=1.0), pacing=Pacing(warm_up=0), recent_window=0, buffer=base.replay.buffer
+        selection=RecencyReward(m=1.0),
+        pacing=Pacing(warm_up=0),
+        recent_window=0,
+        buffer=replace(base.replay.buffer, distinct=False),  # or repeats make a round too small, and old data fill it
     )
-    lowest_out = BufferSettings(per_prompt=5000, total=5000, evict="lowest_reward", keep_recent=True)
+    lowest_out = BufferSettings(
+        per_prompt=5000,
+        total=5000,
+        evict="lowest_reward",
+        distinct=False,
+        near=NearDuplicates("edit", distance=0.05),  # a repeat; attacks of two families differ by more
+        keep_recent=True,
+    )
     half_old = replace(
         on_policy, selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"), buffer=lowest_out
     )

@@ -1,4 +1,4 @@
-"""The learning rate of each variant of `red_team`: four rates on one seed that it does not use, 200 updates."""
+"""The learning rate of each variant of `red_team`: three rates on one seed that it does not use, 200 updates."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from tba.studies._base import with_rate
 from tba.studies.red_team import RATES, base, synchronous
 from tba.study import Against, Study, Variant
 
-LEARNING_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+LEARNING_RATES = (3e-4, 1e-3, 3e-3)
 STEPS = 200  # of those that wait
 
 study = Study(
     name="red_team_tuning",
-    description="Four learning rates for each variant of the study `red_team`, one seed.",
+    description="Three learning rates for each variant of the study `red_team`, one seed.",
     recipe=base,
     variants={
         **{f"{name}-{lr:g}": Variant(synchronous(name, lr, STEPS), name) for name in RATES for lr in LEARNING_RATES},

@@ -25,7 +25,12 @@ COMPARED = {"tb": "tb-corrected", "online-dpo": "online-dpo", "ppo": "ppo", "rlo
 BETAS = (2.0, 0.5, 0.1)
 PUSHED_BETA, PUSHED_RATE = 0.02, 5e-4
 
-base = replace(recipe, steps=STEPS, optimizer=replace(recipe.optimizer, schedule=WarmupLinear(STEPS, 10)))
+base = replace(
+    recipe,
+    steps=STEPS,
+    optimizer=replace(recipe.optimizer, schedule=WarmupLinear(STEPS, 10)),
+    replay=replace(recipe.replay, buffer=replace(recipe.replay.buffer, distinct=False)),  # groups of 8 of 8 answers
+)
 
 
 def off_policy(recipe: Recipe, k: int, m: float, inverse_temperature: float = 1.0) -> Recipe:
