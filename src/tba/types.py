@@ -22,6 +22,17 @@ IntArray: TypeAlias = npt.NDArray[np.int32]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
 Json: TypeAlias = Any  # what json.dumps takes: None, bool, int, float, str, lists and dicts of these
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written at all: JSON can spell halves of surrogate pairs, which are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 Split: TypeAlias = Literal["train", "eval"]
 Message: TypeAlias = Mapping[str, str]  # {"role": "user", "content": "..."}
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.intake.pairs import PreferencePair, folds, read_pairs
+from tba.intake.pairs import PreferencePair, folds, read_pairs, share
 
 A, B = "a short answer", "another one"
 MESSAGES = [{"role": "user", "content": "Why?"}]
@@ -71,6 +71,9 @@ def test_what_is_malformed_is_refused_under_its_reason_and_the_rest_is_taken(tmp
             "a choice that is not between two answers",
         ),
         ([1, 2], "JSON, but no object"),
+        ({"prompt": "P\ud800", "chosen": A, "rejected": B}, "half of a surrogate pair in a text"),
+        ({"post": "P", "summaries": [{"text": A, "score": 1}]}, "fewer than two answers"),
+        ({"post": "P", "summaries": [{"text": A, "score": 1}, {"text": B, "score": 1.0}]}, "answers with equal marks"),
     ]
     pairs, report = read_pairs(written(tmp_path / "pairs.jsonl", good, *(line for line, _ in bad), good))
     assert len(pairs) == 2
@@ -81,13 +84,13 @@ def test_what_is_malformed_is_refused_under_its_reason_and_the_rest_is_taken(tmp
 
 
 def test_lines_with_numbers_of_their_own_but_one_prompt_stay_together(tmp_path: Path) -> None:
-    lines = [{"id": n, "prompt": "P \ud800", "chosen": A, "rejected": f"{B} {n}"} for n in range(3)]
+    lines = [{"id": n, "prompt": "P", "chosen": A, "rejected": f"{B} {n}"} for n in range(3)]
     other = {"id": 9, "prompt": "Q", "chosen": A, "rejected": B}
     pairs, _ = read_pairs(written(tmp_path / "pairs.jsonl", *lines, other))
     assert sorted(map(len, folds(pairs, 2))) == [1, 3]
 
 
-@pytest.mark.parametrize("score", [float("nan"), float("inf"), True, None, "5"])
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), 10**400, True, None, "5"])
 def test_a_mark_that_is_no_number_is_no_preference(tmp_path: Path, score: Any) -> None:
     bad = {"document": "P", "summaries": [{"text": A, "score": score}, {"text": B, "score": 0.5}]}
     good = {"prompt": "P", "chosen": A, "rejected": B}
@@ -120,6 +123,28 @@ def test_no_line_raises_whatever_is_in_it(tmp_path_factory: pytest.TempPathFacto
         return
     assert report.lines == len(lines)
     assert all(p.prompt.strip() and p.chosen.strip() and p.rejected.strip() for p in pairs)
+
+
+def test_a_prompt_is_taken_off_both_answers_or_neither_and_nesting_has_an_end(tmp_path: Path) -> None:
+    deep: Any = "P"
+    for _ in range(400):
+        deep = [deep]
+    own = {"prompt": "Say hi", "chosen": "Say hi to all", "rejected": "No"}
+    pairs, report = read_pairs(written(tmp_path / "pairs.jsonl", own, {**own, "prompt": deep}))
+    assert pairs == [PreferencePair("Say hi", "Say hi to all", "No", "Say hi")]
+    assert report.refused == {"no prompt, and no dialogues that begin alike": 1}
+
+
+@given(st.lists(st.integers(0, 20), min_size=2), st.floats(0.01, 0.99))
+def test_a_share_of_the_documents_is_held_out_whole(documents: list[int], held_out: float) -> None:
+    pairs = [PreferencePair("p", "a", "b", str(d)) for d in documents]
+    count = len(set(documents))
+    if count < 2:
+        return
+    held = share(pairs, held_out)
+    names = {documents[i] for i in held}
+    assert names.isdisjoint(d for i, d in enumerate(documents) if i not in set(held))
+    assert len(names) == min(count - 1, max(1, round(held_out * count)))
 
 
 @given(st.lists(st.integers(0, 20), min_size=2), st.integers(2, 5))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tba.errors import TbaError, UserError
+from tba.errors import DeadlineExceeded, TbaError, UserError
 from tba.rewards.endpoint import Rate
 from tba.rewards.victim import EndpointVictim
 
@@ -124,6 +124,42 @@ def test_what_will_not_get_better_is_said_at_once(server: Server) -> None:
         with pytest.raises(UserError, match=words):
             victim(server).start().answers(["x"], 1)
         assert len(server.asked) == before + 1
+
+
+def test_a_token_stays_with_its_endpoint_and_out_of_errors(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "s3cret\r\n")  # from a file with other line ends
+    server.script = lambda n, asked: said(["fine"])
+    assert victim(server, token_variable="MY_TOKEN").start().answers(["x"], 1) == [["fine"]]
+    assert server.tokens == ["Bearer s3cret"]
+    monkeypatch.setenv("MY_TOKEN", "s3c\nret")
+    with pytest.raises(UserError, match="MY_TOKEN has characters") as raised:
+        victim(server, token_variable="MY_TOKEN").start()
+    assert "s3c" not in str(raised.value)
+    monkeypatch.setenv("MY_TOKEN", "s3cret")
+    for status in (301, 302, 303, 307, 308):
+        server.script = lambda n, asked, status=status: (status, {"Location": f"{server.url}/elsewhere"}, b"")
+        with pytest.raises(UserError, match="it redirects"):
+            victim(server, token_variable="MY_TOKEN").start().answers(["x"], 1)
+    assert set(server.paths) == {"/v1/chat/completions"}
+
+
+def test_greedy_answers_are_asked_for_once(server: Server) -> None:
+    server.script = lambda n, asked: said(["same"])
+    assert victim(server, temperature=0.0).start().answers(["x"], 3) == [["same"] * 3]
+    assert [q["n"] for q in server.asked] == [1]
+
+
+def test_one_call_at_a_time_has_the_deadline_too(server: Server) -> None:
+    free = threading.Event()
+
+    def hang(n: int, asked: dict[str, Any]) -> Reply:
+        free.wait(10)
+        return said(["late"])
+
+    server.script = hang
+    with pytest.raises(DeadlineExceeded, match=r"waited 0\.05 s for the victim at .*raise --task\.victim\.deadline"):
+        victim(server, deadline=0.05).start().answers(["x"], 1)
+    free.set()
 
 
 def test_a_server_that_is_not_there_or_hangs_ends_within_the_deadline(server: Server) -> None:

@@ -17,9 +17,12 @@ from transformers import (
     LlamaConfig,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from tba.errors import UserError
+from tba.rewards.frozen import loaded
 from tba.rewards.reward_model import ModelScore, Win
 from tba.rewards.scoring import RewardModel, parts
 from tba.types import Completion, Prompt, StopReason, Version
@@ -131,8 +134,38 @@ def test_an_answer_wins_when_it_is_scored_above_the_persons(tmp_path: Path) -> N
     marks = win.judge([(prompt, answer) for answer in answers])
     assert [mark.reward for mark in marks] == [0.0, 0.0, 1.0]
     assert win.judge([(prompt, completion(" ".join("a" * 40), StopReason.LENGTH))])[0].reward == 0.0
+    unread = Prompt("task", np.array([1], np.int32), "a b", {"reference": " ".join("a" * 40)})
+    assert (mark := win.judge([(unread, answers[2])])[0]).reward == 0.0  # nothing to win against
+    assert mark.parts["reference_unread"] == 1.0
     with pytest.raises(UserError, match="no field 'reference'"):
         win.judge([(Prompt("task", np.array([1], np.int32), "a b", {}), answers[0])])
+
+
+def test_backbones_without_token_types_or_with_another_head_are_read(tmp_path: Path) -> None:
+    size: dict[str, Any] = {"vocab_size": len(WORDS), "hidden_size": 16, "intermediate_size": 32, "pad_token_id": 0}
+    size |= {"num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 18, "num_labels": 3}
+    torch.manual_seed(0)
+    RobertaForSequenceClassification(RobertaConfig(type_vocab_size=1, **size)).save_pretrained(tmp_path)
+    tokenizer(True).save_pretrained(tmp_path)
+    own = RewardModel.load(str(tmp_path), max_tokens=100)
+    assert own.max_tokens == 17  # positions begin after padding's
+    read = own.read(" ".join("a" * 40), "b c")
+    assert read is not None
+    assert len(read.tokens) == 17
+    assert np.isfinite(own.all_scores([read])).all()
+
+
+def test_a_model_reads_as_it_was_trained_to_read(tmp_path: Path) -> None:
+    model(False).save(tmp_path)
+    report = tmp_path / "reward_model.json"
+    report.write_text('{"reads": {"max_tokens": 7, "keep": "beginning"}}')
+    found = loaded(str(tmp_path), 640, "end", "cpu", 1000).model
+    assert (found.max_tokens, found.keep) == (7, "beginning")
+    report.write_text('{"reads": {"max_tokens": 7}}')
+    with pytest.raises(UserError, match="does not say how the model reads"):
+        loaded(str(tmp_path), 640, "end", "cpu", 1000)
+    report.write_text('{"frozen": false}')  # of an earlier version
+    assert loaded(str(tmp_path), 13, "end", "cpu", 1000).model.max_tokens == 13
 
 
 def test_a_model_that_is_not_there_is_named() -> None:

@@ -41,13 +41,24 @@ def test_other_names_are_read_and_a_cue_that_is_there_is_not_added_again(tmp_pat
     assert all(str(p.prompt).endswith("\nTL;DR:") and str(p.prompt).count("TL;DR:") == 1 for p in train)
 
 
+def test_an_end_that_a_summary_spells_is_not_part_of_it(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"post": f"p{n}", "summary": f" s{n}<|endoftext|>"} for n in range(40)]
+    train = Tldr(written(tmp_path / "posts.jsonl", rows)).problems("train")
+    assert all(p.demonstration == p.fields["reference"] for p in train)
+    assert all(str(p.demonstration)[1] == "s" and str(p.demonstration)[2:].isdigit() for p in train)
+
+
 def test_rows_without_a_post_or_summary_or_too_long_ones_are_left_out_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bad: list[dict[str, object]] = [{"post": "p"}, {"tldr": "s"}, {"post": "x" * 101, "tldr": "s"}]
+    bad += [{"post": "TL;DR:", "tldr": "s"}, {"post": "p", "tldr": "!!! :)"}, {"post": "\ud800 p", "tldr": "s"}]
     task = Tldr(written(tmp_path / "posts.jsonl", [*ROWS, *bad]), longest=100)
     assert len(task.problems("train")) + len(task.problems("eval")) == 60
-    assert {"no post", "no summary"} <= {record.getMessage().split(": ")[1] for record in caplog.records}
+    reasons = {record.getMessage().split(": ")[1] for record in caplog.records}
+    assert {"no post", "no summary", "a post or a summary without words"} <= reasons
+    echo = Tldr(task.path, longest=100, demonstrated="echo")
+    assert len({str(p.fields["reference"]) for s in ("train", "eval") for p in echo.problems(s)}) == 60
     with pytest.raises(UserError, match=r"leaves no post for train \(no summary \(1\)\)"):
         Tldr(written(tmp_path / "none.jsonl", bad[:1])).problems("train")
 

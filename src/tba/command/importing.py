@@ -94,6 +94,8 @@ def _take(
     ):
         for called, known_by, entries in sources:
             report = intake.take(entries, known_by, Loud(called, console))
+            if recipe.record.hide_text:
+                report.hide()
             records.append(report.to_json())
             tell(report, called, console)
             taken += report.imported + report.repeated

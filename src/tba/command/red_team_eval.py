@@ -88,10 +88,12 @@ def scored(reward: Toxicity, attacks: Sequence[str]) -> list[list[float]]:
 
 
 def other_victim(spelt: str, like: Victim) -> Victim:
-    """A folder or a Hub name, sampled as `like` is where that is a model too; or URL::MODEL of an endpoint."""
+    """A folder or a Hub name, or URL::MODEL of an endpoint; sampled and asked as `like` is where that is one too."""
     if spelt.startswith(("http://", "https://")):
-        url, _, model = spelt.partition("::")
-        return EndpointVictim(url=url, model=model)
+        url, _, model = spelt.rpartition("::")
+        if not url:
+            raise UserError(f"--transfer is {spelt!r}: give an endpoint as URL::MODEL, with its model's name there")
+        return replace(like if isinstance(like, EndpointVictim) else EndpointVictim(), url=url, model=model)
     return replace(like, path=spelt) if isinstance(like, ModelVictim) else ModelVictim(path=spelt, template="chat")
 
 

@@ -20,14 +20,12 @@ from rich.console import Console
 
 from tba.errors import UserError
 from tba.evaluate.preference import NEAR, Agreement, agreement
-from tba.intake.pairs import PairReport, PreferencePair, folds, read_pairs
+from tba.intake.pairs import PairReport, PreferencePair, folds, read_pairs, share
 from tba.rewards.frozen import FrozenRewardModel, SentenceEncoder, loaded
-from tba.rewards.scoring import RewardModel, S, Scorable
+from tba.rewards.scoring import REPORT, RewardModel, S, Scorable
 from tba.settings import override
 from tba.train.preference import PreferenceSettings, ReadPair, fit
 from tba.weights.beside import folder_beside
-
-FACTS = "reward_model.json"  # what it was made of, and its report
 
 
 @dataclass(frozen=True)
@@ -76,13 +74,14 @@ def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
         "refused": dict(report.refused),
         **lost,
         "frozen": options.frozen,
+        "reads": None if options.frozen else {"max_tokens": options.max_tokens, "keep": options.keep},
         "settings": asdict(options.train),
         "folds": options.folds,
         "held_out": asdict(found),
     }
     with folder_beside(out) as beside:
         model.save(beside)
-        (beside / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+        (beside / REPORT).write_text(json.dumps(facts, indent=1) + "\n")
     console.print(f"reward model in {out}", highlight=False)
     return 0
 
@@ -116,8 +115,7 @@ def _trained(
     documents = len({pair.document for pair in pairs})
     if documents < 2:
         raise UserError("all pairs are about one document, so that none can be held out: give pairs of at least two")
-    count = options.folds or min(documents, max(2, round(1 / options.held_out)))
-    places = folds(pairs, count)
+    places = folds(pairs, options.folds) if options.folds else [share(pairs, options.held_out)]
     every = set(range(len(pairs)))
     model = start()
     texts = _Texts(model, pairs, options)
@@ -125,11 +123,11 @@ def _trained(
     chosen: list[int] = []
     differences: list[float] = []
     longer: list[float] = []
-    for number, held in enumerate(places[: options.folds or 1]):
+    for number, held in enumerate(places):
         model = model if number == 0 else start()
         rest = [pairs[i] for i in sorted(every - set(held))]
+        read = _readable(texts, pairs, held)
         _fit(model, texts, rest, options, console)
-        read = [(i, pair) for i in held if (pair := texts.pair(pairs[i])) is not None]
         scores = model.all_scores(texts.texts, options.train.max_tokens_per_pass)
         differences += [float(scores[pair.chosen] - scores[pair.rejected]) for _, pair in read]
         sign = 1 if np.mean([_longer(pair) for pair in rest]) >= 0.5 else -1
@@ -140,6 +138,17 @@ def _trained(
         model = start()
         _fit(model, texts, pairs, options, console)
     return found, model, {"pairs_left_out": texts.unread, "texts_cut": texts.cut}
+
+
+def _readable(texts: _Texts[S], pairs: Sequence[PreferencePair], held: Sequence[int]) -> list[tuple[int, ReadPair]]:
+    """Those of the held-out pairs that the model can read. Raises `UserError` when it can read none."""
+    read = [(i, pair) for i in held if (pair := texts.pair(pairs[i])) is not None]
+    if not read:
+        raise UserError(
+            f"none of {len(held)} held-out pairs can be read by the model, so that nothing would be measured: raise "
+            "--max-tokens, or give more documents"
+        )
+    return read
 
 
 def labelled(pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console) -> list[PreferencePair]:
@@ -212,6 +221,10 @@ def _fit(
     console: Console,
 ) -> None:
     read = texts.pairs(pairs)
+    if not read:
+        raise UserError(
+            f"none of {len(pairs)} pairs can be read by the model: raise --max-tokens, or give shorter answers"
+        )
     model.begin([texts.texts[place] for place in sorted({p for pair in read for p in (pair.chosen, pair.rejected)})])
 
     def told(step: int, steps: int, loss: float) -> None:

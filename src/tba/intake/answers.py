@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tba.intake.files import Refusal, Values
-from tba.types import Json, Message
+from tba.types import Json, Message, is_text
 
 ROLES = ("system", "user", "assistant")
 RESPONSE = ("response", "completion")  # names of the field with the answer, the first that is there counts
@@ -106,12 +106,3 @@ def _number(claimed: Json) -> float:
         return float(claimed) if isinstance(claimed, int | float) else math.nan
     except OverflowError:
         return math.nan
-
-
-def is_text(text: str) -> bool:
-    """Whether it can be written at all: JSON can spell halves of surrogate pairs, which are no characters."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

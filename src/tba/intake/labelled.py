@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tba.errors import UserError
 from tba.intake.files import Refusal, read
-from tba.types import Json
+from tba.types import Json, is_text
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ def read_labelled(path: Path, fields: LabelledFields) -> Labelled:
 def _reason(text: Json, label: Json, seen: set[str]) -> str:
     if not isinstance(text, str) or not text.strip():
         return "no text"
+    if not is_text(text):
+        return "half of a surrogate pair"
     if label is None or isinstance(label, list | dict):
         return "no label"
     return "a text that was there before" if text in seen else ""

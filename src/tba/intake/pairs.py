@@ -25,7 +25,7 @@ from pathlib import Path
 
 from tba.errors import UserError
 from tba.intake.files import Refusal, Values, read
-from tba.types import Json
+from tba.types import Json, is_text
 
 _PROMPTS = ("prompt", "post", "question", "instruction", "context", "document", "article", "query")
 _DOCUMENTS = ("document_id", "doc_id")  # not "id", which most often numbers lines: two of one prompt would be parted
@@ -98,6 +98,13 @@ def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
     return parts
 
 
+def share(pairs: Sequence[PreferencePair], held_out: float) -> list[int]:
+    """The places of the pairs of so large a share of the documents, at least one and not all of them."""
+    names = sorted({pair.document for pair in pairs}, key=_digest)
+    held = set(names[: min(len(names) - 1, max(1, round(held_out * len(names))))])
+    return [place for place, pair in enumerate(pairs) if pair.document in held]
+
+
 def _digest(name: str) -> bytes:
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass")).digest()
 
@@ -133,6 +140,10 @@ def _of_list(line: Values, summaries: list[Json], score: str) -> Iterator[Prefer
             yield _pair(prompt, str(texts[int(choice)]), str(texts[1 - int(choice)]), line)
         return
     scores = [_mark(entry.get(score)) if isinstance(entry, Mapping) else None for entry in summaries]
+    if len(texts) < 2:
+        yield Refusal("fewer than two answers")
+    elif None not in scores and len(set(scores)) == 1:
+        yield Refusal("answers with equal marks")
     for (a, p), (b, q) in combinations(zip(texts, scores, strict=True), 2):
         if p is None or q is None:
             yield Refusal(f"answers without a choice or a number under {score!r}")
@@ -142,11 +153,18 @@ def _of_list(line: Values, summaries: list[Json], score: str) -> Iterator[Prefer
 
 def _mark(score: Json) -> float | None:
     """A finite number, or None."""
-    number = isinstance(score, int | float) and not isinstance(score, bool)
-    return score if number and math.isfinite(score) else None
+    if not isinstance(score, int | float) or isinstance(score, bool):
+        return None
+    try:
+        number = float(score)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _pair(prompt: str, chosen: str, rejected: str, line: Values) -> PreferencePair | Refusal:
+    if not all(is_text(text) for text in (prompt, chosen, rejected)):
+        return Refusal("half of a surrogate pair in a text")
     if not prompt.strip():
         return Refusal("an empty prompt")
     if not (chosen.strip() and rejected.strip()):
@@ -166,7 +184,8 @@ def _split(line: Values) -> tuple[str, str, str] | Refusal:
     if a is None or b is None:
         return Refusal("an answer is no text")
     if prompt is not None:
-        return prompt, a.removeprefix(prompt), b.removeprefix(prompt)
+        repeated = a.startswith(prompt) and b.startswith(prompt)  # in both, or it is the answer's own
+        return (prompt, a.removeprefix(prompt), b.removeprefix(prompt)) if repeated else (prompt, a, b)
     beginning = a[: a.rfind(_TURN) + len(_TURN)] if _TURN in a else ""
     if not beginning or not b.startswith(beginning):
         return Refusal("no prompt, and no dialogues that begin alike")
@@ -196,11 +215,11 @@ def _prompt(line: Values) -> str | None:
     return None
 
 
-def _text(value: Json) -> str | None:
+def _text(value: Json, depth: int = 4) -> str | None:
     """A text as such, or the content of a message; of a list of messages all contents."""
     if isinstance(value, Mapping):
         value = value.get("content")
     if isinstance(value, list):
-        parts = [_text(part) for part in value]
+        parts = [_text(part, depth - 1) if depth else None for part in value]
         return None if None in parts or not parts else "\n\n".join(str(part) for part in parts)
     return value if isinstance(value, str) else None

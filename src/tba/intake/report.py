@@ -73,6 +73,11 @@ class Report:
         if len(rejected.examples) < EXAMPLES:
             rejected.examples.append((number, refusal.detail))
 
+    def hide(self) -> None:
+        """Forget the details of what was refused, which quote texts; the reasons and their counts stay."""
+        for rejected in self.rejected.values():
+            rejected.examples = [(number, "") for number, _ in rejected.examples]
+
     def take(self, trajectory: Trajectory, known: bool) -> None:
         """One more trajectory is in the journal."""
         self.tokens += trajectory.length

@@ -50,6 +50,21 @@ class Rate:
             return at - now
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer like any other refusal: the token and the attack go to no other address."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _token(variable: str) -> str:
+    """Of the environment; empty when it is not set. Raises `UserError` (without it) when it cannot be a header."""
+    token = os.environ.get(variable, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"the environment variable {variable} has characters that a token cannot have: set it again")
+    return token
+
+
 class Endpoint:
     """An `Answering` (see `rewards.victim`)."""
 
@@ -59,16 +74,22 @@ class Endpoint:
         self._url = f"{settings.url.rstrip('/')}/{path}"
         self._rate = Rate(settings.calls_per_second)
         own = urlsplit(self._url).hostname in ("127.0.0.1", "localhost", "::1")
-        self._opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if own else []))
+        self._opener = urllib.request.build_opener(_NoRedirects(), *([urllib.request.ProxyHandler({})] if own else []))
+        self._token = _token(settings.token_variable)
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
         """One call for each attack, several at a time. Raises `UserError`, `Refused` or `DeadlineExceeded`."""
         s = self.settings
         calls = [functools.partial(self._all_of, attack, count) for attack in attacks]
-        return in_threads(calls, s.concurrency, s.deadline, lambda i: f"the victim at {self._url}") if calls else []
+        if not calls:
+            return []
+        what = f"the victim at {self._url}"
+        return in_threads(calls, s.concurrency, s.deadline, lambda _: what, "--task.victim.deadline", here=False)
 
     def _all_of(self, attack: str, count: int) -> list[str]:
         """A server may give fewer answers than it was asked for: it is asked for the rest."""
+        if self.settings.temperature == 0:  # all alike, and servers refuse to sample several greedily
+            return self._ask(attack, 1)[:1] * count
         found: list[str] = []
         for _ in range(count):
             found += self._ask(attack, count - len(found))
@@ -112,8 +133,8 @@ class Endpoint:
 
     def _post(self, body: bytes) -> bytes:
         headers = {"Content-Type": "application/json"}
-        if token := os.environ.get(self.settings.token_variable, ""):
-            headers["Authorization"] = f"Bearer {token}"
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
         request = urllib.request.Request(self._url, body, headers)  # noqa: S310 - http or https, checked by the settings
         expires = time.monotonic() + self.settings.timeout
         with self._opener.open(request, timeout=self.settings.timeout) as reply:
@@ -142,6 +163,7 @@ class Endpoint:
         what = {
             401: f"put the token into the environment variable {self.settings.token_variable}",
             403: f"put the token into the environment variable {self.settings.token_variable}",
+            **dict.fromkeys((301, 302, 303, 307, 308), "it redirects: give --task.victim.url its final address"),
             404: "check --task.victim.url and --task.victim.model",
         }.get(code, "check the settings of the victim")
         return f"the victim at {self._url} refuses the call ({code}{said and f', {said}'}): {what}"

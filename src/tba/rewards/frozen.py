@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from transformers import AutoModel
 
 from tba.errors import UserError
-from tba.rewards.scoring import RewardModel, Scored, pretrained, quiet
+from tba.rewards.scoring import RewardModel, Scored, made_to_read, pretrained, quiet
 from tba.rewards.similarity import NAMES, Floats, features, sentences
 
 HEAD, FACTS = "head.safetensors", "frozen.json"
@@ -161,7 +161,13 @@ class FrozenRewardModel:
 def loaded(
     path: str, max_tokens: int, keep: Literal["beginning", "end"], device: str, max_tokens_per_pass: int
 ) -> Scored:
-    """The reward model at a path, of either kind, as what marks texts. Raises `UserError` when it cannot be loaded."""
+    """The reward model at a path, of either kind, as what marks texts. Raises `UserError` when it cannot be loaded.
+
+    One of `tba reward-model` reads what it was trained to read: its folder says so, and goes before what is given here.
+    """
     if (Path(path) / FACTS).is_file():
         return Scored(FrozenRewardModel.load(Path(path), device), max_tokens_per_pass)
+    own = made_to_read(Path(path))
+    if own is not None:
+        max_tokens, keep = own
     return Scored(RewardModel.load(path, max_tokens, keep, device), max_tokens_per_pass)

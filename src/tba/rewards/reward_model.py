@@ -6,6 +6,7 @@ paper's penalty: -1, in units of the model's score). Light: libraries and the mo
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Literal, Protocol
 from tba.errors import UserError
 from tba.types import Completion, Judgement, Prompt, StopReason
 
+log = logging.getLogger("tba.reward")
 _CUT = (StopReason.LENGTH, StopReason.INTERRUPTED)
 
 
@@ -65,7 +67,8 @@ class ModelScore:
 class Win:
     """1 where a model scores an answer above the prompt's field `reference`, else 0: the mean is the win rate.
 
-    An answer that did not end is scored as it is. One that is longer than the model reads loses.
+    An answer that did not end is scored as it is. One that the model cannot read loses; so does every answer to a
+    prompt whose reference it cannot read, and the log says how many of these there are.
     """
 
     model: ModelScore
@@ -78,6 +81,11 @@ class Win:
         against = [(prompt.text, _reference(prompt)) for prompt, _ in answered]
         new = [pair for pair in dict.fromkeys(against) if pair not in self._references]
         self._references.update(zip(new, self.model.scores(new) if new else [], strict=True))
+        unread = sum(self._references[pair] is None for pair in new)
+        if unread:
+            log.warning(
+                "%d references cannot be read by the model at %s: no answer wins there", unread, self.model.path
+            )
         own = self.model.scores([(prompt.text, completion.text) for prompt, completion in answered])
         return [_win(score, self._references[pair]) for score, pair in zip(own, against, strict=True)]
 
@@ -85,8 +93,9 @@ class Win:
 def _win(score: float | None, reference: float | None) -> Judgement:
     if score is None:
         return Judgement(0.0, {"unread": 1.0})
-    won = reference is None or score > reference
-    return Judgement(float(won), {"score": score})
+    if reference is None:
+        return Judgement(0.0, {"score": score, "reference_unread": 1.0})
+    return Judgement(float(score > reference), {"score": score})
 
 
 def _reference(prompt: Prompt) -> str:

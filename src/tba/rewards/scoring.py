@@ -9,6 +9,7 @@ Shape legend: N texts, T tokens of the longest.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from tba.errors import UserError
+
+REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
+_AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert")  # positions begin after padding's
 
 
 class Cut(Protocol):
@@ -89,9 +93,29 @@ def pretrained(path: str, kind: Any, **more: Any) -> tuple[Any, Any]:
     try:
         with quiet():
             return kind.from_pretrained(path, dtype=torch.float32, **more), AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of other shapes
         reason = str(error).partition("\n")[0]
         raise UserError(f"no reward model can be loaded from {path!r} ({reason}): give a folder or name") from error
+
+
+def made_to_read(folder: Path) -> tuple[int, Literal["beginning", "end"]] | None:
+    """(tokens, the part of a longer prompt that stays) that a model in `folder` was trained with; None: it is not said.
+
+    Raises `UserError` when what is said makes no sense.
+    """
+    path = folder / REPORT
+    if not path.is_file():
+        return None
+    try:
+        reads = json.loads(path.read_text(encoding="utf-8")).get("reads")
+        if reads is None:  # of an earlier version, or frozen
+            return None
+        tokens, keep = int(reads["max_tokens"]), reads["keep"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} does not say how the model reads ({error}): make it again") from error
+    if keep not in ("beginning", "end"):
+        raise UserError(f"{path} says that of a prompt {keep!r} stays: make the model again")
+    return tokens, keep
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +141,19 @@ class RewardModel:
         # The head reads the last token that is no padding: EOS must not be taken for padding.
         self.pad = next(i for i in (tokenizer.pad_token_id, 0, 1) if i is not None and i != self._ends[0])
         model.config.pad_token_id = self.pad
+        self._typed = self._pair and (getattr(model.config, "type_vocab_size", 0) or 0) > 1
 
     @classmethod
     def load(
         cls, path: str, max_tokens: int = 640, keep: Literal["beginning", "end"] = "end", device: str = "cpu"
     ) -> RewardModel:
         """A folder or a Hub name; a head that is not there yet is made. Raises `UserError` when it cannot be loaded."""
-        model, tokenizer = pretrained(path, AutoModelForSequenceClassification, num_labels=1)
+        model, tokenizer = pretrained(
+            path, AutoModelForSequenceClassification, num_labels=1, ignore_mismatched_sizes=True
+        )
         longest = getattr(model.config, "max_position_embeddings", None) or max_tokens
+        if model.config.model_type in _AFTER_PADDING:
+            longest -= model.config.pad_token_id + 1
         return cls(model, tokenizer, min(max_tokens, longest), keep, device)
 
     def read(self, prompt: str, response: str) -> Text | None:
@@ -158,7 +187,7 @@ class RewardModel:
         """[N] one forward pass of all."""
         ids_NT, second_NT, there_NT = _padded(texts, self.pad)
         device = self.model.device
-        more = {"token_type_ids": second_NT.to(device)} if self._pair else {}
+        more = {"token_type_ids": second_NT.to(device)} if self._typed else {}
         logits = self.model(input_ids=ids_NT.to(device), attention_mask=there_NT.to(device), **more).logits
         return logits[:, 0].float()
 

@@ -33,14 +33,20 @@ class _Outcome(Generic[T]):
 
 
 def in_threads(
-    calls: Sequence[Callable[[], T]], concurrency: int, deadline_seconds: float, waiting_for: Callable[[int], str]
+    calls: Sequence[Callable[[], T]],
+    concurrency: int,
+    deadline_seconds: float,
+    waiting_for: Callable[[int], str],
+    setting: str = "`deadline_seconds`",
+    here: bool = True,
 ) -> list[T]:
-    """The results of `calls`, of which at most `concurrency` run at once (in the calling thread when that is 1).
+    """The results of `calls`, of which at most `concurrency` run at once.
 
-    Waits for the threads it starts. Raises what the first failing call raised, and `DeadlineExceeded`, with
-    `waiting_for(i)` of an unfinished call, when they take more than `deadline_seconds` in all.
+    With `here`, a single one at a time runs in the calling thread, and no deadline ends it. `setting` is what the
+    deadline is called where it is set. Waits for the threads it starts. Raises what the first failing call raised, and
+    `DeadlineExceeded`, with `waiting_for(i)` of an unfinished call, when they take more than `deadline_seconds` in all.
     """
-    if concurrency == 1 or len(calls) == 1:
+    if here and (concurrency == 1 or len(calls) == 1):
         return [call() for call in calls]
     pending: SimpleQueue[int] = SimpleQueue()
     finished: SimpleQueue[tuple[int, _Outcome[T]]] = SimpleQueue()
@@ -71,7 +77,7 @@ def in_threads(
                 late = next(i for i in range(len(calls)) if i not in results)
                 raise DeadlineExceeded(
                     f"waited {deadline_seconds:g} s for {waiting_for(late)}: {len(calls) - len(results)} of "
-                    f"{len(calls)} calls are unfinished, so raise `deadline_seconds` or make the calls faster"
+                    f"{len(calls)} calls are unfinished, so raise {setting} or make the calls faster"
                 ) from None
             if outcome.error is not None:
                 raise outcome.error

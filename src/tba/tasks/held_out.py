@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 def is_held_out(problem: str, share: float) -> bool:
     """Whether `problem` is among the `share` (0 to 1) held out."""
-    digest = hashlib.blake2b(problem.encode(), digest_size=8, person=b"tba held out").digest()
+    digest = hashlib.blake2b(problem.encode(errors="surrogatepass"), digest_size=8, person=b"tba held out").digest()
     return int.from_bytes(digest, "little") < share * 2.0**64
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.types import Json
+from tba.types import Json, is_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Row:
         if not isinstance(value, str) or not value.strip():
             given = f"has {value!r} as its field" if field in self.values else "has no field"
             raise UserError(f"{self.place} {given} {field!r}: give it a text")
+        if not is_text(value):
+            raise UserError(f"{self.place} has half of a surrogate pair in its field {field!r}: give it a text")
         return value
 
 

@@ -4,7 +4,8 @@ Rows have a post and somebody's summary of it, under the usual names; a post is 
 evaluation. Answers are trained on the score of `reward_model`; they are evaluated by whether `gold` (by default the
 same model) scores them above the person's summary: the mean is the win rate.
 
-Invariant: a row without a post or a summary, or with a post of more than `longest` characters, is left out and counted.
+Invariant: a row without a post or a summary in words, or with a post of more than `longest` characters, is left out and
+counted.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from tba.rewards.similarity import sentences
 from tba.tasks.held_out import check_share, is_held_out
 from tba.tasks.hub import rows_from_hub
 from tba.tasks.rows import Row, read_rows
-from tba.types import Problem, Split
+from tba.types import Problem, Split, is_text
 
 log = logging.getLogger("tba.task")
-_POSTS = ("query", "prompt", "post", "document", "source", "article", "text")
+_POSTS = ("query", "prompt", "post", "content", "document", "source", "article", "text")
 _SUMMARIES = ("reference_response", "tldr", "summary", "reference", "target", "label")
 _CUE = "TL;DR:"
+_END = "<|endoftext|>"  # with which some data sets spell the end of a summary
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,17 @@ class Tldr:
         if post is None or summary is None:
             refused["no post" if post is None else "no summary"] += 1
             return None
+        if not (_has_words(post) and _has_words(summary)):
+            refused["a post or a summary without words"] += 1
+            return None
         if len(post) > self.longest:
             refused[f"a post of more than {self.longest} characters"] += 1
             return None
-        return post, summary.strip()
+        return post, summary.strip().removesuffix(_END).rstrip()
 
     def _problems(self, post: str, summary: str) -> list[Problem]:
         """One; several only where each sentence is demonstrated."""
-        fields, text = {"reference": f" {summary}"}, post.rstrip().removesuffix(_CUE).strip()
+        fields, text = {"reference": f" {summary}"}, _body(post)
         if self.demonstrated == "summary":
             return [Problem(_prompt(post), fields, f" {summary}")]
         found = sentences(text)
@@ -116,6 +121,14 @@ class Tldr:
         if self.demonstrated == "sentence":
             found = [found[zlib.crc32(text.encode()) % len(found)]]
         return [Problem(_prompt(post), fields, f" {sentence}") for sentence in found]
+
+
+def _body(post: str) -> str:
+    return post.rstrip().removesuffix(_CUE).strip()
+
+
+def _has_words(text: str) -> bool:
+    return is_text(text) and any(map(str.isalnum, _body(text).removesuffix(_END)))
 
 
 def _prompt(post: str) -> str:
