@@ -98,7 +98,7 @@ def test_sample_writes_marked_answers_that_are_read_as_pairs(run: Path, said: Sa
     pairs, report = read_pairs(out)
     right = [{a["text"] for a in line["responses"] if a["score"] == 1.0} for line in lines]
     assert {pair.chosen for pair in pairs} <= set().union(*right)
-    assert set(report.refused) <= {"an empty answer"}
+    assert set(report.refused) <= {"an empty answer", "answers with equal marks"}
     assert main(["sample", SUMS, "--out", str(out)]) == 2
     assert main(["sample", SUMS]) == 2
     assert main(["sample", SUMS, "--samples", "0", "--out", str(tmp_path / "none")]) == 2
@@ -169,9 +169,16 @@ def test_eval_of_a_runs_newest_checkpoint_gives_the_figures_the_run_ended_with(
 def test_eval_of_a_folder_and_of_the_training_problems(run: Path, said: Said, tmp_path: Path) -> None:
     checkpoint = newest_checkpoint(run / "checkpoints")
     assert checkpoint is not None
-    printed = said("eval", SUMS, "--checkpoint", checkpoint.path, "--split", "train", "--evaluation.problems", "20")
+    texts = tmp_path / "answers.jsonl"
+    which = ("--checkpoint", checkpoint.path, "--split", "train", "--evaluation.problems", "20")
+    printed = said("eval", SUMS, *which, "--texts", texts)
     assert "20 train problems" in printed
     assert "95 % interval" in printed
+    assert "20 answers of " in printed
+    answers = [json.loads(line) for line in texts.read_text().splitlines()]
+    assert len({answer["prompt"] for answer in answers}) == len(answers) == 20
+    assert all(set(answer) == {"prompt", "response", "reward", "correct", "metric"} for answer in answers)
+    assert main(["eval", SUMS, *map(str, which), "--texts", str(texts), "--record.hide-text"]) == 2
 
 
 def test_sft_makes_a_recipes_model_once_and_then_copies_it(said: Said, tmp_path: Path) -> None:

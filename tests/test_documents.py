@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tba.__main__ import EvalOptions, OutOptions, ResumeOptions, TrainOptions
 from tba.command.collecting import SmoothingOptions
 from tba.command.importing import ImportOptions
+from tba.command.options import EvalOptions, OutOptions, ResumeOptions, TrainOptions
 from tba.command.red_team import PlotOptions, RedTeamEvalOptions, WorldPlaces
 from tba.command.red_team_world import WorldOptions
 from tba.command.replay import ReplayOptions

@@ -50,7 +50,11 @@ ALLOWED: dict[str, set[str]] = {
     "field_comments": set(),
     "settings": GROUND | {"recipe", "recipes", "study", "studies", "field_comments"},
     "runtime": SEAMS | PARTS | {"recipe", "settings", "study"},
-    "command": SEAMS | LEAVES | PARTS | {"models", "objectives", "recipe", "study", "settings", "runtime"},
+    "command": SEAMS
+    | LEAVES
+    | PARTS
+    | {"models", "objectives", "recipe", "study", "settings", "runtime"}
+    | {"field_comments"},
     "__main__": GROUND | {"command", "settings"},
     "__init__": set(),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import subprocess
 import sys
@@ -16,9 +17,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tba.__main__ import main
+from tba.command.help import OPTIONS
 from tba.errors import UserError
 from tba.field_comments import comments
 from tba.recipe import Recipe, resolved
+from tba.rewards.victim import EndpointVictim
 from tba.runtime.directory import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
 from tba.settings import find, flags, names, override
@@ -189,6 +192,24 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
     assert all(f"tba {command}" in said for command in ("train", "check", "sft", "eval", "recipes", "show"))
 
 
+COMMANDS = ["train", "search", "import", "check", "sft", "sample", "reward-model", "red-team", "eval", "study"]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "show", "replay"])
+def test_help_of_a_command_says_how_it_is_called_and_has_all_its_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(f"  tba {command} ")
+    for name, places in OPTIONS.items():
+        if name == command:
+            for place in places:
+                module, _, kind = place.rpartition(".")
+                options = getattr(importlib.import_module(f"tba.command.{module}"), kind)()
+                assert all(f"  {flag} " in said for flag in flags(options))
+
+
 @pytest.mark.parametrize("name", [TOY, "gsm8k"])
 def test_help_of_a_recipe_explains_every_field_with_its_value(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -213,6 +234,7 @@ class Example:
 
 def test_the_comment_behind_a_field_is_its_help() -> None:
     assert comments(Example) == {"first": "what it is", "second": "", "third": "begins here and goes on here"}
+    assert comments(EndpointVictim)["token_variable"].startswith("the environment variable")  # what linters read is not
 
 
 def test_a_class_made_in_a_console_has_no_comments() -> None:

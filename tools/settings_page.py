@@ -22,10 +22,16 @@ from types import ModuleType, UnionType
 from typing import Literal
 
 from tba.command.collecting import SmoothingOptions
+from tba.command.importing import ImportOptions
+from tba.command.options import EvalOptions, TrainOptions
+from tba.command.red_team import RedTeamEvalOptions
 from tba.command.red_team_world import WorldOptions
+from tba.command.replay import ReplayOptions
 from tba.command.reward_model import RewardModelOptions
 from tba.command.sample import SampleOptions
+from tba.command.search import SearchOptions
 from tba.command.sft import SftOptions
+from tba.command.study import StudyOptions
 from tba.command.toxicity_classifier import ClassifierOptions
 from tba.field_comments import comments
 from tba.recipe import Recipe
@@ -71,6 +77,16 @@ SLOTS = (
     Slot("--replay.selection", "Selection from replay", "tba.replay.selection", ("m", "start")),
     Slot("--optimizer.schedule", "Schedules of the learning rate", "tba.schedules", ("warmup", "__call__")),
 )
+COMMANDS: dict[str, type] = {
+    "train RECIPE": TrainOptions,
+    "search": SearchOptions,
+    "import RUN FILE": ImportOptions,
+    "eval RECIPE": EvalOptions,
+    "study STUDY": StudyOptions,
+    "replay RUN": ReplayOptions,
+    "sample RECIPE": SampleOptions,
+    "red-team eval RECIPE": RedTeamEvalOptions,
+}
 SLOT_OF = {slot.flag: slot for slot in SLOTS}
 
 
@@ -81,9 +97,10 @@ def page() -> str:
         parts.append(f"## {slot.title}\n\nOne of these fills `{slot.flag}`.\n")
         for kind in fillings(slot):
             parts += section(kind.__name__, f"{slot.flag}.", kind, level=3)
+    for command, kind in COMMANDS.items():
+        parts += section(f"`tba {command}`", "--", kind)
     parts += section("`tba sft FILE.jsonl`", "--", SftOptions, inner=False)
     parts += section("`tba sft RUN`", "--", SmoothingOptions)
-    parts += section("`tba sample RECIPE`", "--", SampleOptions)
     parts += section("`tba reward-model PAIRS`", "--", RewardModelOptions)
     parts += section("`tba red-team classifier FILE`", "--", ClassifierOptions)
     parts += section("`tba red-team world`", "--", WorldOptions, inner=False)

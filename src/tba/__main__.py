@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 USAGE = """\
@@ -21,7 +20,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba search --run RUN [--address HOST:PORT]    one more searcher for a run that goes on; Ctrl-C leaves it
   tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed]
                                             answers from elsewhere (JSON Lines, Parquet, another run) into a run
-  tba check RECIPE [--field value ...]      resolve, validate, estimate memory and time; run nothing
+  tba check RECIPE [--field value ...]      resolve and validate it, time a few rounds and steps; no run is made
   tba sft RECIPE --out DIR [--field value ...]    the recipe's supervised warm start
   tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response
   tba sft RUN --min-reward X --out DIR [...]      supervised training on the best answers that a run found
@@ -36,7 +35,8 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba red-team eval RECIPE [--checkpoint DIR] [--attacks 1024] [--transfer VICTIM] [--families FILE] [--out FILE]
                                             success and diversity of sampled attacks, with intervals
   tba red-team plot FILE... --out FILE.png  what several such evaluations found, success against diversity
-  tba eval RECIPE [--checkpoint DIR] [--split eval] [--distance N] [--out FILE] [--field value ...]
+  tba eval RECIPE [--checkpoint DIR] [--split eval] [--distance N] [--texts FILE] [--out FILE] [--field value ...]
+                                            accuracy, distance and answers of any checkpoint on a recipe's task
   tba study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
                                             variants x seeds (a name, or a path to a .py file), tables and plots
   tba recipes                               the recipes there are
@@ -45,41 +45,9 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba replay RUN [--sql "SELECT ..."] [--export FILE.jsonl|FILE.parquet]
                                             the trajectories of a run: counted, asked, written out
 
-`tba train RECIPE --help` lists every field of a recipe.
+`tba COMMAND --help` lists a command's options, `tba train RECIPE --help` every field of a recipe too.
 """
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """Where a run goes."""
-
-    run_name: str | None = None
-    runs: Path = Path("runs")
-    data: Path | None = None  # a file of answers, or another run: imported before the run begins
-
-
-@dataclass(frozen=True)
-class ResumeOptions:
-    """What goes on."""
-
-    resume: Path | None = None
-
-
-@dataclass(frozen=True)
-class OutOptions:
-    """Where a model goes."""
-
-    out: Path | None = None
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """What is evaluated."""
-
-    checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
-    split: str = "eval"
-    out: Path | None = None  # per-problem scores as JSON
-    distance: int = 0  # prompts on which KL and perplexity to the recipe's own model are measured; 0: they are not
+HELP = {"-h", "--help"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,10 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     from tba.errors import TbaError, UserError
 
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if not arguments or arguments[0] in HELP or arguments[0] == "help":
         print(USAGE)
         return 0
     try:
+        if _asked_for_help(*arguments):
+            return 0
         code = _command(arguments[0])(arguments[1:])
         sys.stdout.flush()
         return code
@@ -108,6 +78,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read it has seen enough (`tba recipes | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor is there anything to flush at the end
         return 0
+
+
+def _asked_for_help(command: str, *arguments: str) -> bool:
+    """Whether `--help` was all that was asked, and has been given: a recipe's fields follow where one is named."""
+    if not HELP & set(arguments):
+        return False
+    _command(command)  # says that there is no such command
+    from tba.command.help import help_of
+
+    print(help_of(command, USAGE), end="\n\n")
+    named = arguments[1:2] if command == "red-team" else arguments[:1]
+    takes_recipe = command in ("train", "check", "sft", "sample", "eval") or arguments[0] == "eval"
+    return not (takes_recipe and named and not named[0].startswith("-"))
 
 
 def _command(name: str) -> Callable[[list[str]], int]:
@@ -136,6 +119,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
 def train(arguments: list[str]) -> int:
     """`tba train RECIPE`, or `tba train --resume RUN`."""
+    from tba.command.options import TrainOptions
     from tba.command.train import run_recipe
     from tba.settings import split_options
 
@@ -148,6 +132,7 @@ def train(arguments: list[str]) -> int:
 
 def resume(arguments: list[str]) -> int:
     """`tba train --resume RUN`."""
+    from tba.command.options import ResumeOptions
     from tba.command.resume import resume_run
     from tba.errors import UserError
     from tba.settings import split_options
@@ -230,6 +215,7 @@ def red_team(arguments: list[str]) -> int:
 
 def _made(arguments: list[str], verb: str, of: str, source: str, what: str) -> tuple[str, list[str], Path]:
     """What a model is made of, the fields that are set, and the folder that it goes to."""
+    from tba.command.options import OutOptions
     from tba.errors import UserError
     from tba.settings import split_options
 
@@ -243,11 +229,12 @@ def _made(arguments: list[str], verb: str, of: str, source: str, what: str) -> t
 def evaluate(arguments: list[str]) -> int:
     """`tba eval RECIPE`."""
     from tba.command.evaluate import evaluate_model
+    from tba.command.options import EvalOptions
     from tba.settings import split_options
 
     name, rest = _named(arguments, "tba eval RECIPE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(EvalOptions(), rest, "tba eval")
-    return evaluate_model(name, overrides, options.checkpoint, options.split, options.out, options.distance)
+    return evaluate_model(name, overrides, options)
 
 
 def study(arguments: list[str]) -> int:
@@ -282,7 +269,8 @@ def show(arguments: list[str]) -> int:
     """`tba show RUN`."""
     from tba.command.show import show_run
 
-    name, _ = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
+    name, left = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
+    _refuse_more(left, "tba show RUN", "one run")
     return show_run(Path(name))
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 import tokenize
 from io import StringIO
+
+_MARK = re.compile(r"#\s*(noqa: [A-Z0-9, ]+ - )?")  # what begins a comment, and what is said to a linter
 
 
 def comments(kind: type) -> dict[str, str]:
@@ -25,7 +28,7 @@ def comments(kind: type) -> dict[str, str]:
     ]
     ends = [line - 1 for line, _ in fields[1:]] + [max((line for line, _ in fields), default=0)]
     by_line = {
-        t.start[0]: t.string.removeprefix("#").strip()
+        t.start[0]: _MARK.sub("", t.string).strip()
         for t in tokenize.generate_tokens(StringIO(source).readline)
         if t.type == tokenize.COMMENT
     }

@@ -20,7 +20,7 @@ VLLM = HuggingFace(path="nowhere", device="cpu", generation=EngineSettings(engin
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="says what there is where vLLM is missing")
 def test_a_missing_vllm_is_named_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HuggingFace, "tokenizer", lambda self: None)
-    with pytest.raises(UserError, match=r"not installed: pip install 'tba\[vllm\]' -c constraints-vllm.txt"):
+    with pytest.raises(UserError, match=r"not installed: pip install -e '\.\[vllm\]' -c constraints-vllm.txt"):
         VLLM.engine(Version())
 
 

@@ -80,7 +80,7 @@ def test_what_was_not_asked_for_is_not_there(tmp_path: Path) -> None:
 
 def test_wandb_that_is_not_installed_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match=r"wandb is not installed; run `pip install 'tba\[wandb\]'`"):
+    with pytest.raises(UserError, match=r"wandb is not installed; run `pip install wandb`"):
         RecordSettings(wandb="my-project").start(tmp_path)
 
 

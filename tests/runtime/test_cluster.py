@@ -18,7 +18,7 @@ import pytest
 from runs import alive, command, distance, made, quiet, steps_of, train, until
 
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # which Ray reads when it is loaded
-ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip install 'tba[cluster]'")
+ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip install -e '.[cluster]'")
 
 from tba.record.evaluations import read_evaluations  # noqa: E402
 from tba.record.jsonl import read_lines  # noqa: E402

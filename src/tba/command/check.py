@@ -77,7 +77,7 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
 def require_ray() -> None:
     """Raises `UserError` where it is not installed."""
     if importlib.util.find_spec("ray") is None:
-        raise UserError("a cluster needs Ray, which is not installed: pip install 'tba[cluster]'")
+        raise UserError("a cluster needs Ray, which is not installed: pip install -e '.[cluster]'")
 
 
 def check_recipe(name: str, overrides: list[str]) -> int:

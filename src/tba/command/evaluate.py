@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -11,8 +13,9 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from tba.command.options import EvalOptions
 from tba.errors import UserError
-from tba.evaluate.accuracy import evaluate
+from tba.evaluate.accuracy import Answer, EvaluationSettings, evaluate
 from tba.evaluate.divergence import Divergence, divergence
 from tba.evaluate.estimators import wilson_interval
 from tba.models.huggingface import HuggingFace
@@ -26,13 +29,9 @@ from tba.train.checkpoint import newest_checkpoint
 from tba.types import Prompt, Version
 
 
-def evaluate_model(
-    name: str, overrides: list[str], checkpoint: str | None, split: str, out: Path | None, distance: int = 0
-) -> int:
-    """Prints each metric with its 95 % interval; per-problem scores go to `out`.
-
-    distance: prompts on which the distance to the recipe's own model, and the reward, are measured (0: it is not).
-    """
+def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int:
+    """Prints each metric with its 95 % interval; per-problem scores and answers go to files."""
+    split, checkpoint, out, distance = options.split, options.checkpoint, options.out, options.distance
     if split not in ("train", "eval"):
         raise UserError(f"--split is {split!r}: give train or eval")
     begun = override(find(name), overrides, f"tba eval {name}")
@@ -45,7 +44,7 @@ def evaluate_model(
         engine,
         prompts,
         recipe.task.examination() if isinstance(recipe.task, Examined) else recipe.task.reward(),
-        recipe.evaluation,
+        _shown(recipe, options),
         np.random.default_rng([recipe.seed, 7]),
         now=time.monotonic,
         policy_temperature=recipe.policy_temperature,
@@ -67,7 +66,34 @@ def evaluate_model(
         facts["distance"] = asdict(measured)
     if out is not None:
         write_json(out, facts)
+    if options.texts is not None:
+        _write_texts(options.texts, found.answers, console)
     return 0
+
+
+def _shown(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:
+    """All answers are kept where they are to be written."""
+    if options.texts is None:
+        return recipe.evaluation
+    if recipe.record.hide_text:
+        raise UserError(
+            f"recipe {recipe.name} hides its texts, which --texts would write: give --record.no-hide-text with it"
+        )
+    return replace(recipe.evaluation, shown=1_000_000_000)
+
+
+def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> None:
+    """A line an answer, and how long they are."""
+    lines = [
+        {"prompt": a.prompt, "response": a.completion, "reward": a.reward, "correct": a.correct, "metric": a.metric}
+        for a in answers
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    os.replace(beside, path)
+    words = np.mean([len(a.completion.split()) for a in answers]) if answers else 0.0
+    console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 
 
 def _distance(begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt]) -> Divergence:

@@ -14,7 +14,7 @@ from tba.settings import split_options
 class WorldPlaces:
     """Where the world goes, and whose texts its victim says."""
 
-    out: Path | None = None
+    out: Path | None = None  # what is made
     labelled: Path | None = None  # labelled texts in place of made-up ones
 
 
@@ -22,7 +22,7 @@ class WorldPlaces:
 class ClassifierPlaces:
     """Where the classifier goes."""
 
-    out: Path | None = None
+    out: Path | None = None  # what is made
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class RedTeamEvalOptions:
 class PlotOptions:
     """Where the plot goes."""
 
-    out: Path | None = None
+    out: Path | None = None  # what is made
 
 
 def red_team_command(arguments: list[str]) -> int:

@@ -181,8 +181,8 @@ def next_steps(name: str, run: RunDirectory, stopped: bool) -> list[str]:
     first = left if stopped else []
     return [
         *first,
-        f"tba show {run.path}                      this page again, all counts, and the curves",
-        f"tba eval {name} --checkpoint {run.path}    any figure on its newest checkpoint",
-        f"tba train {name} --runtime inline       the same in one process, taking turns",
-        "tba train examples/my_task.py             your own task: copy that file",
+        f"tba show {run.path}                      # this page again, all counts, and the curves",
+        f"tba eval {name} --checkpoint {run.path}    # any figure on its newest checkpoint",
+        f"tba train {name} --runtime inline       # the same in one process, taking turns",
+        "tba train examples/my_task.py             # your own task: copy that file",
     ]

@@ -278,14 +278,14 @@ def _imported(device: torch.device) -> Any:
     """The package. Raises `UserError` when it is missing, of another version, or built for another device."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            "the engine is vllm, which is not installed: pip install 'tba[vllm]' -c constraints-vllm.txt in an "
+            "the engine is vllm, which is not installed: pip install -e '.[vllm]' -c constraints-vllm.txt in an "
             "environment of its own (Linux with an NVIDIA GPU), or choose --model.generation.engine transformers"
         )
     found = _installed()
     if ".".join(found.split(".")[:2]) not in SUPPORTED:
         raise UserError(
             f"vllm {found} is installed, but this engine was written for {' and '.join(SUPPORTED)}: "
-            "pip install 'tba[vllm]' -c constraints-vllm.txt, or choose --model.generation.engine transformers"
+            "pip install -e '.[vllm]' -c constraints-vllm.txt, or choose --model.generation.engine transformers"
         )
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -27,11 +27,7 @@ class LabelledFields:
 
     text: str = "text"  # a field's name; in a CSV file without a heading, a column's number from 0
     label: str = "label"  # likewise
-    toxic: tuple[str, ...] = (
-        "1",
-        "true",
-        "toxic",
-    )  # the labels that mean toxic, whatever their case; all others do not
+    toxic: tuple[str, ...] = ("1", "true", "toxic")  # labels that mean toxic, whatever their case; all others do not
 
     @property
     def numbered(self) -> bool:

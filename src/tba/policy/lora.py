@@ -46,7 +46,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMo
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
-        raise UserError("adapters (model.lora) need the library peft: pip install 'tba[lora]'") from error
+        raise UserError("adapters (model.lora) need the library peft: pip install -e '.[lora]'") from error
     targets: Any = list(settings.targets) or "all-linear"
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
     with torch.random.fork_rng():

@@ -22,7 +22,7 @@ class WandbRun:
         except ImportError:
             raise UserError(
                 f"W&B project {project!r} was asked for, but the package wandb is not installed; "
-                "run `pip install 'tba[wandb]'` or leave the field empty."
+                "run `pip install wandb` or leave the field empty."
             ) from None
         self._run: Any = wandb.init(
             project=project, name=directory.name, dir=str(directory), config=dict(recipe), resume="allow"

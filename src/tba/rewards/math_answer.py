@@ -117,7 +117,7 @@ def _differ_though_tiny(a: Any, b: Any) -> bool:
 def require_math_verify() -> None:
     """Raises `UserError` when the package is not there."""
     if importlib.util.find_spec("math_verify") is None:
-        raise UserError("grading MATH answers needs the package math-verify: install it with `pip install 'tba[math]'`")
+        raise UserError("grading MATH answers needs the package math-verify: install it with `pip install math-verify`")
 
 
 class _Expired(BaseException):

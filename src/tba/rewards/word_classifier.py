@@ -1,4 +1,4 @@
-"""Toxicity by logistic regression on words and pairs of words, trained with scikit-learn (`pip install tba[red-team]`).
+"""Toxicity by logistic regression on words and pairs of words, trained with scikit-learn (the extra `red-team`).
 
 Invariant: a folder holds numbers and settings only (`weights.safetensors`, `classifier.json`), so that nothing is
 unpickled; what is loaded scores as what was trained did. Words are hashed: no text of the training data is kept.
@@ -128,6 +128,6 @@ def _sklearn(name: str) -> Any:
         return importlib.import_module(f"sklearn.{name}")
     except ImportError as error:
         raise UserError(
-            "the word classifier needs scikit-learn: `pip install tba[red-team]`, or choose a recipe with another "
+            "the word classifier needs scikit-learn: `pip install scikit-learn`, or choose a recipe with another "
             "classifier"
         ) from error

@@ -1,0 +1,40 @@
+"""Options of commands that are no settings of a recipe and belong to no other module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Where a run goes."""
+
+    run_name: str | None = None  # its folder's name; none: the recipe's, with a number
+    runs: Path = Path("runs")  # the folder of runs
+    data: Path | None = None  # a file of answers, or another run: imported before the run begins
+
+
+@dataclass(frozen=True)
+class ResumeOptions:
+    """What goes on."""
+
+    resume: Path | None = None  # a run's folder
+
+
+@dataclass(frozen=True)
+class OutOptions:
+    """Where a model goes."""
+
+    out: Path | None = None  # the folder to make
+
+
+@dataclass(frozen=True)
+class EvalOptions:
+    """What is evaluated."""
+
+    checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
+    split: str = "eval"  # whose problems, train or eval
+    out: Path | None = None  # per-problem scores as JSON
+    texts: Path | None = None  # the answers, as JSON Lines: prompt, response, what it was marked
+    distance: int = 0  # prompts on which KL and perplexity to the recipe's own model are measured; 0: they are not
