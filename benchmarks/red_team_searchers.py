@@ -5,8 +5,8 @@
 
 A row for each: trajectories a minute from the first optimizer step to the last, CPU time of the trainer's thread per
 step (which others on the machine do not touch, as seconds on the wall would be), attacks in replay at the end that
-succeed, and how many of the world's families they are of. With more than one repeat the numbers of searchers take
-turns. `--world` is what `tba red-team world` made.
+succeed, how many of the world's families they are of, and how different all that were tried are. With more than one
+repeat the numbers of searchers take turns. `--world` is what `tba red-team world` made.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from pathlib import Path
 
 from slow_endpoint import serve
 
+from tba.evaluate.embedding import SentenceEncoder
+from tba.evaluate.estimators import mean_distance
 from tba.replay.follower import JournalFollower
 from tba.tasks.trigger_world import TriggerWorld
 
@@ -41,6 +43,7 @@ class Row:
     trajectories: int
     successes: int
     families: int
+    distance: float  # mean over pairs of different attacks, 1 - cosine of sentence embeddings
     seconds: float  # of training
 
 
@@ -59,18 +62,19 @@ def main() -> None:
     server = serve(arguments.seconds, arguments.concurrency, os.environ["ENDPOINT_TOKEN"])
     url = f"http://127.0.0.1:{server.server_address[1]}/v1"
     rows = []
+    encoder = SentenceEncoder.load()
     with tempfile.TemporaryDirectory() as folder:
         for repeat in range(arguments.repeats):
             for count in map(int, arguments.searchers.split(",")):
                 own = ["--seed", str(repeat), "--steps", str(arguments.steps), "--task.victim.url", url]
-                rows.append(run(count, own, arguments.world, Path(folder) / f"{count}-{repeat}"))
+                rows.append(run(count, own, arguments.world, Path(folder) / f"{count}-{repeat}", encoder))
                 print(rows[-1], flush=True)
     report(rows)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
 
 
-def run(searchers: int, own: list[str], world: Path, path: Path) -> Row:
+def run(searchers: int, own: list[str], world: Path, path: Path, encoder: SentenceEncoder) -> Row:
     """One `tba train`, in a process of its own."""
     paths = ["--task.attacks", f"{world}/attacks.jsonl", "--task.classifier.path", f"{world}/classifier"]
     place = ["--runs", str(path.parent), "--run-name", path.name, "--searchers", str(searchers)]
@@ -85,6 +89,7 @@ def run(searchers: int, own: list[str], world: Path, path: Path) -> Row:
     created = [t.created for t in attacks]
     seconds = summary["wall_seconds"]["train"]
     inside = [at for at in created if at >= max(created) - seconds]
+    tried = encoder.embed(sorted({t.completion.text for t in attacks}))
     won = {t.completion.text for t in attacks if t.reward_parts.get("success")}
     world_of = TriggerWorld()
     return Row(
@@ -95,6 +100,7 @@ def run(searchers: int, own: list[str], world: Path, path: Path) -> Row:
         trajectories=len(attacks),
         successes=len(won),
         families=len({world_of.family(text) for text in won} - {None}),
+        distance=mean_distance(tried @ tried.T).estimate,
         seconds=seconds,
     )
 

@@ -120,3 +120,17 @@ def test_what_is_missing_is_said_in_one_sentence(
         assert main(arguments) == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "o").exists()
+
+
+def test_pairs_that_cannot_be_had_or_read_are_said_to_be_so_before_anything_is_trained(
+    tmp_path: Path, backbone: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--out", str(tmp_path / "reward"))
+    assert main(["reward-model", "nobody/has-this", "--model", backbone, *out]) == 2
+    assert "nobody/has-this" in capsys.readouterr().err
+    path = tmp_path / "long.jsonl"
+    lines = [{"prompt": f"ask {n}", "chosen": "x " * 99, "rejected": "y " * 99} for n in range(10)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["reward-model", str(path), "--model", backbone, *out]) == 2
+    assert "none of 1 held-out pairs can be read" in capsys.readouterr().err
+    assert not (tmp_path / "reward").exists()

@@ -22,7 +22,8 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
                                             answers from elsewhere (JSON Lines, Parquet, another run) into a run
   tba check RECIPE [--field value ...]      resolve and validate it, time a few rounds and steps; no run is made
   tba sft RECIPE --out DIR [--field value ...]    the recipe's supervised warm start
-  tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response
+  tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response (a tenth of the prompts is held
+                                            out: --held-out)
   tba sft RUN --min-reward X --out DIR [...]      supervised training on the best answers that a run found
   tba sample RECIPE --out FILE [--samples 4] [--field value ...]
                                             answers of the recipe's model, marked by its reward

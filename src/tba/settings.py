@@ -18,6 +18,7 @@ import sys
 import traceback
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from tba.study import MARK, Study, Variant
 T = TypeVar("T")
 _PLAIN = (str, int, float, bool, Path, type(None))
 _TITLES = "(Invalid choice|Missing argument|Unrecognized options|Value error)"  # of tyro's boxes
+_NO_NUMBER = re.compile(r"(?:invalid literal for int\(\) with base 10|could not convert string to float): (.*)")
 _BOX = "│╭╰─╮╯-| "  # what tyro draws around its messages
 
 
@@ -138,9 +140,8 @@ def override(default: T, arguments: Sequence[str], program: str) -> T:
         if argument.startswith("--") and argument not in ("--help",):
             flag = argument.split("=")[0].replace("_", "-")
             if flag not in known and flag.replace(".no-", ".").replace("--no-", "--") not in known:
-                near = difflib.get_close_matches(flag, known, n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}?" if near else f"`{program} --help` lists all fields."
-                raise UserError(f"{program} has no field {argument.split('=')[0]}; {hint}")
+                raise UserError(f"{program} has no field {argument.split('=')[0]}; {_nearest(flag, known, program)}")
+    _refuse_values_of_switches(default, arguments, program)
     if "--help" in arguments or "-h" in arguments:
         explained = _concrete(default, comments)
         tyro.cli(explained, default=_as(explained, default), args=["--help"], prog=program)
@@ -152,6 +153,43 @@ def override(default: T, arguments: Sequence[str], program: str) -> T:
     except SystemExit as error:
         raise UserError(_one_sentence(said.getvalue(), arguments, program)) from error
     return typing.cast(T, _back(default, parsed))
+
+
+def _nearest(flag: str, known: Iterable[str], program: str) -> str:
+    """What may have been meant: a field of that name elsewhere, or one that is spelt nearly so in the same place."""
+    place, _, name = flag.rpartition(".") if "." in flag else ("-", "", flag.lstrip("-"))
+    last = {k: k.lstrip("-").rpartition(".")[2] for k in known}
+    beside = {last[k]: k for k in known if (k.rpartition(".")[0] or "-") == place}
+    near = [beside[n] for n in difflib.get_close_matches(name, beside, n=1, cutoff=0.6)]
+    near = near or sorted((k for k in known if last[k] == name), key=len)[:1]
+    near = near or difflib.get_close_matches(flag, known, n=1, cutoff=0.8)
+    if near:
+        return f"did you mean {near[0]}?"
+    there = sorted(beside.values()) if place != "-" else []
+    return f"there is {', '.join(there)}." if there else f"`{program} --help` lists all fields."
+
+
+def _refuse_values_of_switches(default: Any, arguments: Sequence[str], program: str) -> None:
+    """`--switch false`, which other programs take."""
+    for flag, given in pairwise(arguments):
+        if given.lower() in ("true", "false") and flag.replace("_", "-") in _switches(default):
+            place, _, name = flag.replace("_", "-").rpartition(".")
+            off = f"{place}.no-{name}" if place else f"--no-{name.removeprefix('--')}"
+            raise UserError(
+                f"{program} takes {flag} without a value: give {flag} to switch it on, {off} to switch it off"
+            )
+
+
+def _switches(default: Any, prefix: str = "--") -> set[str]:
+    """The flags of all that is on or off."""
+    found: set[str] = set()
+    for name, value, hint in _fields(default):
+        flag = prefix + name.replace("_", "-")
+        if dataclasses.is_dataclass(value):
+            found |= _switches(value, f"{flag}.")
+        elif hint is bool:
+            found.add(flag)
+    return found
 
 
 def split_options(options: T, arguments: Sequence[str], program: str) -> tuple[T, list[str]]:
@@ -242,6 +280,12 @@ def _one_sentence(said: str, arguments: Sequence[str], program: str) -> str:
         words = re.sub(f"^{_TITLES} ", "", words).split(" For full helptext")[0]
         return f"{program} cannot take `{given}`: {words[:200]} (`{program} --help` lists all fields)"
     kind = f", it wants {wanted[1]}" if wanted else ""
+    number = re.search(
+        r"(?:invalid literal for int\(\) with base 10|could not convert string to float): (.*)", culprit[2]
+    )
+    if number is not None:
+        what = "a whole number" if "literal" in culprit[2] else "a number"
+        return f"{program} {culprit[1]} takes {what}, not {number[1].rstrip('.')}"
     return (
         f"{program} cannot take this {culprit[1]}: {culprit[2].rstrip('.')}{kind}; `{program} --help` lists all fields"
     )

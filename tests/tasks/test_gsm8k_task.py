@@ -127,7 +127,7 @@ def test_a_missing_or_empty_file_is_named(tmp_path: Path) -> None:
 def test_a_path_that_is_neither_there_nor_a_hub_name_is_said_to_be_so(path: str, tmp_path: Path) -> None:
     with pytest.raises(
         UserError,
-        match=r"which does not exist: give a Hub name, a folder with train\.jsonl and test\.jsonl or a JSON Lines file",
+        match=r"does not exist: give a Hub name or a folder with train\.jsonl and test\.jsonl or a JSON Lines file",
     ):
         Gsm8k(path or str(tmp_path / "gone")).problems("eval")
 

@@ -18,7 +18,7 @@ from tba.errors import UserError
 from tba.evaluate.accuracy import Answer, EvaluationSettings, evaluate
 from tba.evaluate.divergence import Divergence, divergence
 from tba.evaluate.estimators import wilson_interval
-from tba.models.huggingface import HuggingFace
+from tba.models.huggingface import HuggingFace, refuse_missing_folder
 from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
@@ -129,6 +129,7 @@ def with_checkpoint(recipe: Recipe, checkpoint: str | None) -> Recipe:
     if not isinstance(recipe.model, HuggingFace):
         raise UserError(f"recipe {recipe.name} is not of a Hugging Face model: leave --checkpoint out")
     path = Path(checkpoint)
+    refuse_missing_folder(checkpoint)
     if (path / "recipe.json").is_file():
         newest = newest_checkpoint(RunDirectory.open(path).checkpoints)
         if newest is None:

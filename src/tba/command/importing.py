@@ -151,8 +151,8 @@ def tell(report: Report, called: str, console: Console) -> None:
         lines += [f"    line {number}" + (f": {detail}" if detail else "") for number, detail in rejected.examples]
     if report.imported:
         lines.append(
-            f"  {len(report.of):,} prompts, {report.varied:,} of them with different rewards: from these alone a group "
-            "teaches anything"
+            f"  {len(report.of):,} prompts, {report.varied:,} of them with different rewards: only these can teach "
+            "the policy anything"
         )
     if report.unknown_prompts:
         lines.append(

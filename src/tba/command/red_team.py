@@ -55,9 +55,8 @@ def red_team_command(arguments: list[str]) -> int:
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     commands = {"world": _world, "classifier": _classifier, "eval": _evaluate, "plot": _plot}
     if verb not in commands:
-        raise UserError(
-            f"there is no `tba red-team {verb}`: use world, classifier, eval or plot; `tba --help` shows how"
-        )
+        given = f"there is no `tba red-team {verb}`" if verb else "`tba red-team` needs to know what to do"
+        raise UserError(f"{given}: use world, classifier, eval or plot; `tba red-team --help` shows how")
     return commands[verb](rest)
 
 

@@ -20,10 +20,11 @@ from rich.console import Console
 
 from tba.errors import UserError
 from tba.evaluate.preference import NEAR, Agreement, agreement
-from tba.intake.pairs import PairReport, PreferencePair, folds, read_pairs, share
+from tba.intake.pairs import PairReport, PreferencePair, folds, pairs_of, read_pairs, share
 from tba.rewards.frozen import FrozenRewardModel, SentenceEncoder, loaded
 from tba.rewards.scoring import REPORT, RewardModel, S, Scorable
 from tba.settings import override
+from tba.tasks.hub import rows_from_hub
 from tba.train.preference import PreferenceSettings, ReadPair, fit
 from tba.weights.beside import folder_beside
 
@@ -59,7 +60,7 @@ def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
     if not options.model:
         raise UserError("a reward model needs a backbone: give --model with a folder or a Hub name")
     console = Console()
-    pairs, report = read_pairs(Path(file), options.score_field)
+    pairs, report = _read(file, options.score_field)
     tell_lines(console, report)
     if options.label_with is not None:
         pairs = labelled(pairs, options, console)
@@ -84,6 +85,14 @@ def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
         (beside / REPORT).write_text(json.dumps(facts, indent=1) + "\n")
     console.print(f"reward model in {out}", highlight=False)
     return 0
+
+
+def _read(file: str, score: str) -> tuple[list[PreferencePair], PairReport]:
+    """Of a file, or of the split `train` of a data set on the Hub."""
+    if Path(file).exists() or file.count("/") != 1 or Path(file).suffix:
+        return read_pairs(Path(file), score)
+    rows = rows_from_hub("tba reward-model", file, "train", "a JSON Lines or Parquet file of pairs")
+    return pairs_of(enumerate((row.values for row in rows), 1), file, score)
 
 
 def tell_lines(console: Console, report: PairReport) -> None:

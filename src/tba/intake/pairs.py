@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -61,9 +61,16 @@ def read_pairs(path: Path, score: str = "score") -> tuple[list[PreferencePair], 
 
     Raises `UserError` when the file cannot be opened or has no pair.
     """
+    return pairs_of(read(path), str(path), score)
+
+
+def pairs_of(
+    lines: Iterable[tuple[int, Values | Refusal]], source: str, score: str = "score"
+) -> tuple[list[PreferencePair], PairReport]:
+    """The same of numbered lines from anywhere."""
     pairs: list[PreferencePair] = []
     report = PairReport()
-    for number, line in read(path):
+    for number, line in lines:
         report.lines += 1
         place = f"line {number}"
         if isinstance(line, Refusal):
@@ -78,7 +85,7 @@ def read_pairs(path: Path, score: str = "score") -> tuple[list[PreferencePair], 
     if not pairs:
         reasons = "; ".join(f"{reason} ({count})" for reason, count in report.refused.most_common(3))
         raise UserError(
-            f"{path} has no pairs of answers ({reasons or 'it is empty'}): give lines with prompt, chosen and rejected"
+            f"{source} has no pairs of answers ({reasons or 'it is empty'}): give lines with prompt, chosen, rejected"
         )
     return pairs, report
 

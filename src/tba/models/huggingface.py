@@ -44,6 +44,14 @@ _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # w
 _FOUND: dict[tuple[str, str, str], Path] = {}  # by this process: to look means to make and to encode all problems
 
 
+def refuse_missing_folder(path: str) -> None:
+    """Raises `UserError` for a folder that is not there, which would be looked for on the Hub as OWNER/NAME."""
+    parts = Path(path).parts
+    spelt_so = path.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
+    if spelt_so and not Path(path).exists():
+        raise UserError(f"there is no folder {path}: give the folder of a model or of a run, or a name of the Hub")
+
+
 @dataclass(frozen=True)
 class Lesson:
     """One part of a warm start: the task's demonstrations, perhaps with some of its fields changed."""
@@ -98,6 +106,7 @@ class HuggingFace:
         Raises `UserError` when there is neither a path nor a warm start, or no demonstrations to start from.
         """
         if self.path:
+            refuse_missing_folder(self.path)
             return self
         if self.warm_start is None:
             raise UserError("the recipe has no model: give --model.path a folder or a Hugging Face Hub name")

@@ -2,10 +2,11 @@
 
 The attacker (`--model.path`) is GPT-2 taught attacks by oneself, for the authors' is on no hub:
 
-    tba sft attacks.jsonl --out attacker --model gpt2 --warm-start.sft.lr 3e-5
+    tba sft taught.jsonl --out attacker --model gpt2 --warm-start.sft.lr 3e-5
     tba train red_team_gpt2 --model.path attacker --task.attacks attacks.jsonl
 
-with a line {"prompt": "Write a prompt:", "response": ...} for each attack; `--task.attacks` has lines {"attack": ...}.
+An attack is a line {"attack": ...} of attacks.jsonl and a line {"prompt": "Write a prompt:", "response": ...} of
+taught.jsonl (one file serves both, if its lines have all three).
 
 Departures from the paper, each with the field that undoes it:
 

@@ -50,7 +50,10 @@ class RunDirectory:
         `sft_seconds` were spent on a warm start since. Raises `UserError` when a run is there already.
         """
         if (path / "recipe.json").exists():
-            raise UserError(f"{path} holds a run already: choose another --run-name, or remove it")
+            raise UserError(
+                f"{path} holds a run already: go on with it (tba train --resume {path}), choose another --run-name, or "
+                "remove it"
+            )
         for part in ("", "logs", "weights", "checkpoints"):
             _make(path / part)
         run = cls(path)

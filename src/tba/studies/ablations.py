@@ -1,6 +1,6 @@
 """Trajectory Balance with one setting changed at a time (the paper's Figure 7, but for the sizes).
 
-K at a constant batch of 140, S at a constant round, m, k, beta down to where it diverges, the batch, and the rate held
+K at a constant batch of 140, S at a constant round, m, k, beta from 0.4 to 0.001, the batch, and the rate held
 constant in the place of warm-up, plateau and decay. `base` is the point that all of them share.
 """
 

@@ -91,7 +91,9 @@ class Tldr:
 
     def _rows(self, split: Split) -> list[Row]:
         if self._on_hub:
-            return rows_from_hub("tldr", self.path, "train" if split == "train" else "validation", "a .jsonl file")
+            return rows_from_hub(
+                "tldr", self.path, "train" if split == "train" else "validation", "a .jsonl file (--task.path)"
+            )
         return read_rows(Path(self.path))
 
     def _is_of(self, split: Split, prompt: str) -> bool:

@@ -43,7 +43,7 @@ class OptimizerSettings:
     weight_decay: float = 0.0  # decoupled: times the learning rate
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: it is not clipped (the paper's)
     head_lr: float | None = None  # peak learning rate of value and log Z heads; None: lr
-    master_weights: bool = True  # float32 copies of lower-precision weights; False: all in their dtype (the paper's)
+    master_weights: bool = True  # float32 copies of weights of lower precision (a recipe's own model; ours are float32)
 
     def __post_init__(self) -> None:
         for name, value in (("lr", self.lr), ("eps", self.eps), ("clip_norm", self.clip_norm)):
