@@ -111,18 +111,22 @@ def read_families(path: Path) -> dict[str, list[str]]:
 
 
 def plot_plane(files: Sequence[Path], out: Path) -> int:
-    """A point for each evaluation, with its intervals."""
+    """A point for each evaluation, with its intervals; those named alike but for a number are of one colour."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    colours: dict[str, str] = {}
     for file in files:
         (x, low_x, high_x), (y, low_y, high_y) = _point(file)
-        axes.errorbar(
-            [x], [y], xerr=[[x - low_x], [high_x - x]], yerr=[[y - low_y], [high_y - y]], fmt="o", label=file.stem
-        )
+        name, _, number = file.stem.rpartition("-")
+        series = name if name and number.isdigit() else file.stem
+        label = None if series in colours else series
+        colour = colours.setdefault(series, f"C{len(colours)}")
+        widths = {"xerr": [[x - low_x], [high_x - x]], "yerr": [[y - low_y], [high_y - y]]}
+        axes.errorbar([x], [y], fmt="o", color=colour, label=label, **widths)
     axes.set_xlim(-2, 102)
     axes.set_xlabel("successful attacks, %")
     axes.set_ylabel("mean pairwise cosine distance")
