@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tba.__main__ import main
-from tba.command.check import estimate
+from tba.command.check import estimate, validate
+from tba.replay.buffer import BufferSettings
+from tba.replay.replay import ReplaySettings
+from tba.replay.selection import RecencyReward
 from tba.settings import find
 
 RECIPE = str(Path(__file__).parent / "tiny_sums.py")
@@ -20,6 +25,23 @@ def test_an_estimate_is_measured_on_both_halves(tmp_path: Path, monkeypatch: pyt
     assert 0 < e.round_seconds < e.total_seconds
     assert e.tokens_per_round > 0
     assert min(e.trainer_bytes, e.searcher_bytes) > 50e6  # python and torch alone have more
+
+
+def test_a_round_that_does_not_fill_its_groups_is_warned_of() -> None:
+    quickstart = find("quickstart")
+    assert not validate(replace(quickstart, searchers=1))
+
+    def warned(**changes: Any) -> str:
+        return " ".join(validate(replace(quickstart, searchers=1, **changes)))
+
+    assert "S = 10 samples per prompt are fewer than K = 20" in warned(samples_per_prompt=10)
+    half = ReplaySettings(selection=RecencyReward(m=0.5, mix="group"), buffer=BufferSettings(distinct=False))
+    assert not warned(samples_per_prompt=10, replay=half)  # ten of memory fill it
+    assert "fewer than K = 20" in warned(samples_per_prompt=9, replay=half)
+    newest = ReplaySettings(selection=RecencyReward(m=1.0), recent_window=0)
+    assert "--replay.buffer.no-distinct" in warned(replay=newest)
+    assert not warned(replay=replace(newest, buffer=BufferSettings(distinct=False)))
+    assert "fewer" not in " ".join(validate(find("red_team_small")))
 
 
 def test_check_leaves_nothing_behind_and_names_a_wrong_field(

@@ -1,4 +1,4 @@
-"""`tba check`: resolve a recipe, validate it, estimate its memory and time; run nothing.
+"""`tba check`: resolve a recipe, validate it, estimate its memory and time; no run is made.
 
 The estimate times a few rounds and steps of the recipe's own parts, each half in a process of its own and both at the
 same time as in a run (`tba.command.probe`), and multiplies. No run directory, no journal, no learning.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.text import duration, size
+from tba.replay.selection import RecencyReward
 from tba.runtime.placement import plan, table, this_machine
 from tba.settings import find, override
 
@@ -44,11 +46,7 @@ def validate(recipe: Recipe) -> list[str]:
             f"no searcher samples {' or '.join(recipe.model.never_sampled)} (the engine's rules): Trajectory Balance "
             "determines the policy only on what can be sampled; elsewhere it stays as it happens to be"
         )
-    if recipe.samples_per_prompt < recipe.group_size:
-        warnings.append(
-            f"S = {recipe.samples_per_prompt} samples per prompt are fewer than K = {recipe.group_size}: groups stay "
-            "ragged until a prompt comes round again; set --samples-per-prompt higher"
-        )
+    warnings += _on_groups(recipe)
     if recipe.vine is not None and "step_value" not in recipe.objective.needs:
         warnings.append(
             "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
@@ -56,10 +54,33 @@ def validate(recipe: Recipe) -> list[str]:
         )
     if recipe.trainer.sharded:
         warnings.append("what is said of the trainer below is measured with one rank in float32")
+    if recipe.runtime == "cluster" and recipe.cluster.searcher_gpus and not recipe.cluster.trainer_gpus:
+        warnings.append("searchers ask for GPUs and the trainer for none: set --cluster.trainer-gpus, or it has none")
     parts = recipe.searchers + recipe.trainer.ranks
     cores = os.cpu_count() or 1
     if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not torch.cuda.is_available():
         warnings.append(f"{parts} processes share {cores} cores: the halves will slow each other down")
+    return warnings
+
+
+def _on_groups(recipe: Recipe) -> list[str]:
+    """Whether a round fills a group."""
+    selection, sampled, fresh = recipe.replay.selection, recipe.samples_per_prompt, recipe.group_size
+    own = isinstance(selection, RecencyReward)
+    if own and selection.mix == "group":  # a part of each group is from memory
+        fresh = math.ceil(round(selection.m * fresh, 9))
+    warnings = []
+    if sampled < fresh:
+        warnings.append(
+            f"S = {sampled} samples per prompt are fewer than K = {recipe.group_size}: groups stay ragged until a "
+            "prompt comes round again; set --samples-per-prompt higher"
+        )
+    newest = own and selection.m == 1 and recipe.replay.recent_window == 0
+    if newest and recipe.replay.buffer.distinct and sampled <= fresh:
+        warnings.append(
+            "all groups are to be of the newest round, but of equal answers one is kept, and older data fill a group "
+            "that has fewer than K: set --replay.buffer.no-distinct to be on-policy"
+        )
     return warnings
 
 
