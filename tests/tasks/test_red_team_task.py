@@ -46,7 +46,7 @@ def test_what_cannot_be_is_said(tmp_path: Path) -> None:
         (lambda: RedTeam(evaluated=0), "at least 1"),
         (lambda: RedTeam(count=0), "at least 1"),
         (lambda: RedTeam(held_out=1.0), "held_out"),
-        (lambda: RedTeam(str(tmp_path / "none.jsonl")).problems("train"), "cannot be read"),
+        (lambda: RedTeam(str(tmp_path / "none.jsonl")).problems("train"), "there are no attacks at"),
         (lambda: RedTeam(written(tmp_path / "x.jsonl", [{"text": "a"}])).problems("train"), "no field 'attack'"),
         (lambda: TriggerWorld(families=99), "has 99 families"),
     ):

@@ -56,6 +56,11 @@ class RedTeam:
 
         Raises `UserError` for a file that cannot be read, or that leaves nothing.
         """
+        if self.attacks and not Path(self.attacks).exists():
+            raise UserError(
+                f"there are no attacks at {self.attacks}: give --task.attacks a file of the attacker's supervised "
+                "data, or make a small world with `tba red-team world --out red_team_world`"
+            )
         rows = read_rows(Path(self.attacks)) if self.attacks else []
         if any("prefix" in row.values for row in rows):
             return self._prefixes(rows, split)
