@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
+import tba
 from tba.recipe import Recipe
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
+
+_PACKAGE = Path(tba.__file__).parent
 
 
 def with_weights(
@@ -14,12 +18,14 @@ def with_weights(
 ) -> tuple[Recipe, list[str]]:
     """The recipe and its overrides, which name the weights, so that every part finds the same.
 
+    Weights that come with the package are not named: a run goes on where the package is elsewhere.
     `say` is told of a warm start that is made now. Raises `UserError` for a missing file or model.
     """
     prepared = recipe.model.prepared(recipe.task, say)
     prompts_of(recipe, prepared.tokenizer(), "eval")
     found = getattr(prepared, "path", "")
-    if found and not getattr(recipe.model, "path", ""):
+    shipped = Path(found).is_relative_to(_PACKAGE)
+    if found and not shipped and not getattr(recipe.model, "path", ""):
         overrides = [*overrides, "--model.path", found]
         recipe = override(find(name), overrides, f"tba train {name}")
     return recipe, overrides
