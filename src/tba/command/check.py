@@ -66,16 +66,17 @@ def validate(recipe: Recipe) -> list[str]:
 def _on_groups(recipe: Recipe) -> list[str]:
     """Whether a round fills a group."""
     selection, sampled, fresh = recipe.replay.selection, recipe.samples_per_prompt, recipe.group_size
-    own = isinstance(selection, RecencyReward)
-    if own and selection.mix == "group":  # a part of each group is from memory
-        fresh = math.ceil(round(selection.m * fresh, 9))
+    newest = False
+    if isinstance(selection, RecencyReward):
+        newest = selection.m == 1 and recipe.replay.recent_window == 0
+        if selection.mix == "group":  # a part of each group is from memory
+            fresh = math.ceil(round(selection.m * fresh, 9))
     warnings = []
     if sampled < fresh:
         warnings.append(
             f"S = {sampled} samples per prompt are fewer than K = {recipe.group_size}: groups stay ragged until a "
             "prompt comes round again; set --samples-per-prompt higher"
         )
-    newest = own and selection.m == 1 and recipe.replay.recent_window == 0
     if newest and recipe.replay.buffer.distinct and sampled <= fresh:
         warnings.append(
             "all groups are to be of the newest round, but of equal answers one is kept, and older data fill a group "
