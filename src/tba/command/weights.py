@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import tba
 from tba.recipe import Recipe
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 
-_PACKAGE = Path(tba.__file__).parent
+_PACKAGE = Path(__file__).parents[1]
 
 
 def with_weights(
