@@ -267,7 +267,7 @@ def test_ctrl_c_ends_the_run_in_its_own_process_where_it_is_whole(tmp_path: Path
     try:
         metrics = tmp_path / "runs" / "often-5" / "metrics.jsonl"
         pause = threading.Event()
-        while child.poll() is None and not metrics.exists():
+        while child.poll() is None and not (metrics.exists() and metrics.stat().st_size):  # a step is in it
             pause.wait(0.05)
         child.send_signal(signal.SIGINT)
         said, errors = child.communicate(timeout=120)
