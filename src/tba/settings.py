@@ -280,9 +280,7 @@ def _one_sentence(said: str, arguments: Sequence[str], program: str) -> str:
         words = re.sub(f"^{_TITLES} ", "", words).split(" For full helptext")[0]
         return f"{program} cannot take `{given}`: {words[:200]} (`{program} --help` lists all fields)"
     kind = f", it wants {wanted[1]}" if wanted else ""
-    number = re.search(
-        r"(?:invalid literal for int\(\) with base 10|could not convert string to float): (.*)", culprit[2]
-    )
+    number = _NO_NUMBER.search(culprit[2])
     if number is not None:
         what = "a whole number" if "literal" in culprit[2] else "a number"
         return f"{program} {culprit[1]} takes {what}, not {number[1].rstrip('.')}"

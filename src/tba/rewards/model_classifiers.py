@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tba.errors import UserError
+from tba.rewards.scoring import room
 from tba.rewards.victim_model import chosen_device, loaded
 
 if TYPE_CHECKING:
@@ -38,9 +39,7 @@ class SequenceScores:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         if self.model.config.pad_token_id is None:
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        self._room = min(settings.max_tokens, getattr(self.model.config, "max_position_embeddings", None) or 1 << 30)
-        if self.model.config.model_type in ("roberta", "xlm-roberta", "camembert"):  # positions begin after padding's
-            self._room = min(self._room, self.model.config.max_position_embeddings - 2)
+        self._room = room(self.model.config, settings.max_tokens)
 
     @torch.inference_mode()
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:

@@ -98,6 +98,14 @@ def pretrained(path: str, kind: Any, **more: Any) -> tuple[Any, Any]:
         raise UserError(f"no reward model can be loaded from {path!r} ({reason}): give a folder or name") from error
 
 
+def room(config: Any, most: int) -> int:
+    """Tokens that a model has positions for, at most `most`."""
+    positions = getattr(config, "max_position_embeddings", None) or most
+    if config.model_type in _AFTER_PADDING:
+        positions -= config.pad_token_id + 1
+    return min(most, positions)
+
+
 def made_to_read(folder: Path) -> tuple[int, Literal["beginning", "end"]] | None:
     """(tokens, the part of a longer prompt that stays) that a model in `folder` was trained with; None: it is not said.
 
@@ -151,10 +159,7 @@ class RewardModel:
         model, tokenizer = pretrained(
             path, AutoModelForSequenceClassification, num_labels=1, ignore_mismatched_sizes=True
         )
-        longest = getattr(model.config, "max_position_embeddings", None) or max_tokens
-        if model.config.model_type in _AFTER_PADDING:
-            longest -= model.config.pad_token_id + 1
-        return cls(model, tokenizer, min(max_tokens, longest), keep, device)
+        return cls(model, tokenizer, room(model.config, max_tokens), keep, device)
 
     def read(self, prompt: str, response: str) -> Text | None:
         """As tokens; None for a response that is too long by itself."""
