@@ -5,6 +5,9 @@
 - `uniform`, `reward`, `recency` x 1 and 2: how groups are drawn where one or two searchers answer. Two are one that
   makes twice the rounds: the same data for each update as of two, in one process that takes turns.
 
+In the second and third a round is 32 answers to one post, not 8 to each of four: as much text, and a group of 8 has
+something to choose among.
+
 The data are files, as in `summaries`.
 """
 
@@ -22,6 +25,10 @@ BETA = 0.5
 SELECTIONS = {"uniform": (0.0, 0.0), "reward": (0.0, 1.0), "recency": (1.0, 0.0)}  # m, inverse temperature
 
 
+def more_answers(recipe: Recipe) -> Recipe:
+    return replace(recipe, samples_per_prompt=32, prompts_per_round=1)
+
+
 def searchers(recipe: Recipe, count: int) -> Recipe:
     """As many rounds as so many searchers make, where one makes a round while the trainer makes two updates."""
     return replace(recipe, run=replace(recipe.run, inline_rounds_per_sync=count * recipe.sync_every // 2))
@@ -34,10 +41,10 @@ for _name in COMPARED:
     for _k in (2, 16):
         variants[f"{_name}-k{_k}"] = Variant(off_policy(_recipe, _k, 0.5), _name)
 for _m in (0.4, 0.5, 0.6):
-    variants[f"m-{_m:g}"] = Variant(off_policy(trained_by("tb", BETA), 10, _m), "m")
+    variants[f"m-{_m:g}"] = Variant(more_answers(off_policy(trained_by("tb", BETA), 10, _m)), "m")
 for _name, (_m, _tau) in SELECTIONS.items():
     for _count in (1, 2):
-        _recipe = off_policy(trained_by("tb", BETA), 10, _m, _tau)
+        _recipe = more_answers(off_policy(trained_by("tb", BETA), 10, _m, _tau))
         variants[f"{_name}-{_count}"] = Variant(searchers(_recipe, _count), _name)
 
 study = Study(
