@@ -6,6 +6,8 @@ import os
 import secrets
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -28,6 +30,7 @@ from tba.runtime.driver import summarise  # noqa: E402
 from tba.runtime.exchange import PLACES  # noqa: E402
 from tba.runtime.joining import FIRST  # noqa: E402
 from tba.types import Version  # noqa: E402
+from tba.weights.directory import WeightDirectory  # noqa: E402
 
 SUMS = Path(__file__).parents[1] / "tiny_sums.py"
 SECONDS = 120.0  # that a busy machine may take for what takes a few
@@ -52,6 +55,42 @@ def address() -> Iterator[str]:
         finally:
             nodes.shutdown()
             shutil.rmtree(home, ignore_errors=True)
+
+
+LISTENING = """
+import psutil, ray
+from tba.runtime.connecting import connected
+
+with connected(None, 0.2):
+    @ray.remote(num_cpus=0)
+    class Part:
+        def name(self):
+            return ray.util.get_node_ip_address()
+
+    part = Part.remote()
+    print(ray.get(part.name.remote(), timeout=100))
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                print(connection.laddr.ip)
+"""
+
+
+def test_a_cluster_that_is_started_for_a_run_listens_on_the_loopback_interface_only() -> None:
+    pytest.importorskip("psutil", reason="looking at who listens needs psutil, which peft brings")
+    with tempfile.TemporaryDirectory(prefix="tba") as home:  # short, as below
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("RAY_")}
+        found = subprocess.run(
+            [sys.executable, "-c", LISTENING],
+            env=environment | {"HOME": home, "RAY_TMPDIR": home},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    own, *listening = found.stdout.split()
+    assert own == "127.0.0.1", found.stderr
+    assert len(listening) >= 4, found.stderr  # of the driver, Ray's two servers and the part
+    assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
 
 def in_cluster(path: Path, address: str, *overrides: str, **how: Any) -> Summary:
@@ -92,11 +131,13 @@ def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_ar
         *("--objective.beta.value", "0.25", "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "800"),
         *("--steps", "800", "--sync-every", "20", "--groups-per-step", "4", "--group-size", "8"),
         *("--samples-per-prompt", "16", "--exploration.temperature", "1e6", "--searchers", "2"),
-        *("--evaluation.every", "300", "--evaluation.problems", "1"),
+        *("--evaluation.every", "300", "--evaluation.problems", "1", "--publish.full-every", "5"),
     )
     for killer in killers:
         killer.join(SECONDS)
     assert distance(path, 0.25) <= 0.02
+    weights = WeightDirectory(path / "weights")  # of 41 versions every fifth is whole; the others went as changes
+    assert [weights.base(Version(0, step)) for step in (780, 800)] == [Version(0, 700), None]
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
     assert summary.trajectories.trained_total == 800 * 4 * 8

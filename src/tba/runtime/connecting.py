@@ -6,7 +6,6 @@ import logging
 import os
 import secrets
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,13 +13,14 @@ from typing import Any
 
 import ray
 import ray.exceptions
+from ray._private import ray_constants
 
 from tba.errors import UserError
 from tba.record.memory import usable_cores
 from tba.runtime.placement import Node
 
 NAMESPACE = "tba"
-_LOOPBACK = "127.0.0.2" if sys.platform == "linux" else "127.0.0.1"  # for the latter Ray takes another address on Linux
+_LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen on every interface
 
 
 @contextmanager
@@ -39,14 +39,15 @@ def connected(address: str | None, object_store_gb: float | None = None) -> Iter
             if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else Ray would write a token into the home folder
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             os.environ.setdefault("RAY_worker_niceness", "0")  # as parts of any other run; Ray's default is 15
-            ray.init(
-                address="local",
-                num_cpus=usable_cores(),
-                object_store_memory=None if object_store_gb is None else int(object_store_gb * 1e9),
-                include_dashboard=False,
-                _node_ip_address=_LOOPBACK,
-                **quiet,
-            )
+            with _one_machine():
+                ray.init(
+                    address="local",
+                    num_cpus=usable_cores(),
+                    object_store_memory=None if object_store_gb is None else int(object_store_gb * 1e9),
+                    include_dashboard=False,
+                    _node_ip_address=_LOOPBACK,
+                    **quiet,
+                )
         else:
             ray.init(address=address, **quiet)
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
@@ -56,9 +57,31 @@ def connected(address: str | None, object_store_gb: float | None = None) -> Iter
     try:
         if main:
             signal.signal(signal.SIGTERM, before)  # which Ray has taken
+        its_own = ray.util.get_node_ip_address()
+        if address is None and its_own != _LOOPBACK:
+            raise UserError(
+                f"Ray {ray.__version__} does not keep to the loopback interface here (its node is {its_own}): install "
+                "the version in constraints.txt, or start a cluster yourself and give its --address"
+            )
         yield nodes()
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _one_machine() -> Iterator[None]:
+    """Inside, Ray takes the loopback address for what it is, as it does on a Mac.
+
+    On Linux it would put the machine's own address in its place, as its servers then listen on every interface; the
+    variable that says otherwise (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) is read when Ray is imported, which is too early:
+    whether this process joins a cluster is not known yet.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
 
 
 def nodes() -> list[Node]:
