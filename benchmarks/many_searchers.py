@@ -1,12 +1,13 @@
 """Many light searchers and one journal: what the trainer notices of 64 of them.
 
-    python benchmarks/many_searchers.py [--searchers 64] [--steps 4000] [--rounds 3]
+    python benchmarks/many_searchers.py [--searchers 64] [--steps 4000] [--rounds 3] [--runtime processes]
 
-A toy run by `processes` with 1 searcher and with --searchers, in turns, --rounds times. A searcher is light: its engine
-answers from a table, and waits a second before it does, as if the answers came from a machine elsewhere. Measured from
-a second after the last searcher has brought something until the last step: trajectories per second in the journal,
-milliseconds of a trainer step without the wait for its batch (median), the share of time in which it waited. And at the
-ends: seconds from the start of the command until all had brought something, and from the last step to its end.
+A toy run by `processes` (or `cluster`: Ray actors, here on one machine) with 1 searcher and with --searchers, in turns,
+--rounds times. A searcher is light: its engine answers from a table, and waits a second before it does, as if the
+answers came from a machine elsewhere. Measured from a second after the last searcher has brought something until the
+last step: trajectories per second in the journal, milliseconds of a trainer step without the wait for its batch
+(median), the share of time in which it waited. And at the ends: seconds from the start of the command until all had
+brought something, and from the last step to its end.
 
 This file is also the recipe: tba train benchmarks/many_searchers.py --searchers 64
 """
@@ -122,13 +123,14 @@ class Measured:
     closes: bool
 
 
-def measured(searchers: int, steps: int, folder: Path) -> Measured:
+def measured(searchers: int, steps: int, runtime: str, folder: Path) -> Measured:
     """A run in `folder`."""
     command = [sys.executable, "-m", "tba", "train", __file__, "--runs", str(folder), "--run-name", "run"]
+    command += ["--searchers", str(searchers), "--steps", str(steps), "--runtime", runtime]
+    if runtime == "cluster":  # of which each imports torch before it shows itself, one after the other
+        command += ["--cluster.searcher-cpus", "0.01", "--cluster.start-deadline", "900"]
     began = time.time()
-    subprocess.run(
-        [*command, "--searchers", str(searchers), "--steps", str(steps)], check=True, stdout=subprocess.DEVNULL
-    )
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     ended = time.time()
     path = folder / "run"
     rows = read_metrics(path)
@@ -165,13 +167,14 @@ def main() -> None:
     parser.add_argument("--searchers", type=int, default=64)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--runtime", choices=("processes", "cluster"), default="processes")
     given = parser.parse_args()
     found: dict[int, list[Measured]] = {1: [], given.searchers: []}
     print("searchers  trajectories/s  step ms  waited  start s  stop s  account")
     for _ in range(given.rounds):
         for searchers, runs in found.items():
             with tempfile.TemporaryDirectory() as folder:
-                m = measured(searchers, given.steps, Path(folder))
+                m = measured(searchers, given.steps, given.runtime, Path(folder))
             runs.append(m)
             figures = f"{m.rate:14.0f}  {m.step:7.2f}  {m.waited:6.1%}  {m.start:7.1f}  {m.stop:6.1f}"
             print(f"{searchers:9}  {figures}  {'closes' if m.closes else 'does not close'}", flush=True)
