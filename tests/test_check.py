@@ -10,10 +10,14 @@ import pytest
 
 from tba.__main__ import main
 from tba.command.check import estimate, validate
+from tba.errors import UserError
+from tba.models.huggingface import HuggingFace
 from tba.replay.buffer import BufferSettings
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.runtime.leading import start_ranks
 from tba.settings import find
+from tba.train.ranks import RankSettings
 
 RECIPE = str(Path(__file__).parent / "tiny_sums.py")
 
@@ -42,6 +46,26 @@ def test_a_round_that_does_not_fill_its_groups_is_warned_of() -> None:
     assert "--replay.buffer.no-distinct" in warned(replay=newest)
     assert not warned(replay=replace(newest, buffer=BufferSettings(distinct=False)))
     assert "fewer" not in " ".join(validate(find("red_team_small")))
+
+
+def test_a_reference_at_another_precision_than_the_trainers_is_warned_of() -> None:
+    quickstart = find("quickstart")
+    half = replace(quickstart, trainer=RankSettings(compute="bfloat16"))
+    assert "in float32 and the trainer computes in bfloat16" in " ".join(validate(half))
+    model = quickstart.model
+    assert isinstance(model, HuggingFace)
+    on_gpu = replace(model, device="cuda")  # where the engine samples in bfloat16 and the trainer computes in float32
+    assert "log-ratios" not in " ".join(validate(replace(quickstart, model=on_gpu)))
+    assert "log-ratios" in " ".join(validate(replace(quickstart, model=replace(on_gpu, dtype="bfloat16"))))
+    assert "log-ratios" not in " ".join(validate(replace(half, model=replace(model, dtype="bfloat16"))))
+
+
+def test_more_ranks_than_gpus_are_refused_before_nccl_meets_them() -> None:
+    quickstart = find("quickstart")
+    assert isinstance(quickstart.model, HuggingFace)
+    many = replace(quickstart, model=replace(quickstart.model, device="cuda"), trainer=RankSettings(ranks=64))
+    with pytest.raises(UserError, match=r"--trainer\.ranks is 64, but this machine has \d+ GPU"):
+        start_ranks(many, 0)
 
 
 def test_check_leaves_nothing_behind_and_names_a_wrong_field(

@@ -60,7 +60,10 @@ ALLOWED: dict[str, set[str]] = {
 }
 ONLY_IN = {
     "vllm": {"engines/vllm.py"},
-    "ray": {"runtime/cluster.py", "runtime/actors.py", "runtime/calls.py", "runtime/connecting.py"},
+    "ray": {
+        *("runtime/cluster.py", "runtime/actor_part.py", "runtime/actors.py"),
+        *("runtime/calls.py", "runtime/connecting.py"),
+    },
     "math_verify": {"rewards/math_answer.py"},
     "sklearn": {"rewards/word_classifier.py"},
 }

@@ -142,6 +142,10 @@ class ClusterSettings:
             value = getattr(self, f.name)
             if value is not None and not value >= 0:
                 raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}, it must not be negative")
+            if f.name.endswith("_gpus") and value > 1 and value != int(value):
+                raise UserError(
+                    f"--cluster.{f.name.replace('_', '-')} is {value}: give a part of one GPU, or whole ones"
+                )
 
 
 _SECONDS = (
@@ -244,7 +248,7 @@ class Recipe:
         if self.runtime == "cluster" and self.trainer.ranks > 1 and 0 < self.cluster.trainer_gpus < 1:
             raise UserError(
                 f"--cluster.trainer-gpus is {self.cluster.trainer_gpus:g}, but each of {self.trainer.ranks} ranks "
-                "needs a whole GPU (NCCL takes no two on one): give 1, or 0"
+                "needs a whole GPU (NCCL takes no two on one): give 1, or 0 to train on CPUs"
             )
         if self.address is not None and self.runtime != "cluster":
             raise UserError(f"--address is {self.address}, but the runtime is {self.runtime}: add --runtime cluster")

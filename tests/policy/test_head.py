@@ -98,3 +98,21 @@ def test_half_precision_weights_give_float32_log_probabilities() -> None:
     )
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours, plain(hidden, Head(weight), target, 1.0), rtol=0, atol=0.05)
+
+
+def test_half_precision_sums_the_heads_gradient_in_float32() -> None:
+    """Thousands of occurrences of one token that is nearly sure: half precision keeps nothing of their sum."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4096, WIDTH, generator=generator).abs().bfloat16()
+    weight = torch.randn(VOCABULARY, WIDTH, generator=generator).mul(0.1).bfloat16()
+    weight[3] += 1.5  # all hidden states point its way
+    target = torch.full((4096,), 3)
+    exact_leaf = weight.double().requires_grad_()
+    exact = torch.log_softmax(hidden.double() @ exact_leaf.T, -1)[:, 3]
+    exact_grad = torch.autograd.grad(exact.sum(), exact_leaf)[0]
+    for rows in (0, 1000, 4096):  # whose probabilities are kept
+        leaf = weight.clone().requires_grad_()
+        kept = KeptProbabilities(rows * VOCABULARY * 2)
+        ours = token_log_probabilities(hidden, Head(leaf), target, 1.0, 16, kept)
+        grad = torch.autograd.grad(ours.sum(), leaf)[0]
+        assert float((grad - exact_grad).norm() / exact_grad.norm()) < 0.01, rows

@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,9 @@ from runs import alive, command, distance, made, quiet, steps_of, train, until
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # which Ray reads when it is loaded
 ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip install -e '.[cluster]'")
 
+from tba.errors import UserError  # noqa: E402
 from tba.record.evaluations import read_evaluations  # noqa: E402
+from tba.record.faults import count_faults  # noqa: E402
 from tba.record.jsonl import read_lines  # noqa: E402
 from tba.record.summary import Summary  # noqa: E402
 from tba.replay.follower import JournalFollower  # noqa: E402
@@ -36,9 +39,9 @@ SUMS = Path(__file__).parents[1] / "tiny_sums.py"
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 
 
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    """Of a cluster of two nodes, whose files are nowhere but in a folder of its own."""
+@contextmanager
+def two_nodes(first: int, second: int) -> Iterator[tuple[Any, Any]]:
+    """A cluster of two nodes with so many cores, and the second; its files are nowhere but in a folder of its own."""
     from ray.cluster_utils import Cluster as Nodes
 
     home = tempfile.mkdtemp(prefix="tba")  # short: the names of Ray's sockets begin with it
@@ -48,13 +51,19 @@ def address() -> Iterator[str]:
         patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")
-        nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+        nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": first, "include_dashboard": False})
         try:
-            nodes.add_node(num_cpus=2)
-            yield nodes.address
+            yield nodes, nodes.add_node(num_cpus=second)
         finally:
             nodes.shutdown()
             shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """Of a cluster of two nodes."""
+    with two_nodes(2, 2) as (nodes, _):
+        yield nodes.address
 
 
 LISTENING = """
@@ -158,6 +167,7 @@ def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_ar
         "searcher-1": 2,
     }
     assert len({place["node_id"] for place in where}) == 2
+    assert {place["gpus"] for place in where if place["part"] != "exchange"} == {""}  # none was asked for
     for place in where:
         assert f"{place['part']} starts as process {place['process']}" in Path(place["log"]).read_text()
         assert list(Path(place["ray_logs"]).parent.glob(Path(place["ray_logs"]).name))
@@ -184,8 +194,49 @@ def test_two_ranks_on_two_nodes_train_one_policy_and_outlive_the_death_of_one(tm
     assert len({place["node_id"] for place in where}) == 2
 
 
+def test_the_folder_that_recipes_are_run_from_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tba.runtime.actors import scratch
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    own = scratch()
+    own.chmod(0o777)
+    assert scratch() == own
+    assert own.stat().st_mode & 0o777 == 0o700
+    own.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    own.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="belongs to somebody else"):
+        scratch()
+
+
+@pytest.mark.skipif("TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`")
+def test_a_run_goes_on_without_a_searcher_whose_node_is_gone(tmp_path: Path) -> None:
+    """Beside the trainer there is room for one searcher; the other one's node dies."""
+    path = tmp_path / "run"
+    with two_nodes(2, 1) as (nodes, second):
+        options = ("--runtime", "cluster", "--address", nodes.address, "--searchers", "2", "--steps", "999999")
+        driver = train(path, *options, "--evaluation.problems", "1", "--cluster.start-deadline", "20")
+        try:
+            until(lambda: {"searcher-0", "searcher-1"} <= set(makers(path)), SECONDS, "something of both")
+            nodes.remove_node(second)
+            until(lambda: count_faults(path)["searchers_given_up"], SECONDS, "one to be given up")
+            done = steps_of(path)
+            until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
+            driver.send_signal(signal.SIGINT)
+            said, errors = driver.communicate(timeout=SECONDS)
+            assert (driver.returncode, errors) == (0, ""), said
+        finally:
+            driver.kill()
+            driver.communicate(timeout=SECONDS)
+    summary = Summary.read(path)
+    assert summary is not None
+    assert (summary.faults["searcher_restarts"], summary.faults["searchers_given_up"]) == (1, 1)
+    assert summary.trajectories.closes()
+
+
 def test_of_failed_ranks_the_one_that_died_is_the_reason_then_one_that_raised_then_one_that_lost_touch() -> None:
-    from tba.runtime.cluster import DIED, _own_failure
+    from tba.runtime.actor_part import DIED
+    from tba.runtime.cluster import _own_failure
 
     died, raised, lost = (
         SimpleNamespace(code=code, lost_touch=touch) for code, touch in ((DIED, False), (1, False), (DIED, True))

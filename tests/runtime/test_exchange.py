@@ -13,7 +13,7 @@ import pytest
 import torch
 from runs import TASK, TOY, made, until
 
-from tba.errors import UserError
+from tba.errors import HandedOutLost, UserError
 from tba.policy.tabular import WEIGHT
 from tba.recipe import Recipe
 from tba.record.evaluations import read_evaluations
@@ -47,6 +47,19 @@ class Direct:
         return getattr(self.exchange, method)(*arguments, **named)
 
     def fetch(self, references: Sequence[Any]) -> list[Flat]:
+        return list(references)
+
+
+@dataclass
+class Mortal(Direct):
+    """One that was made anew once: what was handed out before is gone."""
+
+    alive: bool = True
+
+    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+        if not self.alive:
+            self.alive = True
+            raise HandedOutLost("gone")
         return list(references)
 
 
@@ -120,6 +133,27 @@ def test_weights_that_were_handed_out_are_read_after_their_version_has_been_prun
     with pytest.raises(UserError, match=r"version 0\.2 of the weights is not \(or no longer\) there"):
         weights.at(Version(0, 2))
     exchange.close()
+
+
+def test_weights_that_died_with_the_exchange_are_asked_for_again(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    directory = WeightDirectory(run.weights)
+    shape = TASK.reference_logits_QNV.shape
+    contact = Mortal(Exchange(run, recipe, lambda piece: piece))
+    weights = RemoteWeights(contact)
+    directory.publish({WEIGHT: torch.full(shape, 7.0)}, Version(0, 1), {})
+    offered = weights.newer_than(None)
+    assert offered is not None
+    contact.exchange.close()
+    contact.alive = False
+    assert float(offered.read()[WEIGHT].mean()) == 7.0
+    contact.alive = False
+    for step in (2, 3, 4):  # what was offered has been pruned since
+        directory.publish({WEIGHT: torch.full(shape, 8.0)}, Version(0, step), {})
+    contact.exchange = Exchange(run, recipe, lambda piece: piece)
+    with pytest.raises(HandedOutLost):
+        offered.read()
+    contact.exchange.close()
 
 
 def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_ranks_fill_the_trainers_node_first_and_then_nodes_that_have_ranks() -> 
     assert [p.node.key for p in placed] == ["a", "a", "b", "b", "b", "c", "c"]
     first, second, third = table(placed, 10 * GB, 2 * GB, GB)
     assert first.startswith(
-        "10.0.0.1 (here): trainer (2 of 5 ranks) and journal; 2 of 4 CPU, 2 of 2 GPU, about 6.0 GiB"
+        "10.0.0.1 (here): trainer (2 of 5 ranks) and journal; 2 of 4 CPU, 2 of 2 GPU, about 9.0 GiB"
     )
     assert second.startswith("10.0.0.2: 3 ranks of the trainer; 3 of 8 CPU, 3 of 8 GPU, about 8.0 GiB")
     assert third.startswith("10.0.0.3: 2 searchers;")
@@ -71,6 +71,20 @@ def test_two_halves_share_one_gpu_by_fractions_and_three_thirds_fill_it() -> Non
     assert len(plan(thirds, [here(gpus=1)], searchers(2))) == 3
 
 
+def test_a_part_of_a_gpu_is_of_one_gpu_and_leaves_others_whole() -> None:
+    large = recipe(searcher_gpus=0.6)
+    assert len(plan(large, [here(gpus=2)], searchers(2))) == 3
+    with pytest.raises(UserError, match=r"searcher-2 asks for 1 CPU and 0\.6 GPU, .* 0\.8 GPU left"):
+        plan(large, [here(gpus=2)], searchers(3))
+    node = here(gpus=2)
+    for amount in (0.5, 0.5):
+        node.take({"CPU": 0, "GPU": amount})
+    assert node.fits({"CPU": 0, "GPU": 1})
+    assert not node.fits({"CPU": 0, "GPU": 2})
+    with pytest.raises(UserError, match=r"--cluster\.trainer-gpus is 1\.5: give a part of one GPU, or whole ones"):
+        ClusterSettings(trainer_gpus=1.5)
+
+
 def test_what_does_not_fit_is_refused_with_what_is_left() -> None:
     with pytest.raises(UserError, match=r"searcher-1 asks for 1 CPU and 1 GPU, .* any of 1 nodes \(10.0.0.1 has 2 CPU"):
         plan(recipe(searcher_gpus=1), [here(gpus=1)], searchers(2))
@@ -83,10 +97,10 @@ def test_the_table_says_what_each_node_needs_and_refuses_more_than_it_has() -> N
     first, second = table(plan(recipe(), nodes, searchers(4)), 5 * GB, 2 * GB, GB)
     assert (
         first
-        == "10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 9.0 GiB of 64.0 GiB"
+        == "10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 12.0 GiB of 64.0 GiB"
     )
     assert second.startswith("10.0.0.2: 3 searchers; 3 of 3 CPU, 0 of 0 GPU, about 8.0 GiB of")
-    with pytest.raises(UserError, match=r"about 9\.0 GiB of 8\.0 GiB: that is more than there is"):
+    with pytest.raises(UserError, match=r"about 12\.0 GiB of 8\.0 GiB: that is more than there is"):
         table(plan(recipe(), [here(cpus=2, memory=8 * GB), there(cpus=3)], searchers(4)), 5 * GB, 2 * GB, GB)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from toys import BETA, Recycled, groups_of, llama_policy, trainer_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from tba.errors import UserError
 from tba.objectives.trajectory_balance import TrajectoryBalance
@@ -112,6 +113,32 @@ def test_a_save_that_fails_leaves_the_older_checkpoint_and_nothing_else(tmp_path
         save_checkpoint(tmp_path, Version(0, 0), full, trainer.optimizer)
     (path,) = tmp_path.iterdir()
     assert Checkpoint.load(path).state == {"note": "before"}
+
+
+def test_a_model_that_does_not_fit_on_the_disk_leaves_no_part_of_it(tmp_path: Path) -> None:
+    trainer = trainer_of(llama_policy(), TrajectoryBalance(BETA), tmp_path)
+    policy = trainer.policy
+    assert isinstance(policy, CausalPolicy)
+
+    class Full(PreTrainedTokenizerBase):
+        """Written after the weights."""
+
+        def __init__(self) -> None:
+            pass
+
+        def save_pretrained(self, *arguments: Any, **named: Any) -> Any:
+            raise OSError("no space left on device")
+
+    for act in (
+        lambda: save_checkpoint(tmp_path, Version(0, 0), lambda path: policy.save(path, Full()), trainer.optimizer),
+        lambda: policy.save(tmp_path / "own", Full()),
+    ):
+        with pytest.raises(OSError, match="no space"):
+            act()
+        assert list(tmp_path.iterdir()) == []
+    (tmp_path / ".writing-.writing-step-1-0123456789ab-77").mkdir()  # of one that was killed
+    save(trainer, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-0"]
 
 
 def test_what_is_missing_or_damaged_is_refused_in_one_sentence(tmp_path: Path) -> None:

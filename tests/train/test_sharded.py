@@ -5,8 +5,10 @@ The other ranks are forked from this process, which is rank 0: nothing is import
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -232,6 +234,15 @@ def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path:
     batch = collate(groups_of(SIZES))
     expected = policy.evaluate(batch).log_policy_BT
     torch.testing.assert_close(merged.evaluate(batch).log_policy_BT, expected, rtol=0, atol=1e-4)
+
+
+def test_a_rank_lets_go_of_what_is_sharded(tmp_path: Path) -> None:
+    with ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks:
+        policy = llama_policy()
+        whole = {name: weakref.ref(p) for name, p in policy.model.named_parameters()}
+        policy.shard(ranks.sharding(torch.float32))
+        gc.collect()
+        assert [name for name, parameter in whole.items() if parameter() is not None] == []
 
 
 def test_computing_in_bfloat16_leaves_weights_and_moments_in_float32(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.text import duration, size
 from tba.replay.selection import RecencyReward
-from tba.runtime.placement import plan, table, this_machine
+from tba.runtime.placement import Placed, plan, table, this_machine, whereabouts
 from tba.settings import find, override
 
 _DEADLINE = 1800.0  # seconds for one half's probe
@@ -51,6 +52,12 @@ def validate(recipe: Recipe) -> list[str]:
         warnings.append(
             "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
             "leave the vine out"
+        )
+    scored = getattr(recipe.model, "reference_dtype", recipe.trainer.dtype)
+    if scored != recipe.trainer.dtype:
+        warnings.append(
+            f"searchers score under the reference in {str(scored).removeprefix('torch.')} and the trainer computes in "
+            f"{recipe.trainer.compute}, so that log-ratios begin with noise: set --model.dtype {recipe.trainer.compute}"
         )
     if recipe.trainer.sharded:
         warnings.append("what is said of the trainer below is measured with one rank in float32")
@@ -112,7 +119,13 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
     for warning in notes_on_prompts(recipe):
         console.print(f"warning: {warning}", style="yellow")
-    e = estimate(recipe, name, overrides)
+    placed = planned(recipe) if recipe.runtime == "cluster" else []
+    try:
+        e = estimate(recipe, name, overrides)
+    except UserError:
+        for line in whereabouts(placed):
+            console.print(f"on {line}", highlight=False)
+        raise
     own = machine_memory_bytes()
     generated = f"a round generates {e.tokens_per_round:.0f} tokens in {e.round_seconds:.3f} s, "
     uses = "" if e.uses is None else f"mean uses per trajectory at these speeds: {e.uses:.1f} "
@@ -123,11 +136,12 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         + f"time: {duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
         f"and evaluations before and after {duration(e.evaluation_seconds)}\n"
         f"peak memory: trainer {size(e.trainer_bytes)}, each searcher {size(e.searcher_bytes)}"
-        + (f"; this machine has {size(own)}" if own else ""),
+        + (f"; this machine has {size(own)}" if own else "")
+        + _on_gpus(e),
         highlight=False,
     )
     if recipe.runtime == "cluster":
-        for line in placement(recipe, e):
+        for line in table(placed, e.trainer_bytes, e.searcher_bytes, e.weights_bytes):
             console.print(f"on {line}", highlight=False)
         return 0
     total = e.trainer_bytes + recipe.searchers * e.searcher_bytes
@@ -139,19 +153,25 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     return 0
 
 
-def placement(recipe: Recipe, e: Estimate) -> list[str]:
-    """Where everything will run: on the nodes of the cluster at `--address`, else on this machine. A line for each.
+def _on_gpus(e: Estimate) -> str:
+    """What torch held there, as far as the halves use any."""
+    halves = {"trainer": e.trainer_gpu_bytes, "each searcher": e.searcher_gpu_bytes}
+    held = ", ".join(f"{half} {size(held)}" for half, held in halves.items() if held is not None)
+    return f"\nGPU memory at its peak: {held}" if held else ""
+
+
+def planned(recipe: Recipe) -> list[Placed]:
+    """Where everything will run: on the nodes of the cluster at `--address`, else on this machine.
 
     Raises `UserError` when it does not fit.
     """
     searchers = [f"searcher-{i}" for i in range(recipe.searchers)]
-    sizes = (e.trainer_bytes, e.searcher_bytes, e.weights_bytes)
     if recipe.address is None:
-        return table(plan(recipe, [this_machine()], searchers), *sizes)
+        return plan(recipe, [this_machine()], searchers)
     from tba.runtime.connecting import connected  # needs Ray
 
     with connected(recipe.address) as nodes:
-        return table(plan(recipe, nodes, searchers), *sizes)
+        return plan(recipe, nodes, searchers)
 
 
 @dataclass(frozen=True)
@@ -168,6 +188,8 @@ class Estimate:
     trainer_bytes: int
     searcher_bytes: int
     weights_bytes: int  # of one published version
+    trainer_gpu_bytes: int | None  # None: it uses no GPU
+    searcher_gpu_bytes: int | None
 
 
 def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
@@ -208,6 +230,8 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
         trainer_bytes=trainer["peak_memory_bytes"] + int(kept * trainer["trajectory_bytes"]),
         searcher_bytes=searcher["peak_memory_bytes"],
         weights_bytes=trainer["weights_bytes"],
+        trainer_gpu_bytes=trainer["peak_gpu_bytes"],
+        searcher_gpu_bytes=searcher["peak_gpu_bytes"],
     )
 
 
@@ -223,6 +247,12 @@ def _probe(half: str, name: str, overrides: list[str], given: str = "") -> dict[
         raise DeadlineExceeded(f"the {half}'s probe had not ended after {_DEADLINE:g} s") from error
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
+        if "OutOfMemoryError" in last or done.returncode == -signal.SIGKILL:
+            raise UserError(
+                f"the {half} of {name} does not fit into this machine's memory by itself ({last}): it is measured "
+                "here, by one process of each half. Measure it with a smaller --model.path or --max-tokens-per-pass; "
+                "docs/scaling.md says what several ranks hold"
+            )
         raise UserError(f"the {half} of {name} cannot be started: {last.partition(': ')[2] or last}")
     found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return found | {"seconds": time.perf_counter() - began}

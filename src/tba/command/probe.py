@@ -23,7 +23,7 @@ import torch
 from tba.batch import collate
 from tba.protocols import HEADS
 from tba.recipe import Recipe
-from tba.record.memory import peak_memory_bytes, resident_memory_bytes
+from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
 from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
 from tba.runtime.prompting import prompts_of
@@ -74,6 +74,7 @@ def search(recipe: Recipe) -> dict[str, Json]:
         "answers": answers,
         "held_out": len(held_out),
         "peak_memory_bytes": peak_memory_bytes(),
+        "peak_gpu_bytes": peak_gpu_memory_bytes(),
     }
 
 
@@ -106,6 +107,7 @@ def train(recipe: Recipe, answers: list[_Answers]) -> dict[str, Json]:
     return {
         "step_seconds": statistics.mean(seconds[1:]),
         "peak_memory_bytes": peak,
+        "peak_gpu_bytes": peak_gpu_memory_bytes(),
         "trajectory_bytes": _trajectory_bytes(recipe, prompts, answers),
         "weights_bytes": sum(tensor.nbytes for tensor in policy.weights().values()),
     }

@@ -1,7 +1,8 @@
 """A Hugging Face causal language model as a recipe's model: an engine and a reference here, a policy there.
 
-Invariant: all three begin from the same weights at the same precision, so that at version 0 every log-ratio to the
-reference is 0. Where there are no weights yet, a supervised warm start makes them, once per setting (cached).
+Invariant: all three begin from the same weights, reference and policy at the same precision (unless settings say
+otherwise), so that at version 0 every log-ratio to the reference is 0. Where there are no weights yet, a supervised
+warm start makes them, once per setting (cached).
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class HuggingFace:
 
     path: str = ""  # a folder, or a name on the Hub; empty: what the warm start gives
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of engine and reference; auto: bfloat16 on CUDA
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of engine and reference; auto: of the engine bfloat16 on
+    # CUDA, else float32, as the trainer computes by default (with --trainer.compute bfloat16 set this to it, too)
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
     share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
@@ -179,10 +181,12 @@ class HuggingFace:
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:
-            model, _ = _loaded(self.path, self._device, self._dtype)
+            model, _ = _loaded(self.path, self._device, self.reference_dtype)
             return FrozenReference(model, version, temperature)
         engines = _ENGINES.get(repr(self))
-        model = _loaded(self.path, self._device, self._dtype)[0] if engines is None else copy_on_same_base(engines)
+        model = (
+            _loaded(self.path, self._device, self.reference_dtype)[0] if engines is None else copy_on_same_base(engines)
+        )
         if engines is None:
             add_adapters(model, self.lora)
         switch_adapters(model, on=False)
@@ -199,6 +203,15 @@ class HuggingFace:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+    @property
+    def reference_dtype(self) -> torch.dtype:
+        """In which the reference scores. What the trainer computes in, or log-ratios have noise before anything is
+        learnt; with adapters it is the engine's base, at the engine's precision.
+        """
+        if self.lora.rank:
+            return self._dtype
+        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
 
     @property
     def _dtype(self) -> torch.dtype:

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -110,11 +110,13 @@ class CausalPolicy:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._body = model.get_decoder()
-        self._head = Head.of(model)
+        head = Head.of(model)
+        self._linear = head is not None
+        self._softcap = None if head is None else head.softcap  # its weight stays the model's: shards may replace that
         self.heads = linear_heads(heads, model.get_output_embeddings().weight.shape[-1], model.device)
         fault = None
         if share_prompt:
-            fault = use_packed_attention(model) if self._head is not None else "its head is more than a linear layer"
+            fault = use_packed_attention(model) if self._linear else "its head is more than a linear layer"
         if fault is not None:
             log.warning("prompts are not shared within groups by %s: %s", type(model).__name__, fault)
         self.share_prompt = share_prompt and fault is None
@@ -170,7 +172,7 @@ class CausalPolicy:
         input_BT = _joined(batch)
         target_M, predictor_M = batch.completion_BT[row_M, step_M], prompt_B[row_M] + step_M - 1
         place_M = row_M * batch.mask_BT.shape[1] + step_M
-        if self._head is None:
+        if not self._linear:
             output = self.model(input_ids=input_BT, use_cache=False, output_hidden_states=len(self.heads) > 0)
             logits_MV = output.logits[row_M, predictor_M].float()
             log_M = torch.log_softmax(logits_MV / self.temperature, dim=-1).gather(1, target_M[:, None])[:, 0]
@@ -183,9 +185,8 @@ class CausalPolicy:
         return _Forward(log_M, place_M, hidden_MW, _mean_prompt(hidden_BTW, batch) if "log_z" in self.heads else None)
 
     def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> Tensor:
-        assert self._head is not None
         layer = self.model.get_output_embeddings()  # a sharded one has another weight while it computes
-        head = replace(self._head, weight_VW=layer.weight, bias_V=layer.bias)
+        head = Head(layer.weight, layer.bias, self._softcap)
         return token_log_probabilities(hidden_MW, head, target_M, self.temperature, self.vocab_chunk, self._kept)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
@@ -239,22 +240,30 @@ class CausalPolicy:
         from its ranks.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.new")
-        replaced = path.with_name(f".{path.name}.{os.getpid()}.old")
-        if self.adapted:
-            adapters: dict[str, Tensor] = {}
-            self._write(beside, merged(self.model, weights or self.everything(), adapters))
-            write_tensors(beside / ADAPTERS, adapters)
-        elif weights is None:
-            self.model.save_pretrained(beside)
-        else:
-            self._write(beside, weights)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(beside)
+        # By these names the next checkpoint takes away what a kill leaves behind (`weights.beside`).
+        beside, replaced = (path.with_name(f".{what}-{path.name}-{os.getpid()}") for what in ("writing", "removed"))
+        try:
+            self._fill(beside, weights)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(beside)
+        except BaseException:  # a full disk stays full with a part of the model on it
+            shutil.rmtree(beside, ignore_errors=True)
+            raise
         if path.exists():
             path.replace(replaced)
         beside.replace(path)
         shutil.rmtree(replaced, ignore_errors=True)
+
+    def _fill(self, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+        """All but the tokenizer."""
+        if self.adapted:
+            adapters: dict[str, Tensor] = {}
+            self._write(folder, merged(self.model, weights or self.everything(), adapters))
+            write_tensors(folder / ADAPTERS, adapters)
+        elif weights is None:
+            self.model.save_pretrained(folder)
+        else:
+            self._write(folder, weights)
 
     def _write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """What `save_pretrained` writes, with the tensors one after the other."""

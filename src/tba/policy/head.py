@@ -2,9 +2,9 @@
 
 Invariant: equal to `log_softmax(head(hidden) / temperature)` in float32 at the target tokens, values and gradients.
 
-With p = softmax(z), d log p_y / dz = onehot(y) - p, so both gradients are a gather and one matrix product with p.
-The probabilities of the first tokens are kept for them, as many as `KeptProbabilities` may hold; those of the others
-are computed again, a chunk at a time.
+With p = softmax(z), d log p_y / dz = onehot(y) - p, so both gradients are one matrix product with p - onehot(y). It is
+formed in float32, for little is left of it where p_y is near 1, and kept for the first tokens, as many as
+`KeptProbabilities` may hold; that of the others is computed again, a chunk at a time. Chunks are added up in float32.
 
 Shape legend: M tokens, W hidden width, V vocabulary, C tokens of one block.
 """
@@ -119,7 +119,7 @@ class _TokenLogProbabilities(torch.autograd.Function):
         log_M = hidden_MW.new_empty(tokens, dtype=torch.float32)
         for rows in _blocks(tokens, first, chunk):
             out = kept_KV if rows.stop <= first else room_CV[: rows.stop - rows.start]
-            log_M[rows] = _probabilities(hidden_MW[rows], weight_VW, bias_V, temperature, target_M[rows], out)
+            log_M[rows] = _surplus(hidden_MW[rows], weight_VW, bias_V, temperature, target_M[rows], out)
         ctx.save_for_backward(hidden_MW, weight_VW, bias_V, target_M)
         ctx.temperature, ctx.chunk, ctx.kept, ctx.kept_KV = temperature, chunk, kept, kept_KV
         return log_M
@@ -136,30 +136,49 @@ class _TokenLogProbabilities(torch.autograd.Function):
         scale_M1 = (grad_M / ctx.temperature).to(hidden_MW.dtype)[:, None]
         scaled_MW = hidden_MW * scale_M1
         grad_hidden = torch.empty_like(hidden_MW)
-        grad_weight = torch.empty_like(weight_VW)
-        grad_bias = None if bias_V is None else torch.zeros_like(bias_V).index_add_(0, target_M, scale_M1[:, 0])
+        grad_weight = torch.empty_like(weight_VW, dtype=torch.float32)
+        grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         room_CV = weight_VW.new_empty(min(ctx.chunk, len(hidden_MW) - first), vocabulary)
         for rows in _blocks(len(hidden_MW), first, ctx.chunk):
             if rows.stop <= first:
-                p_CV = ctx.kept_KV
+                d_CV = ctx.kept_KV
             else:
-                p_CV = room_CV[: rows.stop - rows.start]
-                _probabilities(hidden_MW[rows], weight_VW, bias_V, ctx.temperature, target_M[rows], p_CV)
-            torch.mm(p_CV, weight_VW, out=grad_hidden[rows])
-            grad_weight.addmm_(p_CV.T, scaled_MW[rows], beta=float(rows.start > 0), alpha=-1)  # beta 0: set it
+                d_CV = room_CV[: rows.stop - rows.start]
+                _surplus(hidden_MW[rows], weight_VW, bias_V, ctx.temperature, target_M[rows], d_CV)
+            torch.mm(d_CV, weight_VW, out=grad_hidden[rows])
+            _subtract_product(grad_weight, d_CV.T, scaled_MW[rows], first=rows.start == 0)
             if grad_bias is not None:
-                grad_bias.addmv_(p_CV.T, scale_M1[rows, 0], alpha=-1)
-        grad_weight.index_add_(0, target_M, scaled_MW)
+                grad_bias -= d_CV.T @ scale_M1[rows, 0]
         ctx.kept.give_back(ctx.kept_KV)
         ctx.kept_KV = None
-        grad_hidden = (weight_VW.index_select(0, target_M) - grad_hidden).mul_(scale_M1)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        grad_hidden.mul_(scale_M1).neg_()
+        own_bias = None if grad_bias is None else grad_bias.to(weight_VW.dtype)
+        return grad_hidden, grad_weight.to(weight_VW.dtype), own_bias, None, None, None, None
+
+
+def _subtract_product(sum_VW: Tensor, d_VC: Tensor, scaled_CW: Tensor, first: bool) -> None:
+    """sum -= d @ scaled, in float32 whatever the factors are; the first of them sets it."""
+    if d_VC.dtype == torch.float32:
+        sum_VW.addmm_(d_VC, scaled_CW, beta=float(not first), alpha=-1)
+    elif first:
+        sum_VW.copy_(d_VC @ scaled_CW).neg_()
+    else:
+        sum_VW -= d_VC @ scaled_CW
 
 
 def _blocks(tokens: int, kept: int, chunk: int) -> list[slice]:
     """The kept tokens in one block, the others in chunks."""
     starts = [0] * (kept > 0) + list(range(kept, tokens, chunk))
     return [slice(a, b) for a, b in zip(starts, [*starts[1:], tokens], strict=True)]
+
+
+def _surplus(
+    hidden_CW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, temperature: float, target_C: Tensor, out_CV: Tensor
+) -> Tensor:
+    """softmax(z) - onehot(target) into `out_CV`; returns the targets' log-probabilities [C] in float32."""
+    log_C = _probabilities(hidden_CW, weight_VW, bias_V, temperature, target_C, out_CV)
+    out_CV.scatter_(1, target_C[:, None], torch.expm1(log_C).to(out_CV.dtype)[:, None])
+    return log_C
 
 
 def _probabilities(

@@ -19,6 +19,7 @@ log = logging.getLogger("tba.record.faults")
 FILE = "faults.jsonl"
 KINDS = (
     "searcher_restarts",  # a searcher was killed and started again
+    "searchers_given_up",  # no node of the cluster had room for one that was to be started again
     "trainer_restarts",  # the trainer was, and went on from its checkpoint
     "exchange_restarts",  # a cluster's exchange died beside the trainer and was made anew
     "silences",  # a part gave no sign of life for too long and was killed

@@ -8,6 +8,7 @@ deadline and names what it waits for.
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 import threading
 import time
@@ -20,7 +21,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from tba.errors import PartFailed
+from tba.errors import HandedOutLost, PartFailed, UserError
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.record.log import log_to, set_up_log
@@ -37,8 +38,16 @@ from tba.types import Json, Version
 
 
 def scratch() -> Path:
-    """Where a part that cannot reach the run's directory keeps its logs."""
-    return Path(tempfile.gettempdir()) / f"tba-{os.getuid()}"
+    """Where a part that cannot reach the run's directory keeps its logs and the recipe, which it executes: a folder
+    that nobody else can write into. Raises `UserError` when there is another under its name.
+    """
+    path = Path(tempfile.gettempdir()) / f"tba-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UserError(f"{path} belongs to somebody else, but recipes are run from there: remove it, or set TMPDIR")
+    path.chmod(0o700)
+    return path
 
 
 def place_of(part: str, log_file: Path) -> Json:
@@ -49,6 +58,7 @@ def place_of(part: str, log_file: Path) -> Json:
         "node": ray.util.get_node_ip_address(),
         "node_id": context.get_node_id(),
         "process": os.getpid(),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),  # that Ray lets it see; null: all
         "log": str(log_file),
         "ray_logs": os.readlink("/proc/self/fd/1"),  # Ray has its output go to its own file
     }
@@ -168,7 +178,7 @@ class PartActor:
                     _follow(run, contact, place, meeting)
                 else:
                     _search(recipe, contact, place, attempt, self._told)
-        except (ray.exceptions.RayError, PartFailed):
+        except (ray.exceptions.RayError, PartFailed, HandedOutLost):
             raise  # it has lost touch: as good as dead
         except BaseException as error:  # noqa: BLE001 - the actor ends here; the driver shows it as its own
             error = disk_full(error, run.path) or error

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import ray.exceptions
 
-from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.errors import DeadlineExceeded, HandedOutLost, PartFailed, UserError
 from tba.runtime.connecting import NAMESPACE
 from tba.weights.chunks import Flat
 
@@ -63,6 +63,9 @@ class ActorContact:
             ) from error
 
     def fetch(self, references: Sequence[Any]) -> list[Flat]:
-        """The pieces themselves, one after the other."""
+        """The pieces themselves, one after the other. Raises `HandedOutLost` when they died with the exchange."""
         what = "a piece of the weights from Ray's object store"
-        return [get(reference, self.deadline, what) for reference in references]
+        try:
+            return [get(reference, self.deadline, what) for reference in references]
+        except ray.exceptions.ObjectLostError as error:
+            raise HandedOutLost(f"{what} is gone with the exchange that held it") from error

@@ -36,7 +36,7 @@ JOURNAL = (
 )
 RECORDS = ("write", "fault", "result")
 PLACES = "places.jsonl"  # where each part runs or ran, and its logs
-_KEPT = 4  # versions whose pieces are kept for whoever asks next
+KEPT = 4  # versions whose pieces are kept for whoever asks next, beside those of their base
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Exchange:
                 self._base = base
             references = [self._send(piece) for piece in pieces(whole)]
             self._offers[version] = Offer(version, published.manifest, header, references, base)
-            for old in list(self._offers)[:-_KEPT]:
+            for old in list(self._offers)[:-KEPT]:
                 del self._offers[old]
         return self._offers[version]
 

@@ -14,6 +14,7 @@ from tba.errors import UserError
 from tba.recipe import ClusterSettings, Recipe
 from tba.record.memory import machine_memory_bytes, usable_cores
 from tba.record.text import size
+from tba.runtime.exchange import KEPT
 from tba.train.ranks import name_of_rank
 
 _SLACK = 1e-9  # that thirds of a GPU add up
@@ -30,17 +31,29 @@ class Node:
     memory_bytes: float
     here: bool  # where the driver is
     left: dict[str, float] = field(init=False)
+    _each: list[float] = field(init=False)  # what is left of each GPU: a part of one is of one
 
     def __post_init__(self) -> None:
         self.left = {"CPU": self.cpus, "GPU": self.gpus}
+        self._each = [1.0] * int(self.gpus)
 
     def fits(self, asked: Mapping[str, float]) -> bool:
         """Whether that much is left."""
-        return all(self.left[kind] - amount > -_SLACK for kind, amount in asked.items())
+        return self.left["CPU"] - asked["CPU"] > -_SLACK and self._gpus(asked["GPU"]) is not None
 
     def take(self, asked: Mapping[str, float]) -> None:
+        for i in self._gpus(asked["GPU"]) or ():
+            self._each[i] -= min(asked["GPU"], 1.0)
         for kind, amount in asked.items():
             self.left[kind] -= amount
+
+    def _gpus(self, amount: float) -> list[int] | None:
+        """Those that it would be given: so many whole ones, or the fullest that has this part; None: there are none."""
+        if amount >= 1:
+            whole = [i for i, left in enumerate(self._each) if left > 1 - _SLACK]
+            return whole[: round(amount)] if len(whole) >= amount else None
+        room = [i for i, left in enumerate(self._each) if left - amount > -_SLACK]
+        return ([min(room, key=lambda i: self._each[i])] if room else None) if amount else []
 
 
 def this_machine() -> Node:
@@ -97,29 +110,46 @@ def _too_much(part: str, asked: Mapping[str, float], candidates: Sequence[Node])
     )
 
 
+def whereabouts(placed: Sequence[Placed]) -> list[str]:
+    """A line for each node: what runs there, and how much of it."""
+    return [_line(node, placed) for node in _nodes(placed)]
+
+
 def table(placed: Sequence[Placed], trainer_bytes: int, searcher_bytes: int, weights_bytes: int) -> list[str]:
-    """A line for each node: what runs there, and the memory that it needs. Raises `UserError` when there is less.
+    """The same with the memory that it needs. Raises `UserError` when there is less.
 
     `trainer_bytes` are those of all ranks (of which each has about its share), `weights_bytes` those of one version, of
-    which each node's object store holds two.
+    which the trainer's node keeps some in its object store, and others the newest two.
     """
     lines, all_ranks = [], sum(p.part.startswith("trainer") for p in placed)
-    for node in {placed.node.key: placed.node for placed in placed}.values():
+    for node in _nodes(placed):
         parts = [p.part for p in placed if p.node.key == node.key]
         ranks = sum(part.startswith("trainer") for part in parts)
-        searchers = len(parts) - ranks
-        needed = searchers * searcher_bytes + 2 * weights_bytes + trainer_bytes * ranks // all_ranks
-        several = f" ({ranks} of {all_ranks} ranks)" if all_ranks > 1 else ""
-        what = [f"trainer{several} and journal"] if "trainer" in parts else []
-        what += [f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer"] if ranks and "trainer" not in parts else []
-        what += [f"{searchers} searcher{'s' if searchers > 1 else ''}"] if searchers else []
-        used = {kind: sum(p.asked[kind] for p in placed if p.node.key == node.key) for kind in ("CPU", "GPU")}
-        lines.append(
-            f"{node.name}{' (here)' if node.here else ''}: {' and '.join(what)}; {used['CPU']:g} of {node.cpus:g} CPU, "
-            f"{used['GPU']:g} of {node.gpus:g} GPU, about {size(needed)} of {size(int(node.memory_bytes))}"
-        )
+        versions = KEPT + 1 if "trainer" in parts else 2
+        needed = (len(parts) - ranks) * searcher_bytes + versions * weights_bytes + trainer_bytes * ranks // all_ranks
+        lines.append(f"{_line(node, placed)}, about {size(needed)} of {size(int(node.memory_bytes))}")
         if 0 < node.memory_bytes < needed:
             raise UserError(
                 f"{lines[-1]}: that is more than there is; use a smaller model, fewer --searchers or more nodes"
             )
     return lines
+
+
+def _nodes(placed: Sequence[Placed]) -> list[Node]:
+    return list({p.node.key: p.node for p in placed}.values())
+
+
+def _line(node: Node, placed: Sequence[Placed]) -> str:
+    parts = [p.part for p in placed if p.node.key == node.key]
+    all_ranks = sum(p.part.startswith("trainer") for p in placed)
+    ranks = sum(part.startswith("trainer") for part in parts)
+    searchers = len(parts) - ranks
+    several = f" ({ranks} of {all_ranks} ranks)" if all_ranks > 1 else ""
+    what = [f"trainer{several} and journal"] if "trainer" in parts else []
+    what += [f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer"] if ranks and "trainer" not in parts else []
+    what += [f"{searchers} searcher{'s' if searchers > 1 else ''}"] if searchers else []
+    used = {kind: sum(p.asked[kind] for p in placed if p.node.key == node.key) for kind in ("CPU", "GPU")}
+    return (
+        f"{node.name}{' (here)' if node.here else ''}: {' and '.join(what)}; {used['CPU']:g} of {node.cpus:g} CPU, "
+        f"{used['GPU']:g} of {node.gpus:g} GPU"
+    )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tba.errors import UserError
+from tba.errors import HandedOutLost, UserError
 from tba.protocols import PublishedWeights
 from tba.record.evaluations import Answered
 from tba.record.jsonl import write_json
@@ -41,7 +41,7 @@ class Contact(Protocol):
         ...
 
     def fetch(self, references: Sequence[Any]) -> list[Flat]:
-        """The pieces themselves."""
+        """The pieces themselves. Raises `HandedOutLost` when they are no longer there."""
         ...
 
 
@@ -131,17 +131,23 @@ class RemoteWeights:
 
     def _published(self, offer: Offer) -> PublishedWeights:
         def read() -> dict[str, Any]:
-            own = tensors(offer.header, self._contact.fetch(offer.references))
-            if offer.base is None:
-                return own
-            if self._base is None or self._base[0] != offer.base.version:
-                self._base = (
-                    offer.base.version,
-                    tensors(offer.base.header, self._contact.fetch(offer.base.references)),
-                )
-            return restored(self._base[1], own)
+            try:
+                return self._fetched(offer)
+            except HandedOutLost:  # an exchange that was made anew hands it out anew
+                again = self._contact.call("at", offer.version)
+                if again is None:
+                    raise
+                return self._fetched(again)
 
         return PublishedWeights(offer.version, offer.manifest, read)
+
+    def _fetched(self, offer: Offer) -> dict[str, Any]:
+        own = tensors(offer.header, self._contact.fetch(offer.references))
+        if offer.base is None:
+            return own
+        if self._base is None or self._base[0] != offer.base.version:
+            self._base = (offer.base.version, tensors(offer.base.header, self._contact.fetch(offer.base.references)))
+        return restored(self._base[1], own)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,167 @@
+"""A part of a run as a Ray actor, seen from its driver.
+
+Invariant: looking at it never waits. It is up once it has answered; one that Ray does not start in time ends the run,
+unless it was to be started again: then its machine is gone, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tba.errors import DeadlineExceeded, PartFailed
+from tba.record.faults import record_fault
+from tba.runtime.actors import MeetAt, PartActor
+from tba.runtime.calls import get
+from tba.runtime.directory import RunDirectory
+from tba.runtime.driving import failed
+from tba.runtime.exchange import PLACES
+from tba.runtime.placement import Placed
+from tba.runtime.remote import whole_facts
+from tba.types import Json
+
+_remote: Any = ray.remote  # whose types leave this out
+DIED = -1  # the code of a part whose actor is gone
+_ASK = 1.0  # seconds between two questions how long a part has been silent
+
+
+@dataclass
+class ActorPart:
+    """A part as a Ray actor, seen from its driver."""
+
+    placed: Placed
+    run: RunDirectory
+    exchange: Any
+    deadline: float  # seconds that Ray may take to start it
+    attempt: int = 0
+    meet: MeetAt | None = None  # where a rank of the trainer finds the others
+    code: int | None = field(init=False)
+    how: str = field(init=False)
+    lost_touch: bool = field(init=False)  # it ended because it did not reach another part
+    heard: bool = field(init=False)
+    _actor: Any = field(init=False)
+    _done: Any = field(init=False)
+    _error: Json = field(init=False)
+    _question: Any = field(init=False)  # how long it has been silent
+    _asked: float = field(init=False)
+    _last: float = field(init=False)  # when it last gave a sign, or was started
+    _up: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """As another actor: on its node, or on any that has room where that node is gone."""
+        self.code, self.how, self.heard, self._error, self._up = None, "", False, None, False
+        self.lost_touch = False
+        self._last = self._asked = time.monotonic()
+        asked = self.placed.asked
+        soft = not self.name.startswith("trainer") or not self.placed.node.here
+        place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
+        actor = _remote(concurrency_groups={"ask": 1})(PartActor).options(
+            num_cpus=asked["CPU"], num_gpus=asked["GPU"], scheduling_strategy=place
+        )
+        if not asked["GPU"]:  # Ray would leave all of the machine's in sight, which it gives to others
+            actor = actor.options(runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}})
+        self._actor = actor.remote()
+        facts = whole_facts(self.run)
+        self._done = self._actor.go.remote(self.name, facts, self.attempt, self.exchange, self.meet)
+        self._question = self._actor.silence.remote()
+
+    def start_again(self) -> None:
+        """After its death."""
+        self.kill()
+        self.attempt += 1
+        self.start()
+
+    @property
+    def name(self) -> str:
+        return self.placed.part
+
+    @property
+    def who(self) -> str:
+        return f"{self.name} (on {self.placed.node.name})"
+
+    @property
+    def log(self) -> str:
+        own = self.run.log(self.name)
+        return str(own) if own.exists() else f"named in {self.run.path / 'logs' / PLACES}"
+
+    @property
+    def awaited(self) -> list[Any]:
+        """What can become ready: its end, its answer."""
+        asked = [] if self._question is None else [self._question]
+        return [self._done, *asked] if self.code is None else []
+
+    def look(self, ready: set[Any]) -> None:
+        """Take in what is. Raises `DeadlineExceeded` when Ray does not start it."""
+        if self.code is not None:
+            return
+        if self._done in ready:
+            self._settle()
+            return
+        now = time.monotonic()
+        if self._question is None and now - self._asked > _ASK:
+            self._asked, self._question = now, self._actor.silence.remote()
+        elif self._question is not None and self._question in ready:
+            with suppress(ray.exceptions.RayError):  # that it is gone is seen by its end
+                silence = get(self._question, self.deadline, f"an answer of {self.who}")
+                self._up = True
+                if silence is not None:
+                    self.heard, self._last = True, now - silence
+            self._question = None
+        elif not self._up and now - self._last > self.deadline:
+            self._not_started()
+
+    def _not_started(self) -> None:
+        """No node has room for it. Where that was so from the beginning, or of the trainer, the run cannot go on."""
+        asked = f"{self.placed.asked['CPU']:g} CPU and {self.placed.asked['GPU']:g} GPU"
+        waited = f"waited {self.deadline:g} s for Ray to start {self.who} with {asked}"
+        self.kill()
+        if self.attempt and not self.name.startswith("trainer"):  # its machine is gone, most likely
+            self.code = 0
+            record_fault(self.run.path, "searchers_given_up", f"{waited} again; the run goes on without it")
+        else:
+            self.code, self.how = DIED, "was not started"
+            raise DeadlineExceeded(f"{waited}: others may hold them")
+
+    def _settle(self) -> None:
+        """How it ended."""
+        try:
+            self._error = get(self._done, self.deadline, f"the end of {self.who}")
+            self.code = 0 if self._error is None else 1
+        except ray.exceptions.RayError as error:
+            self.lost_touch = isinstance(error, ray.exceptions.RayTaskError)  # what `go` raises
+            said = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            self.code, self.how = DIED, f"died ({str(said).strip().splitlines()[0]})"
+        ray.kill(self._actor)  # what it held is free
+
+    def silence(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self._last
+
+    def ask_to_stop(self) -> None:
+        if self.code is None:
+            self._actor.stop.remote()
+
+    def kill(self) -> None:
+        """End it, unless it has ended."""
+        if self.code is None:
+            ray.kill(self._actor)
+
+    def end(self) -> None:
+        """As something that hangs."""
+        self.kill()
+        self.code, self.how = DIED, "was killed, for it was silent"
+
+    def failure(self) -> Exception:
+        """Why it ended, as the driver's own error."""
+        if self._error is not None:
+            return failed(self.who, self.log, self._error)
+        return PartFailed(f"{self.who} {self.how}; its log is {self.log}")
