@@ -36,6 +36,7 @@ from tba.types import Version  # noqa: E402
 from tba.weights.directory import WeightDirectory  # noqa: E402
 
 SUMS = Path(__file__).parents[1] / "tiny_sums.py"
+TOKEN = secrets.token_hex(32)  # of all clusters here: a process reads it once
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 
 
@@ -48,7 +49,7 @@ def two_nodes(first: int, second: int) -> Iterator[tuple[Any, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", home)
         patch.setenv("RAY_TMPDIR", home)
-        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("RAY_AUTH_TOKEN", TOKEN)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_worker_niceness", "0")
         nodes = Nodes(initialize_head=True, head_node_args={"num_cpus": first, "include_dashboard": False})

@@ -64,12 +64,18 @@ class ActorPart:
         asked = self.placed.asked
         soft = not self.name.startswith("trainer") or not self.placed.node.here
         place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
-        actor = _remote(concurrency_groups={"ask": 1})(PartActor).options(
-            num_cpus=asked["CPU"], num_gpus=asked["GPU"], scheduling_strategy=place
+        # Of a part that asks for no GPU Ray would leave all in sight, also those that it has given to others.
+        environment = {} if asked["GPU"] else {"CUDA_VISIBLE_DEVICES": ""}
+        self._actor = (
+            _remote(concurrency_groups={"ask": 1})(PartActor)
+            .options(
+                num_cpus=asked["CPU"],
+                num_gpus=asked["GPU"],
+                scheduling_strategy=place,
+                runtime_env={"env_vars": environment},
+            )
+            .remote()
         )
-        if not asked["GPU"]:  # Ray would leave all of the machine's in sight, which it gives to others
-            actor = actor.options(runtime_env={"env_vars": {"CUDA_VISIBLE_DEVICES": ""}})
-        self._actor = actor.remote()
         facts = whole_facts(self.run)
         self._done = self._actor.go.remote(self.name, facts, self.attempt, self.exchange, self.meet)
         self._question = self._actor.silence.remote()
