@@ -20,6 +20,7 @@ from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
 from tba.models.huggingface import HuggingFace
 from tba.policy.causal import load_model
+from tba.policy.lora import LoraSettings
 from tba.protocols import Engine
 from tba.tasks.characters import character_tokenizer
 from tba.train.scratch import ScratchModel
@@ -349,3 +350,29 @@ def asked(times: int, only: bool = False) -> Callable[[], bool]:
         return seen == times + 1 if only else seen > times
 
     return ask
+
+
+def test_adapters_are_merged_on_their_way_into_the_engine(serving: Serving, untied: HuggingFace) -> None:
+    """What is loaded is adapters alone; what answers is the model that the trainer has."""
+    adapted = replace(untied, lora=LoraSettings(rank=4))
+    engine, prompts = serving(adapted), prompts_of(150, 40, 3)
+    generator = torch.Generator().manual_seed(3)
+    policy = adapted.policy(0.7)
+    weights = {name: 0.3 * torch.randn(t.shape, generator=generator) for name, t in policy.weights().items()}
+    before = engine.generate(prompts, 3, Sampling(temperature=0), np.random.default_rng(1))
+    engine.load(weights, Version(0, 4))
+    sampled = engine.generate(prompts, 4, Sampling(temperature=0.7), np.random.default_rng(2))
+    assert farthest(sampled, trained_on(adapted, prompts, sampled, 0.7, weights)) < TOLERANCE
+    assert {c.versions for row in sampled for c in row} == {(Version(0, 4), Version(0, 4))}
+    after = engine.generate(prompts, 3, Sampling(temperature=0), np.random.default_rng(1))
+    assert [c.tokens.tolist() for c in after[0]] != [c.tokens.tolist() for c in before[0]]
+    reference = adapted.reference(0.7, Version())  # the base, whatever the engine was given
+    found = reference.log_probabilities_of(list(zip(prompts, sampled, strict=True)))
+    expected = trained_on(untied, prompts, sampled, 0.7)
+    for row, other in zip(found, expected, strict=True):
+        for one, two in zip(row, other, strict=True):
+            np.testing.assert_allclose(one, two, atol=TOLERANCE)
+    with pytest.raises(KeyError, match="missing"):
+        engine.load(dict(list(weights.items())[1:]), Version(0, 5))
+    with pytest.raises(KeyError, match="no weight named"):
+        engine.load({**weights, "another": torch.zeros(1)}, Version(0, 5))

@@ -33,7 +33,7 @@ class Ran:
     trajectories: list[Trajectory]
 
 
-@pytest.fixture(scope="module", params=["round", "in_flight"])
+@pytest.fixture(scope="module", params=["round", "in_flight", "adapters"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     task = Gsm8k(path=str(DATA), style="vineppo")
     start = WarmStart(  # half knows the fifteen problems of the file: some of its answers are right
@@ -43,9 +43,11 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     )
     base = warm_started(start, task, lambda line: None)
     path = tmp_path_factory.mktemp("vllm") / "run"
+    how = ("--model.lora.rank", "8") if request.param == "adapters" else ("--model.vllm.update", str(request.param))
     overrides = (
+        *how,
         *("--task.path", str(DATA), "--model.path", str(base), "--model.device", "cpu"),
-        *("--model.generation.engine", "vllm", "--model.vllm.update", str(request.param)),
+        *("--model.generation.engine", "vllm"),
         *("--model.generation.slots", "32", "--model.generation.max-completion-tokens", "160"),
         *("--steps", str(STEPS), "--sync-every", str(EVERY), "--searchers", "1", "--optimizer.lr", "1e-3"),
         *("--groups-per-step", "2", "--group-size", "4", "--samples-per-prompt", "8", "--prompts-per-round", "3"),

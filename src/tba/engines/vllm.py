@@ -34,8 +34,9 @@ from tba.engines.stopping import StopStrings, eos_ids
 from tba.engines.transformers import EngineSettings
 from tba.errors import TbaError, UserError
 from tba.policy.causal import load_model
+from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Tokenizer
-from tba.streaming import write_tensors
+from tba.streaming import Streamed, shapes_of, write_tensors
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 SUPPORTED = ("0.32",)
@@ -94,10 +95,14 @@ class VllmEngine:
         device: torch.device,
         dtype: torch.dtype,
         version: Version | None = None,
+        adapted: PreTrainedModel | None = None,
     ) -> None:
-        """Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model."""
+        """adapted: the same model with adapters; what is loaded is adapters then, which vLLM is given merged.
+
+        Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model.
+        """
         vllm = _imported(device)
-        self.settings, self.own = settings, own
+        self.settings, self.own, self._adapted = settings, own, adapted
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             self._shapes = AutoModelForCausalLM.from_config(config)
@@ -146,7 +151,7 @@ class VllmEngine:
         self._generating = False
         self._set(Version() if version is None else version)
         if untied:
-            self.load(load_model(path, device, dtype)[0].state_dict(), self._version)
+            self._replace(load_model(path, device, dtype)[0].state_dict())
 
     @property
     def version(self) -> Version:
@@ -160,22 +165,33 @@ class VllmEngine:
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` (by Hugging Face name) into the model in place, and forget what was computed with the old.
 
-        A tied weight may be given under any of its names. Raises `KeyError` for an unknown or a missing name and
-        `ValueError` for a wrong shape, in which cases nothing was copied.
+        A tied weight may be given under any of its names; a model with adapters is given these alone. Raises
+        `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
+        copied.
         """
         if self._generating and not self.in_flight:
             raise TbaError("weights were to be replaced in the middle of a round: set --model.vllm.update in_flight")
-        places = matched(self._shapes, weights)
-        named = {its: weights[name] for name, place in places.items() for its in self._names.get(id(place), ())}
+        if self._adapted is not None:
+            matched(self._adapted, weights, is_adapter)
+            weights = merged_with(self._adapted, weights)
+        self._replace(weights)
+        if not self._llm.reset_prefix_cache(reset_running_requests=self._generating):
+            raise TbaError(f"vllm kept keys and values of weights older than {version}")
+        self._set(version)
+
+    def _replace(self, weights: Mapping[str, Tensor]) -> None:
+        """By all of the model's own names, one after the other."""
+        shapes = shapes_of(weights)
+        chosen = {id(place): name for name, place in matched(self._shapes, shapes).items()}  # of tied names one
+        names = {name: self._names[place] for place, name in chosen.items() if place in self._names}
+        like = {one: shapes[name] for name, its in names.items() for one in its}
+        named = Streamed(like, lambda: ((one, t) for name, t in weights.items() for one in names.get(name, ())))
         if self.own.tensor_parallel == 1:
             self._reload({"weights_iterator": iter(named.items())})
         else:  # its workers are other processes, and nothing is to be pickled: by file
             with _memory_folder() as folder:
                 write_tensors(folder / "model.safetensors", named)
                 self._reload({"weights_path": str(folder)})
-        if not self._llm.reset_prefix_cache(reset_running_requests=self._generating):
-            raise TbaError(f"vllm kept keys and values of weights older than {version}")
-        self._set(version)
 
     def _reload(self, what: dict[str, object]) -> None:
         with torch.no_grad():
@@ -201,20 +217,22 @@ class VllmEngine:
             self.room.check(prompt)
         if not prompts or count < 1:
             return [[] for _ in prompts]
+        drawn = count if sampling.temperature > 0 else 1  # of the greedy one it gives no second
         call = next(self._calls)
         growing: dict[str, list[_Growing]] = {}
         first = self._version
         self._generating = True
         try:
             for i, prompt in enumerate(prompts):
-                growing[f"{call}.{i}"] = [_Growing() for _ in range(count)]
-                parameters = self._parameters(prompt, count, sampling, int(rng.integers(2**62)))
+                growing[f"{call}.{i}"] = [_Growing() for _ in range(drawn)]
+                parameters = self._parameters(prompt, drawn, sampling, int(rng.integers(2**62)))
                 self._llm.add_request(f"{call}.{i}", {"prompt_token_ids": prompt.tokens.tolist()}, parameters)
             self._run(growing, interrupted)
         finally:
             self._llm.abort_request([name for name, row in growing.items() if not all(g.finished for g in row)])
             self._generating = False
-        return [[self._completion(g, sampling, first) for g in row if g.tokens] for row in growing.values()]
+        rows = [[self._completion(g, sampling, first) for g in row if g.tokens] for row in growing.values()]
+        return [row * (count // drawn) for row in rows]
 
     def _parameters(self, prompt: Prompt, count: int, sampling: Sampling, seed: int) -> Any:
         from vllm import SamplingParams

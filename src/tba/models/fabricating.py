@@ -28,7 +28,6 @@ class Fabricating(HuggingFace):
     junk: float = 0.05  # share of the answers to training prompts that are made up, and with them of the buffer
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if not 0 <= self.junk <= 1:
             raise UserError(f"a fabricating model has junk {self.junk}: give a share from 0 to 1")
 

@@ -95,13 +95,6 @@ class HuggingFace:
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
 
-    def __post_init__(self) -> None:
-        if self.generation.engine == "vllm" and self.lora.rank:
-            raise UserError(
-                f"--model.lora.rank is {self.lora.rank}, but the vllm engine takes whole models, not adapters alone: "
-                "set it to 0, or choose --model.generation.engine transformers"
-            )
-
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:
         """The same, with a path: given, shipped, cached, or trained now.
 
@@ -169,15 +162,19 @@ class HuggingFace:
         return self._device
 
     def engine(self, version: Version) -> TransformersEngine | VllmEngine:
-        if self.generation.engine == "vllm":
-            tokenizer = self.tokenizer()
-            with _no_bars():
-                return VllmEngine(self.path, tokenizer, self.generation, self.vllm, self._device, self._dtype, version)
-        model, tokenizer = _loaded(self.path, self._device, self._dtype)
+        served = self.generation.engine == "vllm"
+        if self.lora.rank or not served:
+            model, tokenizer = _loaded(self.path, self._device, self._dtype)
+        else:  # vLLM has its own; on the one above adapters are merged
+            model, tokenizer = None, self.tokenizer()
         if self.lora.rank:
             add_adapters(model, self.lora)
             _ENGINES[repr(self)] = model
-        return TransformersEngine(model, tokenizer, self.generation, version)
+        if not served:
+            return TransformersEngine(model, tokenizer, self.generation, version)
+        with _no_bars():
+            settings = (self.generation, self.vllm, self._device, self._dtype)
+            return VllmEngine(self.path, tokenizer, *settings, version, model)
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:

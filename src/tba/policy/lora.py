@@ -84,6 +84,15 @@ def copy_on_same_base(model: PreTrainedModel) -> PreTrainedModel:
     return copy.deepcopy(model, shared)
 
 
+def merged_with(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Streamed:
+    """`merged` of a model that is given these adapters first, in place of its own."""
+    tied, own = model.all_tied_weights_keys, model.state_dict()
+    with torch.no_grad():
+        for name, tensor in adapters.items():
+            own[name].copy_(tensor)
+    return merged(model, {name: tensor for name, tensor in own.items() if name not in tied}, {})
+
+
 def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> Streamed:
     """What `model` would be without adapters: plain weights by the names of its base, one after the other.
 
