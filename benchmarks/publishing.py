@@ -7,9 +7,6 @@ one that publishes before it goes on, and one that publishes in the background, 
 alone (to a folder on this disk, not forced onto it); *critical path* is what the step's thread spends in `publish` and
 `settle`; *memory* is the most that resident memory rises while weights are written and nothing else is done.
 
-*Taking*: seconds until another process has a version in a model of its own, from the file and from the trainer's memory
-(`--publish.in-memory`), of six versions.
-
 Then what a version is in each type (`--publish.dtype`), whole and as what one step changes (`--publish.full-every`), at
 a learning rate of 1e-5 and of 1e-6: megabytes, and seconds to write it (medians of three steps).
 """
@@ -41,7 +38,6 @@ from tba.train.optimizer import Optimizer, OptimizerSettings
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import PublishSettings, WeightDirectory
-from tba.weights.memory import MemoryFirst, WeightMemory
 
 ROUNDS = 3
 
@@ -104,45 +100,6 @@ def rise_in_memory(act: Callable[[], object]) -> int:
     done.set()
     looking.join()
     return most
-
-
-def taking(policy: CausalPolicy) -> None:
-    """A line for the file and one for memory. The other process is forked, and told of each version in turn."""
-    own = {name: t.detach().clone() for name, t in policy.weights().items()}
-    with tempfile.TemporaryDirectory() as folder:
-        directory = WeightDirectory(Path(folder))
-        publisher = BackgroundPublisher(directory, 600.0, WeightMemory(policy.weights(), None))
-        asks, asked = os.pipe()
-        answers, answered = os.pipe()
-        if os.fork() == 0:
-            times: dict[str, list[float]] = {"file": [], "memory": []}
-            sources = {"file": WeightDirectory(Path(folder)), "memory": MemoryFirst(WeightDirectory(Path(folder)))}
-            for _ in range(2 * ROUNDS + 1):
-                os.read(asks, 1)
-                for name, source in sources.items():
-                    began = time.perf_counter()
-                    published = source.newer_than(None)
-                    assert published is not None
-                    found = published.read()
-                    with torch.inference_mode():
-                        for tensor, to in own.items():
-                            to.copy_(found[tensor])
-                    times[name].append(time.perf_counter() - began)
-                os.write(answered, b"x")
-            for name, found_in in times.items():
-                later = found_in[1:]  # the first finds nothing mapped
-                print(
-                    f"taking a version from {name}: {median(later):.3f} s ({min(later):.3f} to {max(later):.3f})",
-                    flush=True,
-                )
-            os._exit(0)
-        for i in range(2 * ROUNDS + 1):
-            publisher.publish(policy.weights(), Version(0, i), {})
-            publisher.settle()
-            os.write(asked, b"x")
-            os.read(answers, 1)
-        os.wait()
-        publisher.close()
 
 
 def sizes(policy: CausalPolicy, batch: Batch) -> None:
@@ -208,7 +165,6 @@ def main() -> None:
     print(f"writing the weights: {in_turn:.3f} s ({spread[1]}), memory {memory / 1e6:.1f} MB above what was there")
     print(f"in the background: critical path {critical:.5f} s ({spread[2]}), {100 * critical / bare:.3f} % of a step")
     print(f"a step with publishing beside it: {behind:.3f} s ({spread[3]}), {behind / bare:.3f} of one without")
-    taking(policy)
     sizes(policy, batch)
 
 

@@ -236,13 +236,6 @@ class Recipe:
                 f"--reference-reset is {self.reference_reset}, but after a reset searchers score trajectories anew, "
                 "and --offline there are none: set it to 0, or train with searchers"
             )
-        if self.publish.in_memory and not (
-            self.runtime == "processes" and self.trainer.ranks == 1 and self.run.publish_in_background
-        ):
-            raise UserError(
-                "--publish.in-memory is for processes, a trainer of one rank and weights that are published in the "
-                "background: leave it out, as searchers elsewhere read files"
-            )
         if self.runtime == "inline" and self.trainer.ranks != 1:
             raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but the inline runtime has one process for all")
         if self.runtime == "inline" and self.searchers != 1:

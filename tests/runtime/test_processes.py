@@ -63,20 +63,6 @@ def test_it_reaches_the_ideal_policy_of_the_toy_from_random_answers_of_two_searc
     assert makers.total() == oracle.summary.trajectories.generated
 
 
-def test_searchers_take_weights_from_the_trainers_memory_where_they_are_to(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    often = ("--steps", "200", "--sync-every", "2", "--searchers", "2", "--evaluation.problems", "1")
-    summary = processes(path, *often, "--publish.in-memory")
-    assert summary.steps == 200
-    assert summary.trajectories.closes()
-    for name in ("searcher-0", "searcher-1"):
-        assert "weights are taken from the trainer's memory" in (path / "logs" / f"{name}.log").read_text()
-    with JournalFollower(path / "journal.sqlite") as journal:
-        assert len({t.version for t in journal.drain()}) > 2
-    with pytest.raises(UserError, match=r"--publish\.in-memory is for processes"):
-        made(tmp_path / "inline", "--publish.in-memory", "--runtime", "inline")
-
-
 def test_every_token_and_trajectory_is_accounted_for(oracle: Finished) -> None:
     for ledger in (oracle.summary.tokens, oracle.summary.trajectories):
         assert ledger.closes(), ledger

@@ -21,7 +21,6 @@ from tba.runtime.directory import RunDirectory
 from tba.search.sink import KnowingSink
 from tba.types import Evaluation, Json, Trajectory, Version
 from tba.weights.directory import WeightDirectory
-from tba.weights.memory import MemoryFirst
 
 
 class SearchJournal(KnowingSink, Protocol):
@@ -105,4 +104,4 @@ def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[
         run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None)
     )
     journal.resume()
-    return Ends(journal, MemoryFirst(WeightDirectory(run.weights)), RunRecords(run, recipe), run.incarnation)
+    return Ends(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)

@@ -34,7 +34,7 @@ from tba.train.prefetch import Prefetch
 from tba.train.ranks import Meeting, Ranks
 from tba.train.trainer import Trainer
 from tba.types import Json, Version
-from tba.weights.background import BackgroundPublisher, publisher_of
+from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
 _POLL = 0.004  # seconds between two looks at the journal while there is no batch
@@ -197,8 +197,9 @@ def start_training(
         replay.restore(checkpoint.state["replay"], version)
     if recipe.offline:
         require_enough(recipe, replay, journal)
-    behind = recipe.run.first_sign_deadline if background else None
-    weights = publisher_of(run.weights, recipe.publish, behind, policy.weights)
+    directory = WeightDirectory(run.weights, settings=recipe.publish)
+    behind = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else None
+    weights = behind or directory
     clock = ShareClock(warming_up=True)
     wait = ReplayWait(
         replay=replay,
@@ -221,7 +222,7 @@ def start_training(
         version=version,
         notes=lambda version: half.notes(version),
         ranks=recipe.trainer.ranks,
-        settle=weights.release,
+        settle=weights.settle,
     )
     ahead = Prefetch(wait, recipe.run.idle_deadline, wait.close) if prefetch else wait
     trainer.batches = source = Timed(ahead, wait, clock)

@@ -1,23 +1,20 @@
 """Publishing beside the next step: weights are written from where they lie while they are only read.
 
-Invariant: between two updates nobody changes the weights, so the writing thread needs no copy of them; `release` is
-called before the next update, and returns once it is done with them. Where there is a copy in memory for searchers
-(`memory`) the file is written from that, and the next update waits for nothing. What is asked for meanwhile (pins)
-happens after it, in order. What fails there is raised by whoever settles next.
+Invariant: between two updates nobody changes the weights, so the writing thread needs no copy of them; `settle` is
+called before the next update, and returns once it is done with them. What is asked for meanwhile (pins) happens after
+it, in order. What fails there is raised by whoever settles next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tba.errors import DeadlineExceeded
 from tba.protocols import PublishedWeights
 from tba.types import Json, Version
-from tba.weights.directory import PublishSettings, WeightDirectory
-from tba.weights.memory import ADDRESS, WeightMemory
+from tba.weights.directory import WeightDirectory
 
 if TYPE_CHECKING:
     import torch
@@ -26,26 +23,17 @@ if TYPE_CHECKING:
 class BackgroundPublisher:
     """The publishing end of a `WeightDirectory`, in a thread of its own."""
 
-    def __init__(self, directory: WeightDirectory, deadline: float, memory: WeightMemory | None = None) -> None:
+    def __init__(self, directory: WeightDirectory, deadline: float) -> None:
         self._directory = directory
-        self._memory = memory
         self._deadline = deadline  # seconds that `settle` may wait
         self._thread = ThreadPoolExecutor(1, "publish")
         self._jobs: list[Future[None]] = []
         self._asked: list[tuple[Version, str]] = []  # pins that are waiting for what they pin
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
-        """Returns at once; until `release` has been called `weights` must stay as they are."""
+        """Returns at once; until `settle` has been called `weights` must stay as they are."""
         self.settle()
-        if self._memory is not None:
-            weights = self._memory.write(weights, version)
-            manifest = {**manifest, ADDRESS: self._memory.address}
         self._later(lambda: self._directory.publish(weights, version, manifest))
-
-    def release(self) -> None:
-        """Wait until nobody reads the weights themselves. Raises as `settle`."""
-        if self._memory is None:
-            self.settle()
 
     def settle(self) -> None:
         """Wait for what is still being done. Raises what it raised, and `DeadlineExceeded`."""
@@ -97,25 +85,6 @@ class BackgroundPublisher:
             self.settle()
         finally:
             self._thread.shutdown(wait=False)
-            if self._memory is not None:
-                self._memory.close()
 
     def _later(self, act: Callable[[], None]) -> None:
         self._jobs.append(self._thread.submit(act))
-
-
-def publisher_of(
-    path: Path,
-    settings: PublishSettings,
-    deadline: float | None,
-    weights: Callable[[], Mapping[str, torch.Tensor]],
-) -> WeightDirectory | BackgroundPublisher:
-    """What writes into the folder at `path`: in a thread that may take `deadline` seconds, or (None) at once.
-
-    weights: such as will be published, where room for a copy of them is to be made.
-    """
-    directory = WeightDirectory(path, settings=settings)
-    if deadline is None:
-        return directory
-    memory = WeightMemory(weights(), settings.written_as) if settings.in_memory else None
-    return BackgroundPublisher(directory, deadline, memory)

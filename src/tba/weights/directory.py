@@ -43,13 +43,6 @@ class PublishSettings:
 
     dtype: Literal["own", "float32", "bfloat16", "float16"] = "own"  # own: as they are trained, which is float32
     full_every: int = 1  # versions; those between two whole ones hold only the numbers that changed. 1: all are whole
-    in_memory: bool = False  # searchers of this machine read them from the trainer's memory: of a GPU by CUDA IPC
-    # (processes only; one copy of the weights more, on the trainer's device)
-
-    @property
-    def written_as(self) -> torch.dtype | None:
-        """None: as they are."""
-        return None if self.dtype == "own" else getattr(torch, self.dtype)
 
     def __post_init__(self) -> None:
         if self.full_every < 1:
@@ -94,7 +87,7 @@ class WeightDirectory:
 
     def _write_tensors(self, beside: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
         """Whole, or what has changed; returns since when."""
-        dtype = self._settings.written_as
+        dtype = None if self._settings.dtype == "own" else getattr(torch, self._settings.dtype)
         if self._base is None or self._since >= self._settings.full_every:
             write_tensors(beside, weights, dtype)
             return None
@@ -104,11 +97,8 @@ class WeightDirectory:
             write_changes(beside, weights, base.get_tensor, dtype)
         return self._base
 
-    def release(self) -> None:
-        """Nobody reads the weights themselves after `publish` has returned."""
-
     def settle(self) -> None:
-        """Nothing is being written then, either."""
+        """Nothing is being written after `publish` has returned."""
 
     def close(self) -> None:
         """There is nothing to end."""
