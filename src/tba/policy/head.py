@@ -4,7 +4,8 @@ Invariant: equal to `log_softmax(head(hidden) / temperature)` in float32 at the 
 
 With p = softmax(z), d log p_y / dz = onehot(y) - p, so both gradients are one matrix product with p - onehot(y). It is
 formed in float32, for little is left of it where p_y is near 1, and kept for the first tokens, as many as
-`KeptProbabilities` may hold; that of the others is computed again, a chunk at a time. Chunks are added up in float32.
+`KeptProbabilities` may hold; that of the others is computed again, a chunk at a time. Chunks are added up in float32
+(but those of a head with a softcap, whose gradient is autograd's, in the weight's type).
 
 Shape legend: M tokens, W hidden width, V vocabulary, C tokens of one block.
 """

@@ -22,6 +22,7 @@ KINDS = (
     "searchers_given_up",  # no node of the cluster had room for one that was to be started again
     "trainer_restarts",  # the trainer was, and went on from its checkpoint
     "exchange_restarts",  # a cluster's exchange died beside the trainer and was made anew
+    "evaluations_missing",  # because of those that were given up
     "silences",  # a part gave no sign of life for too long and was killed
     "resumes",  # the whole run was left and taken up again
     "damaged_checkpoints",  # passed over on the way to one that is whole

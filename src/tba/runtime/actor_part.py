@@ -132,6 +132,7 @@ class ActorPart:
         self.kill()
         if self.attempt and not self.name.startswith("trainer"):  # its machine is gone, most likely
             self.code = 0
+            self.exchange.journal.remote(self.name, "resume")  # what it held is given back, for others
             record_fault(self.run.path, "searchers_given_up", f"{waited} again; the run goes on without it")
         else:
             self.code, self.how = DIED, "was not started"
@@ -153,7 +154,10 @@ class ActorPart:
         return time.monotonic() - self._last
 
     def ask_to_stop(self) -> None:
-        if self.code is None:
+        if self.code is None and self.attempt and not self._up and not self.name.startswith("trainer"):
+            self.kill()  # it waits for a place, and has nothing to finish
+            self.code = 0
+        elif self.code is None:
             self._actor.stop.remote()
 
     def kill(self) -> None:

@@ -17,7 +17,8 @@ from typing import Protocol
 
 from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
 from tba.recipe import Recipe
-from tba.record.faults import record_fault
+from tba.record.evaluations import read_evaluations
+from tba.record.faults import count_faults, record_fault
 from tba.runtime.directory import RunDirectory
 from tba.runtime.joining import Joined
 from tba.runtime.stopping import stop_requests
@@ -132,6 +133,7 @@ class Driver(ABC):
             self.stopped = stop() or steps < self.recipe.steps
             if not self.stopped:
                 self._evaluate(searchers, stop)
+                self._note_missing_evaluation()
             self._stop(searchers, "their last round")
             self._see_off()
             failed_while_stopping = [part.name for part in searchers if part.code != 0]
@@ -176,6 +178,14 @@ class Driver(ABC):
                     f"look at {self.run.path / 'logs'}"
                 )
             self.pause()
+
+    def _note_missing_evaluation(self) -> None:
+        """The last one can be missing where a searcher had begun it and was given up."""
+        if count_faults(self.run.path)["searchers_given_up"]:
+            seen = max((e.version.step for e in read_evaluations(self.run.path)), default=0)
+            if seen < self.recipe.steps:
+                what = f"the last version was not evaluated: tba eval {self.recipe.name} --checkpoint {self.run.path}"
+                record_fault(self.run.path, "evaluations_missing", what)
 
     def _watch(self, searchers: Sequence[Part]) -> None:
         """A searcher that raises ends the run; one that dies is started again, a bounded number of times."""
