@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,6 @@ from tba.engines.transformers import EngineSettings
 from tba.engines.vllm import VllmSettings
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
-from tba.policy.lora import LoraSettings
 from tba.types import Version
 
 VLLM = HuggingFace(path="nowhere", device="cpu", generation=EngineSettings(engine="vllm"))
@@ -25,8 +23,6 @@ def test_a_missing_vllm_is_named_with_how_to_install_it(monkeypatch: pytest.Monk
 
 
 def test_what_the_engine_cannot_do_is_said_when_the_recipe_is_made() -> None:
-    with pytest.raises(UserError, match="whole models, not adapters"):
-        replace(VLLM, lora=LoraSettings(rank=4))
     with pytest.raises(UserError, match="first token"):
         EngineSettings(engine="vllm", never_first=("\n",))
 
