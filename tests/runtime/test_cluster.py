@@ -20,21 +20,24 @@ from typing import Any
 import pytest
 from runs import alive, command, distance, made, quiet, steps_of, train, until
 
+from tba.errors import UserError
+from tba.record.evaluations import read_evaluations
+from tba.record.faults import count_faults
+from tba.record.jsonl import read_lines
+from tba.record.summary import Summary
+from tba.replay.follower import JournalFollower
+from tba.runtime.driver import summarise
+from tba.runtime.exchange import PLACES
+from tba.runtime.joining import FIRST
+from tba.types import Version
+from tba.weights.directory import WeightDirectory
+
 os.environ.setdefault("RAY_AUTH_MODE", "token")  # which Ray reads when it is loaded
 ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip install -e '.[cluster]'")
 
-from tba.errors import UserError  # noqa: E402
-from tba.record.evaluations import read_evaluations  # noqa: E402
-from tba.record.faults import count_faults  # noqa: E402
-from tba.record.jsonl import read_lines  # noqa: E402
-from tba.record.summary import Summary  # noqa: E402
-from tba.replay.follower import JournalFollower  # noqa: E402
-from tba.runtime.driver import summarise  # noqa: E402
-from tba.runtime.exchange import PLACES  # noqa: E402
-from tba.runtime.joining import FIRST  # noqa: E402
-from tba.types import Version  # noqa: E402
-from tba.weights.directory import WeightDirectory  # noqa: E402
-
+takes_minutes = pytest.mark.skipif(
+    "TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`"
+)
 SUMS = Path(__file__).parents[1] / "tiny_sums.py"
 TOKEN = secrets.token_hex(32)  # of all clusters here: a process reads it once
 SECONDS = 120.0  # that a busy machine may take for what takes a few
@@ -210,7 +213,7 @@ def test_the_folder_that_recipes_are_run_from_is_ones_own(tmp_path: Path, monkey
         scratch()
 
 
-@pytest.mark.skipif("TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`")
+@takes_minutes
 def test_a_run_goes_on_without_a_searcher_whose_node_is_gone(tmp_path: Path) -> None:
     """Beside the trainer there is room for one searcher; the other one's node dies."""
     path = tmp_path / "run"
@@ -249,7 +252,7 @@ def test_of_failed_ranks_the_one_that_died_is_the_reason_then_one_that_raised_th
     assert _own_failure(parts[:1], False) is lost
 
 
-@pytest.mark.skipif("TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`")
+@takes_minutes
 def test_the_quickstart_learns_in_the_cluster_what_it_learns_elsewhere(tmp_path: Path, address: str) -> None:
     summary = in_cluster(tmp_path / "run", address, "--evaluation.problems", "300", source="quickstart")
     assert summary.tokens.closes(), summary.tokens
@@ -258,7 +261,7 @@ def test_the_quickstart_learns_in_the_cluster_what_it_learns_elsewhere(tmp_path:
     assert sampled[600] > 0.88
 
 
-@pytest.mark.skipif("TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`")
+@takes_minutes
 def test_somebody_joins_by_address_and_a_run_goes_on_after_ctrl_c_and_after_its_driver_was_killed(
     tmp_path: Path, address: str
 ) -> None:

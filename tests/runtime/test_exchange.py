@@ -224,10 +224,10 @@ def test_a_recipe_comes_along_to_where_neither_the_run_nor_its_file_is(tmp_path:
     source.write_text(TOY.read_text())
     recipe, run = made(tmp_path / "run", "--steps", "77", source=source)
     facts = json.loads(json.dumps(whole_facts(run)))
-    assert stand_in(facts, tmp_path / "scratch").path == run.path
+    assert stand_in(facts, lambda: tmp_path / "scratch").path == run.path
     (run.path / "recipe.json").rename(run.path / "moved.json")
     source.unlink()
-    other = stand_in(facts, tmp_path / "scratch")
+    other = stand_in(facts, lambda: tmp_path / "scratch")
     assert other.path.parent == tmp_path / "scratch"
     assert other.recipe() == recipe
     assert other.log("searcher-0").parent.is_dir()
@@ -243,7 +243,7 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
         first, facts = guests.join()
         second, _ = guests.join()
         assert (first, second) == (FIRST, FIRST + 1)
-        assert stand_in(facts, tmp_path).path == run.path
+        assert stand_in(facts, lambda: tmp_path).path == run.path
         joined = Joined(run)
         assert joined.present() == [f"searcher-{first}", f"searcher-{second}"]
         guests.leave(first, "Ctrl-C")

@@ -67,7 +67,7 @@ def visit_run(name: str, address: str) -> int:
         contact = contact_with(name, "a searcher that joins", _PATIENCE)
         number, facts = contact.call("join")
         visit = Visit(number, asked, contact)
-        run = stand_in(facts, scratch())
+        run = stand_in(facts, scratch)
         recipe = run.recipe()
         torch.set_num_threads(recipe.run.threads)
         os.nice(recipe.run.searcher_nice)

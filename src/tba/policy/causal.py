@@ -28,7 +28,7 @@ from tba.errors import UserError
 from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
 from tba.policy.heads import linear_heads, read
 from tba.policy.lora import FILE as ADAPTERS
-from tba.policy.lora import has_adapters, is_adapter, merged
+from tba.policy.lora import has_adapters, is_adapter, merged, untied
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
 from tba.protocols import PolicyOutput
 from tba.sharding import Sharding, is_sharded, own_rows, rows_of
@@ -206,8 +206,7 @@ class CausalPolicy:
         """The same with the base of adapters."""
         if self._sharded is not None:
             self._sharded.let_go()
-        tied = self.model.all_tied_weights_keys
-        return {name: tensor for name, tensor in self.model.state_dict().items() if name not in tied}
+        return untied(self.model)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy `weights` in, in place. Raises `KeyError` on other names and `ValueError` on another shape."""

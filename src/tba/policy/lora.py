@@ -86,11 +86,17 @@ def copy_on_same_base(model: PreTrainedModel) -> PreTrainedModel:
 
 def merged_with(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Streamed:
     """`merged` of a model that is given these adapters first, in place of its own."""
-    tied, own = model.all_tied_weights_keys, model.state_dict()
+    own = untied(model)
     with torch.no_grad():
         for name, tensor in adapters.items():
             own[name].copy_(tensor)
-    return merged(model, {name: tensor for name, tensor in own.items() if name not in tied}, {})
+    return merged(model, own, {})
+
+
+def untied(model: PreTrainedModel) -> dict[str, Tensor]:
+    """All weights by name, detached, of those that are tied one alone."""
+    tied = model.all_tied_weights_keys
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> Streamed:

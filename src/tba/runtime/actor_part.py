@@ -62,7 +62,7 @@ class ActorPart:
         self.lost_touch = False
         self._last = self._asked = time.monotonic()
         asked = self.placed.asked
-        soft = not self.name.startswith("trainer") or not self.placed.node.here
+        soft = self._searches or not self.placed.node.here
         place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
         # Of a part that asks for no GPU Ray would leave all in sight, also those that it has given to others.
         environment = {} if asked["GPU"] else {"CUDA_VISIBLE_DEVICES": ""}
@@ -89,6 +89,11 @@ class ActorPart:
     @property
     def name(self) -> str:
         return self.placed.part
+
+    @property
+    def _searches(self) -> bool:
+        """Whether the run can do without it."""
+        return not self.name.startswith("trainer")
 
     @property
     def who(self) -> str:
@@ -130,7 +135,7 @@ class ActorPart:
         asked = f"{self.placed.asked['CPU']:g} CPU and {self.placed.asked['GPU']:g} GPU"
         waited = f"waited {self.deadline:g} s for Ray to start {self.who} with {asked}"
         self.kill()
-        if self.attempt and not self.name.startswith("trainer"):  # its machine is gone, most likely
+        if self.attempt and self._searches:  # its machine is gone, most likely
             self.code = 0
             self.exchange.journal.remote(self.name, "resume")  # what it held is given back, for others
             record_fault(self.run.path, "searchers_given_up", f"{waited} again; the run goes on without it")
@@ -154,7 +159,7 @@ class ActorPart:
         return time.monotonic() - self._last
 
     def ask_to_stop(self) -> None:
-        if self.code is None and self.attempt and not self._up and not self.name.startswith("trainer"):
+        if self.code is None and self.attempt and self._searches and not self._up:
             self.kill()  # it waits for a place, and has nothing to finish
             self.code = 0
         elif self.code is None:

@@ -165,7 +165,7 @@ class PartActor:
         return None if self._told.beat is None else time.monotonic() - self._told.beat
 
     def go(self, part: str, facts: Json, attempt: int, exchange: Any, meet: MeetAt | None) -> Json:
-        run = stand_in(facts, scratch())
+        run = stand_in(facts, scratch)
         try:
             with log_to(run.path, part) as log_file:
                 recipe, place = run.recipe(), place_of(part, log_file)

@@ -7,7 +7,7 @@ that were handed out can be read even after their version has been pruned.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,15 +214,15 @@ def whole_facts(run: RunDirectory) -> dict[str, Json]:
     return {**facts, "path": str(run.path.resolve()), "text": Path(source).read_text() if facts["digest"] else None}
 
 
-def stand_in(facts: Json, scratch: Path) -> RunDirectory:
-    """The run's directory where it can be reached; else one below `scratch` with the same recipe and logs of its own.
+def stand_in(facts: Json, scratch: Callable[[], Path]) -> RunDirectory:
+    """The run's directory where it can be reached; else one below `scratch()` with the same recipe and logs of its own.
 
     The recipe's file comes along, so that only what it imports has to be here already.
     """
     there = Path(facts["path"])
     if (there / "recipe.json").is_file() and RunDirectory.open(there).facts["started"] == facts["started"]:
         return RunDirectory.open(there)
-    here = scratch / f"{there.name}-{facts['started']:.0f}"
+    here = scratch() / f"{there.name}-{facts['started']:.0f}"
     (here / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
     facts = {**facts}
     text = facts.pop("text")
