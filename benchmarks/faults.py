@@ -32,9 +32,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tba.command.replay import uses_of
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
-from tba.replay.uses import read_uses
+from tba.runtime.directory import RunDirectory
 
 SAMPLED = "pass@1/sampled"
 PROBLEMS = 1000
@@ -136,7 +137,6 @@ def outcome(
         tail = "\n".join(f.read_text()[-800:] for f in (path / "logs").glob("*.log"))
         raise SystemExit(f"{path.name}: no summary, exit code {code}\n{tail}")
     branch = {int(row["step"]): row["trajectories"] for row in read_metrics(path)}
-    uses = +read_uses(path / "uses.jsonl")
     trained = summary.trajectories.trained_total
     return Outcome(
         part=part,
@@ -147,7 +147,7 @@ def outcome(
         again=again,
         acknowledged=len(acknowledged),
         lost=len(set(acknowledged) - set(uids)) + len(uids) - len(set(uids)),
-        twice=abs(uses.total() - trained) + int(abs(sum(branch.values()) - trained)),
+        twice=abs(int(uses_of(RunDirectory.open(path)).sum()) - trained) + int(abs(sum(branch.values()) - trained)),
         closes=summary.tokens.closes() and summary.trajectories.closes(),
         accuracy=[e.value for e in summary.evaluations if e.metric == SAMPLED and e.version.step == summary.steps][-1],
         seconds=round(s, 1),

@@ -188,13 +188,12 @@ def settings(rows: int, reward: bool) -> ReplaySettings:
 
 def sample(folder: Path, rows: int, seconds: float) -> None:
     """A replay that holds all of them."""
-    path, uses = folder / "large.sqlite", folder / "uses.jsonl"
-    uses.unlink(missing_ok=True)
+    path = folder / "large.sqlite"
     took = _timed(lambda: subprocess.run(_command("fill", path, rows), check=True))
     print(f"a journal of {rows:,}: made in {took:.0f} s, {path.stat().st_size / 1e9:.2f} GB")
     for reward in (False, True):
         with JournalFollower(path) as follower:
-            _sample_of(Replay(follower, settings(rows, reward), uses=None if reward else uses), reward, folder)
+            _sample_of(Replay(follower, settings(rows, reward)), reward, folder)
 
 
 def _sample_of(replay: Replay, reward: bool, folder: Path) -> None:
@@ -212,7 +211,6 @@ def _sample_of(replay: Replay, reward: bool, folder: Path) -> None:
           f"{objects / held:.3f} objects a row")  # fmt: skip
     if not reward:
         (folder / "state.json").write_text(json.dumps(replay.state()))
-    replay.close()
 
 
 def open_again(folder: Path, rows: int, seconds: float) -> None:
@@ -222,13 +220,12 @@ def open_again(folder: Path, rows: int, seconds: float) -> None:
     began = time.perf_counter()
     with JournalFollower(path) as follower:
         opened = time.perf_counter() - began
-        replay = Replay(follower, settings(rows, False), uses=folder / "uses.jsonl")
+        replay = Replay(follower, settings(rows, False))
         restored = _timed(lambda: replay.restore(json.loads((folder / "state.json").read_text())))
         first = _timed(lambda: replay.sample(7, 20))
         most = peak_memory_bytes() / 1e9
         print(f"  opened, and looked over again, in {opened:.1f} s; {len(replay.buffer):,} as they were in "
               f"{restored:.1f} s; first batch {1e3 * first:.1f} ms; at most {most:.2f} GB")  # fmt: skip
-        replay.close()
 
 
 def of_run(run: Path, folder: Path) -> None:

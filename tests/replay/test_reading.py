@@ -9,18 +9,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trajectory_cases import trajectory
 
 from tba.__main__ import main
+from tba.command.replay import uses_of
 from tba.errors import DeadlineExceeded, TbaError, UserError
 from tba.intake.files import read
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalReader, Share
-from tba.replay.uses import UseLog
+from tba.replay.uses import pack_uses
+from tba.runtime.directory import RunDirectory
 from tba.types import ELSEWHERE
 
 ROWS = 60
@@ -44,17 +47,18 @@ def run(tmp_path: Path) -> Path:
             writer.put([t for t in rows if t.provenance["searcher"] == f"searcher-{n}"])
     with JournalWriter(folder / "journal.sqlite", "import") as writer:
         writer.put([trajectory(0, (99,), version=ELSEWHERE, reward=1.0, uid="imported")])
-    uses = UseLog(folder / "uses.jsonl")
-    for _ in range(5):
-        uses.record(["t00", "t01"])
-    uses.record(["t02"])
-    uses.close()
+    used = np.zeros(ROWS + 2, dtype=np.int32)
+    used[[1, 2, 31]] = 5, 1, 5  # t00, t02 and, the first of the other searcher, t01
+    step = folder / "checkpoints" / "step-1"
+    step.mkdir(parents=True)
+    state = {"replay": {"uses": pack_uses(used)}}
+    (step / "run.json").write_text(json.dumps({"version": "0.1", "state": state, "files": {}}))
     return folder
 
 
 @pytest.fixture
 def reader(run: Path) -> Iterator[JournalReader]:
-    with JournalReader(run / "journal.sqlite", {"t00": 5, "t01": 5, "t02": 1}, deadline_s=20.0) as reader:
+    with JournalReader(run / "journal.sqlite", uses_of(RunDirectory.open(run)), deadline_s=20.0) as reader:
         yield reader
 
 

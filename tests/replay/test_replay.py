@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.scores import Score
 from tba.replay.selection import RecencyReward
-from tba.replay.uses import UseLog, cut_uses, read_uses
+from tba.replay.uses import pack_uses, unpack_uses
 from tba.types import Group, Trajectory, Version
 
 
@@ -295,20 +296,26 @@ def test_one_thread_may_sample_while_another_asks_for_the_ledger() -> None:
     assert failures == []
 
 
-def test_every_use_is_on_record_after_closing(tmp_path: Path) -> None:
-    pile = Pile()
-    pile.waiting += rows(range(3), 6)
-    replay = Replay(pile, settings_of(), uses=tmp_path / "uses")
+def used_by_uid(replay: Replay, there: Sequence[Trajectory]) -> Counter[str]:
+    """What the record says of each; the places of a pile are the order in which it was taken in."""
+    used = replay.buffer.used()
+    assert used[0] == 0
+    return Counter({t.uid: int(n) for t, n in zip(there, used[1:], strict=True) if n})
+
+
+def test_every_use_is_on_record() -> None:
+    pile, there = Pile(), rows(range(3), 6)
+    pile.waiting += there
+    replay = Replay(pile, settings_of())
     assert replay.ready(2, 4) is None
     used = Counter(uid for _ in range(10) for uid in uids(replay.sample(2, 4)))
-    replay.close()
-    assert read_uses(tmp_path / "uses") == used
+    assert used_by_uid(replay, there) == used
 
 
-def test_a_batch_that_was_fetched_ahead_and_not_trained_leaves_no_use_behind(tmp_path: Path) -> None:
-    pile = Pile()
-    pile.waiting += rows(range(3), 6)
-    replay = Replay(pile, settings_of(), uses=tmp_path / "uses")
+def test_a_batch_that_was_fetched_ahead_and_not_trained_leaves_no_use_behind() -> None:
+    pile, there = Pile(), rows(range(3), 6)
+    pile.waiting += there
+    replay = Replay(pile, settings_of())
     assert replay.ready(2, 4) is None
     trained = replay.sample(2, 4)
     before = replay.ledger()
@@ -316,34 +323,18 @@ def test_a_batch_that_was_fetched_ahead_and_not_trained_leaves_no_use_behind(tmp
     assert replay.ledger() != before
     replay.take_back(ahead)
     assert replay.ledger() == before
-    replay.close()
-    assert read_uses(tmp_path / "uses") == Counter(uids(trained))
+    assert used_by_uid(replay, there) == Counter(uids(trained))
 
 
-def test_a_record_of_uses_that_was_cut_off_by_a_crash_is_read_up_to_its_last_whole_batch(tmp_path: Path) -> None:
-    path = tmp_path / "uses"
-    log = UseLog(path)
-    log.record(["a", "b"])
-    after_one = log.size
-    log.record(["a"])
-    log.close()
-    assert path.stat().st_size == log.size
-    with path.open("ab") as file:
-        file.write(b'["a","b')
-    assert read_uses(path) == Counter(a=2, b=1)
-    cut_uses(path, after_one)
-    assert read_uses(path) == Counter(a=1, b=1)
-    with pytest.raises(ValueError, match="when the state was saved"):
-        cut_uses(path, 10_000)
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=50))
+def test_a_record_of_uses_is_read_as_it_was_written(used: list[int]) -> None:
+    assert unpack_uses(pack_uses(np.array(used, dtype=np.int32))).tolist() == used
 
 
-def test_a_record_of_uses_that_cannot_be_written_is_an_error_at_the_latest_on_closing(tmp_path: Path) -> None:
-    log = UseLog(tmp_path / "uses")
-    log._file.close()
-    log._file = open("/dev/full", "ab")  # noqa: SIM115 - closed by the log
-    log.record(["a"])
-    with pytest.raises(OSError, match="No space left"):
-        log.close()
+@pytest.mark.parametrize("text", ["", "no", "eJw=", pack_uses(np.ones(9, dtype=np.int32))[:-8], "\u20ac", 3, None])
+def test_what_is_no_record_of_uses_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match="the record of uses"):
+        unpack_uses(text)
 
 
 class SteppedFollower(JournalFollower):
@@ -378,10 +369,9 @@ class Run:
     def open(self) -> None:
         self.writer = JournalWriter(self.folder / "journal", "searcher-0")
         self.follower = SteppedFollower(self.folder / "journal")
-        self.replay = Replay(self.follower, self.chosen, recent_window=2, seed=self.seed, uses=self.folder / "uses")
+        self.replay = Replay(self.follower, self.chosen, recent_window=2, seed=self.seed)
 
     def close(self) -> None:
-        self.replay.close()
         self.follower.close()
         self.writer.close()
 
@@ -454,8 +444,8 @@ def test_a_replay_that_is_resumed_after_a_reset_has_the_scores_it_had_and_asks_f
     run.close()
 
 
-def test_only_a_fresh_replay_with_a_position_and_a_record_can_be_resumed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="from a source with a position and with a record of uses"):
+def test_only_a_fresh_replay_of_a_source_with_a_position_can_be_resumed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="from a source with a position"):
         Replay(Pile(), settings_of()).state()
     run = Run(tmp_path, 0)
     run.go([(0, 4)], 0, 1)
@@ -480,7 +470,7 @@ def test_what_was_damaged_on_the_disk_or_has_left_it_is_received_and_accounted_f
         writer._database.rows("UPDATE bodies SET body = substr(body, 1, 60) WHERE seq IN (2, 5)")
         writer._database.rows("DELETE FROM bodies WHERE seq <= 1")
         writer._database.rows("UPDATE totals SET value = 1 WHERE name = 'retired_until'")
-        replay = Replay(follower, settings_of(), uses=tmp_path / "uses")
+        replay = Replay(follower, settings_of())
         assert replay.drain() == 3
         ledger = replay.ledger()
         assert [ledger[f"{term}_trajectories"] for term in ("received", "waiting", "evicted", "damaged")] == [
@@ -491,24 +481,21 @@ def test_what_was_damaged_on_the_disk_or_has_left_it_is_received_and_accounted_f
         ]
         assert [ledger[f"{term}_tokens"] for term in ("received", "waiting", "evicted", "damaged")] == [12, 6, 2, 4]
         state = json.loads(json.dumps(replay.state()))
-        replay.close()
     with JournalFollower(path) as follower:
-        again = Replay(follower, settings_of(), uses=tmp_path / "uses")
+        again = Replay(follower, settings_of())
         again.restore(state)
         assert again.ledger() == ledger
-        again.close()
 
 
 def test_a_journal_that_was_recovered_between_two_incarnations_leaves_the_account_closed(tmp_path: Path) -> None:
     path, count = tmp_path / "journal", 40
     with JournalWriter(path, "searcher-0") as writer, JournalFollower(path) as follower:
         writer.put([trajectory(i % 4, (i, *range(300)), uid=f"t{i}") for i in range(20)])
-        replay = Replay(follower, settings_of(), uses=tmp_path / "uses")
+        replay = Replay(follower, settings_of())
         assert replay.ready(2, 4) is None
         replay.sample(2, 4)
         writer.put([trajectory(i % 4, (i, *range(300)), uid=f"t{i}") for i in range(20, count)])
         state = json.loads(json.dumps(replay.state()))
-        replay.close()
     with path.open("r+b") as file:  # a page of bodies in the middle
         data = file.read()
         pages = [at for at in range(0, len(data), 8192) if data[at] == 13 and b'"provenance"' in data[at : at + 8192]]
@@ -516,11 +503,10 @@ def test_a_journal_that_was_recovered_between_two_incarnations_leaves_the_accoun
         file.write(bytes(8192))
     with JournalFollower(path) as follower:
         (recovery,) = follower.recoveries()
-        again = Replay(follower, settings_of(), uses=tmp_path / "uses")
+        again = Replay(follower, settings_of())
         again.restore(state)
         again.drain()
         ledger = again.ledger()
-        again.close()
     assert recovery.lost_rows > 0
     assert ledger["received_trajectories"] == count
     assert ledger["damaged_trajectories"] == recovery.lost_rows

@@ -29,13 +29,13 @@ from runs import (
 from safetensors.torch import load_file
 
 from tba.__main__ import main
+from tba.command.replay import uses_of
 from tba.engines.transformers import EngineSettings
 from tba.models.huggingface import HuggingFace
 from tba.record.faults import read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.replay.uses import read_uses
 from tba.runtime.directory import RunDirectory
 from tba.runtime.inline import Inline
 from tba.runtime.resuming import generators, set_generators
@@ -130,7 +130,7 @@ def test_a_run_cut_off_at_a_checkpoint_and_taken_up_again_equals_the_uninterrupt
     assert [row["version"] for row in rows[1]][19:21] == ["0.20", "1.21"]
     assert (again.tokens, again.trajectories, again.lag) == (whole.tokens, whole.trajectories, whole.lag)
     assert [(e.metric, e.value) for e in again.evaluations] == [(e.metric, e.value) for e in whole.evaluations]
-    assert (tmp_path / "whole" / "uses.jsonl").read_bytes() == (path / "uses.jsonl").read_bytes()
+    assert uses(tmp_path / "whole").tolist() == uses(path).tolist()
     assert again.trajectories.closes()
 
 
@@ -140,6 +140,11 @@ def test_a_checkpoint_changes_nothing_in_the_run_that_makes_it(tmp_path: Path) -
     assert torch.equal(
         final_weights(tmp_path / "one")["prefix.logits"], final_weights(tmp_path / "other")["prefix.logits"]
     )
+
+
+def uses(path: Path) -> Any:
+    """[places + 1] how often each trajectory was trained on, as the newest checkpoint has it."""
+    return uses_of(RunDirectory.open(path))
 
 
 def uids_of(path: Path) -> list[str]:
@@ -157,9 +162,8 @@ def assert_whole(path: Path, summary: Summary, acknowledged: list[str]) -> None:
     assert len(uids) == account.generated - account.rejected - account.in_flight_at_stop
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
-    uses = +read_uses(path / "uses.jsonl")
-    assert uses.total() == summary.trajectories.trained_total
-    assert len(uses) == summary.trajectories.trained_once
+    assert uses(path).sum() == summary.trajectories.trained_total
+    assert np.count_nonzero(uses(path)) == summary.trajectories.trained_once
     branch: dict[int, float] = {}
     for row in read_metrics(path):  # a step that was trained again replaces the one whose weights are gone
         branch[int(row["step"])] = row["trajectories"]
@@ -178,7 +182,7 @@ def test_what_was_sampled_after_the_checkpoint_stays_and_is_never_recent(tmp_pat
     there = uids_of(path)
     late = set(there[position:])
     assert len(late) > 0
-    assert read_uses(path / "uses.jsonl").total() > 20 * 16
+    assert uses(path).sum() == 20 * 16
     run = RunDirectory.open(path)
     run.begin_again("resumed")
     half = start_training(run.recipe(), run, stop=lambda: False, prefetch=False)
@@ -384,7 +388,7 @@ def test_the_manifest_ties_everything_to_one_step(finished: Path) -> None:
         assert state["journal"]["rows"] == journal.totals().rows
         assert state["journal"]["next_prompt"] == journal.leases()[0]
     assert state["journal"]["prompts_in_flight"] == []
-    assert state["replay"]["uses_bytes"] == (finished / "uses.jsonl").stat().st_size
+    assert uses(finished).sum() == 20 * 16
     assert state["replay"]["counts"]["trained_total"][0] == 20 * 16 == sum(count for _, count in state["lags"])
     assert set(state) >= {"reference", "generators", "searcher", "evaluations", "clock", "skipped"}
     files = json.loads((checkpoint.path / "run.json").read_text())["files"]
@@ -409,12 +413,11 @@ def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_pa
     half.checkpoint()
     half.source.close()
     half.recorder.close()
-    half.journal.close()
-    half.replay.close()  # as a kill would leave it
+    half.journal.close()  # as a kill would leave it
     run.begin_again("resumed")
     again = start_training(recipe, run, stop=lambda: False, prefetch=False)
     assert again.replay.ledger()["trained_total_trajectories"] == 3 * 16 == sum(again.lags.values())
-    assert (+read_uses(run.uses)).total() == 3 * 16
+    assert again.replay.buffer.used().sum() == uses(run.path).sum() == 3 * 16
     again.close()
 
 
@@ -433,6 +436,6 @@ def test_without_a_checkpoint_a_trainer_begins_again_with_all_there_is_as_old_da
     half.replay.drain()
     buffer = half.replay.buffer
     assert buffer.received == len(uids_of(path)) > 0
-    assert buffer.trained_total == read_uses(path / "uses.jsonl").total() == 0
+    assert buffer.trained_total == buffer.used().sum() == 0
     assert not buffer.recent_prompts(1)
     half.close()

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -18,8 +20,9 @@ from tba.errors import UserError
 from tba.record.jsonl import plain
 from tba.record.text import count, printable, size
 from tba.replay.reading import JournalReader, Share, written_out
-from tba.replay.uses import read_uses
+from tba.replay.uses import unpack_uses
 from tba.runtime.directory import RunDirectory
+from tba.train.checkpoint import newest_sound
 from tba.types import Json
 
 _JSON = ("fields", "reward_parts", "provenance")  # columns that are text in Parquet: their shape is the task's own
@@ -38,19 +41,30 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
     """`tba replay RUN`."""
     run = RunDirectory.open(path)
     journal = run.journal_there()
-    uses = read_uses(run.uses)
+    used = uses_of(run)
     if options.export is not None:
         if options.sql is not None:
             raise UserError("give --sql or --export, not both: an export has all trajectories")
-        done = _export(journal, options.export, uses)
+        done = _export(journal, options.export, used)
         print(f"{done} trajectories in {options.export}")  # noqa: T201 - the command's answer
         return 0
-    with JournalReader(journal, uses, options.seconds) as reader:
+    with JournalReader(journal, used, options.seconds) as reader:
         if options.sql is None:
             _show(Console(), path, journal, reader)
         else:
             _answer(*reader.query(options.sql))
     return 0
+
+
+def uses_of(run: RunDirectory) -> npt.NDArray[np.int32]:
+    """[places + 1] how often each trajectory was trained on, as of the newest checkpoint; empty where there is none."""
+    checkpoint, _ = newest_sound(run.checkpoints, verify=False)
+    if checkpoint is None:
+        return np.zeros(0, dtype=np.int32)
+    try:
+        return unpack_uses(checkpoint.state["replay"]["uses"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{checkpoint.path} does not say what was trained on ({error}): take it away") from error
 
 
 def _answer(names: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
@@ -99,7 +113,7 @@ def _table(title: str, shares: Sequence[Share]) -> Table:
     return table
 
 
-def _export(journal: Path, file: Path, uses: Mapping[str, int]) -> int:
+def _export(journal: Path, file: Path, used: npt.NDArray[np.int32]) -> int:
     """How many were written."""
     if not journal.is_file():
         raise UserError(f"there is no journal at {journal}: give the folder of a run that has one")
@@ -107,7 +121,7 @@ def _export(journal: Path, file: Path, uses: Mapping[str, int]) -> int:
         raise UserError(f"--export is {file}: give a name that ends in .jsonl or .parquet")
     done = 0
     with _beside(file) as beside, _lines(beside) if file.suffix == ".jsonl" else _parquet(beside) as put:
-        for chunk in written_out(journal, uses):
+        for chunk in written_out(journal, used):
             put(chunk)
             done += len(chunk)
     return done

@@ -104,6 +104,7 @@ class Buffer:
         self._current = self._shelf()  # those of the current reference
         self._recent = self._shelf()  # the recent ones of those
         self._by_reference: Counter[Version] = Counter()
+        self._used = array("i")  # uses by place, also of those that have left
         self._recent_by_step: dict[int, array[int]] = {}  # step that sampled -> rows that were put on the recent shelf
         self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
         self._waiting, self._evicted, self._duplicate, self._damaged = Amount(), Amount(), Amount(), Amount()
@@ -126,7 +127,9 @@ class Buffer:
         if copy is not None:
             self._remove(copy, _DUPLICATE)
         near = None if self._near is None else self._near.of(stored)
-        row = rows.add(stored, self.received, stored.version.incarnation if incarnation is None else incarnation)
+        place = stored.place or self.received + 1
+        row = rows.add(stored, place, stored.version.incarnation if incarnation is None else incarnation)
+        self._used.extend([0] * (place + 1 - len(self._used)))
         self._received.add(stored.length)
         self._waiting.add(stored.length)
         self._kept.add(prompt, row)
@@ -188,6 +191,7 @@ class Buffer:
             row = self._row(trajectory)
             self._trained_total.add(trajectory.length, -1)
             self._rows.uses[row] -= 1
+            self._used[int(self._rows.arrival[row])] -= 1
             if not self._rows.uses[row]:
                 self._waiting.add(trajectory.length)
                 self._trained_once.add(trajectory.length, -1)
@@ -205,17 +209,27 @@ class Buffer:
         )
         return Counts(*(Amount(a.trajectories, a.tokens) for a in amounts))
 
-    def carry(self, counts: Counts) -> None:
-        """Go on counting from `counts`, those of a memory that was rebuilt here from what its source still has.
+    def used(self) -> npt.NDArray[np.int32]:
+        """[places + 1] how often each trajectory that was ever added was used, by its place in the source (from 1)."""
+        return np.array(self._used, dtype=np.int32)
 
-        Nothing changes where the source has all of it. What was waiting there and is not here has left by the source's
-        own retention, and counts as evicted.
+    def carry(self, counts: Counts, used: npt.NDArray[np.int32]) -> None:
+        """Go on counting from `counts` and `used`, those of a memory that was rebuilt here from what its source has.
+
+        Nothing changes where the source has all of it. What was waiting there and is not here has been damaged since,
+        as far as that is known (`pass_over`), or has left by the source's own retention, and counts as evicted.
         """
-        lost = [getattr(counts.waiting, unit) - getattr(self._waiting, unit) for unit in ("trajectories", "tokens")]
+        evicted, damaged = replace(counts.evicted), replace(counts.damaged)
+        for unit in ("trajectories", "tokens"):
+            lost = getattr(counts.waiting, unit) - getattr(self._waiting, unit)
+            broken = min(lost, max(0, getattr(self._damaged, unit) - getattr(damaged, unit)))
+            setattr(damaged, unit, getattr(damaged, unit) + broken)
+            setattr(evicted, unit, getattr(evicted, unit) + lost - broken)
         self._received, self._trained_once = replace(counts.received), replace(counts.trained_once)
         self._trained_total, self._duplicate = replace(counts.trained_total), replace(counts.duplicate)
-        self._evicted = Amount(counts.evicted.trajectories + lost[0], counts.evicted.tokens + lost[1])
-        self._damaged = replace(counts.damaged)
+        self._evicted, self._damaged = evicted, damaged
+        self._used.extend([0] * (len(used) - len(self._used)))
+        self._used[: len(used)] = array("i", used.tolist())
 
     @property
     def window(self) -> int:
@@ -336,6 +350,7 @@ class Buffer:
             self._waiting.add(length, -1)
             self._trained_once.add(length)
         self._rows.uses[row] += 1
+        self._used[self._rows.arrival.item(row)] += 1
 
     def _let_go(self, row: int, how: int) -> None:
         """It is kept no longer; here until it is not recent, if the settings say so."""

@@ -182,6 +182,7 @@ class Stored(NamedTuple):
     version: Version  # the oldest weights that had a hand in it
     reference: Version
     digest: int  # of the completion's tokens, 64 bits
+    place: int = 0  # its number in the journal, from 1 on; 0: it comes from none
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Stored:

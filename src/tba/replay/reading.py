@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import quote
+
+import numpy as np
+import numpy.typing as npt
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Damaged, header_of
@@ -40,13 +43,13 @@ class Share:
 
 
 class JournalReader:
-    """A read-only end. `uses` fills the table `uses`: by uid, how often each was trained on.
+    """A read-only end. `used` ([places + 1], see `Buffer.used`) fills the table `uses`: how often each was trained on.
 
     A journal of an earlier version is brought to the present one first, and a damaged one that nobody has open is
     recovered, as by anybody who opens it.
     """
 
-    def __init__(self, path: Path, uses: Mapping[str, int] | None = None, deadline_s: float = 60.0) -> None:
+    def __init__(self, path: Path, used: npt.NDArray[np.int32] | None = None, deadline_s: float = 60.0) -> None:
         if not path.is_file():
             raise UserError(f"there is no journal at {path}: give the folder of a run that has one")
         self.deadline_s = deadline_s
@@ -57,7 +60,11 @@ class JournalReader:
         self._connection = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True)
         self._connection.create_function("facts", 1, _facts, deterministic=True)
         self._connection.execute("CREATE TEMP TABLE uses (uid TEXT PRIMARY KEY, uses INTEGER NOT NULL)")
-        self._connection.executemany("INSERT INTO uses VALUES (?, ?)", ((u, n) for u, n in (uses or {}).items() if n))
+        if used is not None:
+            self._connection.executemany(
+                "INSERT INTO uses SELECT uid, ? FROM trajectories WHERE seq = ?",
+                ((int(used[place]), int(place)) for place in np.flatnonzero(used)),
+            )
         self._connection.commit()
         self._connection.execute("PRAGMA query_only = ON")
         self._connection.set_authorizer(_authorize)
@@ -164,11 +171,11 @@ class JournalReader:
         self.close()
 
 
-def written_out(path: Path, uses: Mapping[str, int]) -> Iterator[list[dict[str, Json]]]:
+def written_out(path: Path, used: npt.NDArray[np.int32]) -> Iterator[list[dict[str, Json]]]:
     """All trajectories that can be read, oldest first, some at a time, as what `tba import` takes and more."""
     with JournalFollower(path) as follower:
-        while chunk := follower.drain(_AT_ONCE):
-            yield [_written(t, uses.get(t.uid, 0)) for t in chunk]
+        while chunk := follower.drain_stored(_AT_ONCE):
+            yield [_written(t.trajectory, int(used[t.place]) if t.place < len(used) else 0) for t in chunk]
 
 
 def _written(t: Trajectory, uses: int) -> dict[str, Json]:

@@ -8,12 +8,12 @@ share between the trainer's threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.protocols import TrajectorySource
@@ -23,7 +23,7 @@ from tba.replay.gone import Gone
 from tba.replay.pacing import Held, Pacing
 from tba.replay.scores import Score
 from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector, Selection
-from tba.replay.uses import UseLog, cut_uses, read_uses
+from tba.replay.uses import pack_uses, unpack_uses
 from tba.types import Group, Json, Trajectory, Version
 
 _CHUNK = 4096  # rows drained at a time
@@ -87,8 +87,7 @@ class ScoringSource(Protocol):
 class Replay:
     """What the trainer asks for groups. Set `now` to the trainer's version before each batch.
 
-    recent_window: overrides the setting (the recipe gives 2 x sync_every there). uses: where to record what was used;
-    without it nothing is recorded, and the replay cannot be resumed.
+    recent_window: overrides the setting (the recipe gives 2 x sync_every there).
     """
 
     def __init__(
@@ -98,7 +97,6 @@ class Replay:
         recent_window: int | None = None,
         *,
         seed: int = 0,
-        uses: Path | None = None,
     ) -> None:
         window = settings.recent_window if recent_window is None else recent_window
         self.settings = settings
@@ -106,8 +104,6 @@ class Replay:
         self.selector = settings.selection.start()
         self._source = source
         self._rng = np.random.default_rng([seed, 0x5E1EC7])  # apart from the searchers' streams of the same seed
-        self._uses_path = uses
-        self._uses = None if uses is None else UseLog(uses)
         self._lock = threading.RLock()
         self._sampled = 0  # batches
         self._newest: Sequence[Group] = ()  # the last of them
@@ -185,8 +181,6 @@ class Replay:
             chosen = self.selector.select(self.buffer, groups, size, self._rng)
             trajectories = [t for group in chosen for t in group.trajectories]
             self.buffer.use(trajectories)
-            if self._uses is not None:
-                self._uses.record([t.uid for t in trajectories])
             self._sampled, self._newest = self._sampled + 1, chosen
             return chosen
 
@@ -198,8 +192,6 @@ class Replay:
         trajectories = [t for group in groups for t in group.trajectories]
         with self._lock:
             self.buffer.take_back(trajectories)
-            if self._uses is not None:
-                self._uses.take_back([t.uid for t in trajectories])
             self._sampled, self._newest = self._sampled - 1, ()
 
     def steer(self, m: float, window: int) -> None:
@@ -243,27 +235,25 @@ class Replay:
             return sizes | {f"groups_{name}": float(count) for name, count in self.selector.counts.items()}
 
     def state(self, trained: int | None = None) -> Json:
-        """What `restore` needs besides the source and the record of uses, which is on disk up to here.
+        """What `restore` needs besides the source.
 
-        trained: how many of the batches sampled here have been trained; of one that was fetched ahead the uses will
-        not count (None: all have been). Raises `ValueError` when there is neither a source to resume from nor a record.
+        trained: how many of the batches sampled here have been trained; of one that was fetched ahead the uses do not
+        count (None: all have been). Raises `ValueError` when the source is none to resume from.
         """
-        if not isinstance(self._source, ResumableSource) or self._uses is None:
-            raise ValueError("replay can be resumed only from a source with a position and with a record of uses")
+        if not isinstance(self._source, ResumableSource):
+            raise ValueError("replay can be resumed only from a source with a position")
         with self._lock:
             ahead = [] if trained is None or self._sampled == trained else self._newest
             trajectories = [t for group in ahead for t in group.trajectories]
             self.buffer.take_back(trajectories)
-            counts = self.buffer.counts()
+            counts, used = self.buffer.counts(), self.buffer.used()
             self.buffer.use(trajectories)
-            self._uses.sync()
             return {
                 "position": self._source.position,
                 "lineage": [*self._lineage, (self._source.position, self.now.incarnation)],
-                "ahead": [t.uid for t in trajectories],
                 "counts": {f.name: _pair(getattr(counts, f.name)) for f in fields(counts)},
                 "score_position": self._source.score_position if isinstance(self._source, ScoringSource) else 0,
-                "uses_bytes": self._uses.size,
+                "uses": pack_uses(used),
                 "now": str(self.now),
                 "reference": str(self.reference),
                 "rng": self._rng.bit_generator.state,
@@ -280,33 +270,22 @@ class Replay:
         Reads the source again from its beginning. What was used after the state was taken counts as never used: the
         weights that it trained are gone. Raises `ValueError` when this replay is not fresh, or as `state` does.
         """
-        if not isinstance(self._source, ResumableSource) or self._uses is None or self._uses_path is None:
-            raise ValueError("replay can be resumed only from a source with a position and with a record of uses")
+        if not isinstance(self._source, ResumableSource):
+            raise ValueError("replay can be resumed only from a source with a position")
         if self.buffer.received:
             raise ValueError("only a fresh replay can be restored: this one has taken in trajectories")
         with self._lock:
-            self._uses.close()
-            cut_uses(self._uses_path, state["uses_bytes"])
-            uses = read_uses(self._uses_path)
-            self._uses = UseLog(self._uses_path)
-            if state["ahead"]:
-                uses.subtract(state["ahead"])
-                self._uses.take_back(state["ahead"])
+            used = unpack_uses(state["uses"])
             self.now = Version.parse(state["now"]) if now is None else now
             self.buffer.reference = Version.parse(state["reference"])
             self._lineage = [(position, incarnation) for position, incarnation in state["lineage"]]
-            self._take_in_again(self._source, uses)
-            self._pass_over()  # what had been taken in by then is in the counts that follow
-            self.buffer.carry(Counts(**{name: Amount(*pair) for name, pair in state["counts"].items()}))
+            self._take_in_again(self._source, used)
+            self._pass_over()
+            self.buffer.carry(Counts(**{name: Amount(*pair) for name, pair in state["counts"].items()}), used)
             self._restore_scores(state["score_position"])
             self._ask(self.buffer.unscored())
             self._rng.bit_generator.state = state["rng"]
             self.selector.restore(state["selector"])
-
-    def close(self) -> None:
-        """Returns once the record of uses is on disk. The source stays open: it is the caller's."""
-        if self._uses is not None:
-            self._uses.close()
 
     def _next(self, until: int | None = None) -> Sequence[Trajectory | Stored]:
         """The next chunk of the source, as bytes where it has them."""
@@ -330,14 +309,16 @@ class Replay:
         if uids and isinstance(self._source, ScoringSource):
             self._source.ask(self.reference, uids)
 
-    def _take_in_again(self, source: ResumableSource, uses: Mapping[str, int]) -> None:
+    def _take_in_again(self, source: ResumableSource, used: npt.NDArray[np.int32]) -> None:
         """What had been taken in by each checkpoint of the lineage, in the same order."""
         source.position = 0
         for position, incarnation in self._lineage:
             while chunk := self._next(position):
                 for trajectory in chunk:
                     past = trajectory.version.incarnation == incarnation
-                    self.buffer.add(trajectory, uses.get(trajectory.uid, 0), self.now.incarnation if past else None)
+                    place = (isinstance(trajectory, Stored) and trajectory.place) or self.buffer.received + 1
+                    uses = int(used[place]) if place < len(used) else 0
+                    self.buffer.add(trajectory, uses, self.now.incarnation if past else None)
             source.position = position
 
     def _restore_scores(self, until: int) -> None:

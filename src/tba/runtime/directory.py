@@ -151,10 +151,6 @@ class RunDirectory:
         return beside if beside.exists() else self.journal(self.recipe())
 
     @property
-    def uses(self) -> Path:
-        return self.path / "uses.jsonl"
-
-    @property
     def weights(self) -> Path:
         return self.path / "weights"
 

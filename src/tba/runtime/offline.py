@@ -15,12 +15,11 @@ from tba.replay.selection import SMALLEST_GROUP
 
 
 def require_enough(recipe: Recipe, replay: Replay, journal: JournalFollower) -> None:
-    """Takes in what there is. Raises `UserError`, with both closed, when that is too little for the recipe's steps."""
+    """Takes in what there is. Raises `UserError`, with the journal closed, when that is too little for all steps."""
     try:
         replay.drain()
         _require_enough(recipe, replay)
     except UserError:
-        replay.close()
         journal.close()
         raise
 

@@ -1,9 +1,10 @@
 """A run at one step: what a checkpoint holds beside the model and the optimizer, and how a later incarnation goes on.
 
-Invariant: all of the state is of the same step, that of the checkpoint's version. What lies outside the checkpoint (the
-journal, the record of uses) only grows, and the state names how far it had come: the uses after it are cut off, the
-trajectories after it stay and are used as old data. Prompts are leased in the journal, which is never set back: what
-was in flight is handed out again, what was answered is not.
+Invariant: all of the state is of the same step, that of the checkpoint's version. The journal, which lies outside the
+checkpoint, only grows, and the state names how far it had come: the trajectories after it stay and are used as old
+data.
+Nothing else is needed to go on; without a checkpoint a run begins again, with all of its journal. Prompts are leased in
+the journal, which is never set back: what was in flight is handed out again, what was answered is not.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import torch
 from tba.errors import UserError
 from tba.record.faults import count_faults, record_fault
 from tba.replay.follower import JournalFollower
-from tba.replay.uses import cut_uses
 from tba.runtime.directory import RunDirectory
 from tba.train.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version
@@ -57,8 +57,6 @@ def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
         return Version(run.incarnation, checkpoint.version.step), checkpoint
     if damaged:
         raise UserError(f"every checkpoint of the run at {run.path} is damaged ({damaged[0]}): start a new run")
-    if run.uses.exists():
-        cut_uses(run.uses, 0)
     return Version(run.incarnation), None
 
 

@@ -149,7 +149,7 @@ class TrainHalf:
         """Leave what the summary needs; end the threads. All is closed, whatever fails on the way."""
         with ExitStack() as ends:
             ranks = [] if self.ranks is None else [self.ranks]
-            for part in (*ranks, self.weights, self.journal, self.replay, self.recorder):
+            for part in (*ranks, self.weights, self.journal, self.recorder):
                 ends.callback(part.close)
             ahead = self.source.close()
             if ahead is not None:
@@ -191,7 +191,7 @@ def start_training(
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
     keep, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
     journal = JournalFollower(run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop)
-    replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed, uses=run.uses)
+    replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed)
     replay.now = version
     if checkpoint is not None:
         replay.restore(checkpoint.state["replay"], version)

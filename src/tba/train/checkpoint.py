@@ -16,14 +16,16 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import safetensors.torch
-import torch
+from typing import TYPE_CHECKING
 
 from tba.errors import UserError
-from tba.train.optimizer import Optimizer
 from tba.types import Json, Version
 from tba.weights.beside import folder_beside, remove_folder, remove_leftovers
+
+if TYPE_CHECKING:
+    import torch
+
+    from tba.train.optimizer import Optimizer
 
 RUN = "run.json"
 HEADS = "heads.safetensors"
@@ -67,6 +69,8 @@ class Checkpoint:
         """Put what was saved into a policy's heads. Raises `UserError` when they are missing, damaged or others."""
         if not heads:
             return
+        import safetensors.torch  # here, so that a checkpoint can be looked at without torch
+
         try:
             heads.load_state_dict(safetensors.torch.load_file(self.path / HEADS))
         except (OSError, RuntimeError, safetensors.SafetensorError) as error:
@@ -101,6 +105,8 @@ def save_checkpoint(
         save_model(beside)
         optimizer.save(beside)
         if heads:
+            import safetensors.torch
+
             safetensors.torch.save_file(heads.state_dict(), beside / HEADS)
         files = {str(p.relative_to(beside)): _measured(p) for p in sorted(beside.rglob("*")) if p.is_file()}
         manifest = {"version": str(version), "state": dict(state or {}), "files": files}
@@ -118,9 +124,9 @@ def newest_checkpoint(folder: Path) -> Checkpoint | None:
     return Checkpoint.load(folders[-1]) if folders else None
 
 
-def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest_sound(folder: Path, verify: bool = True) -> tuple[Checkpoint | None, list[str]]:
     """The latest that is whole to the last byte (None when there is none), and what is wrong with each later one, and
-    with each that does not even tell how late it is.
+    with each that does not even tell how late it is. `verify` reads all files; without it only the manifest is read.
     """
     damaged = []
     folders = _folders(folder)
@@ -128,7 +134,8 @@ def newest_sound(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     for path in [*unknown, *reversed(folders[len(unknown) :])]:
         try:
             checkpoint = Checkpoint.load(path)
-            checkpoint.verify()
+            if verify:
+                checkpoint.verify()
         except UserError as error:
             damaged.append(str(error))
         else:
