@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.errors import UserError
-from tba.record.jsonl import JsonLines, plain, read_last_line, read_lines, write_json
+from tba.record.evaluations import read_evaluations
+from tba.record.faults import count_faults, note_unreadable, record_fault
+from tba.record.jsonl import JsonLines, lines_of, plain, read_last_line, read_lines, write_json
 from tba.record.metrics import MetricsWriter, column, rates, read_last, read_metrics
 from tba.types import StopReason, Version
 
@@ -84,15 +86,41 @@ def test_several_processes_may_append_to_one_file(tmp_path: Path) -> None:
         assert [row["i"] for row in rows if row["writer"] == w] == list(range(200))
 
 
-def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+DAMAGED = [b"nonsense", b"[]", b"3", b"", b"\xff\xfe", b'{"a": ', b"[" * 200_000, b'{"a": "x"}']
+
+
+def test_lines_that_cannot_be_read_are_passed_over_and_numbered(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"a": 1}\nnonsense\n{"b": 2}\n')
-    with pytest.raises(UserError, match="line 2"):
-        read_lines(path)
-    assert read_last_line(path) == {"b": 2}
-    path.write_bytes(b'{"a": 1}\n[]\n')
-    with pytest.raises(UserError, match="the last line"):
-        read_last_line(path)
+    for damaged in DAMAGED:
+        path.write_bytes(b'{"a": 1}\n' + damaged + b'\n{"a": 2}\n' + damaged + b"\n")
+        assert lines_of(path, lambda row: 1 + row["a"]) == ([2, 3], [2, 4])
+        assert read_lines(path, lambda row: 1 + row["a"]) == [2, 3]
+        assert read_last_line(path, lambda row: 1 + row["a"]) == 3
+        path.write_bytes(damaged + b"\n")
+        assert read_last_line(path, lambda row: 1 + row["a"]) is None
+
+
+def test_a_file_of_records_with_damaged_lines_is_read_and_each_such_line_is_a_fault_once(tmp_path: Path) -> None:
+    with closing(MetricsWriter(tmp_path)) as writer:
+        for step in (1, 2):
+            writer.write(Version(0, step), float(step), {"reward": 0.5})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": "three", "wall_seconds": 3}\n[]\n')
+    (tmp_path / "evaluations.jsonl").write_text('{"metric": "pass@1"}\n')
+    record_fault(tmp_path, "resumes", "it was killed")
+    with (tmp_path / "faults.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    assert read_last(tmp_path)["step"] == 2
+    assert read_evaluations(tmp_path) == []
+    for _ in range(2):
+        assert note_unreadable(tmp_path) == [
+            "metrics.jsonl: 2 lines cannot be read and are left out, the first is line 3",
+            "evaluations.jsonl: line 1 cannot be read and is left out",
+            "faults.jsonl: line 2 cannot be read and is left out",
+        ]
+        assert count_faults(tmp_path)["unreadable_lines"] == 4
+    assert count_faults(tmp_path)["resumes"] == 1
 
 
 def test_the_last_line_is_found_though_it_is_longer_than_a_block(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tba.record.jsonl import JsonLines, read_lines
 from tba.types import Evaluation, Json, Version
@@ -72,20 +72,28 @@ class EvaluationWriter:
 
 def read_evaluations(directory: Path) -> list[Evaluation]:
     """A run's figures, in the order written; none when it has none yet."""
-    return [evaluation_of(row) for row in read_lines(directory / FILE)]
+    return read_lines(directory / FILE, evaluation_of)
 
 
 def read_answers(directory: Path) -> list[RecordedAnswer]:
     """A run's shown answers, in the order written; none when it has none yet."""
-    return [
-        RecordedAnswer(**{**row, "version": Version.parse(row["version"])})
-        for row in read_lines(directory / ANSWERS_FILE)
-    ]
+    return read_lines(directory / ANSWERS_FILE, lambda row: RecordedAnswer(**_versioned(row)))
 
 
 def evaluation_of(row: dict[str, Json]) -> Evaluation:
-    """The inverse of an evaluation's line, here or in a summary (which leaves its cost out)."""
-    return Evaluation(**{**row, "version": Version.parse(row["version"])})
+    """The inverse of an evaluation's line, here or in a summary (which leaves its cost out).
+
+    Raises `ValueError`, `KeyError` or `TypeError` when it is none.
+    """
+    found = Evaluation(**_versioned(row))
+    numbers = (found.wall_seconds, found.value, found.n, found.seconds, found.tokens)
+    if not isinstance(found.metric, str) or not all(isinstance(x, int | float) for x in numbers):
+        raise TypeError("no evaluation")
+    return found
+
+
+def _versioned(row: dict[str, Json]) -> dict[str, Any]:
+    return {**row, "version": Version.parse(row["version"])}
 
 
 def _line(record: Evaluation | RecordedAnswer) -> dict[str, Json]:

@@ -9,10 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from tba.record.jsonl import JsonLines, read_lines
+from tba.record import evaluations, metrics
+from tba.record.evaluations import evaluation_of
+from tba.record.jsonl import JsonLines, lines_of, read_lines
 from tba.types import Json
 
 log = logging.getLogger("tba.record.faults")
@@ -30,6 +33,7 @@ KINDS = (
     "journal_recoveries",  # a damaged journal was set aside, and its rows brought into another
     "joined_deaths",  # a searcher that had joined died
     "joined_late",  # one had not left when the run ended
+    "unreadable_lines",  # of a file of records, which were passed over
 )
 
 
@@ -45,7 +49,39 @@ def record_fault(directory: Path, kind: str, what: str) -> None:
 
 def read_faults(directory: Path) -> list[dict[str, Json]]:
     """All of them, oldest first: `kind`, `what`, and the `time` (seconds since the epoch)."""
-    return read_lines(directory / FILE)
+    return read_lines(directory / FILE, _fault)
+
+
+def unreadable(directory: Path) -> dict[str, list[int]]:
+    """The files of records that have lines which cannot be read, and the numbers of these lines."""
+    files = ((metrics.FILE, metrics.step_of), (evaluations.FILE, evaluation_of), (FILE, _fault))
+    found = {name: lines_of(directory / name, read)[1] for name, read in files}
+    return {name: bad for name, bad in found.items() if bad}
+
+
+def note_unreadable(directory: Path) -> list[str]:
+    """Record each line that cannot be read as a fault, once; a sentence for each file that has such lines."""
+    told = {line["what"] for line in read_faults(directory) if line["kind"] == "unreadable_lines"}
+    found = unreadable(directory)
+    for what in [f"{name}, line {number}" for name, bad in found.items() for number in bad]:
+        if what not in told:
+            record_fault(directory, "unreadable_lines", what)
+    return [left_out(name, bad) for name, bad in found.items()]
+
+
+def left_out(name: str, bad: Sequence[int]) -> str:
+    """The sentence on the lines of a file that cannot be read."""
+    return (
+        f"{name}: line {bad[0]} cannot be read and is left out"
+        if len(bad) == 1
+        else (f"{name}: {len(bad)} lines cannot be read and are left out, the first is line {bad[0]}")
+    )
+
+
+def _fault(row: dict[str, Json]) -> dict[str, Json]:
+    if not isinstance(row["kind"], str):
+        raise TypeError("no fault")
+    return {"what": "", "time": 0.0, **row}
 
 
 def count_faults(directory: Path) -> dict[str, int]:

@@ -1,7 +1,9 @@
 """Files of one JSON object per line, which a crash can only shorten.
 
 Invariant: every line but the last is whole. A line is one `write` under the file's lock, so a torn one can only be
-the last; readers skip it, and whoever appends next cuts it off first. Several processes may append to one file.
+the last; readers skip it, and whoever appends next cuts it off first. Several processes may append to one file. A line
+that was damaged since is passed over by readers, and told and counted by `faults.note_unreadable`: none of these files
+is needed for a run to go on.
 """
 
 from __future__ import annotations
@@ -11,18 +13,21 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum
 from io import FileIO
 from pathlib import Path
 from types import TracebackType
+from typing import Any, TypeVar
 
 import numpy as np
 
-from tba.errors import UserError
 from tba.types import Json, Version
 
 BLOCK_BYTES = 1 << 16
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what a line can be that is not ours
+T = TypeVar("T")
 
 
 def plain(value: object) -> Json:
@@ -94,38 +99,48 @@ def _cut_torn_line(file: FileIO) -> None:
         file.truncate(end)
 
 
-def read_lines(path: Path) -> list[dict[str, Json]]:
-    """All whole lines, in order; none when there is no file. What follows the last newline is not read.
+def lines_of(path: Path, read: Callable[[dict[str, Json]], T]) -> tuple[list[T], list[int]]:
+    """What `read` makes of each whole line, in order, and the numbers (from 1) of the lines that cannot be read.
 
-    Raises `UserError`, naming the line, when a whole line is not a JSON object.
+    Nothing when there is no file. What follows the last newline is not read. A line cannot be read when it is no JSON
+    object, or `read` raises `ValueError`, `KeyError`, `TypeError` or `AttributeError`.
     """
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [_parsed(line, path, f"line {number}") for number, line in enumerate(lines, start=1)]
+    found, bad = [], []
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(read(_object(line)))
+        except UNREADABLE:
+            bad.append(number)
+    return found, bad
 
 
-def read_last_line(path: Path) -> dict[str, Json] | None:
-    """The last whole line, without reading the others; None when there is none. Raises `UserError` as `read_lines`."""
+def read_lines(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> list[Any]:
+    """What can be read, in order, as in `lines_of`."""
+    return lines_of(path, read)[0]
+
+
+def read_last_line(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> Any | None:
+    """The last line that can be read, without reading those long before it; None when there is none."""
     if not path.exists():
         return None
     with path.open("rb") as file:
         start, tail = file.seek(0, os.SEEK_END), b""
-        while start > 0 and tail.count(b"\n") < 2:
+        while start > 0:
             end, start = start, max(0, start - BLOCK_BYTES)
             file.seek(start)
             tail = file.read(end - start) + tail
-    whole = tail.split(b"\n")[:-1]
-    return _parsed(whole[-1], path, "the last line") if whole else None
+            first, *whole = tail.split(b"\n")[:-1] or [b""]
+            for line in reversed([first, *whole] if start == 0 else whole):
+                with suppress(*UNREADABLE):
+                    return read(_object(line))
+    return None
 
 
-def _parsed(line: bytes, path: Path, place: str) -> dict[str, Json]:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        row = None
+def _object(line: bytes) -> dict[str, Json]:
+    row = json.loads(line)
     if not isinstance(row, dict):
-        raise UserError(f"{path}, {place}: wanted a JSON object, but it is not one; remove that line.")
+        raise TypeError("no JSON object")
     return row
 
 

@@ -57,12 +57,19 @@ class MetricsWriter:
 
 def read_metrics(directory: Path) -> list[dict[str, Json]]:
     """A run's lines, in the order written; none when it has no metrics yet."""
-    return read_lines(directory / FILE)
+    return read_lines(directory / FILE, step_of)
 
 
 def read_last(directory: Path) -> dict[str, Json] | None:
     """The newest line of a run, without reading the others; None when it has no metrics yet."""
-    return read_last_line(directory / FILE)
+    return read_last_line(directory / FILE, step_of)
+
+
+def step_of(row: dict[str, Json]) -> dict[str, Json]:
+    """The line itself. Raises `TypeError` when it does not say which step it is, and when."""
+    if not (isinstance(row["step"], int) and _is_number(row["wall_seconds"])):
+        raise TypeError("no line of a step")
+    return row
 
 
 def column(
@@ -95,4 +102,4 @@ def _rate(
 
 
 def _is_number(value: Json) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

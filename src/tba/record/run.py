@@ -13,6 +13,7 @@ from tba.errors import UserError
 from tba.record import evaluations, metrics
 from tba.record.evaluations import RecordedAnswer, read_answers, read_evaluations
 from tba.record.failure import Failure
+from tba.record.faults import left_out, unreadable
 from tba.record.metrics import column, read_metrics
 from tba.record.summary import Summary
 from tba.types import Evaluation, Json
@@ -31,6 +32,7 @@ class RunRecord:
     answers: Sequence[RecordedAnswer]
     summary: Summary | None  # None: it has not ended, has failed or was killed
     failure: Failure | None = None  # what ended it
+    unreadable: Sequence[str] = ()  # a sentence for each file that has lines which cannot be read
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
@@ -48,6 +50,7 @@ class RunRecord:
             answers=read_answers(directory),
             summary=summary,
             failure=Failure.read(directory),
+            unreadable=[left_out(name, bad) for name, bad in unreadable(directory).items()],
         )
 
     @property

@@ -34,6 +34,7 @@ def show(run: RunRecord) -> RenderableType:
     else:
         parts.append(_section("What became of what was generated", ledger(run.summary)))
         parts.append(_section("The run", _facts(run.summary)))
+    parts += [Text(sentence, style="yellow") for sentence in run.unreadable]
     return Group(*parts)
 
 

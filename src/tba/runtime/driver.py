@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tba.recipe import Recipe
 from tba.record.clock import share_of
 from tba.record.evaluations import read_evaluations
-from tba.record.faults import count_faults
+from tba.record.faults import count_faults, note_unreadable
 from tba.record.ledger import Ledger
 from tba.record.live import Status
 from tba.record.memory import peak_memory_bytes
@@ -97,6 +97,7 @@ def summarise(
         replayed = Ledger.of_counters({**trainer["ledger"]}, unit)
         waiting = Ledger.of({"waiting": undrained[unit]})
         ledgers[unit] = own + replayed + waiting
+    note_unreadable(run.path)
     evaluations = read_evaluations(run.path)
     summary = Summary(
         recipe=recipe.name,
