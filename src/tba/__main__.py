@@ -143,7 +143,7 @@ def resume(arguments: list[str]) -> int:
         raise UserError("`tba train --resume RUN` needs a run's directory, such as runs/NAME")
     if overrides and not overrides[0].startswith("-"):
         raise UserError(f"a run that goes on has its recipe already: leave {overrides[0]!r} out")
-    return resume_run(options.resume, overrides)
+    return resume_run(options.resume, overrides, options.accept_lost_rows)
 
 
 def search(arguments: list[str]) -> int:

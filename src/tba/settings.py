@@ -195,13 +195,14 @@ def _switches(default: Any, prefix: str = "--") -> set[str]:
 def split_options(options: T, arguments: Sequence[str], program: str) -> tuple[T, list[str]]:
     """The command's own options taken out of `arguments`; what is left sets the recipe's fields."""
     own, rest, mine = set(flags(options)), [], []
+    switches = {f"--{name.replace('_', '-')}" for name, value, _ in _fields(options) if isinstance(value, bool)}
     waiting = iter(arguments)
     for argument in waiting:
         if argument.split("=")[0].replace("_", "-") not in own:
             rest.append(argument)
             continue
         mine.append(argument)
-        if "=" not in argument:
+        if "=" not in argument and argument.replace("_", "-") not in switches:
             value = next(waiting, None)
             if value is None:
                 raise UserError(f"{program} {argument} needs a value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from trajectory_cases import same, trajectory
 import tba.replay.opening
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.filesystem import network_filesystem
-from tba.replay.follower import JournalFollower, Totals
+from tba.replay.follower import JournalFollower
 from tba.replay.gone import Gone
 from tba.replay.journal import JournalWriter
 from tba.replay.scores import Score
@@ -47,6 +48,12 @@ def uids(trajectories: list[Trajectory]) -> list[str]:
     return [t.uid for t in trajectories]
 
 
+def totals(follower: JournalFollower) -> dict[str, int]:
+    """What the journal has held."""
+    found = follower.totals()
+    return {name: getattr(found, name) for name in ("rows", "tokens", "retired_rows", "retired_tokens")}
+
+
 class Clock:
     """A wall clock that can be set."""
 
@@ -67,7 +74,7 @@ def test_what_is_put_is_drained_once_in_order_and_equal(writer: JournalWriter, f
     assert len(drained) == 10
     assert follower.drain() == []
     assert follower.undrained() == {"trajectories": 0, "tokens": 0}
-    assert follower.totals() == Totals(rows=10, tokens=20, retired_rows=0, retired_tokens=0)
+    assert totals(follower) == {"rows": 10, "tokens": 20, "retired_rows": 0, "retired_tokens": 0}
 
 
 def test_a_follower_set_back_to_a_position_sees_what_came_after_it(
@@ -290,7 +297,7 @@ def test_a_journal_of_an_earlier_version_is_brought_to_the_present_one_with_all_
         writer.put([*rows[5:], trajectory(uid="new")])
         assert uids(follower.drain()) == ["new"]
         assert follower.position == 11
-        assert follower.totals() == Totals(rows=11, tokens=22, retired_rows=2, retired_tokens=4)
+        assert totals(follower) == {"rows": 11, "tokens": 22, "retired_rows": 2, "retired_tokens": 4}
         assert follower.counters()["searcher-0"] == {"generated_trajectories": 10}
         assert writer.lease(2, 9.0) == [5, 7]  # one that had run out, and a new one
         follower.ask(LATER, uids(rows))
@@ -299,7 +306,7 @@ def test_a_journal_of_an_earlier_version_is_brought_to_the_present_one_with_all_
         facts = "SELECT uid, owner, tokens, incarnation, step, reward FROM trajectories WHERE seq < 11"
         expected = [(t.uid, "searcher-0", 2, 0, t.version.step, t.reward) for t in rows[2:]]
         assert connection.execute(facts).fetchall() == expected
-        assert connection.execute("PRAGMA user_version").fetchall() == [(5,)]
+        assert connection.execute("PRAGMA user_version").fetchall() == [(6,)]
     connection.close()
 
 
@@ -473,7 +480,7 @@ def test_files_that_are_no_journal_of_this_version_are_refused(tmp_path: Path) -
     connection = sqlite3.connect(newer)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(UserError, match="schema version 99, this program reads version 5"):
+    with pytest.raises(UserError, match="schema version 99, this program reads version 6"):
         JournalWriter(newer, "a")
 
 
@@ -531,3 +538,19 @@ def test_what_a_dead_searcher_was_scoring_is_handed_out_again(path: Path, follow
         assert uids(b.unscored(LATER, 1, seconds=1e6)) == uids(rows[2:])
         b.resume()  # started again
         assert uids(b.unscored(LATER, 9, seconds=1e6)) == uids(rows[::-1])
+
+
+def test_a_writer_whose_file_was_taken_away_acknowledges_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    with JournalWriter(path, "searcher-0") as writer:
+        writer.put([trajectory(uid=f"t{i}") for i in range(3)])
+        os.rename(path, tmp_path / "elsewhere")
+        with pytest.raises(UserError, match="was deleted while it was in use, and with it 3 rows are missing"):
+            writer.put([trajectory(uid="t9")])
+        os.rename(tmp_path / "elsewhere", path)
+        writer.put([trajectory(uid="t9")])
+        assert writer.rows() == 4
+    os.rename(path, tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is gone: put it back"):
+        JournalWriter(path, "searcher-0", create=False)
+    assert not path.exists()

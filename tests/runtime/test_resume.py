@@ -36,6 +36,7 @@ from tba.record.faults import read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
+from tba.replay.loss import Held
 from tba.runtime.directory import RunDirectory
 from tba.runtime.inline import Inline
 from tba.runtime.resuming import generators, set_generators
@@ -236,10 +237,10 @@ def test_prompts_in_flight_are_issued_again_first_and_every_prompt_has_its_answe
                 path, *(() if path.exists() else RUN), exploration=Cut(path, step, []), **changes
             )
         with JournalFollower(path / "journal.sqlite") as journal:
-            assert len(journal.leases()[1]) == 2
+            assert len(journal.leases()) == 2
     inline_again(path, exploration=Fixed(), **changes)
     with JournalFollower(path / "journal.sqlite") as journal:
-        issued, in_flight = journal.leases()
+        issued, in_flight = journal.totals().positions, journal.leases()
         answers = len(journal.drain())
     assert in_flight == []
     assert answers == issued * 8
@@ -322,13 +323,6 @@ def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finish
     assert "has no field --step" in refused([*resume, "--step", "40"], capsys)
     with RunDirectory.open(finished).held(0.0):
         assert "is still going on (process" in refused_soon([*resume, "--steps", "40"], capsys)
-    (finished / "journal.sqlite").unlink()
-    assert "the journal of the run at" in refused([*resume, "--steps", "40"], capsys)
-    for checkpoint in (finished / "checkpoints").iterdir():
-        for file in checkpoint.iterdir():
-            file.unlink()
-        checkpoint.rmdir()
-    assert "has no checkpoint to go on from" in refused([*resume, "--steps", "40"], capsys)
     assert RunDirectory.open(finished).incarnation == 0
 
 
@@ -385,8 +379,7 @@ def test_the_manifest_ties_everything_to_one_step(finished: Path) -> None:
     state = checkpoint.state
     assert checkpoint.version == Version(0, 20)
     with JournalFollower(finished / "journal.sqlite") as journal:
-        assert state["journal"]["rows"] == journal.totals().rows
-        assert state["journal"]["next_prompt"] == journal.leases()[0]
+        assert Held.parse(state["journal"]) == Held.of(journal)
     assert state["journal"]["prompts_in_flight"] == []
     assert uses(finished).sum() == 20 * 16
     assert state["replay"]["counts"]["trained_total"][0] == 20 * 16 == sum(count for _, count in state["lags"])

@@ -20,6 +20,7 @@ class ResumeOptions:
     """What goes on."""
 
     resume: Path | None = None  # a run's folder
+    accept_lost_rows: bool = False  # go on though the journal has lost trajectories; they are counted as damaged
 
 
 @dataclass(frozen=True)

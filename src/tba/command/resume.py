@@ -1,7 +1,8 @@
 """`tba train --resume RUN`: a run that was stopped, killed or has failed goes on from its newest checkpoint.
 
 Invariant: nothing of the run is changed before it is certain that it can go on. What it learnt after that checkpoint is
-gone; what was sampled after it stays and is used as old data.
+gone; what was sampled after it stays and is used as old data. Without a checkpoint it begins again at step 0, with all
+that was sampled. Rows that its journal has lost are told before, and it goes on only if that is accepted.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from tba.errors import UserError
 from tba.recipe import Recipe, resolved
 from tba.record.failure import FILE as FAILURE
 from tba.record.failure import Failure
-from tba.record.faults import record_fault
+from tba.record.faults import note_unreadable, record_fault
 from tba.record.jsonl import plain
 from tba.record.metrics import read_last
 from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
+from tba.replay.loss import accept, find_loss
 from tba.runtime.directory import RunDirectory
-from tba.runtime.resuming import note_recoveries
+from tba.runtime.resuming import held_by_journal, note_recoveries
 from tba.runtime.starting import prepare
 from tba.settings import find, override
 from tba.train.checkpoint import Checkpoint, newest_checkpoint
@@ -33,23 +35,29 @@ _PATIENCE = 15.0  # seconds that parts of a run whose driver was killed have to 
 _KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir")  # what a run is about
 
 
-def resume_run(path: Path, overrides: list[str]) -> int:
+def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False) -> int:
     """Exit code 0 when the run finished or was stopped on purpose."""
     console = Console()
     prepare()  # before the run's lock is held, which only its parts inherit
     with RunDirectory.open(path).held(_PATIENCE) as run:
-        recipe, checkpoint = resumable(run, overrides)
-        for line in note_recoveries(run, run.journal(recipe)):
+        recipe, checkpoint = resumable(run, overrides, accept_lost_rows)
+        for line in (*note_recoveries(run, run.journal(recipe)), *note_unreadable(run.path)):
             console.print(line, style="yellow", highlight=False)
         why = take_up(run, recipe, overrides)
-        console.print(f"{recipe.name}: going on from {checkpoint.path} ({why})", highlight=False)
+        start = "step 0, for there is no checkpoint yet," if checkpoint is None else checkpoint.path
+        console.print(f"{recipe.name}: going on from {start} ({why})", highlight=False)
         warn_if_busy(console)
         summary, stopped = go(recipe, run, console)
     return closing_words(console, run.facts["recipe"], run, summary, stopped)
 
 
-def resumable(run: RunDirectory, overrides: Sequence[str]) -> tuple[Recipe, Checkpoint]:
-    """The recipe with the overrides, and the checkpoint. Raises `UserError` when the run cannot go on so."""
+def resumable(
+    run: RunDirectory, overrides: Sequence[str], accept_lost_rows: bool = False
+) -> tuple[Recipe, Checkpoint | None]:
+    """The recipe with the overrides, and the checkpoint if there is one, of a run whose journal has all of its rows.
+
+    Raises `UserError` when the run cannot go on so.
+    """
     facts = run.facts
     then = run.recipe()
     made = {**facts["resolved"]}
@@ -64,21 +72,28 @@ def resumable(run: RunDirectory, overrides: Sequence[str]) -> tuple[Recipe, Chec
         if name.startswith(_KEPT):
             raise UserError(f"a run keeps its {name}, which is {was!r}: start a new run for {now!r}")
     checkpoint = newest_checkpoint(run.checkpoints)
-    if checkpoint is None:
-        raise UserError(
-            f"the run at {run.path} has no checkpoint to go on from: it ended before its first "
-            f"(--run.checkpoint-every is {then.run.checkpoint_every}); start a new run"
-        )
-    if "replay" not in checkpoint.state:
+    if checkpoint is not None and "uses" not in checkpoint.state.get("replay", {}):
         raise UserError(f"{checkpoint.path} was made by an earlier version of this program: start a new run")
-    if not run.journal(recipe).is_file():
-        raise UserError(f"the journal of the run at {run.path} is gone ({run.journal(recipe)}): start a new run")
     _refuse_finished(run, recipe, checkpoint)
+    _refuse_lost_rows(run, recipe, checkpoint, accept_lost_rows)
     return recipe, checkpoint
 
 
-def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint) -> None:
-    summary, step = Summary.read(run.path), checkpoint.version.step
+def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None, accepted: bool) -> None:
+    journal, held = run.journal(recipe), held_by_journal(run, checkpoint)
+    loss = find_loss(journal, held)
+    if loss is None:
+        return
+    if not accepted:
+        raise UserError(
+            f"the journal {journal} {loss.why}: at least {loss.rows:,} of the {held.rows:,} trajectories that it held "
+            "are missing; put it back if there is a copy, or go on without them with --accept-lost-rows"
+        )
+    accept(journal, held, loss)
+
+
+def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
+    summary, step = Summary.read(run.path), 0 if checkpoint is None else checkpoint.version.step
     done = summary is not None and not summary.faults.get("stopped")
     if step > recipe.steps or (step == recipe.steps and done):
         raise UserError(

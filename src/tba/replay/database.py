@@ -6,6 +6,7 @@ leaves no trace.
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -46,6 +47,7 @@ class Schema:
     version: int
     tables: str  # statements that make an empty one
     migrations: Mapping[int, Callable[[sqlite3.Connection], None]]  # n: from version n to n + 1, in a transaction
+    rows: str  # a query for how many rows were ever put into it
     page_bytes: int  # of new files
 
 
@@ -55,6 +57,7 @@ class Database:
     A file of an earlier schema version is brought to the present one. Raises `UserError` when the file is something
     else or of a later version, `DeadlineExceeded` when others keep it locked for longer than `deadline_s` seconds.
 
+    create: whether a file that is not there is made; else `UserError` says that it is gone.
     lock: closed with it.
     waiting: called now and then while it waits for others, who may hang and hold the file.
     """
@@ -66,13 +69,19 @@ class Database:
         deadline_s: float = 30.0,
         lock: Closable | None = None,
         waiting: Callable[[], object] = lambda: None,
+        create: bool = True,
     ) -> None:
         self._held = lock
         self._while_waiting = waiting
         self.path = Path(path)
         self.deadline_s = deadline_s
         self.lock = threading.RLock()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._schema = schema
+        self._file: tuple[int, int] | None = None  # which one it is: known once it is open
+        if create:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        elif not self.path.is_file():
+            raise UserError(f"{self.path} is gone: put it back where it was; what it held is in no other file")
         with self._explained():
             self._connection = sqlite3.connect(
                 self.path, timeout=min(_AT_A_TIME, deadline_s), isolation_level=None, check_same_thread=False
@@ -80,6 +89,7 @@ class Database:
         try:
             with self._explained():
                 self._waiting(lambda: self._prepare(schema))
+            self._file = self._file_there()
         except BaseException:
             self._connection.close()
             raise
@@ -128,6 +138,7 @@ class Database:
         with self.lock, self._explained():
             self._waiting(lambda: self._connection.execute("BEGIN IMMEDIATE"))
             try:
+                self.require_file()
                 yield self._connection
                 self._waiting(lambda: self._connection.execute("COMMIT"))
             except BaseException:
@@ -151,6 +162,27 @@ class Database:
         """All rows of a query; the read transaction is over when this returns."""
         with self.lock, self._explained():
             return self._waiting(lambda: self._connection.execute(query, parameters).fetchall())
+
+    def require_file(self) -> None:
+        """Raises `UserError` when the file that was opened is not at its place any longer: it was deleted, or another
+        was put there. What is written from then on would be lost with it. Done in every transaction; costs a `stat`.
+        """
+        there = self._file_there()
+        if self._file is None or there == self._file:
+            return
+        ((rows,),) = self._connection.execute(self._schema.rows).fetchall()
+        how = "was deleted" if there is None else "was replaced by another file"
+        raise UserError(
+            f"{self.path} {how} while it was in use, and with it {rows:,} rows are missing: put it back if there is a "
+            "copy, or go on without them (tba train --resume RUN --accept-lost-rows)"
+        )
+
+    def _file_there(self) -> tuple[int, int] | None:
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
 
     @property
     def wal_size(self) -> int:

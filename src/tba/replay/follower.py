@@ -43,6 +43,8 @@ class Totals:
     tokens: int
     retired_rows: int
     retired_tokens: int
+    positions: int  # of prompts that were handed out by `lease`
+    identity: int  # the file's own number; 0 where damage has taken it away
 
 
 class JournalFollower:
@@ -52,6 +54,7 @@ class JournalFollower:
     are kept). Deleting and checkpointing are done by one follower only, the first that is open; any other just reads.
     wal_bytes: the write-ahead log is truncated when it is larger than this.
     waiting: called now and then while others keep the file locked.
+    create: make the file where there is none.
     """
 
     def __init__(
@@ -62,12 +65,13 @@ class JournalFollower:
         wal_bytes: int = 16 << 20,
         deadline_s: float = 30.0,
         waiting: Callable[[], object] = lambda: None,
+        create: bool = True,
     ) -> None:
         self.position = position
         self.score_position = 0
         self._keep_bytes = keep_bytes
         self._wal_bytes = wal_bytes
-        self._database = open_journal(path, deadline_s, waiting)
+        self._database = open_journal(path, deadline_s, waiting, create)
         self._lock_path = Path(f"{path}-follower")
         self._lock: IO[str] | None = None
         self._prompts: dict[int, Prompt] = {}
@@ -102,6 +106,7 @@ class JournalFollower:
 
     def _bodies(self, limit: int | None, until: int | None) -> list[_Row]:
         """(seq, prompt, body) of what is next, and the position after it."""
+        self._database.require_file()
         ((last,),) = self._database.rows(
             "SELECT coalesce(max(seq), 0) FROM trajectories WHERE seq <= ?", _LAST if until is None else until
         )
@@ -165,16 +170,13 @@ class JournalFollower:
         )
         return {"trajectories": rows, "tokens": tokens}
 
-    def leases(self) -> tuple[int, list[int]]:
-        """The first position that was never handed out by `lease`, and all that are handed out and not given back."""
-        ((first,),) = self._database.rows("SELECT value FROM totals WHERE name = 'positions'")
-        return first, [p for (p,) in self._database.rows("SELECT position FROM leases ORDER BY position")]
+    def leases(self) -> list[int]:
+        """The prompt positions that are handed out and not given back."""
+        return [p for (p,) in self._database.rows("SELECT position FROM leases ORDER BY position")]
 
     def totals(self) -> Totals:
         """What was ever appended and deleted."""
-        values = dict(
-            self._database.rows("SELECT name, value FROM totals WHERE name NOT IN ('positions', 'retired_until')")
-        )
+        values = dict(self._database.rows("SELECT name, value FROM totals WHERE name <> 'retired_until'"))
         return Totals(**values)
 
     def recoveries(self) -> list[Recovery]:

@@ -34,7 +34,7 @@ class JournalWriter:
 
     `owner` names who writes: its counts are kept under this name. Raises `UserError` on a network filesystem,
     `DeadlineExceeded` when other writers keep the file locked for `deadline_s` seconds; `waiting` is called now and
-    then while they do.
+    then while they do. create: make the file where there is none; a part of a run does not, for the run has made it.
     """
 
     def __init__(
@@ -44,10 +44,11 @@ class JournalWriter:
         deadline_s: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
         waiting: Callable[[], object] = lambda: None,
+        create: bool = True,
     ) -> None:
         self.owner = owner
         self._clock = clock
-        self._database = open_journal(path, deadline_s, waiting)
+        self._database = open_journal(path, deadline_s, waiting, create)
 
     def put(
         self,

@@ -13,8 +13,11 @@ from tba.replay.recovery import look_over
 from tba.replay.schema import JOURNAL
 
 
-def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object]) -> Database:
-    """Its tables are there afterwards. Raises `UserError` on a network filesystem, and as `Database` does."""
+def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object], create: bool = True) -> Database:
+    """Its tables are there afterwards; `create`: also where there was no file.
+
+    Raises `UserError` on a network filesystem, and as `Database` does.
+    """
     kind = network_filesystem(Path(path).absolute().parent)
     if kind is not None:
         raise UserError(
@@ -23,7 +26,7 @@ def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object]) -
         )
     lock = look_over(path)
     try:
-        return Database(path, JOURNAL, deadline_s, lock, waiting)
+        return Database(path, JOURNAL, deadline_s, lock, waiting, create)
     except BaseException:
         lock.close()
         raise

@@ -46,13 +46,15 @@ class Recovery:
     """A damaged file that was set aside."""
 
     time: float  # seconds since the epoch
-    damaged: str  # the name that the file has now
+    damaged: str  # the name that the file has now; empty where there is none
     why: str
     rows: int  # trajectories in the new file, with their bodies
     lost_rows: int
     lost_tokens: int
 
     def __str__(self) -> str:
+        if not self.damaged:
+            return f"the journal {self.why}: {self.lost_rows} trajectories are missing, {self.rows} are there"
         return (
             f"the journal was damaged ({self.why}); it was set aside as {self.damaged}: "
             f"{self.rows} trajectories were recovered, {self.lost_rows} could not be read"
@@ -156,9 +158,9 @@ def _look(path: Path) -> None:
     for part in ("", "-wal", "-shm", "-journal"):
         Path(f"{path}.recovering{part}").unlink(missing_ok=True)
     if recovered.exists():
-        _replace(path, recovered, _free_name(path))
+        _replace(path, recovered, free_name(path))
     elif (why := damage(path)) is not None:
-        aside = _free_name(path)
+        aside = free_name(path)
         recovery = _recover(path, Path(f"{path}.recovering"), why, aside.name)
         os.replace(f"{path}.recovering", recovered)
         _replace(path, recovered, aside)
@@ -191,14 +193,18 @@ def _recover(path: Path, new: Path, why: str, aside: str) -> Recovery:
             if not found and not known.ours:
                 raise UserError(f"{path} is not a SQLite file, and nothing of a journal is in it: choose another place")
             recovery = Recovery(time.time(), aside, why, found, *_account(connection, known))
-            connection.execute(
-                "INSERT INTO recoveries (time, damaged, why, rows, lost_rows, lost_tokens) VALUES (?, ?, ?, ?, ?, ?)",
-                astuple(recovery),
-            )
+            record_recovery(connection, *astuple(recovery))
         database.checkpoint()
     for part in ("-wal", "-shm"):
         Path(f"{new}{part}").unlink(missing_ok=True)  # empty: it has been moved into the file
     return recovery
+
+
+def record_recovery(connection: sqlite3.Connection, *facts: object) -> None:
+    """Those of a `Recovery`, in their order."""
+    connection.execute(
+        "INSERT INTO recoveries (time, damaged, why, rows, lost_rows, lost_tokens) VALUES (?, ?, ?, ?, ?, ?)", facts
+    )
 
 
 @dataclass
@@ -297,6 +303,7 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
         "tokens": max(tokens, totals.get("tokens", 0)),
         "positions": totals.get("positions", 0),
         "retired_until": retired,
+        "identity": totals.get("identity", 0),
         "retired_rows": totals.get("retired_rows", old_rows),
         "retired_tokens": totals.get("retired_tokens", old_tokens),
     }
@@ -304,7 +311,7 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
     if not known.counters:
         _count_again(connection)
     elif totals and rows > totals["rows"]:  # of transactions that SQLite itself could not read
-        _count_put(connection, totals["rows"])
+        count_put(connection, totals["rows"])
     return lost_rows, lost_tokens
 
 
@@ -333,10 +340,10 @@ def _count_again(connection: sqlite3.Connection) -> None:
             "INSERT INTO counters SELECT owner, ?1, sum(value) FROM counters WHERE name IN (?3, ?4) GROUP BY owner",
             names,
         )
-    _count_put(connection, 0)
+    count_put(connection, 0)
 
 
-def _count_put(connection: sqlite3.Connection, after: int) -> None:
+def count_put(connection: sqlite3.Connection, after: int) -> None:
     """Add to each owner's counts what it put after a number."""
     for unit, amount in (("trajectories", "count(*)"), ("tokens", "sum(tokens)")):
         connection.execute(
@@ -358,8 +365,9 @@ def _wal_page_bytes(wal: Path) -> int:
         return int.from_bytes(file.read(12)[8:12], "big")
 
 
-def _free_name(path: Path) -> Path:
+def free_name(path: Path, why: str = "damaged") -> Path:
+    """A name beside the file that nothing has."""
     n = 1
-    while (aside := path.with_name(f"{path.name}.damaged-{n}")).exists() or Path(f"{aside}-wal").exists():
+    while (aside := path.with_name(f"{path.name}.{why}-{n}")).exists() or Path(f"{aside}-wal").exists():
         n += 1
     return aside

@@ -7,7 +7,8 @@
     bodies          all of it but for its prompt. Retention takes away the oldest, up to `retired_until`; beyond that a
                     trajectory without a body has been damaged
     recoveries      each time that a damaged file was set aside, and what could not be read in it
-    leases, outcomes, jobs, evaluations, counters, totals, and those of `scores`
+    leases, outcomes, jobs, evaluations, counters, totals (of which `identity` is the file's own number, drawn when it
+                    was made), and those of `scores`
 
 Invariant: a file of an earlier version is brought to this one by the same transaction that finds it, one version at a
 time, and what was in it is in it afterwards. A step is never changed once files have been made by it.
@@ -50,7 +51,7 @@ CREATE TABLE recoveries (
     lost_rows INTEGER NOT NULL, lost_tokens INTEGER NOT NULL
 );
 INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('positions', 0), ('retired_rows', 0), ('retired_tokens', 0),
-    ('retired_until', 0);
+    ('retired_until', 0), ('identity', random() & 0x7fffffffffffffff);
 """
     + scores.SCHEMA
 )
@@ -126,11 +127,17 @@ def _from_4(connection: sqlite3.Connection) -> None:
     connection.execute("INSERT INTO prompt_copies SELECT id, body FROM prompts")
 
 
+def _from_5(connection: sqlite3.Connection) -> None:
+    """A number of its own."""
+    connection.execute("INSERT INTO totals VALUES ('identity', random() & 0x7fffffffffffffff)")
+
+
 JOURNAL = Schema(
     kind=0x54424131,  # "TBA1" in the file's header
-    version=5,
+    version=6,
     tables=_TABLES,
-    migrations={1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4},
+    migrations={1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5},
+    rows="SELECT value FROM totals WHERE name = 'rows'",
     page_bytes=8192,  # a body of 128 tokens is a bit over 2 kB: on pages of 4096 it would have one for itself
 )
 

@@ -24,6 +24,7 @@ import tba.settings
 from tba.errors import UserError
 from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
+from tba.replay.journal import JournalWriter
 from tba.runtime.holding import hold
 from tba.study import MARK
 
@@ -69,6 +70,12 @@ class RunDirectory:
             "incarnations": [{"why": "begun"}],
             "resolved": resolved(recipe),
         }
+        with JournalWriter(run.journal(recipe), "run") as journal:  # no part makes it: one that finds none says so
+            if rows := journal.rows():
+                raise UserError(
+                    f"{run.journal(recipe)} is of another run ({rows:,} trajectories): choose another --run-name, or "
+                    "take it away"
+                )
         write_json(run.path / "recipe.json", facts)
         return run
 

@@ -88,7 +88,7 @@ def summarise(
     joined = Joined(run).record()
     names = [*searchers, *(searcher["name"] for searcher in joined)]
     halves = {name: json.loads(run.result(name).read_text()) for name in names if run.result(name).exists()}
-    with JournalFollower(run.journal(recipe), position=trainer["position"]) as journal:
+    with JournalFollower(run.journal(recipe), position=trainer["position"], create=False) as journal:
         owners = journal.counters()
         undrained = journal.undrained()
     ledgers = {}

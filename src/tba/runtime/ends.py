@@ -101,7 +101,7 @@ class Ends:
 def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[[], bool] | None = None) -> Ends:
     """Those of the run at `run`, on this machine. What whoever had this name before held is given back."""
     journal = JournalWriter(
-        run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None)
+        run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None), create=False
     )
     journal.resume()
     return Ends(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)

@@ -72,7 +72,7 @@ class Exchange:
             raise ValueError(f"{verb} is not for searchers")
         if owner not in self._writers:
             path = self._run.journal(self._recipe)
-            self._writers[owner] = JournalWriter(path, owner, self._recipe.run.journal_deadline)
+            self._writers[owner] = JournalWriter(path, owner, self._recipe.run.journal_deadline, create=False)
         return getattr(self._writers[owner], verb)(*arguments, **named)
 
     def record(self, verb: str, *arguments: Any) -> None:

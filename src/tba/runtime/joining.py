@@ -161,7 +161,7 @@ class Joined:
             if there or facts.get("left") is not None or name in self._dead:
                 continue
             try:
-                with JournalWriter(journal, name, _LOCK_SECONDS) as former:
+                with JournalWriter(journal, name, _LOCK_SECONDS, create=False) as former:
                     former.resume()
             except DeadlineExceeded:  # somebody hangs with the lock: the driver must go on, to end that one
                 continue

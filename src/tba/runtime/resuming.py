@@ -22,9 +22,11 @@ import torch
 from tba.errors import UserError
 from tba.record.faults import count_faults, record_fault
 from tba.replay.follower import JournalFollower
+from tba.replay.loss import Held
 from tba.runtime.directory import RunDirectory
 from tba.train.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version
+from tba.weights.directory import WeightDirectory
 
 if TYPE_CHECKING:
     from tba.runtime.searching import SearchHalf
@@ -62,7 +64,7 @@ def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
 
 def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
     """Each time that the journal was damaged and recovered and nobody has recorded it yet: a fault, and a sentence."""
-    with JournalFollower(journal) as follower:
+    with JournalFollower(journal, create=False) as follower:
         recoveries = [str(recovery) for recovery in follower.recoveries()]
     new = recoveries[count_faults(run.path)["journal_recoveries"] :]
     for what in new:
@@ -71,9 +73,16 @@ def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
     return new
 
 
+def held_by_journal(run: RunDirectory, checkpoint: Checkpoint | None) -> Held:
+    """The most that the run's journal is known to have held: by the newest weights, or the checkpoint."""
+    weights = WeightDirectory(run.weights)
+    known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
+    known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
+    return max(known, key=lambda held: held.rows, default=Held())
+
+
 def state_of(half: TrainHalf) -> dict[str, Json]:
     """Everything but the weights and the optimizer's moments, as JSON."""
-    next_prompt, in_flight = half.journal.leases()
     return {
         "replay": half.replay.state(half.trained),
         "reference": str(half.references.now),
@@ -81,7 +90,7 @@ def state_of(half: TrainHalf) -> dict[str, Json]:
         "evaluations": half.requests.state(),
         "steering": half.steering.state(),
         "generators": generators(),
-        "journal": {"rows": half.journal.totals().rows, "next_prompt": next_prompt, "prompts_in_flight": in_flight},
+        "journal": {**Held.of(half.journal).state(), "prompts_in_flight": half.journal.leases()},
         "lags": [[lag, count] for lag, count in sorted(half.lags.items())],
         "skipped": half.trainer.skipped,
         "clock": half.clock.seconds(),

@@ -18,6 +18,7 @@ from tba.record.clock import ShareClock
 from tba.record.jsonl import write_json
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
+from tba.replay.loss import Held
 from tba.replay.replay import Replay
 from tba.runtime.directory import RunDirectory
 from tba.runtime.driver import result_of
@@ -109,9 +110,16 @@ class TrainHalf:
         return every > 0 and version == self.trainer.published and version.step // every > before // every
 
     def notes(self, version: Version) -> Mapping[str, Json]:
-        """What lies beside a published version: the reference, which are to be evaluated, and whether to stop."""
+        """What lies beside a published version: the reference, which are to be evaluated, whether to stop, and how much
+        the journal held.
+        """
         requests = self.requests.beside(version, self.elapsed())
-        own = {"evaluate": requests, "stop": self.finished, "reference": str(self.references.at(version))}
+        own = {
+            "evaluate": requests,
+            "stop": self.finished,
+            "reference": str(self.references.at(version)),
+            "journal": Held.of(self.journal).state(),
+        }
         return own | self.steering.notes()
 
     def publish(self) -> None:
@@ -190,7 +198,7 @@ def start_training(
     ranks = start_ranks(recipe, 0, meeting)
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
     keep, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
-    journal = JournalFollower(run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop)
+    journal = JournalFollower(run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop, create=False)
     replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed)
     replay.now = version
     if checkpoint is not None:

@@ -126,6 +126,14 @@ class WeightDirectory:
             )
         return published
 
+    def notes(self, version: Version) -> Mapping[str, Json]:
+        """What lies beside that version; nothing when that is not there, or cannot be read."""
+        try:
+            notes = json.loads(self._file(version, MANIFEST).read_text())["notes"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return {}
+        return notes if isinstance(notes, dict) else {}
+
     def find(self, version: Version) -> PublishedWeights | None:
         """That version with its tensors mapped, None when it is not (or no longer) there.
 

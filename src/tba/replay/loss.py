@@ -1,0 +1,107 @@
+"""Rows that a run had acknowledged and its journal does not have any longer.
+
+A run writes down how much its journal held, in each checkpoint and beside each version of the weights. A run that goes
+on compares: a journal that is gone, shorter, or another file is noticed, whoever took the rows away.
+
+Invariant: nothing is changed until somebody has accepted the loss. Then each lost trajectory has its place, without a
+body, so that it is counted as damaged and is never taken for data.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tba.replay.follower import JournalFollower
+from tba.replay.opening import add_to_totals, open_journal
+from tba.replay.recovery import count_put, free_name, record_recovery
+from tba.types import Json
+
+_DEADLINE = 30.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a journal held at some moment."""
+
+    rows: int = 0
+    tokens: int = 0
+    positions: int = 0  # of prompts that had been handed out
+    identity: int = 0  # of the file; 0: not known
+
+    @classmethod
+    def of(cls, journal: JournalFollower) -> Held:
+        """Now."""
+        totals = journal.totals()
+        return cls(totals.rows, totals.tokens, totals.positions, totals.identity)
+
+    @classmethod
+    def parse(cls, state: Json) -> Held:
+        """The inverse of `state`; what is not there, or is no number, is 0."""
+        found = state if isinstance(state, dict) else {}
+        return cls(**{name: n for name in cls.__slots__ if isinstance(n := found.get(name), int) and n >= 0})
+
+    def state(self) -> dict[str, Json]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What is missing."""
+
+    rows: int
+    why: str  # what the journal is: "is gone", ...
+    there: Held
+
+
+def find_loss(path: Path, held: Held) -> Loss | None:
+    """What the journal at `path` lacks of what it held; None when it lacks nothing. It is opened, and recovered if it
+    is damaged, but not made.
+    """
+    if not path.is_file():
+        return Loss(held.rows, "is gone", Held()) if held.rows else None
+    with JournalFollower(path) as journal:
+        there = Held.of(journal)
+    if there.rows and held.identity and there.identity not in (0, held.identity):
+        return Loss(held.rows, "is another file than it was", there)
+    if there.rows < held.rows:
+        return Loss(held.rows - there.rows, "is shorter than it was" if there.rows else "is empty", there)
+    return None
+
+
+def accept(path: Path, held: Held, loss: Loss) -> None:
+    """Go on with what is there. Another run's file is set aside under a name of its own."""
+    aside = ""
+    if loss.there.rows and loss.there.identity not in (0, held.identity):
+        aside = _set_aside(path)
+    database = open_journal(path, _DEADLINE, lambda: None)
+    try:
+        with database.transaction() as connection:
+            ((last, rows, tokens, positions),) = connection.execute(
+                "SELECT (SELECT coalesce(max(seq), 0) FROM trajectories), "
+                "(SELECT value FROM totals WHERE name = 'rows'), (SELECT value FROM totals WHERE name = 'tokens'), "
+                "(SELECT value FROM totals WHERE name = 'positions')"
+            )
+            lost = range(last + 1, last + 1 + max(0, held.rows - rows))
+            lost_tokens = max(0, held.tokens - tokens) if lost else 0
+            connection.executemany(
+                "INSERT INTO trajectories VALUES (?, ?, '', 0, ?, 0, 0, NULL, NULL)",
+                ((seq, f"lost-{seq}", lost_tokens if seq == last + 1 else 0) for seq in lost),
+            )
+            more = {"rows": len(lost), "tokens": lost_tokens, "positions": max(0, held.positions - positions)}
+            add_to_totals(connection, more)
+            connection.execute("UPDATE totals SET value = ? WHERE name = 'identity'", (held.identity,))
+            count_put(connection, last)
+            record_recovery(connection, time.time(), aside, loss.why, rows, len(lost), lost_tokens)
+    finally:
+        database.close()
+
+
+def _set_aside(path: Path) -> str:
+    aside = free_name(path, "other")
+    for part in ("-wal", "-shm", ""):
+        if Path(f"{path}{part}").exists():
+            os.rename(f"{path}{part}", f"{aside}{part}")
+    return aside.name

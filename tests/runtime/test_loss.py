@@ -1,0 +1,191 @@
+"""A journal that has lost rows is noticed, and a run that nothing but its journal is left of goes on."""
+
+from __future__ import annotations
+
+import shutil
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import ended, forked, inline, inline_again, processes, steps_of, until
+
+from tba.__main__ import main
+from tba.record.faults import count_faults
+from tba.record.metrics import read_metrics
+from tba.record.summary import Summary
+from tba.replay.follower import JournalFollower
+from tba.replay.loss import Held
+
+SECONDS = 120.0
+SHORT = ("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8", "--record.samples", "0")
+RUN = (
+    *SHORT,
+    "--run.inline-rounds-per-sync",
+    "4",
+    "--replay.pacing.warm-up",
+    "32",
+    "--steps",
+    "60",
+    "--run.checkpoint-every",
+    "20",
+)
+PARTS = ("", "-wal", "-shm")
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 40 steps, with checkpoints, and beside it its journal as it was after 20 (`earlier`)."""
+    path = tmp_path_factory.mktemp("runs") / "run"
+    inline(path, *RUN, "--steps", "20")
+    shutil.copy(path / "journal.sqlite", path / "earlier")
+    inline_again(path, "--steps", "40")
+    return path
+
+
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be harmed."""
+    shutil.copytree(stopped, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def gone(run: Path) -> None:
+    for part in PARTS:
+        (run / f"journal.sqlite{part}").unlink(missing_ok=True)
+
+
+def emptied(run: Path) -> None:
+    gone(run)
+    (run / "journal.sqlite").touch()
+
+
+def an_earlier_copy(run: Path) -> None:
+    gone(run)
+    shutil.copy(run / "earlier", run / "journal.sqlite")
+
+
+def another(run: Path) -> None:
+    inline(run.parent / "other", *RUN, "--steps", "40", "--seed", "7")
+    gone(run)
+    shutil.copy(run.parent / "other" / "journal.sqlite", run / "journal.sqlite")
+
+
+def held(path: Path) -> Held:
+    with JournalFollower(path) as journal:
+        return Held.of(journal)
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        (gone, "is gone"),
+        (emptied, "is empty"),
+        (an_earlier_copy, "is shorter than it was"),
+        (another, "is another file than it was"),
+    ],
+)
+def test_a_journal_without_its_rows_is_told_with_their_number_and_the_run_goes_on_when_told_to(
+    run: Path, harm: Callable[[Path], None], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, early = held(run / "journal.sqlite"), held(run / "earlier")
+    missing = before.rows - (early.rows if harm is an_earlier_copy else 0)
+    assert missing > 100
+    harm(run)
+    recipe = (run / "recipe.json").read_bytes()
+    resume = ["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]
+    assert main(resume) == 2
+    said = capsys.readouterr().err
+    assert f"{why}: at least {missing:,} of the {before.rows:,} trajectories that it held are missing" in said
+    assert said.count("\n") == 1
+    assert (run / "recipe.json").read_bytes() == recipe
+    assert main([*resume, "--accept-lost-rows"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    if harm is another:
+        assert f"the journal was damaged ({why}); it was set aside as journal.sqlite.other-1" in out
+    else:
+        assert f"the journal {why}: {missing} trajectories are missing" in out
+    summary = Summary.read(run)
+    assert summary is not None
+    assert summary.steps == 60
+    assert summary.faults["journal_recoveries"] == 1
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+    account, after = summary.trajectories, held(run / "journal.sqlite")
+    assert after.identity == before.identity
+    assert account.generated - account.rejected - account.in_flight_at_stop == after.rows > before.rows
+    assert 0 < account.damaged < missing  # what had been trained before stays trained
+    if harm is another:
+        assert held(run / "journal.sqlite.other-1").rows == held(run.parent / "other" / "journal.sqlite").rows
+    assert main([*resume[:-4], "--steps", "61", "--runtime", "inline"]) == 0
+
+
+def test_rows_that_came_after_the_checkpoint_are_missed_by_what_lies_beside_the_weights(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.rmtree(run / "checkpoints" / "step-40")
+    rows = held(run / "journal.sqlite").rows
+    gone(run)
+    assert main(["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]) == 2
+    assert f"at least {rows:,} of the {rows:,} trajectories" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("how", "word"), [(gone, "was deleted"), (emptied, "was replaced by another file")])
+def test_a_journal_that_is_taken_away_under_a_running_run_ends_it_in_one_sentence(
+    tmp_path: Path, how: Callable[[Path], None], word: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    child = forked(lambda: processes(path, *SHORT, "--steps", "100000", "--replay.pacing.warm-up", "32"))
+    until(lambda: steps_of(path) >= 20, SECONDS, "some steps")
+    how(path)
+    assert ended(child) == 1
+    said = capfd.readouterr().err.splitlines()[-1]
+    assert said.startswith("tba.errors.UserError: ")
+    assert f"journal.sqlite {word} while it was in use, and with it " in said
+    rows = int(said.split("with it ")[1].split(" ")[0].replace(",", ""))
+    assert rows >= 20 * 16 / 8  # at most eight uses of each
+
+
+def test_a_run_without_a_checkpoint_begins_again_with_all_of_its_journal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    inline(path, *RUN, "--steps", "15")
+    shutil.rmtree(path / "checkpoints")
+    (path / "summary.json").unlink()
+    before = held(path / "journal.sqlite")
+    assert main(["train", "--resume", str(path), "--steps", "30", "--runtime", "inline"]) == 0
+    assert "going on from step 0, for there is no checkpoint yet, (it was killed)" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.trajectories.closes()
+    assert [row["version"] for row in read_metrics(path)][15:] == [f"1.{step}" for step in range(1, 31)]
+    assert held(path / "journal.sqlite").rows > before.rows
+    with JournalFollower(path / "journal.sqlite") as journal:
+        assert len({t.uid for t in journal.drain()}) == held(path / "journal.sqlite").rows
+
+
+def test_records_with_damaged_lines_are_told_and_the_run_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("metrics.jsonl", "evaluations.jsonl", "faults.jsonl"):
+        with (run / name).open("ab") as file:
+            file.write(b"\xff nonsense\n")
+    (run / "samples.jsonl").unlink(missing_ok=True)
+    assert main(["train", "--resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for name in ("metrics.jsonl", "evaluations.jsonl", "faults.jsonl"):
+        assert f"{name}: line" in out
+    assert count_faults(run)["unreadable_lines"] == 3
+    summary = Summary.read(run)
+    assert summary is not None
+    assert (summary.steps, summary.faults["unreadable_lines"]) == (45, 3)
+
+
+def test_a_journal_of_the_version_before_is_given_a_number_of_its_own(run: Path) -> None:
+    path = run / "journal.sqlite"
+    with sqlite3.connect(path) as old:
+        old.execute("DELETE FROM totals WHERE name = 'identity'")
+        old.execute("PRAGMA user_version = 5")
+    old.close()
+    assert held(path).identity > 0
