@@ -53,7 +53,7 @@ def last_boxed(text: str) -> str | None:
     found, closing = None, _closings(text)
     for match in _BOX.finditer(text):
         at = match.end(1)
-        if text.startswith("{", at):
+        if text[at : at + 1] == "{":
             found = (at + 1, closing[at]) if at in closing else found
         elif match[1] and (bare := _UNBRACED.match(text, at)):
             found = bare.span(1)
