@@ -142,4 +142,4 @@ def _same_text(place: _Place | None, response: str, wanted: str, strict: bool) -
 def _words(text: str) -> str:
     """The text with case, spacing, formatting and what stands at its edges taken away."""
     text = " ".join(_FORMATTING.sub(" ", text).casefold().split())
-    return _AROUND_SYMBOL.sub(r"\1", text).strip(_EDGES)
+    return _AROUND_SYMBOL.sub(lambda m: m[1], text).strip(_EDGES)
