@@ -8,6 +8,7 @@ the name or path and the overrides, from which every process of the run rebuilds
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -302,7 +303,22 @@ class Recipe:
         window = self.replay.recent_window
         return 2 * self.sync_every if window is None else window
 
+    @property
+    def largest_reward(self) -> float:
+        """The largest |reward| that is learnt from: over the smallest beta of the run, its square is still a number.
 
+        An objective without a beta, or whose beta reaches 0, is held to a beta of 1.
+        """
+        smallest = 1.0
+        for name in ("beta", "reward_temperature"):  # what Trajectory Balance divides a reward by
+            schedule = getattr(self.objective, name, None)
+            if callable(schedule):  # anneals are monotone
+                value = min(schedule(1), getattr(schedule, "last", math.inf))
+                smallest *= value if value > 0 else 1.0
+        return LARGEST_SQUARED * smallest
+
+
+LARGEST_SQUARED = 1e9  # |reward| over beta: its square, summed over a batch, is far from float32's largest number
 _PACKAGE = Path(__file__).parent
 _COUNTS = (
     *("steps", "groups_per_step", "samples_per_prompt", "prompts_per_round", "sync_every", "searchers"),

@@ -33,6 +33,11 @@ def is_text(text: str) -> bool:
     return True
 
 
+def quoted(text: str, longest: int = 200) -> str:
+    """For messages: `text` in quotes on one line, control characters spelt out; `...` says that it was cut."""
+    return repr(text if len(text) <= longest else f"{text[: longest - 3]}...")
+
+
 Split: TypeAlias = Literal["train", "eval"]
 Message: TypeAlias = Mapping[str, str]  # {"role": "user", "content": "..."}
 
@@ -145,6 +150,17 @@ class Judgement:
 
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {_brief(value)}" for name, value in self.parts.items())
+        return _brief(self.reward) + (f" ({parts})" if parts else "")
+
+
+def _brief(value: float) -> str:
+    try:
+        return f"{value:g}"
+    except OverflowError:  # an int, which may have any number of digits
+        return "an integer of more than 300 digits"
 
 
 @dataclass(frozen=True)

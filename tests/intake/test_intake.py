@@ -85,6 +85,17 @@ def test_a_claimed_reward_is_believed_by_order_only_and_recorded_as_claimed(tmp_
     assert list(report.rejected) == ["its reward is not finite"]
 
 
+def test_a_reward_that_the_loss_cannot_square_is_refused_with_what_it_was(tmp_path: Path) -> None:
+    rewards = [-1e9, 1e20, 1e400, 10**400, float("nan")]
+    lines = [line("a", answer, reward=reward) for answer, reward in zip("BCDAA", rewards, strict=True)]
+    with JournalWriter(tmp_path / "journal", "import") as journal:
+        report = intake(journal, believe=True, largest_reward=1e9).take(numbered(lines), "demos")
+    assert [t.reward for t in drained(tmp_path / "journal")] == [-1e9]
+    large, infinite = "its reward is beyond 1e+09, which the loss can square", "its reward is not finite"
+    assert {reason: rejected.count for reason, rejected in report.rejected.items()} == {large: 1, infinite: 3}
+    assert report.rejected[large].examples == [(2, "1e+20 (claimed 1e+20) for 'C' to 'a'")]
+
+
 def test_the_same_file_again_adds_what_is_missing_and_nothing_twice(tmp_path: Path) -> None:
     lines = [line("a", "B"), line("a", "B"), line("b", "CC"), line("b", "BAD")]
     with JournalWriter(tmp_path / "journal", "import") as journal:

@@ -45,6 +45,11 @@ SAME = [
     (r"50\%", "50"), ("50", r"50\%"), (r"50\%", "0.5"), (r"\$18.90", "18.9"), ("18.90", r"\$18.90"),
     ("5", r"5\text{ cm}"), (r"5\text{ cm}", "5"), ("5", r"5 \mathrm{~cm}"), ("12", r"12\text{ square units}"),
     (r"90^\circ", "90"), ("90", "90°"), ("90", r"90\text{ degrees}"),
+    (r"6\text{ feet }2\text{ inches}", r"6 \text{ ft } 2 \text{ in}"), (r"5\text{ m}", r"5\text{ meters}"),
+    (r"12\text{ cm}^2", r"12 \text{ square centimeters}"), (r"60\text{ mph}", r"60\text{ miles/hour}"),
+    # numerals of programs and people, emphasis
+    ("1000", "1e3"), ("1500", "1.5e3"), ("0.001", "1e-3"), ("1e3", "1000"), ("5000", "5 000"), ("1234050", "1 234 050"),
+    ("5", "**5**"), ("5", "*5*"), (r"\frac{1}{2}", "**1/2**"),
     # thousands
     ("10000", "10,000"), (r"10,\!000", "10000"), ("10000", "10{,}000"), ("10000", r"10\,000"),
     # words and choices
@@ -73,6 +78,12 @@ OTHER = [
     ("[0,1]", "(0,1)"), ("[0,1]", "[0,1)"), (r"(-\infty,2)", r"(2,\infty)"), ("x>2", r"x\ge 2"), ("x>2", "x<2"),
     ("(1,2)", "(2,1)"), ("(3,4)", "3"), (r"\{1,2\}", r"\{1,3\}"), ("1,2", "1"), ("1", "1,2"), ("1,2", "1,2,3"),
     (r"2 \pm \sqrt{3}", r"2+\sqrt3"), ("5", r"5 \text{ or } 6"), ("0", r"\emptyset"),
+    (r"5\text{ cm}", r"5\text{ inches}"), ("5 cm", "5 inches"), (r"5\text{ m}", r"5\text{ cm}"),
+    (r"6\text{ feet }2\text{ inches}", r"6\text{ feet }3\text{ inches}"), ("6 feet 2 inches", "6 feet 3 inches"),
+    (r"6\text{ feet }2\text{ inches}", "12"), (r"6\text{ feet}", r"6\text{ feet }2\text{ inches}"),
+    (r"12\text{ cm}^2", r"12\text{ cm}^3"), (r"5\text{ km}", r"5\text{ km/h}"),
+    ("1000", "1e4"), ("1000", "e3"), ("5000", "5 001"), ("5 000", "5"), ("12345", "12 345"), ("5", "**6**"),
+    ("25", "*2*5"),
     (r"50\%", "5"), (r"50\%", "5000"), ("90", r"91^\circ"), ("100", r"200\text{ cm}"),
     (r"\text{even}", "odd"), (r"\text{(A)}", "B"), ("A", "B"), (r"\text{Evelyn}", "Carla"), ("2:30", "2:31"),
     ("3", r"\text{all real numbers}"), (r"\text{no solution}", "0"),
@@ -202,6 +213,9 @@ def test_settings_that_make_no_sense_are_refused() -> None:
         (r"\boxed{\left\{1,\frac12\right\}}", r"\left\{1,\frac12\right\}"),
         (r"$\boxed{\left\{1\right.}$", r"\left\{1\right."),  # a brace that is not closed, but escaped
         (r"\boxed 7.", "7"),
+        (r"\boxed{6} \boxed $", "6"),
+        (r"\boxed{1 \boxed{2} 3}", "2"),
+        (r"\boxed{" * 5000 + r"\boxed{8}", "8"),
         (r"\fbox{x}", "x"),
         (r"\boxed{1} and \boxed{2", "1"),
         (r"\boxedness{1}", None),

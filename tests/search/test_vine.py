@@ -208,14 +208,18 @@ def test_answers_whose_rollouts_were_interrupted_are_in_flight_and_those_without
     assert counts["in_flight_tokens"] == sum(t.length for t in trajectories if t.uid in gone)
     assert counts["auxiliary_tokens"] > 0
 
+    @dataclass
     class Broken:
-        def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-            return [Judgement(float("nan"))] * len(answered)
+        value: float
 
-    counts = Counter()
-    broken = replace(SPLIT_AT_B, rollouts=2).start(TabularEngine(TASK), Broken(), TOKENIZER)
-    assert broken.grow(trajectories, Sampling(), np.random.default_rng(0), counts) == []
-    assert counts["rejected_trajectories"] == len(trajectories)
+        def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+            return [Judgement(self.value)] * len(answered)
+
+    for value, kept in ((float("nan"), 0), (1e20, 0), (-1e9, len(trajectories))):
+        counts = Counter()
+        broken = replace(SPLIT_AT_B, rollouts=2).start(TabularEngine(TASK), Broken(value), TOKENIZER, 1e9)
+        assert len(broken.grow(trajectories, Sampling(), np.random.default_rng(0), counts)) == kept
+        assert counts["rejected_trajectories"] == len(trajectories) - kept
 
 
 def test_settings_that_cannot_work_are_refused() -> None:

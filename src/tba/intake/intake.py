@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,7 +27,7 @@ from tba.intake.encoding import Encoded, Encoder
 from tba.intake.files import Refusal, Values
 from tba.intake.report import Report, counters
 from tba.protocols import Reference, Reward
-from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Trajectory
+from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quoted
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class Intake:
     sink: Sink
     believe: bool = False  # claimed rewards, where there are any
     needs_behavior: bool = False  # refuse what comes without log-probabilities of its behaviour
+    largest_reward: float = sys.float_info.max  # refuse what has a larger |reward|
     now: Callable[[], float] = time.time
     _seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
@@ -133,20 +135,23 @@ class Intake:
         """Mark, score, write; only what is written is counted as imported."""
         kept: list[tuple[Candidate, Judgement]] = []
         for candidate, mark in zip(candidates, self._marks(candidates), strict=True):
-            if isinstance(mark, Judgement) and math.isfinite(mark.reward):
-                kept.append((candidate, mark))
+            if isinstance(mark, Refusal):
+                report.refuse(candidate.number, mark)
+            elif not abs(mark.reward) < math.inf:  # an int may be beyond any float
+                report.refuse(candidate.number, _with_reward("its reward is not finite", candidate, mark))
+            elif abs(mark.reward) > self.largest_reward:
+                reason = f"its reward is beyond {self.largest_reward:g}, which the loss can square"
+                report.refuse(candidate.number, _with_reward(reason, candidate, mark))
             else:
-                report.refuse(
-                    candidate.number, mark if isinstance(mark, Refusal) else _not_finite("reward", mark.reward)
-                )
+                kept.append((candidate, mark))
         scores = self._scores([candidate for candidate, _ in kept])
         trajectories, known, now = [], [], self.now()
         for (candidate, mark), log_reference in zip(kept, scores, strict=True):
             if isinstance(log_reference, Refusal):
                 report.refuse(candidate.number, log_reference)
             elif not np.isfinite(log_reference).all():
-                total = float(log_reference.sum())
-                report.refuse(candidate.number, _not_finite("log-probability under the reference", total))
+                total = str(float(log_reference.sum()))
+                report.refuse(candidate.number, Refusal("its log-probability under the reference is not finite", total))
             else:
                 trajectories.append(self._trajectory(candidate, mark, log_reference, now))
                 known.append(candidate.encoded.known)
@@ -228,8 +233,9 @@ def _each(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason:
     return [*done]
 
 
-def _not_finite(what: str, value: float) -> Refusal:
-    return Refusal(f"its {what} is not finite", str(value))
+def _with_reward(reason: str, candidate: Candidate, mark: Judgement) -> Refusal:
+    prompt, completion = candidate.pair
+    return Refusal(reason, f"{mark} for {quoted(completion.text, 80)} to {quoted(prompt.text, 80)}")
 
 
 def _one_line(error: Exception) -> str:

@@ -26,7 +26,7 @@ class Ledger:
     trained_total: int = 0  # every use counted
     waiting: int = 0  # in the journal or in memory, never trained on
     evicted: int = 0  # left by the capacity rule before they were ever trained on
-    rejected: int = 0  # not usable: a reward or a log-probability that is not finite
+    rejected: int = 0  # not usable: a reward or a log-probability not finite, or a reward too large
     duplicate: int = 0  # the same completion of the same prompt was there already
     damaged: int = 0  # was on the disk and could not be read again
     in_flight_at_stop: int = 0  # unfinished, or finished and not yet put down, when the run ended

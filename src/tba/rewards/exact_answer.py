@@ -10,7 +10,8 @@ Where a response is read:
    empty one is ignored, and so is a heading such as `#### Step 2`.
 3. Without a mark, the last number of the text.
 
-In a marked place the first number counts; of an equation, what follows its last `=`.
+In a marked place the first number counts; of an equation, what follows its last `=`. Where both name a unit of
+measurement (`units`) it has to be the same: `5 cm` is not 5 inches; it may be left out.
 
 A right answer that is no number (`Paris`, `x + 1`) is compared as text: case, spacing, quotes, emphasis and closing
 punctuation aside, the marked place must equal it, or (without a mark) the response must end with it.
@@ -22,11 +23,10 @@ import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import NamedTuple
 
 from tba.errors import UserError
-from tba.rewards.number_text import numbers, plain, quantity
+from tba.rewards.number_text import Amount, amounts, plain, quantity
 from tba.types import Completion, Judgement, Prompt
 
 MARK = "####"
@@ -42,12 +42,18 @@ _BEFORE_LAST_WORDS = frozenset(" :=.!?\"'*_`$([{>—")
 def grade(response: str, answer: str, strict: bool = False) -> bool:
     """Whether `response` gives `answer`. Never raises, whatever the texts."""
     place = _after_mark(response) if strict else _marked(response)
-    right = quantity(plain(answer))
+    wanted = plain(answer)
+    right = quantity(wanted)
     if right is None:
         return _same_text(place, response, _words(answer), strict)
     if place is not None and (strict or not place.heading):
-        return _marked_value(plain(place.text)) == right
-    return not strict and _last_value(plain(response)) == right
+        given = _marked_amount(plain(place.text))
+    else:
+        given = None if strict else _last_amount(plain(response))
+    if given is None or given.value != right:
+        return False
+    unit = next(amounts(wanted)).unit
+    return unit is None or given.unit is None or given.unit == unit
 
 
 @dataclass(frozen=True)
@@ -106,18 +112,18 @@ def _last_boxed(response: str) -> tuple[int, int] | None:
     return found
 
 
-def _marked_value(place: str) -> Fraction | None:
+def _marked_amount(place: str) -> Amount | None:
     if "√" in place or "π" in place:
         return None  # 2√3 is no rational, and neither of its digits is the answer
     left, equals, right = place.rpartition("=")
     kinds = {"letter" if m[0].isalpha() else "digit" for m in _LETTER_OR_DIGIT.finditer(left)}
     if equals and kinds != {"letter", "digit"}:  # `x = 72` and `6 * 12 = 72`, but not `72 (with x = 3)`
         place = right
-    return next(numbers(place), None)
+    return next(amounts(place), None)
 
 
-def _last_value(text: str) -> Fraction | None:
-    last = deque(numbers(text), maxlen=1)
+def _last_amount(text: str) -> Amount | None:
+    last = deque(amounts(text), maxlen=1)
     return last[0] if last else None
 
 
@@ -136,4 +142,4 @@ def _same_text(place: _Place | None, response: str, wanted: str, strict: bool) -
 def _words(text: str) -> str:
     """The text with case, spacing, formatting and what stands at its edges taken away."""
     text = " ".join(_FORMATTING.sub(" ", text).casefold().split())
-    return _AROUND_SYMBOL.sub(r"\1", text).strip(_EDGES)
+    return _AROUND_SYMBOL.sub(lambda m: m[1], text).strip(_EDGES)

@@ -47,4 +47,6 @@ class Expression:
                 "fields digits, as '2357', and target, as 11"
             ) from error
         used, joined = text[::2], text[1::2]
+        if len(used) != len(digits):
+            return False  # whatever its length, at once
         return sorted(used) == sorted(digits) and set(joined) <= set(self.operations) and value_of(text) == target

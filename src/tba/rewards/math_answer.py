@@ -22,7 +22,7 @@ from typing import IO, Any
 from tba.errors import UserError
 from tba.rewards.children import Children
 from tba.rewards.exact_answer import right_answer
-from tba.rewards.math_text import canonical, last_boxed, other_base, words
+from tba.rewards.math_text import canonical, last_boxed, number, other_base, other_units, words
 from tba.types import Completion, Judgement, Prompt
 
 log = logging.getLogger("tba.reward")
@@ -84,6 +84,11 @@ def at_once(answer: str | None, right: str) -> bool | None:
     if answer is None or not answer.strip() or len(answer) > _LONGEST or other_base(answer, right):
         return False
     if canonical(answer) == canonical(right):
+        return True
+    if other_units(answer, right):
+        return False
+    wanted_number = None if "e-" in right or "e+" in right else number(right)  # 2e - 1, with Euler's number
+    if wanted_number is not None and number(answer) == wanted_number:
         return True
     given, wanted = words(answer), words(right)
     if given is None or wanted is None:

@@ -7,9 +7,18 @@ Invariant: two answers with one `canonical` spelling are equal as mathematics; w
 from __future__ import annotations
 
 import re
+from collections import Counter
 from fractions import Fraction
 
-_BOX = re.compile(r"\\f?boxed(?![A-Za-z])|\\fbox(?![A-Za-z])")
+from tba.rewards.number_text import amounts, numbers, plain
+
+_BOX = re.compile(r"\\(?:f?boxed|fbox)(?![A-Za-z])( *+)")
+_UNBRACED = re.compile(r"\s*+([^\s$]*[^\s$.,])")
+_NUMERAL = re.compile(r"[-+]?[0-9][0-9,]*+(?:\.[0-9]*+)?(?:[eE][-+]?[0-9]{1,4})?")
+_LONE = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
+_LETTERS = {"m": "meter", "g": "gram", "s": "second", "h": "hour", "l": "liter", "L": "liter"}  # units, in \text alone
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one does not count
+_EMPHASIS = re.compile(r"\s*+(\*{1,3})([^*]+)\1\s*")  # **5** of Markdown
 _SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|med|thick)space(?![A-Za-z])|\s+")
 _DROPPED = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|mathstrut|limits)(?![A-Za-z])"
@@ -41,25 +50,20 @@ _EDGES = re.compile(r"^(?:\\approx(?![A-Za-z])|=|\s)+|[\s.,;]+$")
 
 def last_boxed(text: str) -> str | None:
     r"""What the last `\boxed{...}` (or `\fbox{...}`, or `\boxed 7`) holds; None without a whole one."""
-    found = None
+    found, closing = None, _closings(text)
     for match in _BOX.finditer(text):
-        at = match.end()
-        while at < len(text) and text[at] == " ":
-            at += 1
-        if at >= len(text):
-            break
-        if text[at] != "{":
-            found = text[at:].split("$")[0].split()[0].rstrip(".,") if at > match.end() else found
-            continue
-        end = _closing(text, at)
-        if end is not None:
-            found = text[at + 1 : end]
-    return found
+        at = match.end(1)
+        if text[at : at + 1] == "{":
+            found = (at + 1, closing[at]) if at in closing else found
+        elif match[1] and (bare := _UNBRACED.match(text, at)):
+            found = bare.span(1)
+    return text[slice(*found)] if found else None
 
 
 def canonical(answer: str) -> str:
     """One spelling for answers that differ in spacing, in the size of brackets and fractions, and the like."""
-    text = _SKIP.sub(r"\\\\ ", answer)
+    emphasised = _EMPHASIS.fullmatch(answer)
+    text = _SKIP.sub(r"\\\\ ", emphasised[2] if emphasised else answer)
     text = _THOUSANDS.sub("", text)
     text = _DROPPED.sub("", text)
     for pattern, spelling in _SAME:
@@ -94,6 +98,32 @@ def other_base(answer: str, right: str) -> bool:
     return given is not None and wanted is not None and given[2] != wanted[2]
 
 
+def number(answer: str) -> Fraction | None:
+    """The value of a numeral as programs and people write it (`1e3`, `5 000`, `5000`); None for all else."""
+    text = plain(canonical(answer))
+    found = list(numbers(text)) if _NUMERAL.fullmatch(text) else []
+    return found[0] if len(found) == 1 else None
+
+
+def other_units(answer: str, right: str) -> bool:
+    r"""Whether both name units of measurement and these differ (`5\text{ cm}`, `5\text{ inches}`).
+
+    Where an answer is made of several (`6\text{ feet }2\text{ inches}`), whether any amount does. Nothing is converted.
+    """
+    given, wanted = _amounts(answer), _amounts(right)
+    units = [{unit for _, unit in side if unit is not None} for side in (given, wanted)]
+    if max(map(len, units)) > 1:
+        return given != wanted
+    return all(units) and units[0] != units[1]
+
+
+def _amounts(answer: str) -> Counter[tuple[Fraction | None, str | None]]:
+    """Numbers with their units, of an equation those behind its last `=`; a letter outside of text is a variable."""
+    spelt = _TEXT.sub(lambda m: f" {_LONE.sub(lambda one: _LETTERS.get(one[0], '?'), m[1])} ", answer)
+    text = plain(_LONE.sub("?", spelt)).rpartition("=")[2]
+    return Counter((amount.value, amount.unit) for amount in amounts(text))
+
+
 def _closing(text: str, opening: int) -> int | None:
     """Where the brace that is opened at `opening` closes; escaped braces do not count."""
     depth, at = 0, opening
@@ -106,6 +136,17 @@ def _closing(text: str, opening: int) -> int | None:
             return at
         at += 1
     return None
+
+
+def _closings(text: str) -> dict[int, int]:
+    """Where each opened brace closes, of those that do: `_closing` for all of them, in one pass."""
+    closing, opened = dict[int, int](), list[int]()
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            closing[opened.pop()] = match.start()
+    return closing
 
 
 def _fractions(text: str) -> str:

@@ -3,9 +3,11 @@ r"""Numbers as people and models write them, read as exact rationals.
 Invariant: a value is a `Fraction`, never a float, and any text is read in time linear in its length (every repetition
 below is possessive or bounded).
 
-One number: `1,234` `-5` `−5` `$5.00` `-$5` `50%` `5 km` `12apples` `72.` `007` `.5` `1.5e3` `3 \times 10^5` `10^6`
-`1/2` `\frac{1}{2}` `1 1/2`. No number: a date (`2024-01-15`, `1/2/2024`), a version (`1.2.3`), digits glued to a
-preceding letter (`B2`, `v3`), a power (`2^10`), an exponent (the 2 of `cm^2`). A hyphen after a number is no sign.
+One number: `1,234` `5 000` `-5` `−5` `$5.00` `-$5` `50%` `5 km` `12apples` `72.` `007` `.5` `1.5e3`
+`3 \times 10^5` `10^6` `1/2` `\frac{1}{2}` `1 1/2`. No number: a date (`2024-01-15`, `1/2/2024`), a version (`1.2.3`),
+digits glued to a preceding letter (`B2`, `v3`), a power (`2^10`), an exponent (the 2 of `cm^2`). A hyphen after a
+number is no sign. What spaces part is one number where a group begins with 0, as no number does (`5 000`,
+`1 234 050`); `12 345` may as well be a list, and is read as two.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from typing import NamedTuple
+
+from tba.rewards.units import unit_after
 
 MAX_DIGITS = 1000  # a longer number or a larger exponent has no value: exact arithmetic stays cheap
 
@@ -32,6 +37,7 @@ _NUMBER = re.compile(
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})++(?:\.[0-9]++)?")
 _FRACTION = re.compile(r"\\[cdt]?frac\s?(?:\{([^{}]{1,99})\}\s?\{([^{}]{1,99})\}|([0-9])([0-9]))")
 _GROUP_SPACE = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f'_])(?=[0-9]{3}(?![0-9]))")
+_SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3}(?![0-9]))++(?! ?/)")
 _MACRO = re.compile(r"\\[A-Za-z]++")
 _CURRENCY = re.compile(r"(?P<signed>(?<=[-+])[ ]?)?\\?[$€£¥₹][ ]?")
 _DETACHED_SIGN = re.compile(r"(?:^|(?<=[=:(]))[ \t]*+([-+])[ \t]++(?=[0-9.])")
@@ -42,7 +48,7 @@ _PLAIN = str.maketrans(
     | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4"}
 )
 _BEFORE_QUANTITY = re.compile(r"[\s({\[*'\"`~]*+")
-_AFTER_QUANTITY = re.compile(r"(?![A-Za-z](?![A-Za-z]))(?!.*\s-\s)[^0-9=+*<>^√π]*+(?:\^\{?[23])?+[\s.)\]}]*+")
+_AFTER_QUANTITY = re.compile(r"(?![A-Za-z](?![A-Za-z]))(?!.*\s-\s)[^0-9=+*<>^√π]*+(?:\^\{?[23])?+[\s.)\]}*]*+")
 
 
 def plain(text: str) -> str:
@@ -50,6 +56,7 @@ def plain(text: str) -> str:
     text = text.translate(_PLAIN)
     text = _FRACTION.sub(_inline_fraction, text)
     text = _GROUP_SPACE.sub(",", text).replace("\\!", "")
+    text = _SPACED.sub(lambda m: m[0].replace(" ", ",") if " 0" in m[0] else m[0], text)
     text = _MACRO.sub(lambda m: _SYMBOLS.get(m[0], " "), text)
     text = _CURRENCY.sub(lambda m: "" if m["signed"] is not None else " ", text)
     return _DETACHED_SIGN.sub(r"\1", text)
@@ -59,6 +66,26 @@ def numbers(text: str) -> Iterator[Fraction | None]:
     """Every number of a plain text, in order; None for one without a value (too long, or divided by zero)."""
     for match in _NUMBER.finditer(text):
         yield from _values(match)
+
+
+class Amount(NamedTuple):
+    """A number of a text, the unit behind it (`units`; None: none that is known), and where both stand."""
+
+    value: Fraction | None
+    unit: str | None
+    start: int
+    end: int
+
+
+def amounts(text: str) -> Iterator[Amount]:
+    """The same as `numbers`, with units. Of a list such as `1,2,3 cm` only the last has one."""
+    for match in _NUMBER.finditer(text):
+        values = _values(match)
+        unit, end = unit_after(text, match.end())
+        for value in values[:-1]:
+            yield Amount(value, None, match.start(), match.end())
+        for value in values[-1:]:
+            yield Amount(value, unit, match.start(), end)
 
 
 def quantity(text: str) -> Fraction | None:

@@ -40,6 +40,7 @@ NAMES = (
     "words_covered_early",  # the same of the first hundred words
 )
 LONGEST = 40  # words of a sentence: text without full stops is cut
+MOST = 500  # sentences of a text that are read: each is compared with each
 _EARLY = 4.0  # sentences after which the weight of a place has fallen by e
 _CENTRAL = 10.0  # how much centrality decides: softmax(this x mean similarity)
 _END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))\s+|\n+")
@@ -47,7 +48,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def sentences(text: str) -> list[str]:
-    """Non-empty sentences in order; those of fewer than three words only where there are no others."""
+    """Non-empty sentences in order, `MOST` of them; those of fewer than three words only where there are no others."""
     pieces = [piece.strip() for piece in _END.split(text)]
     found = [
         " ".join(words[i : i + LONGEST])
@@ -55,7 +56,7 @@ def sentences(text: str) -> list[str]:
         if (words := piece.split()) and _WORD.search(piece)
         for i in range(0, len(words), LONGEST)
     ]
-    return [sentence for sentence in found if len(_words(sentence)) >= 3] or found
+    return ([sentence for sentence in found if len(_words(sentence)) >= 3] or found)[:MOST]
 
 
 def features(document: str, answer: str, document_DH: Floats, answer_AH: Floats) -> Floats:

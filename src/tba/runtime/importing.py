@@ -64,6 +64,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             sink=Embedded(journal, recipe.embedding.start()) if recipe.embedding else journal,
             believe=believe,
             needs_behavior="log_behavior" in recipe.objective.needs,
+            largest_reward=recipe.largest_reward,
         )
 
 

@@ -181,8 +181,9 @@ def _half_at(
         prompts_per_round=recipe.prompts_per_round,
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
-        vine=recipe.vine.start(engine, reward, tokenizer) if recipe.vine else None,
+        vine=recipe.vine.start(engine, reward, tokenizer, recipe.largest_reward) if recipe.vine else None,
         rescorer=_rescorer(recipe, reference, journal) if recipe.reference_reset else None,
+        largest_reward=recipe.largest_reward,
     )
     examiner = Examiner(
         engine=engine,

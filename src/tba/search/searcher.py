@@ -8,7 +8,7 @@ too, by an engine that is to), and between rounds the reference that they name; 
 from __future__ import annotations
 
 import logging
-import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,15 +16,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tba.errors import UserError
 from tba.protocols import Engine, Exploration, InFlight, Reference, Reward, WeightSource
+from tba.search.patience import PatientReward
 from tba.search.posterior import Outcome
 from tba.search.prompts import PromptSource
 from tba.search.rescoring import Rescorer
 from tba.search.sink import CountingSink
 from tba.search.vine import VineRollouts
-from tba.types import Completion, FloatArray, Json, Prompt, StopReason, Trajectory, Version
+from tba.types import Completion, FloatArray, Json, Judgement, Prompt, StopReason, Trajectory, Version, quoted
 
 log = logging.getLogger("tba.searcher")
+_IN_VAIN = 10  # first rounds without an answer that can be used, after which no further one is expected to bring any
 
 
 @dataclass
@@ -45,7 +48,10 @@ class Searcher:
     interrupted: Callable[[], bool] | None = None
     rescorer: Rescorer | None = None  # None: the reference is never reset
     vine: VineRollouts | None = None  # values of the steps of every answer
+    largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
     rounds: int = 0
+    rejected: str = ""  # the last answer that was, in words
+    in_vain: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
     manifest: Mapping[str, Json] = field(default_factory=dict)  # beside the newest weights seen
 
     def round(self) -> int:
@@ -68,6 +74,7 @@ class Searcher:
         outcomes = self._outcomes(dict(zip(positions, prompts, strict=True)), leases, trajectories)
         trajectories = _stamped(trajectories, time.perf_counter() - began)
         self.sink.put(trajectories, leases, counts, outcomes)
+        self._require_use(len(trajectories), counts["rejected_trajectories"])
         return len(trajectories)
 
     def pull(self) -> Version:
@@ -82,6 +89,20 @@ class Searcher:
             self.manifest = published.manifest
             self._refer(self.manifest.get("reference"))
         return self.engine.version
+
+    def _require_use(self, kept: int, rejected: int) -> None:
+        """Raises `UserError` where the first rounds bring nothing but answers that are rejected: it would never end."""
+        if kept:
+            self.in_vain = None
+        if self.in_vain is None or not rejected:
+            return
+        self.in_vain += 1
+        if self.in_vain == _IN_VAIN:
+            raise UserError(
+                f"all answers of the first {_IN_VAIN} rounds are rejected, so there is nothing to learn from; the "
+                f"last: {self.rejected}; what can be used has a reward from {-self.largest_reward:g} to "
+                f"{self.largest_reward:g} and finite log-probabilities: mend the reward, then start again or --resume"
+            )
 
     def _asked(self) -> Callable[[], bool] | None:
         """What the engine asks while it generates; with it newer weights come, where they may."""
@@ -142,12 +163,13 @@ class Searcher:
         judgements = self.reward.judge(pairs) if pairs else []
         references = self._scored(finished)
         trajectories: list[Trajectory] = []
-        rejected, series = "", b""
+        series, before = b"", counts["rejected_trajectories"]
         provenance = {"searcher": self.name, "round": self.rounds}  # one for all: written once
         for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
-            if not (math.isfinite(judgement.reward) and np.isfinite(log_reference).all()):
+            known = bool(np.isfinite(log_reference).all())
+            if not (known and abs(judgement.reward) <= self.largest_reward):  # nor is what is no number
                 _count(counts, "rejected", completion)
-                rejected = f"{completion.digest} to {prompt.key}, reward {judgement.reward}"
+                self.rejected = self._described(prompt, completion, judgement, known)
                 continue
             drawn = self.rng.bytes(16)
             series = series or drawn[:12]  # of this round: in the journal's index its ids lie side by side
@@ -163,12 +185,21 @@ class Searcher:
                     provenance=provenance,
                 )
             )
-        if rejected:
+        if rejected := counts["rejected_trajectories"] - before:
             log.warning(
-                "%d of %d answers had no finite reward or reference, the last: %s",
-                counts["rejected_trajectories"], len(pairs), rejected,
+                "%d of %d answers are rejected (a reward is a number from %g to %g), the last: %s",
+                rejected, len(pairs), -self.largest_reward, self.largest_reward, self.rejected,
             )  # fmt: skip
         return trajectories
+
+    def _described(self, prompt: Prompt, completion: Completion, judgement: Judgement, known: bool) -> str:
+        """What was rejected, and why."""
+        reward = type(self.reward.reward if isinstance(self.reward, PatientReward) else self.reward).__name__
+        because = "" if known else ", and its log-probability under the reference is not finite"
+        return (
+            f"{reward} gave {judgement} for the answer {quoted(completion.text)} to the prompt "
+            f"{quoted(prompt.text)}{because}"
+        )
 
     def _scored(self, finished: Sequence[tuple[Prompt, list[Completion]]]) -> list[FloatArray]:
         """The reference's log-probabilities of each, in order; what was sampled twice of a prompt is scored once."""

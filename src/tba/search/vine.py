@@ -7,6 +7,7 @@ a round is continued once, however many answers share it.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -41,8 +42,10 @@ class Vine:
             if value is not None and value < 1:
                 raise UserError(f"the vine's {name} is {value}: give at least 1, or None for no limit")
 
-    def start(self, engine: Engine, reward: Reward, tokenizer: Tokenizer) -> VineRollouts:
-        return VineRollouts(self, engine, reward, tokenizer)
+    def start(
+        self, engine: Engine, reward: Reward, tokenizer: Tokenizer, largest_reward: float = sys.float_info.max
+    ) -> VineRollouts:
+        return VineRollouts(self, engine, reward, tokenizer, largest_reward)
 
     def split(self, tokens: IntArray, tokenizer: Tokenizer) -> list[int]:
         """Where the steps begin, in tokens: 0, and behind each token in which a separator ends.
@@ -75,6 +78,7 @@ class VineRollouts:
     engine: Engine
     reward: Reward
     tokenizer: Tokenizer
+    largest_reward: float = sys.float_info.max  # a value beyond it rejects its answer, as an infinite one does
 
     def grow(
         self,
@@ -87,8 +91,8 @@ class VineRollouts:
         """The same with the arrays `step_start` (int64) and `step_value` (float32): V before each step.
 
         Beyond `max_steps` the value is the reward, so that those steps gain nothing. Those of which a rollout was
-        interrupted are left out and counted as in flight, those whose value is not finite as rejected; all that was
-        continued is counted as auxiliary.
+        interrupted are left out and counted as in flight, those whose value is not finite or beyond
+        `largest_reward` as rejected; all that was continued is counted as auxiliary.
         """
         splits = [self._estimated(t) for t in trajectories]
         prompts = {t.prompt.key: t.prompt for t in trajectories}
@@ -102,7 +106,7 @@ class VineRollouts:
             known = [value for value in found if value is not None]
             if len(known) < len(found):
                 _count(counts, "in_flight", trajectory.length)
-            elif not np.isfinite(known).all():
+            elif not all(abs(value) <= self.largest_reward for value in known):
                 _count(counts, "rejected", trajectory.length)
             else:
                 filled = known + [trajectory.reward] * (len(starts) - len(own))

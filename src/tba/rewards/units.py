@@ -1,0 +1,73 @@
+r"""Units of measurement behind a number (`5 cm`, `12\text{ square feet}`, `60 km/h`), so that different ones differ.
+
+Invariant: one unit has one name, however it is spelt, and what is not in the table is no unit (`5 apples`): nothing is
+said of it. Nothing is converted: 50 mm and 5 cm are two answers. Any text is read in time linear in its length.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SPELT = {
+    "millimeter": "mm millimeter millimetre",
+    "centimeter": "cm centimeter centimetre",
+    "meter": "m meter metre",
+    "kilometer": "km kilometer kilometre",
+    "inch": "in inch inche",  # of inches, less its s
+    "foot": "ft foot feet",
+    "yard": "yd yard",
+    "mile": "mi mile",
+    "milligram": "mg milligram",
+    "gram": "g gram gramme",
+    "kilogram": "kg kilogram kilo",
+    "ounce": "oz ounce",
+    "pound": "lb pound",
+    "ton": "ton tonne",
+    "milliliter": "ml milliliter millilitre",
+    "liter": "l liter litre",
+    "cup": "cup",
+    "pint": "pint",
+    "quart": "quart",
+    "gallon": "gal gallon",
+    "second": "s sec second",
+    "minute": "min minute",
+    "hour": "h hr hour",
+    "day": "day",
+    "week": "week",
+    "month": "month",
+    "year": "yr year",
+    "cent": "cent",
+    "dollar": "dollar",
+    "euro": "euro",
+    "percent": "% percent",
+}
+_NAMES = {spelling: name for name, spellings in _SPELT.items() for spelling in spellings.split()}
+_SPEEDS = {"mph": "mile per hour", "kph": "kilometer per hour", "kmh": "kilometer per hour"}
+_GAP = r"(?:[ {}~]|\\[,;:! ])*+"
+_UNIT = re.compile(
+    rf"-?{_GAP}(?:(?P<kind>square|sq|cubic|cu)(?![A-Za-z])\.?{_GAP})?+(?P<word>%|[A-Za-z]++)"
+    rf"(?:{_GAP}\^\{{?\s?(?P<raised>[23])(?![0-9])\}}?|(?P<small>[²³]))?+(?:{_GAP}(?:/|per(?![A-Za-z])){_GAP}(?P<per>[A-Za-z]++))?+"
+)
+_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3", "²": "2", "³": "3", "2": "2", "3": "3"}
+_MORE = re.compile(r" ++[A-Za-z]")
+
+
+def unit_after(text: str, at: int) -> tuple[str | None, int]:
+    """The name of the unit that stands at `at` in a plain text, as behind a number, and where it ends; None: none."""
+    match = _UNIT.match(text, at)
+    if match is None or (match["word"] == "in" and _MORE.match(text, match.end())):  # 5 in total
+        return None, at
+    name = _SPEEDS.get(match["word"].lower()) or _named(match["word"])
+    if name is None:
+        return None, at
+    power = _POWERS.get(match["kind"] or match["raised"] or match["small"])
+    per = _named(match["per"]) if match["per"] else None
+    return name + (f"^{power}" if power else "") + (f" per {per}" if per else ""), match.end()
+
+
+def _named(word: str) -> str | None:
+    """One letter is a unit as it is written (`m`, and not `M`), but for the liter; a word in any case and number."""
+    lower = word.lower()
+    if len(word) == 1:
+        return _NAMES.get(word) or _NAMES.get(lower if word == "L" else "")
+    return _NAMES.get(lower) or _NAMES.get(lower.removesuffix("s")) if len(lower) > 2 else _NAMES.get(lower)

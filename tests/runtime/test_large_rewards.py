@@ -1,0 +1,117 @@
+"""Rewards that the loss cannot square: their answers are rejected and counted, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from runs import TASK, inline, inline_again, made, quiet
+
+from tba.errors import UserError
+from tba.objectives.grpo import Grpo
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.protocols import Reward, Task
+from tba.replay.follower import JournalFollower
+from tba.rewards.functions import FunctionReward
+from tba.runtime.inline import Inline
+from tba.schedules import Constant, Linear, LinearThenCut
+from tba.settings import find
+from tba.types import Problem, Split
+
+TOY = find(str(Path(__file__).with_name("toy.py")))
+
+
+def huge_for_a(prompt: str, completion: str) -> float:
+    """1e20 for answers that begin with A, and 1 or 0 for the others."""
+    return 1e20 if completion.startswith("A") else float(completion.startswith("B"))
+
+
+def huge(prompt: str, completion: str) -> float:
+    return -1e308
+
+
+@dataclass(frozen=True)
+class Marked:
+    """The toy's prompts with another reward."""
+
+    function: Reward
+    name: str = "tabular"
+
+    def problems(self, split: Split) -> list[Problem]:
+        return list(TASK.problems(split))
+
+    def reward(self) -> Reward:
+        return self.function
+
+
+def marked_by(function: Reward) -> Task:
+    return Marked(function)
+
+
+SMALL = ("--steps", "6", "--replay.pacing.warm-up", "16", "--run.checkpoint-every", "2")
+
+
+def test_a_run_goes_on_without_the_answers_whose_reward_is_too_large_and_is_taken_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = marked_by(FunctionReward(huge_for_a))
+    with caplog.at_level(logging.WARNING, "tba.searcher"):
+        first = inline(tmp_path / "run", *SMALL, task=task)
+    again = inline_again(tmp_path / "run", "--steps", "10", task=task)
+    for summary, steps in ((first, 6), (again, 10)):
+        assert summary.tokens.closes()
+        assert summary.trajectories.closes()
+        assert summary.trajectories.rejected > 0
+        assert summary.steps == steps
+    assert again.trajectories.rejected > first.trajectories.rejected
+    with JournalFollower(tmp_path / "run" / "journal.sqlite") as journal:
+        kept = journal.drain()
+    assert {t.reward for t in kept} == {0.0, 1.0}
+    assert (
+        len(kept) == again.trajectories.generated - again.trajectories.rejected - again.trajectories.in_flight_at_stop
+    )
+    assert "FunctionReward gave 1e+20 (huge_for_a 1e+20) for the answer 'A" in caplog.text
+    assert "to the prompt 'b'" in caplog.text
+
+
+def test_where_every_answer_is_rejected_the_run_ends_in_a_sentence_after_its_first_rounds(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run", *SMALL, task=marked_by(FunctionReward(huge)))
+    with pytest.raises(UserError, match=r"all answers of the first 10 rounds are rejected") as caught:
+        Inline(recipe, run, quiet).go()
+    assert "FunctionReward gave -1e+308 (huge -1e+308) for the answer" in str(caught.value)
+    assert "a reward from -5e+08 to 5e+08" in str(caught.value)
+    with JournalFollower(tmp_path / "run" / "journal.sqlite") as journal:
+        counts = journal.counters()["searcher-0"]
+        assert journal.drain() == []
+    assert counts["rejected_trajectories"] == counts["generated_trajectories"] == 10 * 2 * 32
+    mended = inline_again(tmp_path / "run", task=marked_by(FunctionReward(huge_for_a)))
+    assert mended.steps == 6
+    assert mended.trajectories.closes()
+
+
+def test_the_largest_reward_is_a_thousand_million_times_the_smallest_beta() -> None:
+    def largest(objective: object) -> float:
+        return replace(TOY, objective=objective).largest_reward
+
+    assert largest(TrajectoryBalance(Constant(0.5))) == 5e8
+    assert largest(TrajectoryBalance(Linear(0.012, 0.004, 500))) == 4e6
+    assert largest(TrajectoryBalance(LinearThenCut(1.0, 0.05, 128, 32))) == 5e7
+    assert largest(TrajectoryBalance(Constant(0.5), reward_temperature=Linear(2.0, 4.0, 9))) == 1e9
+    assert largest(Grpo(Constant(0.0))) == 1e9  # nothing is divided by it
+
+
+def test_a_reward_at_the_bound_is_learnt_from(tmp_path: Path) -> None:
+    """Its square, and its gradient's norm, are numbers: no step is skipped."""
+
+    def at_the_bound(prompt: str, completion: str) -> float:
+        return 5e8 if completion.startswith("A") else -5e8
+
+    summary = inline(tmp_path / "run", *SMALL, task=marked_by(FunctionReward(at_the_bound)))
+    assert summary.steps == 6
+    assert summary.trajectories.rejected == 0
+    metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in metrics] == [0.0] * 6
+    assert max(line["residual"] for line in metrics) > 1e8
