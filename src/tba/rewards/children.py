@@ -1,8 +1,9 @@
 """Questions to child processes that may hang or crash: a pool that answers in order, each within a time limit.
 
-Invariant: for every question there is an answer or None, in the order asked; a child that takes too long or dies is
-replaced, and its question is None and counted. A child ends when its standard input does, so that none outlives its
-parent, however that went; a pool that is dropped or closed, or whose process ends, ends its children.
+Invariant: for every question there is an answer or None, in the order asked; a child that takes too long, dies or says
+what is not JSON or was not asked is replaced, and its question is None and counted. A child ends when its standard
+input does, so that none outlives its parent, however that went; a pool that is dropped or closed, or whose process
+ends, ends its children.
 
 A child (any command) first writes the line `ready`, then answers each line of JSON with one line of JSON; null says
 that it has given up in time.
@@ -30,6 +31,7 @@ _START_SECONDS = 120.0  # that a child may take until it is ready: it imports wh
 _END_SECONDS = 2.0  # that a child has to end by itself
 _STARTS_IN_VAIN = 3  # children that end before they are ready, one after another: then it is not their questions
 _BLOCK = 1 << 16
+_LONGEST_LINE = 1 << 20  # bytes of an answer
 
 
 class _Child:
@@ -61,9 +63,9 @@ class _Child:
         return False
 
     def lines(self) -> list[bytes] | None:
-        """The whole lines that have come; None at the end of its output."""
+        """The whole lines that have come; None at the end of its output, and when a line does not end."""
         block = os.read(self.of.fileno(), _BLOCK)
-        if not block:
+        if not block or len(self._read) > _LONGEST_LINE:
             return None
         *lines, self._read = (self._read + block).split(b"\n")
         return lines
@@ -173,10 +175,22 @@ class _Round:
             for line in lines:
                 if not child.ready:
                     child.ready, self.in_vain = True, 0
-                elif child.index is not None:
-                    answer = self.found[child.index] = json.loads(line)
-                    self.pool.counts["timed_out"] += answer is None
-                    child.index = None
+                elif not self._answered(child, line):
+                    self._died(child)  # it is no longer what was started
+                    break
+
+    def _answered(self, child: _Child, line: bytes) -> bool:
+        """Whether it was asked something, and answers in JSON."""
+        if child.index is None:
+            return False
+        try:
+            answer = json.loads(line)
+        except (ValueError, RecursionError):
+            return False
+        self.found[child.index] = answer
+        self.pool.counts["timed_out"] += answer is None
+        child.index = None
+        return True
 
     def _died(self, child: _Child) -> None:
         if child.index is not None:

@@ -9,17 +9,15 @@ Its `gsm_symbolic` gives 100 GSM8K templates with fresh numbers: held-out number
 
 from __future__ import annotations
 
-import functools
-import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from tba.errors import UserError
 from tba.protocols import Reward
 from tba.rewards.exact_answer import MARK, ExactAnswer
 from tba.tasks.gsm8k import Style, demonstration_text, prompt_text
-from tba.types import Completion, Json, Judgement, Problem, Prompt, Split
+from tba.tasks.reasoning_gym_marks import ReasoningGymScore, Source, entry, require_markable
+from tba.types import Json, Problem, Split
 
 _EVAL_SEED = 1 << 30  # problem i of a data set is drawn from seed + i, so the two must lie further apart than any size
 _RATIONALE = "answer_cot"  # where gsm_symbolic puts a worked solution
@@ -52,27 +50,31 @@ class ReasoningGym:
     def problems(self, split: Split) -> list[Problem]:
         """Distinct problems in the data set's order. Raises `UserError` when it does not offer that many."""
         held_out = self._questions("eval", self.eval_problems, frozenset())
+        if not self._as_gsm8k_asks:
+            require_markable(self.dataset)  # before a run is started, not in its searchers
         if split == "eval":
             return [self._problem(index, split) for index in held_out.values()]
         training = self._questions("train", self.train_problems, frozenset(held_out))
         return [self._problem(index, split) for index in training.values()]
 
     def reward(self) -> Reward:
-        return ExactAnswer(self.strict) if self.style in ("tba", "vineppo") else ReasoningGymScore(self)
+        if self._as_gsm8k_asks:
+            return ExactAnswer(self.strict)
+        return ReasoningGymScore({"train": self._source("train"), "eval": self._source("eval")})
 
     def entry(self, split: Split, index: int) -> dict[str, Json]:
         """Problem `index` as reasoning-gym gives it: question, answer, metadata."""
-        entry: dict[str, Json] = self._source(split)[index]
-        return entry
+        found: dict[str, Json] = entry(self._source(split), index)
+        return found
 
-    def score(self, answer: str, split: Split, index: int) -> float:
-        """The data set's own score of an answer, 0 to 1."""
-        return float(self._source(split).score_answer(answer, entry=self.entry(split, index)))
+    @property
+    def _as_gsm8k_asks(self) -> bool:
+        return self.style in ("tba", "vineppo")
 
-    def _source(self, split: Split) -> Any:
+    def _source(self, split: Split) -> Source:
         count = self.eval_problems if split == "eval" else self.train_problems
         seed = self.seed + (_EVAL_SEED if split == "eval" else 0)
-        return _opened(self.dataset, self.parameters, seed, _draws(count))
+        return Source(self.dataset, self.parameters, seed, _draws(count))
 
     def _questions(self, split: Split, count: int, taken: frozenset[str]) -> dict[str, int]:
         """The first `count` distinct questions that are not `taken`, and their indices."""
@@ -89,14 +91,14 @@ class ReasoningGym:
         )
 
     def _problem(self, index: int, split: Split) -> Problem:
-        entry = self.entry(split, index)
-        question, answer = entry["question"], entry["answer"]
+        found = self.entry(split, index)
+        question, answer = found["question"], found["answer"]
         fields = {"answer": answer, "split": split, "index": index}
         if self.style == "chat":
             return Problem(({"role": "user", "content": question},), fields, answer)
         if self.style == "plain":
             return Problem(question + "\n", fields, answer)
-        return self._as_gsm8k(question, answer, entry["metadata"], fields, self.style)
+        return self._as_gsm8k(question, answer, found["metadata"], fields, self.style)
 
     def _as_gsm8k(self, question: str, answer: Json, metadata: Json, fields: dict[str, Json], style: Style) -> Problem:
         if not isinstance(answer, str):
@@ -109,45 +111,6 @@ class ReasoningGym:
         return Problem(asked, fields, demonstration_text(reasoning, answer, style))
 
 
-@dataclass(frozen=True)
-class ReasoningGymScore:
-    """A completion's score by the data set itself, 0 to 1: of what stands in `<answer>` tags, or else of all of it."""
-
-    task: ReasoningGym
-
-    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order."""
-        return [Judgement(self.task.score(_answer(c.text), p.fields["split"], p.fields["index"])) for p, c in answered]
-
-
-def _answer(text: str) -> str:
-    _, opened, after = text.rpartition("<answer>")
-    return (after.partition("</answer>")[0] if opened else text).strip()
-
-
 def _draws(count: int) -> int:
     """How many problems are drawn to find `count` distinct ones."""
     return 4 * count + 100
-
-
-@functools.lru_cache(maxsize=8)
-def _opened(dataset: str, parameters: str, seed: int, size: int) -> Any:
-    try:
-        import reasoning_gym
-    except ImportError as error:
-        raise UserError(
-            f"the task reasoning_gym ({dataset}) needs the package reasoning-gym: `pip install reasoning-gym`"
-        ) from error
-    try:
-        settings = json.loads(parameters)
-    except ValueError as error:
-        raise UserError(f"reasoning_gym has parameters {parameters!r}, which are not JSON: {error}") from error
-    if not isinstance(settings, dict) or {"seed", "size"} & settings.keys():
-        raise UserError(f"reasoning_gym has parameters {parameters!r}: give a JSON object without seed and size")
-    try:
-        return reasoning_gym.create_dataset(dataset, seed=seed, size=size, **settings)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise UserError(
-            f"reasoning_gym cannot make {dataset!r} with parameters {parameters}: {error} "
-            "(reasoning_gym.factory.DATASETS lists the names)"
-        ) from error

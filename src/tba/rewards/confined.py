@@ -1,0 +1,124 @@
+"""Takes from a process all that marking an answer does not need, for children in which an answer might become code.
+
+Invariant: after `confine` the process computes, uses what it has open, and ends. When it asks the kernel for anything
+else (a file, a socket, a process, a signal to another, a wider limit) the kernel kills it: Linux's seccomp with a list
+of what is allowed, which nothing takes back. Other systems have no such thing that Python reaches; there only limits of
+resources hold, and `confines` says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import platform
+import resource
+import subprocess
+import sys
+from typing import NamedTuple
+
+_MEMORY_BYTES = 4 << 30  # of address space
+
+_SET_NO_NEW_PRIVILEGES = 38  # of prctl; a filter can be set without being root only after it
+_SET_FILTER, _ALL_THREADS = 1, 1  # of seccomp
+_LOAD, _EQUAL, _RETURN = 0x20, 0x15, 0x06  # a filter's instructions: load a word, skip unless equal, answer
+_NUMBER, _MACHINE = 0, 4  # where in what a filter is given they stand
+_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+
+
+class _Machine(NamedTuple):
+    """What the kernel's interface looks like on one kind of processor."""
+
+    code: int  # AUDIT_ARCH_*: a call in the numbering of another kind has another code
+    seccomp: int
+    allowed: dict[str, int]
+
+
+_MACHINES = {
+    "x86_64": _Machine(
+        0xC000003E,
+        317,
+        dict(read=0, write=1, close=3, fstat=5, lseek=8, mmap=9, mprotect=10, munmap=11, brk=12, rt_sigaction=13)
+        | dict(rt_sigprocmask=14, rt_sigreturn=15, sched_yield=24, mremap=25, madvise=28, nanosleep=35, setitimer=38)
+        | dict(exit=60, gettimeofday=96, sigaltstack=131, time=201, futex=202, restart_syscall=219, clock_gettime=228)
+        | dict(clock_nanosleep=230, exit_group=231, getrandom=318),
+    ),
+    "aarch64": _Machine(
+        0xC00000B7,
+        277,
+        dict(read=63, write=64, close=57, fstat=80, lseek=62, mmap=222, mprotect=226, munmap=215, brk=214)
+        | dict(rt_sigaction=134, rt_sigprocmask=135, rt_sigreturn=139, sched_yield=124, mremap=216, madvise=233)
+        | dict(nanosleep=101, setitimer=103, exit=93, gettimeofday=169, sigaltstack=132, futex=98, restart_syscall=128)
+        | dict(clock_gettime=113, clock_nanosleep=115, exit_group=94, getrandom=278),
+    ),
+}
+
+
+class _Instruction(ctypes.Structure):
+    _fields_ = (
+        ("code", ctypes.c_uint16),
+        ("skip_if", ctypes.c_uint8),
+        ("skip_unless", ctypes.c_uint8),
+        ("value", ctypes.c_uint32),
+    )
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction)))
+
+
+def confine() -> bool:
+    """This process for the rest of its life, all of its threads; False where there are only limits.
+
+    Import, open and start before it what is needed after it. Raises `OSError` when a kernel that should does not.
+    """
+    _limit()
+    machine = _MACHINES.get(platform.machine())
+    if sys.platform != "linux" or machine is None:
+        return False
+    libc = ctypes.CDLL(None, use_errno=True)
+    listing = _program(machine)
+    program = _Program(len(listing), (_Instruction * len(listing))(*listing))
+    if (
+        libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0
+        or libc.syscall(machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(program)) != 0
+    ):
+        raise OSError(ctypes.get_errno(), "the kernel refuses a seccomp filter")
+    return True
+
+
+@functools.cache
+def confines() -> bool:
+    """Whether this system confines: tried out in a process that then ends."""
+    tried = subprocess.run([sys.executable, "-m", "tba.rewards.confined"], capture_output=True, timeout=120)  # noqa: S603
+    return tried.returncode == 0
+
+
+def _limit() -> None:
+    """Of resources, for good: no file more, nothing written to one, no process more, so much memory."""
+    for what, most in (
+        (resource.RLIMIT_AS, _MEMORY_BYTES),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 0),
+        (resource.RLIMIT_NPROC, 0),
+    ):
+        hard = resource.getrlimit(what)[1]
+        value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(what, (value, value))
+
+
+def _program(machine: _Machine) -> list[_Instruction]:
+    """Allow a call of this machine's numbering that is on the list; kill at any other."""
+    numbers = sorted(machine.allowed.values())
+    return [
+        _Instruction(_LOAD, 0, 0, _MACHINE),
+        _Instruction(_EQUAL, 0, len(numbers) + 1, machine.code),  # on to the kill
+        _Instruction(_LOAD, 0, 0, _NUMBER),
+        *(_Instruction(_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)),  # on to the allow
+        _Instruction(_RETURN, 0, 0, _KILL),
+        _Instruction(_RETURN, 0, 0, _ALLOW),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(0 if confine() else 1)

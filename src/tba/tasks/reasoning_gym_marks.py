@@ -1,0 +1,259 @@
+"""Marks answers by reasoning-gym's own scorers, some of which evaluate an answer as Python or as a formula.
+
+Invariant: an answer is never code, and gets its mark in bounded time. Each data set of the version that was looked at is
+named in one of the tables below, by what its scorer does with an answer: only those that read it in bounded time mark
+in this process; the others do it in child processes, which are replaced when they take too long. Before an answer is
+evaluated it has to be of a plain form in which nothing can be named or called but mathematics, and it is evaluated in a
+child that the kernel lets compute and nothing else (`tba.rewards.confined`). Whatever a child says is a number or not
+believed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO, Any
+
+from tba.errors import UserError
+from tba.rewards.children import Children
+from tba.rewards.confined import confine, confines
+from tba.types import Completion, Json, Judgement, Prompt
+
+log = logging.getLogger("tba.reward")
+
+LOOKED_AT = "0.1.25"  # the version of the package that the tables are true of
+
+READ = frozenset(  # compared as text, or read by int, float, json, a linear search
+    """
+    ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation
+    bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic chain_sum circuit_logic codeio color_cube_rotation
+    complex_arithmetic count_bits count_primes course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice
+    emoji_mystery family_relationships figlet_font fraction_simplification futoshiki game_of_life game_of_life_halting
+    gcd graph_color group_anagrams gsm_symbolic isomorphic_strings jugs kakurasu knight_swap knights_knaves
+    largest_island lcm leg_counting letter_counting letter_jumble list_functions mahjong_puzzle manipulate_matrix maze
+    mini_sudoku modulo_grid needle_haystack number_filtering number_format number_sequence number_sorting
+    palindrome_generation palindrome_partitioning path_star polynomial_equations pool_matrix power_function
+    prime_factorization products quantum_lock ransom_note rearc rectangle_count rotate_matrix rotten_oranges
+    self_reference sentence_reordering shortest_path simple_equations simple_geometry sokoban spell_backward
+    string_manipulation string_splitting string_synthesis sudoku survo syllogism time_intervals tower_of_hanoi tsumego
+    word_ladder word_sequence_reversal word_sorting zebra_puzzles
+    """.split()
+)
+SLOW = frozenset({"coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"})  # 1e999999999, `F+999999999` hang
+REFUSED = {"composite": "it mixes other data sets: name one of them"}
+
+_SUM = re.compile(r"(?!.*\*\*)[\d\s+*/().-]*", re.ASCII | re.DOTALL)
+_ROWS = re.compile(r"[\d\s,()\[\]'\"-]*", re.ASCII)
+_BOARD = re.compile(r"[Q_\s,()\[\]'\"]*", re.ASCII)
+_LETTERS = re.compile(r"[A-E\s,()\[\]'\"]*", re.ASCII)
+_FORMULA = re.compile(r"(?:[\w\s+*/(),-]|\.(?=\d))*", re.ASCII)
+_NAME = re.compile(r"[^\W\d]\w*", re.ASCII)
+_SYMBOL = re.compile(r"[A-Za-z]\d*", re.ASCII)
+_FUNCTIONS = frozenset(
+    """
+    sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth asinh acosh atanh exp log ln sqrt Abs abs
+    pi Rational
+    """.split()
+)
+_IMPORTED_LATE = (  # by sympy, when a formula first needs them: too late in a child that may open no file
+    *("sympy.physics.units.util", "sympy.physics.units.systems.si", "sympy.physics.matrices", "sympy.sets.setexpr"),
+    *("sympy.tensor.array.array_derivatives", "sympy.integrals.rde", "sympy.integrals.prde", "sympy.polys.polymatrix"),
+)
+
+
+def _formula(answer: str) -> bool:
+    """Numbers, operators, one-letter symbols and functions of mathematics; no attribute, text, index or `chr`."""
+    names = _NAME.findall(answer)
+    return bool(_FORMULA.fullmatch(answer)) and all(n in _FUNCTIONS or _SYMBOL.fullmatch(n) for n in names)
+
+
+EVALUATED: dict[str, Callable[[str], object]] = {  # and the form in which an answer may come
+    "countdown": _SUM.fullmatch,
+    "puzzle24": _SUM.fullmatch,
+    "binary_matrix": _ROWS.fullmatch,
+    "spiral_matrix": _ROWS.fullmatch,
+    "n_queens": _BOARD.fullmatch,
+    "string_insertion": _LETTERS.fullmatch,
+    "simple_integration": _formula,
+    "intermediate_integration": _formula,
+    "polynomial_multiplication": _formula,
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where problems come from: what `reasoning_gym.create_dataset` is told."""
+
+    dataset: str
+    parameters: str  # JSON object of the data set's own settings
+    seed: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ReasoningGymScore:
+    """A completion's score by the data set itself, 0 to 1: of what stands in `<answer>` tags, or else of all of it.
+
+    The part `ungraded` is 1 for an answer that the scorer did not mark: it took too long, raised an error or crashed;
+    `unreadable` for one that was not of the form that is evaluated and was marked as an empty one. Processes are started
+    with the first answer that needs them, and end with the reward, or with the process that holds it.
+    """
+
+    sources: Mapping[str, Source]  # by split; all of one data set
+    processes: int = 2  # that mark, each one answer at a time, where the data set needs them
+    seconds: float = 5.0  # that one mark may take there
+    children: Children = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for source in self.sources.values():
+            require_markable(source.dataset)
+        told = json.dumps({split: list(vars(source).values()) for split, source in self.sources.items()})
+        command = (sys.executable, "-m", "tba.tasks.reasoning_gym_marks", str(self.seconds), told)
+        object.__setattr__(self, "children", Children(command, self.processes, self.seconds))
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """One judgement for each, in order."""
+        asked = [(p.fields["split"], p.fields["index"], _answer(c.text)) for p, c in answered]
+        readable = [_readable(self.sources[split].dataset, answer) for split, _, answer in asked]
+        found = self.marks([(s, i, a if r else "") for (s, i, a), r in zip(asked, readable, strict=True)])
+        missing = found.count(None)
+        if missing:
+            log.warning("%d of %d answers got no mark from reasoning-gym and count as 0", missing, len(found))
+        return [
+            Judgement(mark or 0.0, {"ungraded": float(mark is None), "unreadable": float(not r)})
+            for mark, r in zip(found, readable, strict=True)
+        ]
+
+    def marks(self, asked: Sequence[tuple[str, int, str]]) -> list[float | None]:
+        """The score of each (split, index of the problem, answer), in order; None: not marked."""
+        here = {split for split, source in self.sources.items() if source.dataset in READ}
+        away = iter(self.children.ask([list(q) for q in asked if q[0] not in here]))
+        return [
+            _believed(mark(self.sources[split], index, answer) if split in here else next(away))
+            for split, index, answer in asked
+        ]
+
+    def close(self) -> None:
+        """End the processes."""
+        self.children.close()
+
+
+def require_markable(dataset: str) -> None:
+    """Raises `UserError` for a data set whose answers cannot be marked safely here."""
+    version = importlib.metadata.version("reasoning-gym")
+    if version != LOOKED_AT:
+        raise UserError(
+            f"reasoning_gym {version} is installed, and what its scorers do with an answer was looked at in {LOOKED_AT} "
+            f"only: `pip install reasoning-gym=={LOOKED_AT}`"
+        )
+    if dataset in REFUSED:
+        raise UserError(f"answers of reasoning_gym's {dataset} are not marked: {REFUSED[dataset]}")
+    if dataset not in READ | SLOW | EVALUATED.keys():
+        raise UserError(
+            f"answers of reasoning_gym's {dataset!r} are not marked: whether its scorer evaluates them as code is not "
+            "known; use a data set that tba.tasks.reasoning_gym_marks names"
+        )
+    if dataset in EVALUATED and not confines():
+        raise UserError(
+            f"reasoning_gym's scorer of {dataset} evaluates answers as code, and this system has no seccomp to confine "
+            "it: use Linux on x86_64 or aarch64, or another data set"
+        )
+
+
+def opened(source: Source) -> Any:
+    """The data set. Raises `UserError` when there is no such one."""
+    return _opened(source.dataset, source.parameters, source.seed, source.size)
+
+
+@functools.lru_cache(maxsize=64)
+def entry(source: Source, index: int) -> Any:
+    """Problem `index` as reasoning-gym gives it; answers to one problem come one after another."""
+    return opened(source)[index]
+
+
+def mark(source: Source, index: int, answer: str) -> float | None:
+    """The data set's own score of an answer; None where its scorer raises. Not safe from hanging or from code."""
+    problem = entry(source, index)
+    try:
+        return float(opened(source).score_answer(answer, entry=problem))
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError):
+        return None  # such as int("x"), 10**400 as a float, a list where an object was expected
+
+
+def _readable(dataset: str, answer: str) -> bool:
+    return dataset not in EVALUATED or bool(EVALUATED[dataset](answer))
+
+
+def _believed(score: Json) -> float | None:
+    """A score; None for what is not a number from 0 to 1."""
+    is_number = isinstance(score, int | float) and not isinstance(score, bool)
+    return float(score) if is_number and 0 <= score <= 1 else None
+
+
+def _answer(text: str) -> str:
+    _, tagged, after = text.rpartition("<answer>")
+    return (after.partition("</answer>")[0] if tagged else text).strip()
+
+
+@functools.lru_cache(maxsize=8)
+def _opened(dataset: str, parameters: str, seed: int, size: int) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise UserError(
+            f"the task reasoning_gym ({dataset}) needs the package reasoning-gym: `pip install reasoning-gym`"
+        ) from error
+    try:
+        settings = json.loads(parameters)
+    except ValueError as error:
+        raise UserError(f"reasoning_gym has parameters {parameters!r}, which are not JSON: {error}") from error
+    if not isinstance(settings, dict) or {"seed", "size"} & settings.keys():
+        raise UserError(f"reasoning_gym has parameters {parameters!r}: give a JSON object without seed and size")
+    try:
+        return reasoning_gym.create_dataset(dataset, seed=seed, size=size, **settings)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UserError(
+            f"reasoning_gym cannot make {dataset!r} with parameters {parameters}: {error} "
+            "(reasoning_gym.factory.DATASETS lists the names)"
+        ) from error
+
+
+def serve(questions: IO[str], answers: IO[str], sources: Mapping[str, Source], seconds: float) -> None:
+    """A child's life: a line [split, index, answer] to a line with its score (null: none), until the end of them."""
+    for source in sources.values():
+        mark(source, 0, entry(source, 0)["answer"])  # opens and imports what it will need
+        mark(source, 0, "")
+        if source.dataset in EVALUATED:
+            for module in _IMPORTED_LATE:
+                importlib.import_module(module)
+    confine()
+    print("ready", file=answers, flush=True)
+    for line in questions:
+        split, index, answer = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # whose signal ends a child that hangs without its parent
+        score = mark(sources[split], index, answer)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        print(json.dumps(score), file=answers, flush=True)
+    os._exit(0)  # at its usual end the interpreter asks for more than it may
+
+
+def main() -> None:
+    """The child: standard output is the parent's alone, whatever a library prints."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    seconds, told = sys.argv[1:]
+    sources = {split: Source(*source) for split, source in json.loads(told).items()}
+    serve(sys.stdin, answers, sources, float(seconds) + 1)
+
+
+if __name__ == "__main__":
+    main()
