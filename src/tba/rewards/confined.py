@@ -37,7 +37,7 @@ _MACHINES = {
     "x86_64": _Machine(
         0xC000003E,
         317,
-        dict(read=0, write=1, close=3, fstat=5, lseek=8, mmap=9, mprotect=10, munmap=11, brk=12, rt_sigaction=13)
+        dict(read=0, write=1, close=3, mmap=9, mprotect=10, munmap=11, brk=12, rt_sigaction=13)
         | dict(rt_sigprocmask=14, rt_sigreturn=15, sched_yield=24, mremap=25, madvise=28, nanosleep=35, setitimer=38)
         | dict(exit=60, gettimeofday=96, sigaltstack=131, time=201, futex=202, restart_syscall=219, clock_gettime=228)
         | dict(clock_nanosleep=230, exit_group=231, getrandom=318),
@@ -45,7 +45,7 @@ _MACHINES = {
     "aarch64": _Machine(
         0xC00000B7,
         277,
-        dict(read=63, write=64, close=57, fstat=80, lseek=62, mmap=222, mprotect=226, munmap=215, brk=214)
+        dict(read=63, write=64, close=57, mmap=222, mprotect=226, munmap=215, brk=214)
         | dict(rt_sigaction=134, rt_sigprocmask=135, rt_sigreturn=139, sched_yield=124, mremap=216, madvise=233)
         | dict(nanosleep=101, setitimer=103, exit=93, gettimeofday=169, sigaltstack=132, futex=98, restart_syscall=128)
         | dict(clock_gettime=113, clock_nanosleep=115, exit_group=94, getrandom=278),
@@ -67,23 +67,21 @@ class _Program(ctypes.Structure):
 
 
 def confine() -> bool:
-    """This process for the rest of its life, all of its threads; False where there are only limits.
+    """This process for the rest of its life, all of its threads; False where the system sets only the limits.
 
-    Import, open and start before it what is needed after it. Raises `OSError` when a kernel that should does not.
+    Import, open and start before it what is needed after it.
     """
     _limit()
     machine = _MACHINES.get(platform.machine())
     if sys.platform != "linux" or machine is None:
         return False
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None)
     listing = _program(machine)
     program = _Program(len(listing), (_Instruction * len(listing))(*listing))
-    if (
-        libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) != 0
-        or libc.syscall(machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(program)) != 0
-    ):
-        raise OSError(ctypes.get_errno(), "the kernel refuses a seccomp filter")
-    return True
+    return (
+        libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0) == 0
+        and libc.syscall(machine.seccomp, _SET_FILTER, _ALL_THREADS, ctypes.byref(program)) == 0
+    )
 
 
 @functools.cache
