@@ -19,7 +19,9 @@ assert confine()
 
 
 def confined(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", BEFORE + code, *arguments], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", BEFORE + code, *arguments], capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize(

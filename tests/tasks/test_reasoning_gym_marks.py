@@ -33,8 +33,10 @@ SMALLER = {  # problems that are quick to make
 MARKED = sorted(READ | SLOW | EVALUATED.keys())
 AWAY = sorted(SLOW | EVALUATED.keys())
 FORMULAS = ["simple_integration", "intermediate_integration", "polynomial_multiplication"]
-STARTS = {"os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"}
-REACHES = STARTS | {"open", "os.remove", "os.mkdir", "shutil.rmtree", "socket.__new__", "ctypes.dlopen"}
+REACHES = {
+    *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"),
+    *("open", "os.remove", "os.mkdir", "shutil.rmtree", "socket.__new__", "ctypes.dlopen"),
+}
 
 heard: list[tuple[str, str]] | None = None
 

@@ -1,11 +1,11 @@
 """Marks answers by reasoning-gym's own scorers, some of which evaluate an answer as Python or as a formula.
 
-Invariant: an answer is never code, and gets its mark in bounded time. Each data set of the version that was looked at is
-named in one of the tables below, by what its scorer does with an answer: only those that read it in bounded time mark
-in this process; the others do it in child processes, which are replaced when they take too long. Before an answer is
-evaluated it has to be of a plain form in which nothing can be named or called but mathematics, and it is evaluated in a
-child that the kernel lets compute and nothing else (`tba.rewards.confined`). Whatever a child says is a number or not
-believed.
+Invariant: an answer is never code, and gets its mark in bounded time. Each data set of the version that was looked at
+is named in one of the tables below, by what its scorer does with an answer: only those that read it in bounded time
+mark in this process; the others do it in child processes, which are replaced when they take too long. Before an
+answer is evaluated it has to be of a plain form in which nothing can be named or called but mathematics, and it is
+evaluated in a child that the kernel lets compute and nothing else (`tba.rewards.confined`). Whatever a child says is a
+number or not believed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ log = logging.getLogger("tba.reward")
 
 LOOKED_AT = "0.1.25"  # the version of the package that the tables are true of
 
-READ = frozenset(  # compared as text, or read by int, float, json, a linear search
-    """
+_READ = """
     ab acre advanced_geometry aiw arc_1d arc_agi base_conversion basic_arithmetic bf binary_alternation
     bitwise_arithmetic boxnet caesar_cipher calendar_arithmetic chain_sum circuit_logic codeio color_cube_rotation
     complex_arithmetic count_bits count_primes course_schedule cryptarithm decimal_arithmetic decimal_chain_sum dice
@@ -46,8 +45,8 @@ READ = frozenset(  # compared as text, or read by int, float, json, a linear sea
     self_reference sentence_reordering shortest_path simple_equations simple_geometry sokoban spell_backward
     string_manipulation string_splitting string_synthesis sudoku survo syllogism time_intervals tower_of_hanoi tsumego
     word_ladder word_sequence_reversal word_sorting zebra_puzzles
-    """.split()
-)
+"""
+READ = frozenset(_READ.split())  # answers are compared as text, or read by int, float, json, a linear search
 SLOW = frozenset({"coin_flip", "propositional_logic", "rubiks_cube", "rush_hour"})  # 1e999999999, `F+999999999` hang
 REFUSED = {"composite": "it mixes other data sets: name one of them"}
 
@@ -58,12 +57,11 @@ _LETTERS = re.compile(r"[A-E\s,()\[\]'\"]*", re.ASCII)
 _FORMULA = re.compile(r"(?:[\w\s+*/(),-]|\.(?=\d))*", re.ASCII)
 _NAME = re.compile(r"[^\W\d]\w*", re.ASCII)
 _SYMBOL = re.compile(r"[A-Za-z]\d*", re.ASCII)
-_FUNCTIONS = frozenset(
-    """
+_FUNCTIONS_OF_MATHEMATICS = """
     sin cos tan cot sec csc asin acos atan acot asec acsc sinh cosh tanh coth asinh acosh atanh exp log ln sqrt Abs abs
     pi Rational
-    """.split()
-)
+"""
+_FUNCTIONS = frozenset(_FUNCTIONS_OF_MATHEMATICS.split())
 _IMPORTED_LATE = (  # by sympy, when a formula first needs them: too late in a child that may open no file
     *("sympy.physics.units.util", "sympy.physics.units.systems.si", "sympy.physics.matrices", "sympy.sets.setexpr"),
     *("sympy.tensor.array.array_derivatives", "sympy.integrals.rde", "sympy.integrals.prde", "sympy.polys.polymatrix"),
@@ -104,8 +102,8 @@ class ReasoningGymScore:
     """A completion's score by the data set itself, 0 to 1: of what stands in `<answer>` tags, or else of all of it.
 
     The part `ungraded` is 1 for an answer that the scorer did not mark: it took too long, raised an error or crashed;
-    `unreadable` for one that was not of the form that is evaluated and was marked as an empty one. Processes are started
-    with the first answer that needs them, and end with the reward, or with the process that holds it.
+    `unreadable` for one that was not of the form that is evaluated and was marked as an empty one. Processes are
+    started with the first answer that needs them, and end with the reward, or with the process that holds it.
     """
 
     sources: Mapping[str, Source]  # by split; all of one data set
@@ -152,8 +150,8 @@ def require_markable(dataset: str) -> None:
     version = importlib.metadata.version("reasoning-gym")
     if version != LOOKED_AT:
         raise UserError(
-            f"reasoning_gym {version} is installed, and what its scorers do with an answer was looked at in {LOOKED_AT} "
-            f"only: `pip install reasoning-gym=={LOOKED_AT}`"
+            f"reasoning_gym {version} is installed, and what its scorers do with an answer was looked at in "
+            f"{LOOKED_AT} only: `pip install reasoning-gym=={LOOKED_AT}`"
         )
     if dataset in REFUSED:
         raise UserError(f"answers of reasoning_gym's {dataset} are not marked: {REFUSED[dataset]}")
