@@ -37,6 +37,7 @@ _ALLOWED = {  # calls, by their numbers on x86_64 and on aarch64
     "read": (0, 63),
     "write": (1, 64),
     "close": (3, 57),
+    "lseek": (8, 62),
     "mmap": (9, 222),
     "mprotect": (10, 226),
     "munmap": (11, 215),

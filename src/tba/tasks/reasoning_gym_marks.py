@@ -19,6 +19,7 @@ import os
 import re
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
@@ -227,6 +228,7 @@ def _opened(dataset: str, parameters: str, seed: int, size: int) -> Any:
 
 def serve(questions: IO[str], answers: IO[str], sources: Mapping[str, Source], seconds: float) -> None:
     """A child's life: a line [split, index, answer] to a line with its score (null: none), until the end of them."""
+    warnings.simplefilter("ignore")  # one shows the line that it is about, from a file
     for source in sources.values():
         mark(source, 0, entry(source, 0)["answer"])  # opens and imports what it will need
         mark(source, 0, "")
