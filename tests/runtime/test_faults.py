@@ -381,7 +381,8 @@ def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended
     tmp_path: Path, runtime: str, how: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, file = tmp_path / "run", tmp_path / how
-    patience = ("--run.reward-deadline", "0.5", "--run.reward-retries", "1", f"--task.{how}", str(file))
+    seconds = "0.5" if how == "hangs" else "60"  # a busy machine must not make another fault of it
+    patience = ("--run.reward-deadline", seconds, "--run.reward-retries", "1", f"--task.{how}", str(file))
     file.write_text("0")
     begin = ["train", str(FAULTY), "--runs", str(tmp_path), "--run-name", "run", "--runtime", runtime]
     if runtime == "inline":
@@ -397,7 +398,8 @@ def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended
         assert (path / "checkpoints" / "step-0").is_dir()  # of the trainer, which was asked to end in order
         assert not children(os.getpid())
     file.write_text("0")
-    assert main(["train", "--resume", str(path), "--steps", "40", "--runtime", runtime]) == 0
+    mended = ("--steps", "40", "--runtime", runtime, "--run.reward-deadline", "60")
+    assert main(["train", "--resume", str(path), *mended]) == 0
     summary = Summary.read(path)
     assert summary is not None
     assert summary.steps == 40
