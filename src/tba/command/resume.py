@@ -36,7 +36,7 @@ _KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.jo
 
 
 def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False) -> int:
-    """Exit code 0 when the run finished or was stopped on purpose."""
+    """The exit code is that of `tba train`."""
     console = Console()
     prepare()  # before the run's lock is held, which only its parts inherit
     with RunDirectory.open(path).held(_PATIENCE) as run:
@@ -47,8 +47,8 @@ def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False)
         start = "step 0, for there is no checkpoint yet," if checkpoint is None else checkpoint.path
         console.print(f"{recipe.name}: going on from {start} ({why})", highlight=False)
         warn_if_busy(console)
-        summary, stopped = go(recipe, run, console)
-    return closing_words(console, run.facts["recipe"], run, summary, stopped)
+        summary, code = go(recipe, run, console)
+    return closing_words(console, run.facts["recipe"], run, summary, code)
 
 
 def resumable(

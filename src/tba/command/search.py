@@ -16,7 +16,7 @@ from tba.command.check import require_ray
 from tba.record.log import log_to
 from tba.runtime.directory import RunDirectory
 from tba.runtime.guests import Visit
-from tba.runtime.joining import Place, joined
+from tba.runtime.joining import ASKED, Place, joined
 from tba.runtime.remote import stand_in, through
 from tba.runtime.searching import SearchHalf, searching_half, start_searching
 from tba.runtime.stopping import stop_requests
@@ -33,7 +33,7 @@ class SearchOptions:
 
 
 def join_run(path: Path) -> int:
-    """Exit code 0 when the run ended or Ctrl-C was pressed."""
+    """Exit code 0 when the run ended, 130 or 143 when Ctrl-C or SIGTERM ended this searcher before."""
     import torch
 
     console = Console()
@@ -50,7 +50,7 @@ def join_run(path: Path) -> int:
             half.journal.resume()  # what it held is for others
             half.close()
     console.print(f"{place.name} left after {half.searcher.rounds} rounds: {place.why}", highlight=False)
-    return 0
+    return asked.exit_code if place.why == ASKED else 0
 
 
 def visit_run(name: str, address: str) -> int:
@@ -84,7 +84,7 @@ def visit_run(name: str, address: str) -> int:
                 half.close()
                 contact.call("leave", number, visit.why or "an error")
     console.print(f"{visit.name} left after {half.searcher.rounds} rounds: {visit.why}", highlight=False)
-    return 0
+    return asked.exit_code if visit.why == ASKED else 0
 
 
 def _search(half: SearchHalf, place: Place | Visit, console: Console, every: float) -> None:

@@ -92,6 +92,11 @@ def failed(who: str, log: str, error: Json) -> Exception:
     return PartFailed(f"{who} ended with {error['kind']}; its log is {log}\n{error['traceback']}")
 
 
+def evaluated_to_the_end(recipe: Recipe, run: RunDirectory) -> bool:
+    """Whether the version of the last step has been evaluated."""
+    return max((e.version.step for e in read_evaluations(run.path)), default=0) >= recipe.steps
+
+
 @dataclass
 class Driver(ABC):
     """One run: `go()` until it is finished, stopped or failed. A runtime says how a part is started."""
@@ -99,7 +104,8 @@ class Driver(ABC):
     recipe: Recipe
     run: RunDirectory
     tell: Callable[[str, str], None]  # (phase, note), a few times a second
-    stopped: bool = False
+    stopped: bool = False  # before its last step, or in its last evaluation
+    exit_code: int = 0  # 128 and the signal that ended it before its last step
     joined: Joined = field(init=False)
     _note: str = ""
 
@@ -130,11 +136,14 @@ class Driver(ABC):
             if trainer.code != 0:
                 raise trainer.failure()
             steps = json.loads(self.run.result("trainer").read_text())["steps"]
-            self.stopped = stop() or steps < self.recipe.steps
-            if not self.stopped:
+            finished = steps >= self.recipe.steps
+            if finished and not stop():
                 self._evaluate(searchers, stop)
-                self._note_missing_evaluation()
             self._stop(searchers, "their last round")
+            self.stopped = not finished or (stop() and not evaluated_to_the_end(self.recipe, self.run))
+            self.exit_code = 0 if finished else stop.exit_code
+            if not self.stopped:
+                self._note_missing_evaluation()
             self._see_off()
             failed_while_stopping = [part.name for part in searchers if part.code != 0]
         return {"stopped": self.stopped, "failed_while_stopping": failed_while_stopping}
@@ -182,8 +191,7 @@ class Driver(ABC):
     def _note_missing_evaluation(self) -> None:
         """The last one can be missing where a searcher had begun it and was given up."""
         if count_faults(self.run.path)["searchers_given_up"]:
-            seen = max((e.version.step for e in read_evaluations(self.run.path)), default=0)
-            if seen < self.recipe.steps:
+            if not evaluated_to_the_end(self.recipe, self.run):
                 what = f"the last version was not evaluated: tba eval {self.recipe.name} --checkpoint {self.run.path}"
                 record_fault(self.run.path, "evaluations_missing", what)
 

@@ -28,6 +28,7 @@ from tba.replay.journal import JournalWriter
 from tba.runtime.directory import RunDirectory
 from tba.runtime.holding import is_held
 
+ASKED = "Ctrl-C"  # why one leaves that was asked to by a signal
 FIRST = 1000  # the number of the first that joins
 _LOOK = 0.5  # seconds between two looks at whether the run goes on, or who has left
 _POLL = 0.05
@@ -50,7 +51,7 @@ class Leaving(ABC):
     def stop(self) -> bool:
         """Whether to leave; may be asked often."""
         if self.why is None and self.asked():
-            self.why = "Ctrl-C"
+            self.why = ASKED
         if self.why is None and time.monotonic() - self._looked >= _LOOK:
             self._looked = time.monotonic()
             self.why = self.called()
