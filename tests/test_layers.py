@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
-GROUND = {"errors", "types"}
+GROUND = {"errors", "types", "foreign"}
 TENSORS = {"sharding", "streaming"}  # torch alone
 SEAMS = GROUND | {"protocols", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
@@ -25,6 +25,7 @@ PARTS = {"search", "intake", "train", "replay", "weights", "evaluate", "record"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "foreign": {"errors", "types"},  # whatever is read from outside, by anybody
     "batch": {"types"},
     "protocols": {"types", "batch"},  # batch for type checkers only
     "schedules": {"errors"},
@@ -55,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     | PARTS
     | {"models", "objectives", "recipe", "study", "settings", "runtime"}
     | {"field_comments"},
-    "__main__": GROUND | {"command", "settings"},
+    "__main__": GROUND | {"command", "settings", "record"},  # of record what makes texts harmless
     "__init__": set(),
 }
 ONLY_IN = {

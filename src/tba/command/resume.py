@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from tba.command.train import closing_words, go, warn_if_busy
 from tba.command.trial import differences
 from tba.errors import UserError
@@ -23,6 +21,7 @@ from tba.record.jsonl import plain
 from tba.record.metrics import read_last
 from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
+from tba.record.terminal import terminal
 from tba.replay.journal import JournalWriter
 from tba.replay.loss import accept, find_loss
 from tba.runtime.directory import RunDirectory
@@ -37,7 +36,7 @@ _KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.jo
 
 def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False) -> int:
     """The exit code is that of `tba train`."""
-    console = Console()
+    console = terminal()
     prepare()  # before the run's lock is held, which only its parts inherit
     with RunDirectory.open(path).held(_PATIENCE) as run:
         recipe, checkpoint = resumable(run, overrides, accept_lost_rows)

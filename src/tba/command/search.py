@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tba.command.check import require_ray
 from tba.record.log import log_to
+from tba.record.terminal import terminal
 from tba.runtime.directory import RunDirectory
 from tba.runtime.guests import Visit
 from tba.runtime.joining import ASKED, Place, joined
@@ -36,7 +37,7 @@ def join_run(path: Path) -> int:
     """Exit code 0 when the run ended, 130 or 143 when Ctrl-C or SIGTERM ended this searcher before."""
     import torch
 
-    console = Console()
+    console = terminal()
     run = RunDirectory.open(path)
     recipe = run.recipe()
     torch.set_num_threads(recipe.run.threads)
@@ -62,7 +63,7 @@ def visit_run(name: str, address: str) -> int:
     from tba.runtime.calls import contact_with
     from tba.runtime.connecting import connected
 
-    console = Console()
+    console = terminal()
     with connected(address), stop_requests() as asked:
         contact = contact_with(name, "a searcher that joins", _PATIENCE)
         number, facts = contact.call("join")

@@ -36,6 +36,7 @@ from tba.record.study_plots import (
     lines_of,
 )
 from tba.record.study_table import TABLE_FILE, Comparison, view, write_tables
+from tba.record.terminal import terminal
 from tba.record.text import duration
 from tba.runtime.starting import prepare
 from tba.runtime.stopping import stop_requests
@@ -57,7 +58,7 @@ class StudyOptions:
 
 def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = in_child) -> int:
     """Exit code 0 when every run that was asked for has ended, 130 or 143 when Ctrl-C or SIGTERM ended it before."""
-    console = Console()
+    console = terminal()
     study = find_study(name)
     folder = options.out or Path("studies") / study.name
     chosen = study.matching([p.strip() for p in options.only.split(",") if p.strip()] or ["*"])

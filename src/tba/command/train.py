@@ -23,6 +23,7 @@ from tba.record.run import RunRecord
 from tba.record.show import closing_page
 from tba.record.summary import Summary
 from tba.record.tensorboard import TensorBoardEvents
+from tba.record.terminal import terminal
 from tba.runtime.directory import RunDirectory, new_path
 from tba.runtime.disk import disk_full
 from tba.runtime.driver import Progress, summarise
@@ -43,7 +44,7 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
 
     `data`: what is imported before it begins.
     """
-    console = Console()
+    console = terminal()
     recipe = override(find(name), overrides, f"tba train {name}")
     path = new_path(runs, recipe.name, run_name)
     if recipe.offline:
@@ -78,7 +79,10 @@ def closing_words(console: Console, name: str, run: RunDirectory, summary: Summa
 def carry_out(
     recipe: Recipe, name: str, overrides: list[str], path: Path, console: Console, data: Path | None = None
 ) -> tuple[RunDirectory, Summary, int]:
-    """One run, from the warm start to its summary, and the exit code. It begins with what is imported from `data`, or was at `path`."""
+    """One run, from the warm start to its summary, and the exit code.
+
+    It begins with what is imported from `data`, or was at `path`.
+    """
     began = time.monotonic()
     if recipe.runtime == "processes":
         prepare()

@@ -15,7 +15,7 @@ import torch
 from tba.recipe import Recipe
 from tba.record.log import log_to
 from tba.runtime.directory import RunDirectory
-from tba.runtime.driving import evaluated_to_the_end
+from tba.runtime.evaluation import evaluated_to_the_end
 from tba.runtime.offline import nothing_more
 from tba.runtime.resuming import restore_searcher
 from tba.runtime.searching import SearchHalf, start_searching
@@ -56,7 +56,7 @@ class Inline:
             train.finish()
             self.tell("evaluating", "")
             _evaluate(search, train)
-            self.stopped = not train.finished or (stop() and not evaluated_to_the_end(self.recipe, self.run))
+            self.stopped = not train.finished or (stop() and not evaluated_to_the_end(self.run.path, self.recipe.steps))
             self.exit_code = 0 if train.finished else stop.exit_code
         return {"stopped": self.stopped}
 
