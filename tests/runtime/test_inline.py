@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import TASK, distance, final_weights, inline, made, steps_of
+from runs import TASK, distance, final_weights, inline, inline_again, made, quiet, steps_of
 
 from tba.batch import collate
 from tba.engines.transformers import EngineSettings
@@ -27,6 +27,8 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.runtime.driver import summarise
+from tba.runtime.inline import Inline
 from tba.runtime.stopping import stop_requests
 from tba.schedules import Constant
 from tba.search.exploration import Fixed
@@ -241,11 +243,42 @@ def test_ctrl_c_ends_a_run_with_a_checkpoint_a_summary_and_a_ledger_that_closes(
     assert summary.trajectories.closes()
 
 
+@dataclass
+class StoppedAfter:
+    """The toy's own marks; at the first of them after step `last` somebody asks us to end."""
+
+    path: Path
+    last: int
+    asked: int = 0
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        if not self.asked and steps_of(self.path) >= self.last:
+            self.asked += 1
+            os.kill(os.getpid(), signal.SIGTERM)
+        return TASK.reward().judge(answered)
+
+
+@pytest.mark.parametrize(("last", "code"), [(3, 143), (10, 0)])  # in a round, and in the last evaluation
+def test_a_signal_decides_the_exit_code_only_before_the_last_step(tmp_path: Path, last: int, code: int) -> None:
+    path = tmp_path / "run"
+    reward = StoppedAfter(path, last)
+    recipe, run = made(path, *SMALL, "--steps", "10", task=Marked(reward))
+    runtime = Inline(recipe, run, quiet)
+    summary = summarise(recipe, run, ["searcher-0"], runtime.go(), 0.0)
+    assert (reward.asked, runtime.exit_code, summary.faults["stopped"]) == (1, code, True)
+    assert (summary.steps == 10) == (code == 0)
+    assert {e.version.step for e in summary.evaluations} == {0}
+    again = inline_again(path)
+    assert (again.steps, again.faults["stopped"]) == (10, False)
+    assert {e.version.step for e in again.evaluations} == {0, 10}
+
+
 def test_the_first_ctrl_c_is_a_request_and_the_second_an_interrupt() -> None:
     with stop_requests() as stop:
         assert not stop()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop()
+        assert stop.exit_code == 143
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 

@@ -43,7 +43,7 @@ def test_searchers_join_leave_and_die_while_the_trainer_goes_on_and_all_is_accou
         until(lambda: set(names) <= set(makers(path)), SECONDS, "something of all three who joined")
         others[0].send_signal(signal.SIGINT)
         said, errors = others[0].communicate(timeout=SECONDS)
-        assert (others[0].returncode, errors) == (0, "")
+        assert (others[0].returncode, errors) == (130, "")
         assert "rounds: Ctrl-C" in said
         others[1].kill()
         others[1].communicate(timeout=SECONDS)
@@ -53,7 +53,7 @@ def test_searchers_join_leave_and_die_while_the_trainer_goes_on_and_all_is_accou
         assert children(driver.pid)["trainer"] == trainer
         driver.send_signal(signal.SIGINT)
         _, errors = driver.communicate(timeout=SECONDS)
-        assert (driver.returncode, errors) == (0, "")
+        assert (driver.returncode, errors) == (130, "")
         said, errors = others[2].communicate(timeout=SECONDS)
         assert (others[2].returncode, errors) == (0, "")
         assert "the run ended" in said

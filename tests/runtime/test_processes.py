@@ -113,7 +113,7 @@ def test_a_searcher_that_is_killed_is_started_again_and_ctrl_c_ends_the_run_in_o
         said, errors = driver.communicate(timeout=SECONDS)
     finally:
         driver.kill()
-    assert driver.returncode == 0, errors
+    assert driver.returncode == 130, errors
     assert errors == ""
     assert not [pid for pid in again.values() if alive(pid)]
     summary = Summary.read(path)
@@ -147,11 +147,11 @@ def test_when_the_forge_is_killed_the_parts_are_started_again_from_a_new_one(tmp
         until(lambda: steps_of(path) > 10, SECONDS, "the first checkpoint")
         os.kill(forge_of(driver.pid), signal.SIGKILL)
         until(lambda: any(row["version"].startswith("1.") for row in read_metrics(path)), SECONDS, "steps again")
-        driver.send_signal(signal.SIGINT)
+        driver.send_signal(signal.SIGTERM)
         _, errors = driver.communicate(timeout=SECONDS)
     finally:
         driver.kill()
-    assert (driver.returncode, errors) == (0, "")
+    assert (driver.returncode, errors) == (143, "")
     summary = Summary.read(path)
     assert summary is not None
     assert (summary.faults["trainer_restarts"], summary.faults["searcher_restarts"]) == (1, 1)

@@ -25,6 +25,8 @@ from tba.tasks.reasoning_gym_marks import (
 )
 from tba.types import Completion, Judgement, Prompt, StopReason, Version
 
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # the package leaves its files to the collector
+
 SMALLER = {"futoshiki": '{"max_board_size": 4}'}  # problems that are quicker to make
 MARKED = sorted(READ | SLOW | EVALUATED.keys())
 AWAY = sorted(SLOW | EVALUATED.keys())

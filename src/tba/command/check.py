@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
+from tba.record.terminal import terminal
 from tba.record.text import duration, size
 from tba.replay.selection import RecencyReward
 from tba.runtime.placement import Placed, plan, table, this_machine, whereabouts
@@ -112,7 +112,7 @@ def require_ray() -> None:
 def check_recipe(name: str, overrides: list[str]) -> int:
     """Prints the recipe, warnings and the estimate."""
     recipe = override(find(name), overrides, f"tba check {name}")
-    console = Console()
+    console = terminal()
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
     for warning in validate(recipe):
         console.print(f"warning: {warning}", style="yellow")

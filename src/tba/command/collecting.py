@@ -36,6 +36,7 @@ class SmoothingOptions:
     most: int | None = None  # only so many answers, those with the highest reward; None: all
     near: NearDuplicates = field(default_factory=NearDuplicates)  # one of several near ones is learnt
     model: str = ""  # a folder or Hub name with the run's tokenizer; empty: what the run began with
+    trust: bool = False  # execute the recipe's file that the run names
     sft: SupervisedSettings = field(default_factory=SupervisedSettings)
 
 
@@ -94,10 +95,10 @@ def began_with(recipe: Recipe, options: SmoothingOptions) -> tuple[str, Any]:
     return options.model or own.path, tokenizer
 
 
-def run_recipe_of(path: Path) -> tuple[Recipe, Path]:
-    """A run's recipe and journal."""
+def run_recipe_of(path: Path, trusted: bool) -> tuple[Recipe, Path]:
+    """A run's recipe and journal. Raises `UserError` for a recipe's file that is not `trusted`."""
     run = RunDirectory.open(path)
-    return run.recipe(), run.journal_there()
+    return run.recipe_to_read(trusted), run.journal_there()
 
 
 def _trajectories(journal: Path) -> Iterator[Trajectory]:

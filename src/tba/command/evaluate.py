@@ -22,6 +22,7 @@ from tba.models.huggingface import HuggingFace, refuse_missing_folder
 from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
+from tba.record.terminal import terminal
 from tba.runtime.directory import RunDirectory
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
@@ -49,7 +50,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
         now=time.monotonic,
         policy_temperature=recipe.policy_temperature,
     )
-    console = Console()
+    console = terminal()
     for e in found.evaluations:
         interval = wilson_interval(round(e.value * e.n), e.n)
         console.print(

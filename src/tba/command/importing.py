@@ -16,6 +16,7 @@ from tba.intake.intake import Entry
 from tba.intake.report import Report
 from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
+from tba.record.terminal import terminal
 from tba.record.text import printable
 from tba.runtime.directory import RunDirectory
 from tba.runtime.importing import demonstrations, entries_of, intake_of, prepare
@@ -33,11 +34,12 @@ class ImportOptions:
     source: str | None = None  # what the trajectories are known by; none: the file's name
     rewards: Literal["task", "claimed"] = "task"  # the task's own mark, or what a line claims (recorded as claimed)
     max_tokens: int | None = None  # longest answer that is taken; none: the longest that the run's own engine gives
+    trust: bool = False  # execute the recipe's file that the run names
 
 
 def import_files(path: Path, files: Sequence[Path], options: ImportOptions, overrides: list[str]) -> int:
     """Exit code 0. Raises `UserError` when nothing of all files could be taken."""
-    console = Console()
+    console = terminal()
     if options.recipe is not None:
         recipe = override(find(options.recipe), overrides, f"tba import {path} --recipe {options.recipe}")
         refuse(recipe, files)
@@ -47,7 +49,7 @@ def import_files(path: Path, files: Sequence[Path], options: ImportOptions, over
         raise UserError(f"tba import takes fields such as {overrides[0]} for a new run only: give --recipe NAME too")
     else:
         run = RunDirectory.open(path)
-        recipe = run.recipe()
+        recipe = run.recipe_to_read(options.trust)
         refuse(recipe, files)
     take_in(recipe, run, files, options, console)
     if options.recipe is not None:

@@ -8,7 +8,6 @@ Invariant: neither prints a text; `--out` has scores by the number of an attack,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,9 +21,12 @@ from tba.command.red_team import RedTeamEvalOptions
 from tba.errors import UserError
 from tba.evaluate.attacks import AttackReport, attack_report
 from tba.evaluate.embedding import SentenceEncoder
+from tba.foreign import read_json
 from tba.protocols import Engine, Tokenizer
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
+from tba.record.terminal import terminal
+from tba.record.text import literal
 from tba.rewards.toxicity import Toxicity
 from tba.rewards.victim import EndpointVictim, ModelVictim, Victim
 from tba.runtime.prompting import prompts_of
@@ -42,7 +44,7 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     if not isinstance(task, RedTeam):
         raise UserError(f"recipe {name} is no red-teaming: give one whose task is `RedTeam`, such as red_team_small")
     torch.set_num_threads(recipe.run.threads)
-    console = Console()
+    console = terminal()
     families = None if options.families is None else read_families(options.families)
     embedder = SentenceEncoder.load(options.embedder, options.device)
     model = recipe.model.prepared(task, lambda line: console.print(line, highlight=False))
@@ -99,14 +101,10 @@ def other_victim(spelt: str, like: Victim) -> Victim:
 
 def read_families(path: Path) -> dict[str, list[str]]:
     """Name -> words. Raises `UserError` for a file that is something else."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read ({error}): give a JSON object of names and lists of words") from error
-    if not isinstance(found, dict) or not all(
-        isinstance(words, list) and words and all(isinstance(word, str) for word in words) for words in found.values()
-    ):
-        raise UserError(f"{path} holds no families: give a JSON object of names and lists of words")
+    mend = "give a JSON object of names and lists of words"
+    found: dict[str, list[str]] = read_json(path, mend, dict[str, list[str]])
+    if not all(found.values()):
+        raise UserError(f"{path} has a family without words: {mend}")
     return found
 
 
@@ -123,7 +121,7 @@ def plot_plane(files: Sequence[Path], out: Path) -> int:
         (x, low_x, high_x), (y, low_y, high_y) = _point(file)
         name, _, number = file.stem.rpartition("-")
         series = name if name and number.isdigit() else file.stem
-        label = None if series in colours else series
+        label = None if series in colours else literal(series)
         colour = colours.setdefault(series, f"C{len(colours)}")
         widths = {"xerr": [[x - low_x], [high_x - x]], "yerr": [[y - low_y], [high_y - y]]}
         axes.errorbar([x], [y], fmt="o", color=colour, label=label, **widths)
@@ -140,11 +138,9 @@ def plot_plane(files: Sequence[Path], out: Path) -> int:
 
 def _point(file: Path) -> tuple[list[float], list[float]]:
     """(success in percent, distance), each with its bounds."""
-    try:
-        facts = json.loads(file.read_text())
-        success, distance = ([float(facts[name][k]) for k in ("estimate", "low", "high")] for name in _AXES)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file} cannot be read: give a file that `tba red-team eval --out` wrote") from error
+    interval = dict.fromkeys(("estimate", "low", "high"), float)
+    facts = read_json(file, "give a file that `tba red-team eval --out` wrote", **dict.fromkeys(_AXES, interval))
+    success, distance = ([facts[name][k] for k in interval] for name in _AXES)
     return [100 * v for v in success], distance
 
 

@@ -21,6 +21,7 @@ from tba.command.toxicity_classifier import ClassifierOptions, tell, trained
 from tba.errors import UserError
 from tba.intake.labelled import Labelled, LabelledFields, read_labelled
 from tba.models.huggingface import pairs_of, teach
+from tba.record.terminal import terminal
 from tba.rewards.word_classifier import WordFeatures
 from tba.settings import override
 from tba.tasks.held_out import is_held_out
@@ -68,7 +69,7 @@ def make_world(overrides: Sequence[str], out: Path, labelled: Path | None) -> in
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} is there already: choose another --out, or remove it")
     options = override(WorldOptions(), list(overrides), "tba red-team world")
-    console = Console()
+    console = terminal()
     texts = _made_up(options) if labelled is None else read_labelled(labelled, options.fields)
     exchanges = options.world.exchanges(options.exchanges)
     if labelled is not None:

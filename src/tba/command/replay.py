@@ -18,6 +18,7 @@ from rich.table import Table
 
 from tba.errors import UserError
 from tba.record.jsonl import plain
+from tba.record.terminal import terminal
 from tba.record.text import count, printable, size
 from tba.replay.reading import JournalReader, Share, written_out
 from tba.replay.uses import unpack_uses
@@ -50,7 +51,7 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
         return 0
     with JournalReader(journal, used, options.seconds) as reader:
         if options.sql is None:
-            _show(Console(), path, journal, reader)
+            _show(terminal(), path, journal, reader)
         else:
             _answer(*reader.query(options.sql))
     return 0

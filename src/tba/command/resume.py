@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from tba.command.train import closing_words, go, warn_if_busy
 from tba.command.trial import differences
 from tba.errors import UserError
@@ -23,6 +21,7 @@ from tba.record.jsonl import plain
 from tba.record.metrics import read_last
 from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
+from tba.record.terminal import terminal
 from tba.replay.journal import JournalWriter
 from tba.replay.loss import accept, find_loss
 from tba.runtime.directory import RunDirectory
@@ -36,8 +35,8 @@ _KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.jo
 
 
 def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False) -> int:
-    """Exit code 0 when the run finished or was stopped on purpose."""
-    console = Console()
+    """The exit code is that of `tba train`."""
+    console = terminal()
     prepare()  # before the run's lock is held, which only its parts inherit
     with RunDirectory.open(path).held(_PATIENCE) as run:
         recipe, checkpoint = resumable(run, overrides, accept_lost_rows)
@@ -47,8 +46,8 @@ def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False)
         start = "step 0, for there is no checkpoint yet," if checkpoint is None else checkpoint.path
         console.print(f"{recipe.name}: going on from {start} ({why})", highlight=False)
         warn_if_busy(console)
-        summary, stopped = go(recipe, run, console)
-    return closing_words(console, run.facts["recipe"], run, summary, stopped)
+        summary, code = go(recipe, run, console)
+    return closing_words(console, run.facts["recipe"], run, summary, code)
 
 
 def resumable(

@@ -21,6 +21,7 @@ from rich.console import Console
 from tba.errors import UserError
 from tba.evaluate.preference import NEAR, Agreement, agreement
 from tba.intake.pairs import PairReport, PreferencePair, folds, pairs_of, read_pairs, share
+from tba.record.terminal import terminal
 from tba.rewards.frozen import FrozenRewardModel, SentenceEncoder, loaded
 from tba.rewards.scoring import REPORT, RewardModel, S, Scorable
 from tba.settings import override
@@ -59,7 +60,7 @@ def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
     options = override(RewardModelOptions(), list(overrides), f"tba reward-model {file}")
     if not options.model:
         raise UserError("a reward model needs a backbone: give --model with a folder or a Hub name")
-    console = Console()
+    console = terminal()
     pairs, report = _read(file, options.score_field)
     tell_lines(console, report)
     if options.label_with is not None:

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
 
 from tba.command.evaluate import with_checkpoint
 from tba.errors import UserError
 from tba.protocols import Engine
 from tba.recipe import Recipe
+from tba.record.terminal import terminal
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
@@ -66,7 +66,7 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
             file.write(json.dumps(line) + "\n")
     os.replace(beside, options.out)
     mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (math.nan, math.nan)
-    Console().print(
+    terminal().print(
         f"{options.samples} answers to each of {len(asked):,} prompts in {options.out}: reward {mean:.3f} "
         f"± {spread:.3f}",
         highlight=False,

@@ -14,9 +14,10 @@ from rich.console import Console
 
 from tba.command.check import require_ray
 from tba.record.log import log_to
+from tba.record.terminal import terminal
 from tba.runtime.directory import RunDirectory
 from tba.runtime.guests import Visit
-from tba.runtime.joining import Place, joined
+from tba.runtime.joining import ASKED, Place, joined
 from tba.runtime.remote import stand_in, through
 from tba.runtime.searching import SearchHalf, searching_half, start_searching
 from tba.runtime.stopping import stop_requests
@@ -33,10 +34,10 @@ class SearchOptions:
 
 
 def join_run(path: Path) -> int:
-    """Exit code 0 when the run ended or Ctrl-C was pressed."""
+    """Exit code 0 when the run ended, 130 or 143 when Ctrl-C or SIGTERM ended this searcher before."""
     import torch
 
-    console = Console()
+    console = terminal()
     run = RunDirectory.open(path)
     recipe = run.recipe()
     torch.set_num_threads(recipe.run.threads)
@@ -50,7 +51,7 @@ def join_run(path: Path) -> int:
             half.journal.resume()  # what it held is for others
             half.close()
     console.print(f"{place.name} left after {half.searcher.rounds} rounds: {place.why}", highlight=False)
-    return 0
+    return asked.exit_code if place.why == ASKED else 0
 
 
 def visit_run(name: str, address: str) -> int:
@@ -62,7 +63,7 @@ def visit_run(name: str, address: str) -> int:
     from tba.runtime.calls import contact_with
     from tba.runtime.connecting import connected
 
-    console = Console()
+    console = terminal()
     with connected(address), stop_requests() as asked:
         contact = contact_with(name, "a searcher that joins", _PATIENCE)
         number, facts = contact.call("join")
@@ -84,7 +85,7 @@ def visit_run(name: str, address: str) -> int:
                 half.close()
                 contact.call("leave", number, visit.why or "an error")
     console.print(f"{visit.name} left after {half.searcher.rounds} rounds: {visit.why}", highlight=False)
-    return 0
+    return asked.exit_code if visit.why == ASKED else 0
 
 
 def _search(half: SearchHalf, place: Place | Visit, console: Console, every: float) -> None:

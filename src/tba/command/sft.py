@@ -16,6 +16,7 @@ from tba.command.collecting import SmoothingOptions, began_with, collect, is_run
 from tba.errors import UserError
 from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, taught, warm_started
 from tba.protocols import Task
+from tba.record.terminal import terminal
 from tba.settings import find, override
 from tba.tasks.jsonl import Jsonl
 from tba.tasks.rows import read_rows
@@ -37,7 +38,7 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
     """Writes the model, its tokenizer and what it was made of to `out`. Raises `UserError` when that is not empty."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} is there already: choose another --out, or remove it")
-    console = Console()
+    console = terminal()
     if is_run(Path(name)):
         made = _from_run(Path(name), overrides, console)
     else:
@@ -57,7 +58,7 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
 
 def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     options = override(SmoothingOptions(), overrides, f"tba sft {path}")
-    recipe, journal = run_recipe_of(path)
+    recipe, journal = run_recipe_of(path, options.trust)
     model, tokenizer = began_with(recipe, options)
     collected = collect(journal, options)
     left_out = "".join(f", {count:,} {reason}" for reason, count in collected.left_out.items() if count)

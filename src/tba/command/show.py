@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rich.console import Console
-
 from tba.record.report import draw_curves
 from tba.record.run import RunRecord
 from tba.record.show import show
+from tba.record.terminal import terminal
 
 
 def show_run(path: Path) -> int:
     """A run so far or its summary, and its curves drawn anew."""
     run = RunRecord.read(path)
-    console = Console()
+    console = terminal()
     console.print(show(run))
     if run.metrics:
         console.print(f"curves: {draw_curves([run], path / 'curves.png')}", highlight=False)

@@ -36,6 +36,7 @@ from tba.record.study_plots import (
     lines_of,
 )
 from tba.record.study_table import TABLE_FILE, Comparison, view, write_tables
+from tba.record.terminal import terminal
 from tba.record.text import duration
 from tba.runtime.starting import prepare
 from tba.runtime.stopping import stop_requests
@@ -56,8 +57,8 @@ class StudyOptions:
 
 
 def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = in_child) -> int:
-    """Exit code 0 when every run that was asked for has ended, 130 when it was stopped."""
-    console = Console()
+    """Exit code 0 when every run that was asked for has ended, 130 or 143 when Ctrl-C or SIGTERM ended it before."""
+    console = terminal()
     study = find_study(name)
     folder = options.out or Path("studies") / study.name
     chosen = study.matching([p.strip() for p in options.only.split(",") if p.strip()] or ["*"])
@@ -81,9 +82,10 @@ def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: R
     prepare()
     stopped = _run_all(left, options.jobs, told, runner)
     _report(study, everything, folder, console)
-    if stopped:
+    if stopped and any(trial.state() not in ("ended", "failed") for trial in left):
         console.print("stopped: the same command goes on where it was", style="yellow")
-    return 130 if stopped else 0
+        return stopped
+    return 0
 
 
 @dataclass
@@ -102,8 +104,8 @@ class Progress:
         self.write()
 
 
-def _run_all(left: Sequence[Trial], jobs: int, progress: Progress, runner: Runner) -> bool:
-    """`jobs` runs at a time, in their order; whether we were stopped before the last."""
+def _run_all(left: Sequence[Trial], jobs: int, progress: Progress, runner: Runner) -> int:
+    """`jobs` runs at a time, in their order; 0, or the exit code of what stopped us."""
     waiting, going = list(left), dict[Future[str], Trial]()
     with stop_requests() as stop, ThreadPoolExecutor(jobs) as pool:
         while going or (waiting and not stop()):
@@ -112,7 +114,7 @@ def _run_all(left: Sequence[Trial], jobs: int, progress: Progress, runner: Runne
                 going[pool.submit(_carried_out, trial, stop, runner)] = trial
             for done in wait(going, return_when=FIRST_COMPLETED).done:
                 progress.tell(going.pop(done), done.result())
-        return stop()
+        return stop.exit_code if stop() else 0
 
 
 def _carried_out(trial: Trial, stop: Callable[[], bool], runner: Runner) -> str:

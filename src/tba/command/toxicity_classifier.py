@@ -17,6 +17,7 @@ from rich.console import Console
 from tba.errors import UserError
 from tba.evaluate.estimators import Interval, auc_interval, wilson_interval
 from tba.intake.labelled import Labelled, LabelledFields, read_labelled
+from tba.record.terminal import terminal
 from tba.rewards.word_classifier import WordFeatures, WordWeights
 from tba.settings import override
 from tba.tasks.held_out import check_share, is_held_out
@@ -53,7 +54,7 @@ def make_classifier(file: str, overrides: Sequence[str], out: Path) -> int:
         raise UserError(f"{out} is there already: choose another --out, or remove it")
     options = override(ClassifierOptions(), list(overrides), f"tba red-team classifier {file}")
     found = read_labelled(Path(file), options.fields)
-    console = Console()
+    console = terminal()
     console.print(f"{len(found.texts):,} texts, {sum(found.toxic):,} of them toxic", highlight=False)
     for reason, count in found.refused.most_common():
         console.print(f"  refused: {reason}, {count:,}", highlight=False)

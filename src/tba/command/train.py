@@ -23,6 +23,7 @@ from tba.record.run import RunRecord
 from tba.record.show import closing_page
 from tba.record.summary import Summary
 from tba.record.tensorboard import TensorBoardEvents
+from tba.record.terminal import terminal
 from tba.runtime.directory import RunDirectory, new_path
 from tba.runtime.disk import disk_full
 from tba.runtime.driver import Progress, summarise
@@ -39,8 +40,11 @@ _BUSY = 0.5  # load per core, before we begin, from which the machine counts as 
 
 
 def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None, data: Path | None = None) -> int:
-    """Exit code 0 when the run finished or was stopped on purpose. `data`: what is imported before it begins."""
-    console = Console()
+    """Exit code 0 when the run has made all its steps, 130 or 143 when Ctrl-C or SIGTERM ended it before.
+
+    `data`: what is imported before it begins.
+    """
+    console = terminal()
     recipe = override(find(name), overrides, f"tba train {name}")
     path = new_path(runs, recipe.name, run_name)
     if recipe.offline:
@@ -49,8 +53,8 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
         console.print(f"note: {warning}", style="yellow")
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
     warn_if_busy(console)
-    run, summary, stopped = carry_out(recipe, name, overrides, path, console, data)
-    return closing_words(console, name, run, summary, stopped)
+    run, summary, code = carry_out(recipe, name, overrides, path, console, data)
+    return closing_words(console, name, run, summary, code)
 
 
 def warn_if_busy(console: Console) -> None:
@@ -62,20 +66,23 @@ def warn_if_busy(console: Console) -> None:
         )
 
 
-def closing_words(console: Console, name: str, run: RunDirectory, summary: Summary, stopped: bool) -> int:
-    """Curves, the closing page, and an account that does not close; the exit code."""
+def closing_words(console: Console, name: str, run: RunDirectory, summary: Summary, code: int) -> int:
+    """Curves, the closing page, and an account that does not close; the exit code, which is given."""
     draw_curves([RunRecord.read(run.path)], run.path / "curves.png")
-    console.print(closing_page(RunRecord.read(run.path), next_steps(name, run, stopped)))
+    console.print(closing_page(RunRecord.read(run.path), next_steps(name, run, summary, code)))
     for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
         if not ledger.closes():
             console.print(f"the ledger of {unit} does not close: {ledger.difference} unaccounted for", style="red")
-    return 0
+    return code
 
 
 def carry_out(
     recipe: Recipe, name: str, overrides: list[str], path: Path, console: Console, data: Path | None = None
-) -> tuple[RunDirectory, Summary, bool]:
-    """One run, from the warm start to its summary. It begins with what is imported from `data`, or was at `path`."""
+) -> tuple[RunDirectory, Summary, int]:
+    """One run, from the warm start to its summary, and the exit code.
+
+    It begins with what is imported from `data`, or was at `path`.
+    """
     began = time.monotonic()
     if recipe.runtime == "processes":
         prepare()
@@ -102,8 +109,8 @@ def carry_out(
         return run, *go(recipe, held, console)
 
 
-def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, bool]:
-    """What the run came to, and whether it was stopped before its last step. It is held as long as this takes."""
+def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, int]:
+    """What the run came to, and the exit code. It is held as long as this takes."""
     progress = Progress(recipe, run)
     with LiveView(console, recipe.record.status_seconds, recipe.name) as view:
         every = _LOOK if console.is_terminal else recipe.record.status_seconds / 4
@@ -118,7 +125,7 @@ def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, bo
             for e in summary.evaluations:
                 if e.version.step == summary.steps:
                     events.write(e.version.step, time.time(), {f"eval/{e.metric}": e.value})
-    return summary, runtime.stopped
+    return summary, runtime.exit_code
 
 
 def _runtime(recipe: Recipe) -> type[Inline | Driver]:
@@ -175,10 +182,11 @@ class Throttled:
             self.view(phase, note)
 
 
-def next_steps(name: str, run: RunDirectory, stopped: bool) -> list[str]:
+def next_steps(name: str, run: RunDirectory, summary: Summary, code: int) -> list[str]:
     """What to try next, as commands; `name` is what the recipe was called by."""
-    left = ["the run was stopped before its last step; this goes on with it:", f"tba train --resume {run.path}"]
-    first = left if stopped else []
+    where = "before its last step" if code else "in its last evaluation"
+    left = [f"the run was stopped {where}; this goes on with it:", f"tba train --resume {run.path}"]
+    first = left if summary.faults.get("stopped") else []
     return [
         *first,
         f"tba show {run.path}                      # this page again, all counts, and the curves",

@@ -76,7 +76,7 @@ class Trial:
 
     def difference(self) -> str | None:
         """The first field in which the run there is of another recipe, with both values; None when there is none."""
-        made = json.loads((self.path / "recipe.json").read_text(encoding="utf-8"))["resolved"]
+        made = RunDirectory.open(self.path).facts["resolved"]
         wanted = json.loads(json.dumps(plain(resolved(self.recipe))))
         for name, then, now in differences(made, wanted):
             if name not in _APART and not (name == "model.path" and not now):  # found for it when it began

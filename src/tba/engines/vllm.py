@@ -33,6 +33,7 @@ from tba.engines.room import Room
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.engines.transformers import EngineSettings
 from tba.errors import TbaError, UserError
+from tba.foreign import SAFE
 from tba.policy.causal import load_model
 from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Tokenizer
@@ -103,7 +104,7 @@ class VllmEngine:
         """
         vllm = _imported(device)
         self.settings, self.own, self._adapted = settings, own, adapted
-        config = AutoConfig.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path, **SAFE)
         with torch.device("meta"):
             self._shapes = AutoModelForCausalLM.from_config(config)
         untied = device.type == "cpu" and bool(config.get_text_config().tie_word_embeddings)
@@ -137,7 +138,7 @@ class VllmEngine:
             async_scheduling=False if self.in_flight else None,  # a token would be counted to the next weights
             disable_log_stats=True,
             use_tqdm_on_load=False,
-            load_format="dummy" if untied else "auto",
+            load_format="dummy" if untied else "safetensors",
             hf_overrides={"tie_word_embeddings": False} if untied else {},
         )
         try:

@@ -9,7 +9,6 @@ Shape legend: N sentences, T tokens, W width.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from transformers import AutoModel, AutoTokenizer
 from transformers.utils import cached_file, logging
 
 from tba.errors import UserError
+from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class SentenceEncoder:
         drawn = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
         try:
-            model = AutoModel.from_pretrained(place, dtype=torch.float32).to(device).eval()
-            tokenizer = AutoTokenizer.from_pretrained(place)
+            model = AutoModel.from_pretrained(place, dtype=torch.float32, **SAFE_MODEL).to(device).eval()
+            tokenizer = AutoTokenizer.from_pretrained(place, **SAFE)
             first = _takes_first(place)
-        except (OSError, ValueError) as error:
+        except UNREADABLE as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(f"no sentence embeddings can be loaded from {place!r} ({reason}): give another") from error
         finally:
@@ -72,11 +72,11 @@ class SentenceEncoder:
 
 def _takes_first(place: str) -> bool:
     """Whether a model of sentence-transformers takes its first token's state. Raises `UserError` for other ways."""
-    modules = _facts(place, "modules.json")
+    modules = _facts(place, "modules.json", list[dict[str, Any]])
     if modules is None:
         return False
-    kinds = {str(module["type"]).rpartition(".")[2]: str(module["path"]) for module in modules}
-    pooling = _facts(place, f"{kinds.get('Pooling', '1_Pooling')}/config.json") or {}
+    kinds = {str(module.get("type")).rpartition(".")[2]: str(module.get("path")) for module in modules}
+    pooling = _facts(place, f"{kinds.get('Pooling', '1_Pooling')}/config.json", dict[str, Any]) or {}
     ways = {name for name, on in pooling.items() if name.startswith("pooling_mode_") and on is True}
     ways |= {f"pooling_mode_{pooling['pooling_mode']}"} if isinstance(pooling.get("pooling_mode"), str) else set()
     one = {way.removeprefix("pooling_mode_").partition("_")[0] for way in ways}
@@ -88,13 +88,13 @@ def _takes_first(place: str) -> bool:
     return one == {"cls"}
 
 
-def _facts(place: str, name: str) -> Any:
+def _facts(place: str, name: str, kind: Any) -> Any:
     """A JSON file of a folder or a Hub name; None where it is not there."""
     quietly = {
         f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
     }
     path = cached_file(place, name, **quietly)
-    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    return None if path is None else read_json(Path(path), "give another model", kind)
 
 
 def packaged() -> str:

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import UserError
+from tba.foreign import SAFE, UNREADABLE, read_json, templated
 from tba.policy.causal import CausalPolicy, load_model
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
@@ -112,8 +113,8 @@ class HuggingFace:
 
     def tokenizer(self) -> Any:
         try:
-            return AutoTokenizer.from_pretrained(self.path)
-        except (OSError, ValueError) as error:
+            return AutoTokenizer.from_pretrained(self.path, **SAFE)
+        except UNREADABLE as error:
             reason = str(error).strip().split("\n")[0]
             raise UserError(
                 f"cannot load a tokenizer from '{self.path}' ({reason}); give a folder or a Hub name"
@@ -314,12 +315,7 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
     """Problem -> (prompt, response) token ids; encoded all at once, which is several times faster."""
     if not problems:
         return
-    prompts = [
-        p.prompt
-        if isinstance(p.prompt, str)
-        else tokenizer.apply_chat_template(list(p.prompt), tokenize=False, add_generation_prompt=True)
-        for p in problems
-    ]
+    prompts = [p.prompt if isinstance(p.prompt, str) else templated(tokenizer, p.prompt) for p in problems]
     encoded = [
         tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
         for texts in (prompts, [p.demonstration or "" for p in problems])
@@ -340,4 +336,4 @@ def adapters_in(folder: Path) -> dict[str, torch.Tensor]:
 
 def _is_result_of(folder: Path, key: str) -> bool:
     facts = folder / FACTS
-    return facts.is_file() and json.loads(facts.read_text()).get("key") == key
+    return facts.is_file() and read_json(facts, "remove it", key=str)["key"] == key

@@ -25,6 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.batch import Batch
 from tba.errors import UserError
+from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE
 from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
 from tba.policy.heads import linear_heads, read
 from tba.policy.lora import FILE as ADAPTERS
@@ -52,13 +53,13 @@ def load_model(
     """
     try:
         if seed is None:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path), dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **SAFE), dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
+    except UNREADABLE as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
             f"cannot load a causal language model and its tokenizer from '{path}' ({reason}); "

@@ -5,11 +5,12 @@ Invariant: the kind is that of the error where it arose, also when it was a part
 
 from __future__ import annotations
 
-import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tba.errors import UserError
+from tba.foreign import read_json
 from tba.record.jsonl import write_json
 from tba.record.metrics import read_last
 
@@ -32,8 +33,9 @@ class Failure:
         """Write what ended the run in `directory`; a part that left an error of its own is believed before `error`."""
         kind, message = (error, error) if isinstance(error, str) else (type(error).__name__, str(error))
         for file in sorted((directory / "logs").glob("*.error.json")):
-            left = json.loads(file.read_text(encoding="utf-8"))
-            kind, message = left["kind"], left["message"]
+            with suppress(UserError):
+                left = read_json(file, "it is passed over", kind=str, message=str)
+                kind, message = left["kind"], left["message"]
         last = read_last(directory)
         failure = cls(kind, message, int(last["step"]) if last else 0)
         write_json(directory / FILE, asdict(failure))
@@ -45,7 +47,4 @@ class Failure:
         path = directory / FILE
         if not path.exists():
             return None
-        try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}: wanted why a run failed, but it cannot be read ({error}).") from None
+        return cls(**read_json(path, "it says why a run failed, and can be removed", cls))

@@ -6,12 +6,12 @@ Invariant: a figure that a run does not have is not there: nothing is filled in,
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from tba.foreign import read_json
 from tba.record import metrics
 from tba.record.run import RunRecord
 from tba.record.text import count, percent
@@ -19,6 +19,8 @@ from tba.types import Evaluation, Json
 
 DIVERGENCE_FILE = "divergence.json"  # what `tba.evaluate.divergence` found, as JSON
 DIVERSITY_FILE = "diversity.json"  # what `tba.evaluate.diversity` found, before and after
+_ANEW = "remove it, and have it measured anew (tba study)"
+_MEASURED = {"distinct": float, "differ": float | None, "pass_at": list[float]}  # of the diversity, at least
 _LAST = 10  # the last tenth of the steps is what a mean over the end is taken of
 
 
@@ -166,10 +168,10 @@ def _divergence(directory: Path) -> dict[str, float]:
     path = directory / DIVERGENCE_FILE
     if not path.exists():
         return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
     names = {"kl": "kl", "reward": "reward", "tokens": "answer_tokens"}
     names |= {name: name for name in ("perplexity", "perplexity_with_prompt")}
-    return {name: found[key] for key, name in names.items() if key in found}
+    found = read_json(path, _ANEW, **dict.fromkeys(names, float | None))
+    return {name: found[key] for key, name in names.items() if found.get(key) is not None}
 
 
 def read_diversity(directory: Path) -> dict[str, Json]:
@@ -178,7 +180,10 @@ def read_diversity(directory: Path) -> dict[str, Json]:
     Each has the fields of `tba.evaluate.diversity.Diversity`.
     """
     path = directory / DIVERSITY_FILE
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    if not path.exists():
+        return {}
+    found: dict[str, Json] = read_json(path, _ANEW, before=_MEASURED, after=_MEASURED)
+    return found
 
 
 def pass_of(k: int, samples: int) -> str:
@@ -191,7 +196,7 @@ def _diversity(directory: Path) -> dict[str, float | None]:
     if not found:
         return {}
     before, after = found["before"], found["after"]
-    samples = after["samples"]
+    samples = len(after["pass_at"])
     powers = [2**i for i in range(samples.bit_length())]  # 1, 2, 4, ... up to the samples
     return {
         **{name: after[name] for name in ("distinct", "differ")},

@@ -15,7 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tba.record.text import count, duration, percent
+from tba.record.terminal import terminal
+from tba.record.text import count, duration, percent, printable
 
 NOT_YET = "-"
 
@@ -55,7 +56,7 @@ class LiveView:
     """A context manager; give it a `Status` as often as you like."""
 
     def __init__(self, console: Console | None = None, every_seconds: float = 10.0, title: str = "") -> None:
-        self.console = console or Console()
+        self.console = console or terminal()
         self.every_seconds = every_seconds
         self.title = title
         self._table: Live | None = None
@@ -131,7 +132,7 @@ def table(status: Status, title: str = "") -> Group:
     grid.add_row("KL to reference", f"{_number(status.log_ratio, 2)} nats", "ETA", _eta(status), "trainer", trainer)
     head = Table.grid(padding=(0, 2))
     head.add_row(
-        Text(title or status.phase, style="bold"),
+        Text(printable(title or status.phase, 100, newlines=False), style="bold"),
         ProgressBar(total=max(1, status.steps), completed=status.step, width=30),
         Text(f"step {status.step}/{status.steps}"),
         Text(f"{duration(status.elapsed_seconds)}, {status.phase}", style="dim"),
@@ -160,7 +161,10 @@ def _if_known(name: str, value: str, unit: str = "") -> str:
 
 def _accuracy(status: Status, between: str) -> str:
     return (
-        between.join(f"{name.removeprefix('pass@1/')} {percent(value)}" for name, value in status.accuracy.items())
+        between.join(
+            f"{printable(name, 60, newlines=False).removeprefix('pass@1/')} {percent(value)}"
+            for name, value in status.accuracy.items()
+        )
         or NOT_YET
     )
 

@@ -21,6 +21,7 @@ from tba.evaluate.estimators import wilson_interval
 from tba.record import metrics
 from tba.record.metrics import column
 from tba.record.run import SAMPLED, RunRecord
+from tba.record.text import literal
 
 FILE = "curves.png"
 COLOURS = ("#0b6fb8", "#d9601a", "#1f8a5b", "#a0468c", "#8a6d00", "#4b5563", "#c2304a", "#00858a")
@@ -113,7 +114,7 @@ def curves(runs: Sequence[RunRecord]) -> Any:
     for axes in grid[-1]:
         axes.set_xlabel(f"wall-clock, {unit}", color=GREY, fontsize=9)
     grid[0, 0].set_xlim(left=0)
-    figure.text(0.05, 0.976, _headline(runs), fontsize=13, fontweight="bold", color=INK, va="center")
+    figure.text(0.05, 0.976, literal(_headline(runs)), fontsize=13, fontweight="bold", color=INK, va="center")
     if len(runs) > 1:
         _name_runs(figure, runs)
     else:
@@ -175,7 +176,7 @@ def _draw_accuracy(axes: Any, panel: Panel, run: RunRecord, index: int, runs: in
         y = [100 * v.estimate for v in intervals]
         spread = [[100 * (v.estimate - v.low) for v in intervals], [100 * (v.high - v.estimate) for v in intervals]]
         axes.errorbar(x, y, spread, fmt="none", ecolor=look["color"], elinewidth=1.0, alpha=0.4)
-        axes.plot(x, y, marker="o", ms=4, lw=1.8, label=name if index == 0 else None, **look)
+        axes.plot(x, y, marker="o", ms=4, lw=1.8, label=literal(name) if index == 0 else None, **look)
     return bool(run.evaluations)
 
 
@@ -194,7 +195,7 @@ def _look(run: int, series: int, runs: int) -> dict[str, str]:
 
 def frame(axes: Any, title: str, note: str) -> None:
     """Axes as all our figures have them, before anything is drawn."""
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=20)
+    axes.set_title(literal(title), loc="left", fontsize=11, fontweight="bold", color=INK, pad=20)
     axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=8.5, color=GREY, va="bottom")
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#9ca3af")
@@ -225,7 +226,7 @@ def _name_runs(figure: Any, runs: Sequence[RunRecord]) -> None:
     from matplotlib.lines import Line2D
 
     handles = [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=2.5) for i in range(len(runs))]
-    names = [run.name for run in runs]
+    names = [literal(run.name) for run in runs]
     figure.legend(
         handles,
         names,

@@ -46,7 +46,9 @@ def closing_page(run: RunRecord, next_steps: Sequence[str] = ()) -> RenderableTy
         parts.append(_section("The same held-out problems, before and after", answers(pairs)))
     if run.summary is not None:
         parts.append(_section("What it took", _cost(run.summary)))
-    where = Text.assemble(("The run lies in ", ""), (str(run.directory), "bold"), " (curves.png, summary.json).")
+    where = Text.assemble(
+        ("The run lies in ", ""), (printable(str(run.directory)), "bold"), " (curves.png, summary.json)."
+    )
     parts.append(Padding(where, (1, 0, 0, 0)))
     if next_steps:
         parts.append(_section("What to try next", Text("\n".join(next_steps))))
@@ -62,7 +64,7 @@ def accuracy(run: RunRecord) -> RenderableType:
     for name in names:
         before, after = run.before_after(name)
         change = f"{100 * (after.value - before.value):+.1f} points" if before and after else "-"
-        table.add_row(name, _figure(before), _figure(after), change, str(before.n if before else "-"))
+        table.add_row(printable(name, 60), _figure(before), _figure(after), change, str(before.n if before else "-"))
     return table
 
 
@@ -91,10 +93,15 @@ def _heading(run: RunRecord) -> RenderableType:
     summary = run.summary
     if summary is None:
         why = f"failed: {run.failure}" if run.failure else "no summary: it is running, or was killed"
-        return Text.assemble((run.name, "bold"), f"  step {run.steps}, {duration(run.wall_seconds)}; ", (why, "yellow"))
+        return Text.assemble(
+            (run.name, "bold"),
+            f"  step {run.steps}, {duration(run.wall_seconds)}; ",
+            (printable(why, 300, newlines=False), "yellow"),
+        )
+    recipe = printable(summary.recipe, 100, newlines=False)
     return Text.assemble(
         (run.name, "bold"),
-        f"  {summary.recipe}, seed {summary.seed}, {summary.steps} steps, {duration(summary.wall_seconds.total)}",
+        f"  {recipe}, seed {summary.seed}, {summary.steps} steps, {duration(summary.wall_seconds.total)}",
     )
 
 
@@ -231,5 +238,5 @@ def _pairs(facts: dict[str, str]) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, Text(value))
+        table.add_row(name, Text(printable(value)))
     return table

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from tba.record.comparison import Outcome
 from tba.record.figures import COLUMNS, heading
 from tba.record.report import COLOURS, GREY, INK, STYLES, frame, save_figure
+from tba.record.text import literal
 
 Curve = Sequence[tuple[float, float]]  # (seconds, accuracy)
 _GRID = 200  # points of a mean curve
@@ -56,7 +57,7 @@ def draw_over_time(
             for curve in curves[variant]:
                 axes.plot([x for x, _ in curve], [100 * y for _, y in curve], color=colour, lw=0.7, alpha=0.3)
             x, y = mean_curve(curves[variant])
-            axes.plot(x, 100 * y, color=colour, ls=style, lw=1.8, label=variant)
+            axes.plot(x, 100 * y, color=colour, ls=style, lw=1.8, label=literal(variant))
         axes.set_xlabel("seconds since the first step", color=GREY, fontsize=9)
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     return save_figure(figure, path)
@@ -95,10 +96,10 @@ def draw_frontier(
             names.append((variant.removeprefix(f"{line.family}-"), mean))
         if means:
             style = STYLES[i // len(COLOURS) % len(STYLES)]
-            label = line.family or "all variants"
+            label = literal(line.family or "all variants")
             axes.plot(*np.transpose(means), "o", ls=style, ms=5, lw=1.2, color=colour, label=label)
-    axes.set_xlabel("KL to the reference, nats" if x == "kl" else heading(x), color=GREY, fontsize=9)
-    axes.set_ylabel(heading(y), color=GREY, fontsize=9)
+    axes.set_xlabel("KL to the reference, nats" if x == "kl" else literal(heading(x)), color=GREY, fontsize=9)
+    axes.set_ylabel(literal(heading(y)), color=GREY, fontsize=9)
     axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     _name_points(axes, names)
     return save_figure(figure, path)
@@ -111,7 +112,7 @@ def _name_points(axes: Any, names: Sequence[tuple[str, Any]]) -> None:
     for name, point in names:
         at = axes.transData.transform(point)
         if all(abs(at[0] - other[0]) > _NAME_ROOM[0] or abs(at[1] - other[1]) > _NAME_ROOM[1] for other in placed):
-            axes.annotate(name, point, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
+            axes.annotate(literal(name), point, xytext=(4, 4), textcoords="offset points", fontsize=7, color=GREY)
             placed.append(at)
 
 
@@ -137,7 +138,7 @@ def draw_pass_at_k(
             colour, style = (i, j) if len(lines) > 1 else (j, 0)
             mean_K = np.mean(after[variant], axis=0)
             look = {"color": COLOURS[colour % len(COLOURS)], "ls": STYLES[style % len(STYLES)]}
-            axes.plot(range(1, len(mean_K) + 1), 100 * mean_K, lw=1.6, label=variant, **look)
+            axes.plot(range(1, len(mean_K) + 1), 100 * mean_K, lw=1.6, label=literal(variant), **look)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("k", color=GREY, fontsize=9)
@@ -177,9 +178,11 @@ def draw_against(
                 axes.plot([at[variant]], [0.02], "x", transform=axes.get_xaxis_transform(), color=colour)
         if points:
             x, mean, spread = np.transpose(sorted(points))
-            axes.errorbar(x, mean, spread, ls=style, lw=1.5, color=colour, label=line.family or None, capsize=2)
+            axes.errorbar(
+                x, mean, spread, ls=style, lw=1.5, color=colour, label=literal(line.family) or None, capsize=2
+            )
     _axis(axes, sorted({at[v] for v in drawn}))
-    axes.set_xlabel(label, color=GREY, fontsize=9)
+    axes.set_xlabel(literal(label), color=GREY, fontsize=9)
     if len(lines) > 1:
         axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     return save_figure(figure, path)
@@ -207,7 +210,7 @@ def _panels(count: int, title: str) -> tuple[Any, list[Any]]:
     grid = figure.subplots(deep, columns, squeeze=False, sharex=True, sharey=True)
     for axes in grid.flat[count:]:
         axes.set_visible(False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    figure.suptitle(literal(title), x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
     return figure, list(grid.flat[:count])
 
 

@@ -67,9 +67,16 @@ def page(comparison: Comparison) -> str:
     parts = [f"# {comparison.name}", comparison.description, NOTE]
     for sheet in sheets(comparison, intervals=True):
         lines = [sheet.headings, ["---", *["---:"] * (len(sheet.headings) - 1)], *sheet.cells]
-        table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+        table = "\n".join(
+            f"| {' | '.join(printable(cell, newlines=False).replace('|', chr(92) + '|') for cell in line)} |"
+            for line in lines
+        )
         parts.append(f"## {sheet.title}\n\n{table}")
-    failed = [f"- {o.variant}, seed {o.seed}: {printable(o.failure, 500)}" for o in comparison.outcomes if o.failure]
+    failed = [
+        f"- {o.variant}, seed {o.seed}: {printable(o.failure, 500, newlines=False)}"
+        for o in comparison.outcomes
+        if o.failure
+    ]
     if failed:
         parts.append("## Runs that failed\n\n" + "\n".join(failed))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -83,7 +90,7 @@ def view(comparison: Comparison) -> RenderableType:
         for i, name in enumerate(sheet.headings):
             table.add_column(name, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
         for cells in sheet.cells:
-            table.add_row(*cells)
+            table.add_row(*(printable(cell, newlines=False) for cell in cells))
         parts.append(Padding(Group(Text(sheet.title, style="bold"), Padding(table, (0, 0, 0, 2))), (1, 0, 0, 0)))
     return Group(*parts)
 

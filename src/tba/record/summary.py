@@ -6,12 +6,12 @@ were taken at their own places, so that it can show an account that does not clo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tba.errors import UserError
+from tba.foreign import check, read_json
 from tba.record import memory
 from tba.record.evaluations import evaluation_of
 from tba.record.jsonl import write_json
@@ -142,19 +142,21 @@ class Summary:
         path = directory / FILE
         if not path.exists():
             return None
+        mend = "it is a run's summary, and is made anew when the run goes on (tba train --resume)"
+        row = read_json(path, mend)
+        for follows in ("samples_per_insert", "slow_side"):
+            row.pop(follows, None)
         try:
-            row = json.loads(path.read_text(encoding="utf-8"))
-            for follows in ("samples_per_insert", "slow_side"):
-                row.pop(follows, None)
-            return cls(
-                **{
-                    **row,
-                    "wall_seconds": WallSeconds(**row["wall_seconds"]),
-                    "evaluations": tuple(evaluation_of(e) for e in row["evaluations"]),
-                    "tokens": Ledger(**row["tokens"]),
-                    "trajectories": Ledger(**row["trajectories"]),
-                    "lag": Lag(**row["lag"]),
-                }
-            )
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"{path}: wanted a run's summary, but it cannot be read ({error}).") from None
+            check(row, cls, "it")
+        except ValueError as error:
+            raise UserError(f"{path} is not what was written there ({error}): {mend}") from error
+        return cls(
+            **{
+                **row,
+                "wall_seconds": WallSeconds(**row["wall_seconds"]),
+                "evaluations": tuple(evaluation_of(e) for e in row["evaluations"]),
+                "tokens": Ledger(**row["tokens"]),
+                "trajectories": Ledger(**row["trajectories"]),
+                "lag": Lag(**row["lag"]),
+            }
+        )

@@ -45,6 +45,11 @@ def printable(text: str, longest: int = 2000, newlines: bool = True) -> str:
     return "".join(c if _harmless(c, newlines) else c.encode("unicode_escape").decode("ascii") for c in kept)
 
 
+def literal(text: str, longest: int = 120) -> str:
+    """`text` as a plot shows it letter by letter: between two dollars it would be a formula."""
+    return printable(text, longest, newlines=False).replace("$", r"\$")
+
+
 def named(values: Mapping[str, object]) -> str:
     """`a 1, b 2`; `none` when there is nothing."""
     return ", ".join(f"{printable(str(k), 40)} {printable(str(v), 200)}" for k, v in values.items()) or "none"

@@ -345,7 +345,7 @@ def _intact(body: bytes, compare: bool = True) -> tuple[dict[str, Any], int]:
         if compare:
             _compare(body)
         header, at = _header(body)
-    except (ValueError, IndexError, TypeError) as error:
+    except (ValueError, IndexError, TypeError, RecursionError) as error:
         raise error if isinstance(error, Damaged) else Damaged(f"a trajectory cannot be read: {error}") from error
     if not isinstance(header, dict):
         raise Damaged("a trajectory's header is not an object")

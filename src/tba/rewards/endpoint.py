@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from tba.errors import TbaError, UserError
+from tba.foreign import parsed
 from tba.rewards.threads import in_threads
 
 if TYPE_CHECKING:
@@ -148,9 +149,9 @@ class Endpoint:
 
     def _texts(self, reply: bytes) -> list[str]:
         try:
-            choices = json.loads(reply)["choices"]
+            choices = parsed(reply, choices=list[dict[str, Any]])["choices"]
             said = [c["message"]["content"] if self.settings.api == "chat" else c["text"] for c in choices]
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError):
             raise UserError(
                 f"the victim at {self._url} does not reply as an OpenAI-compatible endpoint does: check the url and "
                 "--task.victim.model"
@@ -181,7 +182,7 @@ def _retry_after(error: urllib.error.HTTPError) -> float | None:
 def _reason(error: urllib.error.HTTPError) -> str:
     """The server's own code or type of the error; not its message, in which the attack may be quoted."""
     try:
-        said = json.loads(error.read(1 << 16))["error"]
+        said = parsed(error.read(1 << 16), error=dict[str, Any])["error"]
         return str(said.get("code") or said.get("type") or "")[:60]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, http.client.HTTPException):
+    except (OSError, ValueError, http.client.HTTPException):
         return ""

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from transformers import AutoModel
 
 from tba.errors import UserError
+from tba.foreign import UNREADABLE, read_json
 from tba.rewards.scoring import RewardModel, Scored, made_to_read, pretrained, quiet
 from tba.rewards.similarity import NAMES, Floats, features, sentences
 
@@ -101,11 +102,17 @@ class FrozenRewardModel:
     @classmethod
     def load(cls, folder: Path, device: str = "cpu") -> FrozenRewardModel:
         """What `save` wrote. Raises `UserError` for one of other features."""
-        known = json.loads((folder / FACTS).read_text(encoding="utf-8"))["features"]
+        known = read_json(folder / FACTS, "make the reward model again", features=list[str])["features"]
         if known != list(NAMES):
             raise UserError(f"the reward model in {folder} has other features than this version: make it again")
-        head = load_file(folder / HEAD)
-        return cls(SentenceEncoder.load(str(folder), device), head["weight"], head["mean"], head["scale"])
+        try:
+            head = load_file(folder / HEAD)
+            weight, mean, scale = (head[name].reshape(len(NAMES)) for name in ("weight", "mean", "scale"))
+        except UNREADABLE as error:
+            raise UserError(
+                f"the head of the reward model in {folder} cannot be read ({error}): make it again"
+            ) from error
+        return cls(SentenceEncoder.load(str(folder), device), weight, mean, scale)
 
     def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[Featured | None]:
         """One for each (prompt, response); None where a side has no sentence."""

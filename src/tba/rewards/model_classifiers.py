@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tba.errors import UserError
+from tba.foreign import templated
 from tba.rewards.scoring import room
 from tba.rewards.victim_model import chosen_device, loaded
 
@@ -106,7 +107,7 @@ class JudgeScores:
         if s.template != "chat":
             return s.template.replace("{answer}", answer).replace("{attack}", attack)
         messages = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return templated(self.tokenizer, messages)
 
     def _tokens(self, text: str) -> list[int]:
         """What comes before the verdict is tokenised alone: the model writes it, and no token joins it to the rest."""

@@ -9,7 +9,6 @@ Shape legend: N texts, T tokens of the longest.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from tba.errors import UserError
+from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
 
 REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
 _AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert")  # positions begin after padding's
@@ -92,8 +92,9 @@ def pretrained(path: str, kind: Any, **more: Any) -> tuple[Any, Any]:
     """A model and its tokenizer. Raises `UserError` when they cannot be loaded."""
     try:
         with quiet():
-            return kind.from_pretrained(path, dtype=torch.float32, **more), AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: weights of other shapes
+            model = kind.from_pretrained(path, dtype=torch.float32, **SAFE_MODEL, **more)
+            return model, AutoTokenizer.from_pretrained(path, **SAFE)
+    except UNREADABLE as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"no reward model can be loaded from {path!r} ({reason}): give a folder or name") from error
 
@@ -114,16 +115,11 @@ def made_to_read(folder: Path) -> tuple[int, Literal["beginning", "end"]] | None
     path = folder / REPORT
     if not path.is_file():
         return None
-    try:
-        reads = json.loads(path.read_text(encoding="utf-8")).get("reads")
-        if reads is None:  # of an earlier version, or frozen
-            return None
-        tokens, keep = int(reads["max_tokens"]), reads["keep"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} does not say how the model reads ({error}): make it again") from error
-    if keep not in ("beginning", "end"):
-        raise UserError(f"{path} says that of a prompt {keep!r} stays: make the model again")
-    return tokens, keep
+    mend = "it says how the model reads: make that again"
+    if read_json(path, mend, reads=dict[str, Any] | None).get("reads") is None:  # of an earlier version, or frozen
+        return None
+    reads = read_json(path, mend, reads={"max_tokens": int, "keep": Literal["beginning", "end"]})["reads"]
+    return reads["max_tokens"], reads["keep"]
 
 
 @dataclass(frozen=True, slots=True)

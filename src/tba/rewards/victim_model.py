@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from tba.errors import UserError
+from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, templated
 
 if TYPE_CHECKING:
     from tba.rewards.victim import ModelVictim
@@ -50,7 +51,7 @@ class VictimModel:
         if self.settings.template != "chat":
             return self.settings.template.replace("{attack}", attack)
         messages = [{"role": "user", "content": attack}]
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return templated(self.tokenizer, messages)
 
     def _sample(self, texts: Sequence[str], count: int) -> list[list[str]]:
         s = self.settings
@@ -92,9 +93,9 @@ def loaded(kind: Any, path: str, what: str, device: str, dtype: torch.dtype) -> 
     drawn = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        model = kind.from_pretrained(path, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+        model = kind.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
+        tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
+    except UNREADABLE as error:
         reason = str(error).strip().partition("\n")[0]
         raise UserError(f"no {what} can be loaded from {path!r} ({reason}): give a folder or a Hub name") from error
     finally:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 from tba.errors import UserError
+from tba.foreign import UNREADABLE, parsed
 from tba.types import Json
 
 WEIGHTS, FACTS = "weights.safetensors", "classifier.json"
@@ -102,10 +103,10 @@ class WordWeights:
         _sklearn("feature_extraction.text")
         folder = Path(path)
         try:
-            settings = WordFeatures(**json.loads((folder / FACTS).read_text())["settings"])
+            settings = WordFeatures(**parsed((folder / FACTS).read_bytes(), settings=WordFeatures)["settings"])
             tensors = load_file(folder / WEIGHTS)
             rarity_F, weight_F, bias = tensors["rarity"], tensors["weight"], float(tensors["bias"][0])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except UNREADABLE as error:
             raise UserError(
                 f"no word classifier can be loaded from {path!r} ({type(error).__name__}): give a folder that `tba "
                 "red-team classifier FILE --out DIR` made"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tba.errors import PartFailed
+from tba.foreign import read_json
 from tba.record.log import tail
 from tba.runtime.directory import RunDirectory
 from tba.runtime.disk import no_space
@@ -95,7 +95,8 @@ class Process:
         """Why it ended, as the driver's own error."""
         file = self.run.error(self.name)
         if file.exists():
-            return failed(self.who, self.log, json.loads(file.read_text()))
+            mend = f"its log is {self.log}"
+            return failed(self.who, self.log, read_json(file, mend, kind=str, message=str, traceback=str))
         code = self.code or 0
         if code == NO_SPACE:
             return no_space(self.run.path)

@@ -10,9 +10,7 @@ and says which incarnation this is: begun, resumed, or its trainer started again
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +20,23 @@ from typing import Any
 
 import tba.settings
 from tba.errors import UserError
+from tba.foreign import is_name, read_json
 from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
 from tba.replay.journal import JournalWriter
 from tba.runtime.holding import hold
 from tba.study import MARK
+
+_FACTS: dict[str, Any] = {  # that every recipe.json has
+    "recipe": str,
+    "digest": str | None,
+    "overrides": list[str],
+    "started": float,
+    "clock": dict[str, float],
+    "sft_seconds": float | None,
+    "incarnations": list[dict[str, Any]],
+    "resolved": dict[str, Any],
+}
 
 
 @dataclass(frozen=True)
@@ -89,27 +99,36 @@ class RunDirectory:
     @property
     def facts(self) -> dict[str, Any]:
         """What recipe.json says. Raises `UserError` when that is not what a run writes."""
-        try:
-            facts = json.loads((self.path / "recipe.json").read_text(encoding="utf-8"))
-            if not (isinstance(facts["recipe"], str) and isinstance(facts["overrides"], list)):
-                raise TypeError("its recipe is no name")
-            if not all(isinstance(argument, str) for argument in facts["overrides"]):
-                raise TypeError("its overrides are no texts")
-            return {"digest": None, **facts}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"{self.path / 'recipe.json'} is not what a run writes ({type(error).__name__}: {error}): "
-                "put it back as it was, or start a new run"
-            ) from error
+        mend = "put it back as it was, or start a new run"
+        facts: dict[str, Any] = {"digest": None, **read_json(self.path / "recipe.json", mend, **_FACTS)}
+        if {"--help", "-h"} & set(facts["overrides"]):  # which would be answered, and end the program
+            raise UserError(f"{self.path / 'recipe.json'} has an override that no run has (--help): {mend}")
+        return facts
 
     def recipe(self) -> Recipe:
-        """The recipe, rebuilt from its name or path and the overrides; never from a pickle."""
+        """The recipe, rebuilt from its name or path and the overrides; never from a pickle.
+
+        Where it is of a file, that is executed: whoever only reads a run asks `recipe_to_read` for it.
+        """
         facts = self.facts
         source = facts["recipe"]
         file = source.partition(MARK)[0]
         if facts["digest"] is not None and facts["digest"] != _digest(Path(file)):
             raise UserError(f"{file} has changed since the run at {self.path} began: start a new run")
         return tba.settings.override(tba.settings.find(source), facts["overrides"], f"tba train {source}")
+
+    def recipe_to_read(self, trusted: bool) -> Recipe:
+        """The same for what does not go on with the run, which may be somebody else's.
+
+        Raises `UserError` where a file would be executed, unless it is `trusted`.
+        """
+        file = self.facts["recipe"].partition(MARK)[0]
+        if file.endswith(".py") and not trusted:
+            raise UserError(
+                f"the run at {self.path} is of the recipe file {file}, which would be executed: look at it, then give "
+                "--trust too"
+            )
+        return self.recipe()
 
     @property
     def incarnation(self) -> int:
@@ -146,16 +165,24 @@ class RunDirectory:
     def journal(self, recipe: Recipe) -> Path:
         """The journal's file: here, or in `run.journal_dir` under this run's name."""
         folder = recipe.run.journal_dir
+        if folder is not None:
+            _make(folder)
+        return self._journal_in(folder)
+
+    def _journal_in(self, folder: Path | None) -> Path:
         if folder is None:
             return self.path / "journal.sqlite"
-        _make(folder)
         key = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
         return folder / f"{self.path.name}-{key}.sqlite"
 
     def journal_there(self) -> Path:
-        """The same; the recipe is asked only where it does not lie in the run's own folder."""
+        """The same by recipe.json alone, for who reads a run: nothing is executed or made."""
         beside = self.path / "journal.sqlite"
-        return beside if beside.exists() else self.journal(self.recipe())
+        if beside.exists():
+            return beside
+        settings = self.facts["resolved"].get("run")
+        folder = settings.get("journal_dir") if isinstance(settings, dict) else None
+        return self._journal_in(Path(folder) if isinstance(folder, str) else None)
 
     @property
     def weights(self) -> Path:
@@ -187,8 +214,15 @@ class RunDirectory:
 
 def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
     """runs/NAME: the given name, or the recipe's with the time."""
-    if run_name is not None and not re.fullmatch(r"[\w.-]+", run_name):
-        raise UserError(f"--run-name is {run_name!r}: use letters, digits, '.', '_' and '-' only")
+    if run_name is not None and not is_name(run_name):
+        raise UserError(
+            f"--run-name is {run_name!r}: use letters, digits, '.', '_' and '-' only, a letter, digit or '_' first"
+        )
+    if run_name is None and not is_name(recipe_name):
+        raise UserError(
+            f"the recipe is named {recipe_name!r}, which cannot name a folder: give --run-name (letters, digits, '.', "
+            "'_', '-')"
+        )
     name = run_name or f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
     if run_name is None and (root / name).exists():
         name += f"-{os.getpid()}"

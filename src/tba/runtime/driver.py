@@ -6,11 +6,11 @@ replay and trainer: their result files); nothing here is found by subtraction.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tba.foreign import read_json
 from tba.recipe import Recipe
 from tba.record.clock import share_of
 from tba.record.evaluations import read_evaluations
@@ -27,6 +27,9 @@ from tba.types import Json
 
 if TYPE_CHECKING:
     from tba.runtime.training import TrainHalf
+
+GO_ON = "go on with the run (tba train --resume)"  # what mends a result that cannot be read
+_HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # that a searching half leaves
 
 
 @dataclass
@@ -84,10 +87,10 @@ def summarise(
     recipe: Recipe, run: RunDirectory, searchers: list[str], faults: Mapping[str, Any], sft_seconds: float
 ) -> Summary:
     """summary.json of a run whose parts have ended."""
-    trainer = json.loads(run.result("trainer").read_text())
+    trainer = read_json(run.result("trainer"), GO_ON)
     joined = Joined(run).record()
     names = [*searchers, *(searcher["name"] for searcher in joined)]
-    halves = {name: json.loads(run.result(name).read_text()) for name in names if run.result(name).exists()}
+    halves = {name: read_json(run.result(name), GO_ON, **_HALF) for name in names if run.result(name).exists()}
     with JournalFollower(run.journal(recipe), position=trainer["position"], create=False) as journal:
         owners = journal.counters()
         undrained = journal.undrained()

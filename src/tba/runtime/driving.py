@@ -7,7 +7,6 @@ that raises ends the run; every phase has a deadline that names what it waits fo
 
 from __future__ import annotations
 
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -16,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
+from tba.foreign import read_json
 from tba.recipe import Recipe
-from tba.record.evaluations import read_evaluations
 from tba.record.faults import count_faults, record_fault
 from tba.runtime.directory import RunDirectory
+from tba.runtime.evaluation import evaluated_to_the_end
 from tba.runtime.joining import Joined
 from tba.runtime.stopping import stop_requests
 from tba.types import Json
@@ -99,7 +99,8 @@ class Driver(ABC):
     recipe: Recipe
     run: RunDirectory
     tell: Callable[[str, str], None]  # (phase, note), a few times a second
-    stopped: bool = False
+    stopped: bool = False  # before its last step, or in its last evaluation
+    exit_code: int = 0  # 128 and the signal that ended it before its last step
     joined: Joined = field(init=False)
     _note: str = ""
 
@@ -129,12 +130,16 @@ class Driver(ABC):
             self._stop([trainer], "a checkpoint")
             if trainer.code != 0:
                 raise trainer.failure()
-            steps = json.loads(self.run.result("trainer").read_text())["steps"]
-            self.stopped = stop() or steps < self.recipe.steps
-            if not self.stopped:
+            result = read_json(self.run.result("trainer"), "go on with the run (tba train --resume)", steps=int)
+            finished = result["steps"] >= self.recipe.steps
+            if finished and not stop():
                 self._evaluate(searchers, stop)
-                self._note_missing_evaluation()
             self._stop(searchers, "their last round")
+            seen = evaluated_to_the_end(self.run.path, self.recipe.steps)
+            self.stopped = not finished or (stop() and not seen)
+            self.exit_code = 0 if finished else stop.exit_code
+            if not (self.stopped or seen):
+                self._note_missing_evaluation()
             self._see_off()
             failed_while_stopping = [part.name for part in searchers if part.code != 0]
         return {"stopped": self.stopped, "failed_while_stopping": failed_while_stopping}
@@ -182,10 +187,8 @@ class Driver(ABC):
     def _note_missing_evaluation(self) -> None:
         """The last one can be missing where a searcher had begun it and was given up."""
         if count_faults(self.run.path)["searchers_given_up"]:
-            seen = max((e.version.step for e in read_evaluations(self.run.path)), default=0)
-            if seen < self.recipe.steps:
-                what = f"the last version was not evaluated: tba eval {self.recipe.name} --checkpoint {self.run.path}"
-                record_fault(self.run.path, "evaluations_missing", what)
+            what = f"the last version was not evaluated: tba eval {self.recipe.name} --checkpoint {self.run.path}"
+            record_fault(self.run.path, "evaluations_missing", what)
 
     def _watch(self, searchers: Sequence[Part]) -> None:
         """A searcher that raises ends the run; one that dies is started again, a bounded number of times."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy as np
 from tba.evaluate.accuracy import EvaluationSettings, evaluate
 from tba.protocols import Engine, PublishedWeights, Reward
 from tba.record.clock import ShareClock
-from tba.record.evaluations import Answered
+from tba.record.evaluations import Answered, read_evaluations
 from tba.types import Evaluation, Json, Prompt, Version
 
 _WHY = "evaluate"
@@ -157,6 +158,11 @@ class Examiner:
         self.writer.write(evaluations, found.answers)
         self.jobs.finish(_job(version), evaluations)
         self.done.add(str(version))
+
+
+def evaluated_to_the_end(directory: Path, steps: int) -> bool:
+    """Whether the version of a run's last step has been evaluated."""
+    return max((e.version.step for e in read_evaluations(directory)), default=0) >= steps
 
 
 def _job(version: Version) -> str:

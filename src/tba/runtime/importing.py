@@ -76,7 +76,7 @@ def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
     if path.is_dir():
         if path.resolve() == into.path.resolve():
             raise UserError(f"{path} is the run itself: give a file, or another run")
-        return _trajectories(_journal(path))
+        return _trajectories(RunDirectory.open(path).journal_there())
     return _trajectories(path) if path.suffix == ".sqlite" else read(path)
 
 
@@ -86,12 +86,6 @@ def demonstrations(task: Task, most: int) -> Iterator[Entry]:
     for number, problem in enumerate(islice(shown, most), start=1):
         prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
         yield number, {"prompt": prompt, "response": problem.demonstration}
-
-
-def _journal(folder: Path) -> Path:
-    run = RunDirectory.open(folder)
-    beside = folder / "journal.sqlite"
-    return beside if beside.exists() else run.journal(run.recipe())
 
 
 def _trajectories(path: Path) -> Iterator[Entry]:

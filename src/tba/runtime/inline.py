@@ -15,6 +15,7 @@ import torch
 from tba.recipe import Recipe
 from tba.record.log import log_to
 from tba.runtime.directory import RunDirectory
+from tba.runtime.evaluation import evaluated_to_the_end
 from tba.runtime.offline import nothing_more
 from tba.runtime.resuming import restore_searcher
 from tba.runtime.searching import SearchHalf, start_searching
@@ -30,7 +31,8 @@ class Inline:
     run: RunDirectory
     tell: Callable[[str, str], None]
     searchers: list[str] = field(default_factory=lambda: ["searcher-0"])
-    stopped: bool = False
+    stopped: bool = False  # before its last step, or in its last evaluation
+    exit_code: int = 0  # 128 and the signal that ended it before its last step
 
     def go(self) -> dict[str, object]:
         """Runs to the end; the faults it survived. Ctrl-C ends it between two tokens or steps, with a checkpoint."""
@@ -54,7 +56,8 @@ class Inline:
             train.finish()
             self.tell("evaluating", "")
             _evaluate(search, train)
-            self.stopped = not train.finished
+            self.stopped = not train.finished or (stop() and not evaluated_to_the_end(self.run.path, self.recipe.steps))
+            self.exit_code = 0 if train.finished else stop.exit_code
         return {"stopped": self.stopped}
 
     def _turns(self, search: SearchHalf, train: TrainHalf, stop: Callable[[], bool]) -> None:

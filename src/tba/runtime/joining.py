@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from tba.errors import DeadlineExceeded, UserError
+from tba.foreign import parsed
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.replay.journal import JournalWriter
 from tba.runtime.directory import RunDirectory
 from tba.runtime.holding import is_held
 
+ASKED = "Ctrl-C"  # why one leaves that was asked to by a signal
 FIRST = 1000  # the number of the first that joins
 _LOOK = 0.5  # seconds between two looks at whether the run goes on, or who has left
 _POLL = 0.05
@@ -50,7 +52,7 @@ class Leaving(ABC):
     def stop(self) -> bool:
         """Whether to leave; may be asked often."""
         if self.why is None and self.asked():
-            self.why = "Ctrl-C"
+            self.why = ASKED
         if self.why is None and time.monotonic() - self._looked >= _LOOK:
             self._looked = time.monotonic()
             self.why = self.called()
@@ -196,14 +198,15 @@ class Joined:
     def _all(self) -> list[tuple[str, dict[str, Any], bool]]:
         """(name, what its file says, whether the process is there)."""
         found = []
-        for path in sorted(_folder(self.run).glob("searcher-*.json"), key=lambda p: int(p.stem.rpartition("-")[2])):
+        numbered = [p for p in _folder(self.run).glob("searcher-*.json") if p.stem.rpartition("-")[2].isdecimal()]
+        for path in sorted(numbered, key=lambda p: int(p.stem.rpartition("-")[2])):
             with path.open() as file:
                 there = not _locked(file)
                 try:
-                    facts = json.load(file)
+                    facts = parsed(file.read(), joined=float | None, left=float | None, how=str | None)
                 except ValueError:  # it is just writing, or died while it did
                     facts = {}
-            found.append((path.stem, facts if isinstance(facts, dict) else {}, there))
+            found.append((path.stem, facts, there))
         return found
 
 

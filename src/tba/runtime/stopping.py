@@ -1,35 +1,55 @@
 """Ctrl-C as a request: what is under way is brought to an end where it is whole.
 
 Invariant: inside `stop_requests` the first Ctrl-C (or SIGTERM) changes nothing but the answer; a second one is a
-KeyboardInterrupt wherever the program is.
+KeyboardInterrupt wherever the program is. Which signal it was is known afterwards, for the exit code.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class StopRequest:
+    """Called, it tells whether a stop was asked for."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the signal that asked for it
+        self._asked = threading.Event()
+
+    def __call__(self) -> bool:
+        return self._asked.is_set()
+
+    def ask(self, number: int) -> None:
+        self.number = number
+        self._asked.set()
+
+    @property
+    def exit_code(self) -> int:
+        """Of what this signal ended: 130 for Ctrl-C, 143 for SIGTERM, as shells have it."""
+        return 128 + (self.number or signal.SIGINT)
+
+
 @contextmanager
-def stop_requests() -> Iterator[Callable[[], bool]]:
+def stop_requests() -> Iterator[StopRequest]:
     """Gives a function that tells whether a stop was asked for. Outside the main thread no signal is listened to."""
-    asked = threading.Event()
+    asked = StopRequest()
 
     def ask(number: int, frame: object) -> None:
-        if asked.is_set():
+        if asked():
             raise KeyboardInterrupt
-        asked.set()
+        asked.ask(number)
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield asked
         return
     before = [signal.signal(number, ask) for number in _SIGNALS]
     try:
-        yield asked.is_set
+        yield asked
     finally:
         for number, former in zip(_SIGNALS, before, strict=True):
             signal.signal(number, former)

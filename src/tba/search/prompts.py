@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from tba.errors import UserError
+from tba.foreign import templated
 from tba.protocols import Tokenizer
 from tba.search.posterior import Outcome, Posterior, PosteriorSettings
 from tba.types import Problem, Prompt
@@ -88,7 +89,8 @@ def _chat(problem: Problem, tokenizer: Any) -> str:
             "this task gives chat messages, but the model's tokenizer has no chat template: "
             "use an instruction-tuned model, or a task that gives plain prompts"
         )
-    return str(tokenizer.apply_chat_template(list(problem.prompt), tokenize=False, add_generation_prompt=True))
+    assert not isinstance(problem.prompt, str)
+    return templated(tokenizer, problem.prompt)
 
 
 class PromptSource(Protocol):

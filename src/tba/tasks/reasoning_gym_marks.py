@@ -213,7 +213,7 @@ def _opened(dataset: str, parameters: str, seed: int, size: int) -> Any:
         ) from error
     try:
         settings = json.loads(parameters)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"reasoning_gym has parameters {parameters!r}, which are not JSON: {error}") from error
     if not isinstance(settings, dict) or {"seed", "size"} & settings.keys():
         raise UserError(f"reasoning_gym has parameters {parameters!r}: give a JSON object without seed and size")

@@ -4,21 +4,26 @@
                           optimizer.safetensors optimizer.json   run.json (the manifest)
 
 Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there. `run.json` ties all of it to one
-version: it holds the rest of the run's state at that step, and size and checksum of every other file, so that damage is
-found before anything is believed. `from_pretrained` takes a folder as it is. One process writes.
+version: it holds the rest of the run's state at that step, size and checksum of every other file, and a digest of all
+that, so that damage is found before anything is believed. A folder with a file that is not named there is refused:
+`from_pretrained` takes a folder as it is. One process writes.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tba.errors import UserError
+from tba.foreign import parsed
 from tba.types import Json, Version
 from tba.weights.beside import folder_beside, remove_folder, remove_leftovers
 
@@ -31,6 +36,12 @@ RUN = "run.json"
 HEADS = "heads.safetensors"
 STEP = re.compile(r"step-\d+")
 _BLOCK = 1 << 22  # bytes read at a time
+_MANIFEST = {  # `digest`: of the others, since
+    "version": Version,
+    "state": dict[str, Any],
+    "files": dict[str, tuple[int, int]],  # bytes and CRC-32 of each
+    "digest": str | None,
+}
 _UNKNOWN = Version(-1)  # of a checkpoint whose manifest cannot be read
 
 
@@ -45,20 +56,20 @@ class Checkpoint:
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
         """Raises `UserError` when there is none, or it is damaged."""
-        try:
-            run = json.loads((path / RUN).read_text())
-            return cls(path, Version.parse(run["version"]), run["state"])
-        except FileNotFoundError as error:
-            raise UserError(f"there is no checkpoint at {path} (no {RUN}); give a folder checkpoints/step-N") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"the checkpoint at {path} is damaged ({RUN}: {error}); give an older one") from error
+        run = _manifest(path)
+        for name in _files(path):
+            if name not in run["files"] and name != RUN and not name.startswith("."):
+                raise UserError(f"the checkpoint at {path} has a file that it was not made with ({name}): take it away")
+        return cls(path, Version.parse(run["version"]), run["state"])
 
     def verify(self) -> None:
         """Read every file once. Raises `UserError` when one is missing, cut or changed since it was written."""
-        run = json.loads((self.path / RUN).read_text())
-        for name, (size, checksum) in run.get("files", {}).items():
+        there = _files(self.path)
+        for name, (size, checksum) in _manifest(self.path)["files"].items():
             try:
-                found = _measured(self.path / name)
+                if name not in there:  # of its own: a name may lead anywhere
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+                found = _measured(there[name])
             except OSError as error:
                 raise UserError(f"the checkpoint at {self.path} is damaged ({name}: {error.strerror})") from error
             if found != (size, checksum):
@@ -108,9 +119,9 @@ def save_checkpoint(
             import safetensors.torch
 
             safetensors.torch.save_file(heads.state_dict(), beside / HEADS)
-        files = {str(p.relative_to(beside)): _measured(p) for p in sorted(beside.rglob("*")) if p.is_file()}
-        manifest = {"version": str(version), "state": dict(state or {}), "files": files}
-        (beside / RUN).write_text(json.dumps(manifest))
+        files = {name: _measured(file) for name, file in _files(beside).items()}
+        manifest = json.dumps({"version": str(version), "state": dict(state or {}), "files": files})
+        (beside / RUN).write_text(json.dumps({**json.loads(manifest), "digest": _digest(json.loads(manifest))}))
         if path.exists():
             remove_folder(path)
     for old in _folders(folder)[:-keep]:
@@ -155,9 +166,38 @@ def _folders(folder: Path) -> list[Path]:
 
 def _version(path: Path) -> Version:
     try:
-        return Checkpoint.load(path).version
+        return Version.parse(_manifest(path)["version"])
     except UserError:
         return _UNKNOWN
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """Of the checkpoint at `path`. Raises `UserError` when there is none, or it is not what was written.
+
+    One of an earlier version, which wrote no digest, has exactly the other fields.
+    """
+    try:
+        run: dict[str, Any] = parsed((path / RUN).read_bytes(), **_MANIFEST)
+        digest = run.pop("digest", None)
+        if digest is None and run.keys() != _MANIFEST.keys() - {"digest"}:
+            raise ValueError("its digest is missing")
+        if digest is not None and digest != _digest(run):
+            raise ValueError("its digest differs")
+        return run
+    except FileNotFoundError as error:
+        raise UserError(f"there is no checkpoint at {path} (no {RUN}); give a folder checkpoints/step-N") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"the checkpoint at {path} is damaged ({RUN}: {error}); give an older one") from error
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """All that lie in it and below, by name."""
+    return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def _digest(manifest: Mapping[str, Json]) -> str:
+    """Of what a manifest says, however it is spelt."""
+    return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _measured(path: Path) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tba.errors import UserError
+from tba.foreign import parsed
 from tba.schedules import RateShape, WarmupConstant
 from tba.sharding import gathered, group_of, is_sharded, own_rows, rows_of
 from tba.streaming import Streamed, write_tensors
@@ -125,7 +126,7 @@ class Optimizer:
     def load(self, folder: Path) -> None:
         """The inverse of `save`. Raises `UserError` when it is missing, damaged or of another model."""
         try:
-            facts = json.loads((folder / FACTS).read_text())
+            facts = parsed((folder / FACTS).read_bytes())
             if facts != self._facts():
                 raise UserError(
                     f"the optimizer's state in {folder} is of another model: its parameters differ; give its own"

@@ -19,12 +19,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import safetensors
 import torch
 
 from tba.errors import UserError
+from tba.foreign import parsed
 from tba.protocols import PublishedWeights
 from tba.streaming import write_tensors
 from tba.types import Json, Version
@@ -34,6 +35,7 @@ from tba.weights.changes import restored, write_changes
 TENSORS = ".safetensors"
 MANIFEST = ".json"
 PINS = ".pins"
+_MANIFEST = {"version": Version, "names": list[str], "notes": dict[str, Any], "base": Version | None}
 NAME = re.compile(r"(\d+\.\d+)\.json")  # what is still being written begins with a dot
 
 
@@ -141,7 +143,7 @@ class WeightDirectory:
         """
         manifest = self._file(version, MANIFEST)
         try:
-            head = json.loads(manifest.read_text())
+            head = parsed(manifest.read_bytes(), _MANIFEST)
             notes, since = head["notes"], head.get("base")
             tensors = safetensors.safe_open(self.file(version), framework="pt")
             base = None if since is None else safetensors.safe_open(self.file(Version.parse(since)), framework="pt")
@@ -160,7 +162,7 @@ class WeightDirectory:
 
     def base(self, version: Version) -> Version | None:
         """Since which version its file holds the changes; None: it is whole. Raises `FileNotFoundError` when gone."""
-        since = json.loads(self._file(version, MANIFEST).read_text()).get("base")
+        since = self._parsed(version, MANIFEST, _MANIFEST).get("base")
         return None if since is None else Version.parse(since)
 
     def file(self, version: Version) -> Path:
@@ -209,10 +211,17 @@ class WeightDirectory:
     def pins(self, version: Version) -> list[str]:
         """Why `version` is pinned; empty when it is not."""
         try:
-            reasons: list[str] = json.loads(self._file(version, PINS).read_text())
+            reasons: list[str] = self._parsed(version, PINS, list[str])
         except FileNotFoundError:
             return []
         return reasons
+
+    def _parsed(self, version: Version, suffix: str, kind: Any) -> Any:
+        """Raises `FileNotFoundError` when it is gone, `UserError` when it is damaged."""
+        try:
+            return parsed(self._file(version, suffix).read_bytes(), kind)
+        except ValueError as error:
+            raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
 
     def _file(self, version: Version, suffix: str) -> Path:
         return self.path / f"{version}{suffix}"

@@ -1,0 +1,178 @@
+"""What comes from outside: JSON whose shape is checked before it is believed, and models without code of their own.
+
+Invariant: whatever a file or a reply holds, reading it here ends in a value of the shape that was asked for or in a
+`ValueError` of one clause; nothing of it is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Union
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+
+from tba.errors import UserError
+from tba.types import Json, Version
+
+DEEPEST = 64  # levels of lists and objects in one another: ours have six
+_LONGEST_NAME = 200  # bytes: what is made of it is a few longer, and 255 is what file systems take
+_LARGEST = 2**64  # of a whole number
+_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
+SAFE: dict[str, Any] = {"trust_remote_code": False}  # for `from_pretrained` of configurations and tokenizers
+SAFE_MODEL: dict[str, Any] = {**SAFE, "use_safetensors": True}  # for that of models: no pickle, whatever lies there
+UNREADABLE = (  # what transformers raises for a folder whose files are not what they should be
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, RecursionError),
+    *(ArithmeticError, ImportError, AssertionError, SafetensorError, StrictDataclassError),
+)
+
+
+def parsed(text: str | bytes, kind: Any = None, /, **fields_there: Any) -> Any:
+    """The JSON value in `text`, which has to be of a kind: an annotation as of a field (`str`, `list[int]`,
+    `float | None`, a dataclass for an object of its fields), or the fields that an object has to have, by name, each
+    with its kind (by default those given by keyword); one that may be null may be missing, and there may be others.
+    Raises `ValueError` for anything else.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond reason
+        raise ValueError(f"not JSON ({error})") from None
+    if _deeper(value, DEEPEST):
+        raise ValueError(f"nested more than {DEEPEST} deep")
+    check(value, fields_there if kind is None else kind, "it")
+    return value
+
+
+def is_name(text: str) -> bool:
+    """Whether it can be the name of a file or folder: no path, not hidden, and no option where it is an argument."""
+    return re.fullmatch(r"\w[\w.+=-]*", text) is not None and len(text.encode(errors="replace")) <= _LONGEST_NAME
+
+
+def check(value: Json, kind: Any, what: str) -> None:
+    """Raises `ValueError` unless the JSON value is of the kind; `what` it is called in the message."""
+    origin, of = typing.get_origin(kind) or kind, typing.get_args(kind)
+    if kind is Any:
+        return
+    if isinstance(kind, dict):
+        check(value, dict[str, Any], what)
+        for name, wanted in kind.items():
+            check(value.get(name), wanted, name if what == "it" else f"{name} of {what}")
+    elif origin in (Union, types.UnionType):
+        fitting = [one for one in of if _is_of(value, one)]
+        if not fitting:
+            raise ValueError(_sentence(value, kind, what))
+        check(value, fitting[0], what)  # says what is wrong inside
+    elif is_dataclass(kind) and kind is not Version:
+        check(value, dict[str, Any], what)
+        hints = _hints(typing.cast("type", kind))
+        for one in fields(kind):
+            if one.name in value or (one.default is MISSING and one.default_factory is MISSING):
+                check(value.get(one.name), hints[one.name], f"{one.name} of {what}" if what != "it" else one.name)
+        if unknown := value.keys() - hints.keys():
+            raise ValueError(f"{what} has a field {min(unknown)[:40]!r} that is unknown")
+    elif not _is_of(value, kind):
+        raise ValueError(_sentence(value, kind, what))
+    elif isinstance(value, Mapping) and len(of) == 2:
+        for key, inner in value.items():
+            check(inner, of[1], f"{key[:40]!r} of {what}")
+    elif isinstance(value, list) and of:
+        kinds = [of[0]] * len(value) if origin is not tuple or of[1:] == (...,) else list(of)
+        if len(kinds) != len(value):
+            raise ValueError(f"{what} is a list of {len(value)}, it must be one of {len(kinds)}")
+        for place, (inner, wanted) in enumerate(zip(value, kinds, strict=True)):
+            check(inner, wanted, f"number {place} of {what}")
+
+
+def _is_of(value: Json, kind: Any) -> bool:
+    """Whether the value itself is of the kind, whatever is in it."""
+    origin = typing.get_origin(kind) or kind
+    if origin is Any:
+        return True
+    if origin is Literal:
+        return value in typing.get_args(kind) and not isinstance(value, list | dict)
+    if origin is Version:
+        try:
+            return isinstance(value, str) and Version.parse(value) is not None
+        except ValueError:
+            return False
+    if origin is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and _bounded(value)
+    if origin is int:
+        return isinstance(value, int) and not isinstance(value, bool) and _bounded(value)
+    if isinstance(kind, dict) or is_dataclass(origin) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return isinstance(value, dict)
+    if isinstance(origin, type) and issubclass(origin, Sequence) and origin is not str:
+        return isinstance(value, list)
+    return isinstance(value, origin)
+
+
+def _bounded(value: float) -> bool:
+    return abs(value) < _LARGEST if isinstance(value, int) else math.isfinite(value)
+
+
+def _sentence(value: Json, kind: Any, what: str) -> str:
+    given = "missing or null" if value is None else repr(value)
+    return f"{what} is {given if len(given) <= 60 else given[:57] + '...'}, it must be {_name(kind)}"
+
+
+def _name(kind: Any) -> str:
+    origin = typing.get_origin(kind) or kind
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_name, typing.get_args(kind)))
+    if origin is Literal:
+        return " or ".join(map(repr, typing.get_args(kind)))
+    if origin is Version:
+        return "a version such as '0.12'"
+    if isinstance(origin, type) and issubclass(origin, Sequence) and origin is not str:
+        return "a list"
+    return _NAMES.get(origin, "an object")
+
+
+def _deeper(value: Json, most: int) -> bool:
+    """Whether lists and objects lie in one another more than so many levels deep."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        level = [one for one in level if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def read_json(path: Path, mend: str, kind: Any = None, /, **fields_there: Any) -> Any:
+    """`parsed` of a file. Raises `UserError`, which says what to do about it, when that cannot be."""
+    try:
+        return parsed(path.read_bytes(), kind, **fields_there)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): {mend}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not what was written there ({error}): {mend}") from error
+
+
+def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
+    """Messages as a tokenizer's own template writes them. Raises `UserError` for what the template raises."""
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template raises what it likes
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"the tokenizer's chat template cannot write a prompt ({reason}): give another model"
+        ) from error
