@@ -146,6 +146,7 @@ class Joined:
 
     run: RunDirectory
     _dead: set[str] = field(default_factory=set)
+    _left: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the files of those say who have left
     _looked: float = -_LOOK
 
     def open(self) -> None:
@@ -194,16 +195,22 @@ class Joined:
         ]
 
     def _all(self) -> list[tuple[str, dict[str, Any], bool]]:
-        """(name, what its file says, whether the process is there)."""
-        found = []
+        """(name, what its file says, whether the process is there). The file of one who has left is read once."""
+        found: list[tuple[str, dict[str, Any], bool]] = []
         for path in sorted(_folder(self.run).glob("searcher-*.json"), key=lambda p: int(p.stem.rpartition("-")[2])):
+            if path.stem in self._left:
+                found.append((path.stem, self._left[path.stem], False))
+                continue
             with path.open() as file:
                 there = not _locked(file)
                 try:
                     facts = json.load(file)
                 except ValueError:  # it is just writing, or died while it did
                     facts = {}
-            found.append((path.stem, facts if isinstance(facts, dict) else {}, there))
+            facts = facts if isinstance(facts, dict) else {}
+            if not there and facts.get("left") is not None:
+                self._left[path.stem] = facts
+            found.append((path.stem, facts, there))
         return found
 
 
