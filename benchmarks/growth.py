@@ -2,9 +2,9 @@
 
     python benchmarks/growth.py [--rows 1000,100000,1000000] [--times 40] [--steps 2000] [--folder DIR]
 
-A run of the enumerable toy whose journal has been filled with so many trajectories (and a tenth as many outcomes of
-prompts, finished evaluations and lines of metrics.jsonl), in a process of its own. Searcher and trainer then take turns, as
-in the inline runtime, and each is measured:
+A run of the enumerable toy whose journal has been filled with so many trajectories (a tenth as many outcomes of prompts
+and lines of metrics.jsonl, a thousandth as many evaluations), in a process of its own. Searcher and trainer then take
+turns, as in the inline runtime, and each is measured:
 
 step         an optimizer step and what is recorded of it, with what came in drained, and the looks at counts
 checkpoint   all that is saved beside the weights
@@ -12,12 +12,13 @@ round        a searcher's: prompts are leased by their posterior, weights looked
 look         the live view's figures; the driver's look at who has joined and who holds the run
 
 statements   of SQLite, all connections
-rows         iterations of SQLite's loops: what a scan of a table runs through for every row
+instructions of SQLite's virtual machine, a few for every row that is looked at
 bytes        read from files (rchar of /proc/self/io), of SQLite in pages of 8 kB
 lines        of JSON that were parsed
 
-Then what is read once, and grows as it must: a trainer's start, another searcher's, `tba show`. Last, --steps steps of one
-run: memory, open descriptors, and what is written.
+Then what is read once, and grows as it must: both halves start and take in what is there, another searcher joins and
+makes a round, somebody begins to look, `tba show`. Last, --steps steps of one run: memory, open descriptors, what is
+written.
 """
 
 from __future__ import annotations
@@ -94,15 +95,16 @@ recipe = Recipe(
     sync_every=5,
 )
 recipe = replace(recipe, run=replace(recipe.run, checkpoint_every=0))
-SHARE = 10  # trajectories to a line of each other kind
+SHARE = 10  # trajectories to a line of metrics.jsonl, and to an outcome of a prompt
+EVALUATED = 1000  # and to a finished evaluation
 AT_ONCE = 2000  # trajectories put in one transaction
 
 
 class Counting:
-    """Inside, every connection to SQLite counts its statements and the iterations of its loops."""
+    """Inside, every connection to SQLite counts its statements and their instructions."""
 
     def __init__(self) -> None:
-        self.statements = self.rows = self.lines = 0
+        self.statements = self.instructions = self.lines = 0
         self.on = False
         self._connections: list[sqlite3.Connection] = []
         self._connect, self._loads = sqlite3.connect, json.loads
@@ -120,7 +122,7 @@ class Counting:
         for connection in self._connections:
             self._watch(connection)
         self.on, found = True, {}
-        before, bytes_before, began = (self.statements, self.rows, self.lines), bytes_read(), time.perf_counter()
+        before, bytes_before, began = self._counts(), bytes_read(), time.perf_counter()
         try:
             yield found
         finally:
@@ -128,9 +130,11 @@ class Counting:
             self.on = False
             for connection in self._connections:
                 self._leave(connection)
-            after = (self.statements, self.rows, self.lines)
-            found |= dict(zip(("statements", "rows", "lines"), (b - a for a, b in zip(before, after, strict=True))))
-            found |= {"bytes": float(read), "milliseconds": 1e3 * seconds}
+            found |= {name: count - before[name] for name, count in self._counts().items()}
+            found |= {"bytes": read, "milliseconds": 1e3 * seconds}
+
+    def _counts(self) -> dict[str, float]:
+        return {"statements": self.statements, "instructions": self.instructions, "lines": self.lines}
 
     def _connected(self, *arguments: Any, **named: Any) -> sqlite3.Connection:
         connection = self._connect(*arguments, **named)
@@ -157,7 +161,7 @@ class Counting:
         self.statements += 1
 
     def _stepped(self) -> int:
-        self.rows += 1
+        self.instructions += 1
         return 0
 
     def _loaded(self, *arguments: Any, **named: Any) -> Any:
@@ -181,15 +185,15 @@ def made(path: Path, rows: int, **changes: Any) -> tuple[Recipe, RunDirectory]:
             count = min(AT_ONCE, rows - first)
             outcomes = [(int(p), 1.0, 31.0) for p in rng.integers(len(prompts), size=count // SHARE)]
             past.put([_answer(prompts[i % len(prompts)], rng) for i in range(count)], outcomes=outcomes)
-            for job in range(first // SHARE, (first + count) // SHARE, SHARE):
-                past.finish(f"evaluate 0.{job}", [_evaluation(job)])
+            for job in range(first // EVALUATED, (first + count) // EVALUATED):
+                past.finish(f"evaluate 0.{job + 1}", [_evaluation(job + 1)])
             follower.checkpoint()
     metrics, evaluations = MetricsWriter(run.path), EvaluationWriter(run.path)
     for step in range(1, rows // SHARE + 1):
         seconds += 0.02
         numbers = {f"metric_{i}": float(step) for i in range(30)}
         metrics.write(Version(0, step), seconds, {"generated_tokens": 90.0 * step, "tokens": 100.0, **numbers})
-        if step % SHARE == 0:
+        if step * SHARE % EVALUATED == 0:
             evaluations.write([_evaluation(step)])
     metrics.close()
     evaluations.close()
@@ -247,7 +251,7 @@ def halves(own: Recipe, run: RunDirectory) -> Iterator[Halves]:
 def measured(both: Halves, counting: Counting, times: int) -> dict[str, dict[str, float]]:
     """The mean of each, after some turns that are not counted."""
     doings: dict[str, Callable[[], None]] = {"round": both.round, "step": both.step, "look": both.look}
-    for _ in range(20):  # until nothing of before is recent
+    for _ in range(12):  # until nothing of before is recent
         for do in doings.values():
             do()
     found: dict[str, list[dict[str, float]]] = {name: [] for name in doings}
@@ -259,12 +263,14 @@ def measured(both: Halves, counting: Counting, times: int) -> dict[str, dict[str
     with counting.counted() as counts:
         both.train.checkpoint()
     found["checkpoint"] = [counts]
-    return {name: {key: float(np.mean([c[key] for c in counts])) for key in counts[0]} for name, counts in found.items()}
+    return {name: {key: float(np.mean([c[key] for c in those])) for key in those[0]} for name, those in found.items()}
 
 
 def size_of(rows: int, times: int, folder: Path) -> dict[str, Any]:
     """All that is said of one size."""
     with Counting() as counting:
+        with halves(*made(folder / "first", 200)) as both:  # which loads all that has to be loaded once
+            both.step()
         began = time.perf_counter()
         own, run = made(folder / "run", rows)
         filled = time.perf_counter() - began
@@ -274,7 +280,9 @@ def size_of(rows: int, times: int, folder: Path) -> dict[str, Any]:
         with started:
             found = measured(both, counting, times)
             with counting.counted() as attach:
-                start_searching(own, run, 1000).close()
+                joining = start_searching(own, run, 1000)
+                joining.round()
+                joining.close()
             with counting.counted() as first_look:
                 Progress(own, run).status("training")
             with counting.counted() as shown:
@@ -284,13 +292,13 @@ def size_of(rows: int, times: int, folder: Path) -> dict[str, Any]:
 
 
 def print_sizes(found: Sequence[dict[str, Any]]) -> None:
-    print(f"{'':12}{'rows':>10}{'statements':>12}{'loops':>12}{'lines':>12}{'bytes':>14}{'ms':>11}")
+    print(f"{'':12}{'rows':>10}{'statements':>12}{'instructions':>13}{'lines':>12}{'bytes':>14}{'ms':>11}")
     for part in ("each", "once"):
         for name in found[0][part]:
             for size in found:
                 c = size[part][name]
                 print(
-                    f"{name:12}{size['rows']:>10,}{c['statements']:>12,.1f}{c['rows']:>12,.1f}{c['lines']:>12,.1f}"
+                    f"{name:12}{size['rows']:>10,}{c['statements']:>12,.1f}{c['instructions']:>13,.1f}{c['lines']:>12,.1f}"
                     f"{c['bytes']:>14,.0f}{c['milliseconds']:>11,.2f}"
                 )
 

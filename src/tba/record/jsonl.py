@@ -131,6 +131,7 @@ class NewLines:
         self.path = path
         self.bad = 0  # of the file that is read now
         self._read = read
+        self._file = 0  # its inode
         self._at = 0  # behind the last whole line that was read
         self._last = b""  # that line: while it stands there, what comes before it need not be read again
 
@@ -149,10 +150,11 @@ class NewLines:
         try:
             with self.path.open("rb") as file:
                 file.seek(self._at - len(self._last))
-                anew = self._at == 0 or file.read(len(self._last)) != self._last
+                found = os.fstat(file.fileno()).st_ino
+                anew = not self._at or found != self._file or file.read(len(self._last)) != self._last
                 if anew:
                     file.seek(0)
-                    self.bad, self._at, self._last = 0, 0, b""
+                    self.bad, self._file, self._at, self._last = 0, found, 0, b""
                 lines = file.read().split(b"\n")[:-1]
         except FileNotFoundError:
             anew, lines = self._at > 0, []
