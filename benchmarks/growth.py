@@ -343,7 +343,7 @@ def disk(run: Path) -> dict[str, int]:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="1000,100000,1000000")
+    parser.add_argument("--rows", default="1000,100000,1000000", help="fewer sizes, or none ('')")
     parser.add_argument("--times", type=int, default=40)
     parser.add_argument("--steps", type=int, default=2000, help="of the run whose memory is looked at; 0: none")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs are made; they are removed")
@@ -354,7 +354,7 @@ def main(arguments: Sequence[str]) -> None:
         print(json.dumps(size_of(options.one, options.times, options.folder)))
         return
     found = []
-    for rows in map(int, options.rows.split(",")):
+    for rows in map(int, filter(None, options.rows.split(","))):
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             again = [sys.executable, __file__, "--one", str(rows), "--times", str(options.times), "--folder", folder]
             ended = subprocess.run(again, check=True, stdout=subprocess.PIPE, text=True)
