@@ -105,7 +105,7 @@ class Counting:
 
     def __init__(self) -> None:
         self.statements = self.instructions = self.lines = 0
-        self.on = False
+        self.on, self._every = False, 1
         self._connections: list[sqlite3.Connection] = []
         self._connect, self._loads = sqlite3.connect, json.loads
 
@@ -117,8 +117,9 @@ class Counting:
         sqlite3.connect, json.loads = self._connect, self._loads
 
     @contextmanager
-    def counted(self) -> Iterator[dict[str, float]]:
-        """What is done in the block; there once it is over."""
+    def counted(self, every: int = 1) -> Iterator[dict[str, float]]:
+        """What is done in the block; there once it is over. Instructions are counted by so many at a time."""
+        self._every = every
         for connection in self._connections:
             self._watch(connection)
         self.on, found = True, {}
@@ -146,7 +147,7 @@ class Counting:
     def _watch(self, connection: sqlite3.Connection) -> None:
         try:
             connection.set_trace_callback(self._stated)
-            connection.set_progress_handler(self._stepped, 1)
+            connection.set_progress_handler(self._stepped, self._every)
         except sqlite3.ProgrammingError:  # closed meanwhile
             self._connections = [other for other in self._connections if other is not connection]
 
@@ -161,7 +162,7 @@ class Counting:
         self.statements += 1
 
     def _stepped(self) -> int:
-        self.instructions += 1
+        self.instructions += self._every
         return 0
 
     def _loaded(self, *arguments: Any, **named: Any) -> Any:
@@ -184,7 +185,8 @@ def made(path: Path, rows: int, **changes: Any) -> tuple[Recipe, RunDirectory]:
         for first in range(0, rows, AT_ONCE):
             count = min(AT_ONCE, rows - first)
             outcomes = [(int(p), 1.0, 31.0) for p in rng.integers(len(prompts), size=count // SHARE)]
-            past.put([_answer(prompts[i % len(prompts)], rng) for i in range(count)], outcomes=outcomes)
+            answers = [_answer(prompts[i % len(prompts)], first + i, rng) for i in range(count)]
+            past.put(answers, outcomes=outcomes)
             for job in range(first // EVALUATED, (first + count) // EVALUATED):
                 past.finish(f"evaluate 0.{job + 1}", [_evaluation(job + 1)])
             follower.checkpoint()
@@ -200,12 +202,13 @@ def made(path: Path, rows: int, **changes: Any) -> tuple[Recipe, RunDirectory]:
     return own, run
 
 
-def _answer(prompt: Any, rng: np.random.Generator) -> Trajectory:
+def _answer(prompt: Any, number: int, rng: np.random.Generator) -> Trajectory:
     tokens = rng.integers(1, 1 + task.symbols, task.length).astype(np.int32)
     logs = -rng.random(task.length).astype(np.float32)
     completion = Completion(tokens, "ABC", StopReason.LENGTH, (Version(), Version()), log_behavior=logs)
     reward = float(rng.random())
-    return Trajectory(rng.bytes(16).hex(), prompt, completion, reward, log_reference=logs, reference=Version())
+    uid = (number.to_bytes(8, "big") + rng.bytes(8)).hex()  # rising, as those of a searcher's rounds
+    return Trajectory(uid, prompt, completion, reward, log_reference=logs, reference=Version())
 
 
 def _evaluation(step: int) -> Evaluation:
@@ -274,7 +277,7 @@ def size_of(rows: int, times: int, folder: Path) -> dict[str, Any]:
         began = time.perf_counter()
         own, run = made(folder / "run", rows)
         filled = time.perf_counter() - began
-        with counting.counted() as start, ExitStack() as ends:
+        with counting.counted(every=1000) as start, ExitStack() as ends:
             both = ends.enter_context(halves(own, run))
             started = ends.pop_all()
         with started:

@@ -136,7 +136,7 @@ class NewLines:
         self._last = b""  # that line: while it stands there, what comes before it need not be read again
 
     def read(self) -> tuple[bool, list[Any]]:
-        """(whether it is read from its beginning, what can be read of the new lines); nothing while there is no file."""
+        """(whether it is read from its beginning, what can be read of what is new); nothing while there is no file."""
         anew, lines = self._lines()
         found = []
         for line in lines:
