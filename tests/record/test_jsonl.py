@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tba.record.evaluations import read_evaluations
 from tba.record.faults import count_faults, note_unreadable, record_fault
-from tba.record.jsonl import JsonLines, lines_of, plain, read_last_line, read_lines, write_json
+from tba.record.jsonl import JsonLines, NewLines, lines_of, plain, read_last_line, read_lines, write_json
 from tba.record.metrics import MetricsWriter, column, rates, read_last, read_metrics
 from tba.types import StopReason, Version
 
@@ -121,6 +121,44 @@ def test_a_file_of_records_with_damaged_lines_is_read_and_each_such_line_is_a_fa
         ]
         assert count_faults(tmp_path)["unreadable_lines"] == 4
     assert count_faults(tmp_path)["resumes"] == 1
+
+
+def test_only_what_is_new_is_read_whatever_is_appended_cut_or_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    lines = NewLines(path)
+    assert lines.read() == (False, [])
+    path.write_bytes(b'{"a": 1}\n{"b": ')
+    assert lines.read() == (True, [{"a": 1}])
+    assert lines.read() == (False, [])
+    with path.open("ab") as file:
+        file.write(b"2}\nnonsense\n[3]\n" + b"[" * 200_000 + b'\n{"c": "\xc2\x85\xe2\x80\xa8"}\n')
+    assert lines.read() == (False, [{"b": 2}, {"c": "\x85\u2028"}])
+    assert lines.bad == 3
+    path.write_bytes(b'{"a": 1}\n')  # cut
+    assert (lines.read(), lines.bad) == ((True, [{"a": 1}]), 0)
+    path.write_bytes(b'{"z": 9}\n{"b": 2}\n')  # another, longer than what was read
+    assert lines.read() == (True, [{"z": 9}, {"b": 2}])
+    (tmp_path / "beside").write_bytes(b'{"z": 8}\n{"b": 2}\n{"d": 4}\n')  # whose line there is the same
+    (tmp_path / "beside").replace(path)
+    assert lines.read() == (True, [{"z": 8}, {"b": 2}, {"d": 4}])
+    path.unlink()
+    assert lines.read() == (True, [])
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 40), max_size=8))
+def test_lines_that_are_read_as_they_come_are_those_of_the_file(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("lines")
+    whole, path = written(folder / "whole.jsonl"), folder / "a.jsonl"
+    lines, found = NewLines(path), []
+    ends = sorted(min(len(whole), sum(cuts[:i])) for i in range(len(cuts)))
+    for start, end in zip([0, *ends], [*ends, len(whole)], strict=True):
+        with path.open("ab") as file:
+            file.write(whole[start:end])
+        found += lines.read()[1]
+    assert found == ROWS
 
 
 def test_the_last_line_is_found_though_it_is_longer_than_a_block(tmp_path: Path) -> None:

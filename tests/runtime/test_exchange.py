@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,6 +220,19 @@ def test_the_exchange_does_for_searchers_what_a_searcher_does_and_nothing_else(t
     exchange.close()
 
 
+def test_who_has_left_holds_no_connection_to_the_journal(tmp_path: Path) -> None:
+    exchange = Exchange(*made(tmp_path / "run")[::-1], lambda piece: piece)
+    assert exchange.journal("searcher-0", "rows") == 0
+    there = []
+    for number in range(FIRST, FIRST + 5):
+        exchange.journal(f"searcher-{number}", "count", generated_tokens=1)
+        exchange.let_go(f"searcher-{number}")
+        exchange.let_go(f"searcher-{number}")
+        there.append(len(os.listdir("/proc/self/fd")))
+    assert there[1:] == there[:1] * 4  # the first may leave a descriptor, which SQLite takes for the next
+    exchange.close()
+
+
 def test_a_recipe_comes_along_to_where_neither_the_run_nor_its_file_is(tmp_path: Path) -> None:
     source = tmp_path / "mine.py"
     source.write_text(TOY.read_text())
@@ -236,7 +250,8 @@ def test_a_recipe_comes_along_to_where_neither_the_run_nor_its_file_is(tmp_path:
 def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     clock = [0.0]
-    guests = Guests(run, recipe, now=lambda: clock[0])
+    gone: list[str] = []
+    guests = Guests(run, recipe, gone.append, now=lambda: clock[0])
     with pytest.raises(UserError, match="is not going on"):
         guests.join()
     with run.held(0.0):
@@ -253,6 +268,7 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
         assert guests.stay(second) is None
         clock[0] += SILENCE + 1
         assert guests.stay(second) == "the run had lost touch with it"
+        assert gone == [f"searcher-{first}", f"searcher-{second}"]
         assert joined.present() == []
         assert [s["how"] for s in joined.record()] == ["Ctrl-C", "it died"]
         third, _ = guests.join()

@@ -104,6 +104,10 @@ def test_no_two_who_join_have_the_same_name_and_a_name_is_not_given_again(tmp_pa
             assert c.stop()
         assert Joined(run).present() == []
         assert [s["how"] for s in Joined(run).record()] == ["it was done", "it was done", "Ctrl-C"]
+        driver = Joined(run)
+        found = driver.record()
+        (run.path / "joined" / f"{a.name}.json").write_text("{}")  # who has left is not looked at again
+        assert driver.record() == found != Joined(run).record()
         assert Joined(run).dismiss(0.0, lambda: None) == []
         assert main(["search", "--run", str(run.path)]) == 2  # it is ending
 

@@ -68,8 +68,9 @@ def warn_if_busy(console: Console) -> None:
 
 def closing_words(console: Console, name: str, run: RunDirectory, summary: Summary, code: int) -> int:
     """Curves, the closing page, and an account that does not close; the exit code, which is given."""
-    draw_curves([RunRecord.read(run.path)], run.path / "curves.png")
-    console.print(closing_page(RunRecord.read(run.path), next_steps(name, run, summary, code)))
+    record = RunRecord.read(run.path)
+    draw_curves([record], run.path / "curves.png")
+    console.print(closing_page(record, next_steps(name, run, summary, code)))
     for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
         if not ledger.closes():
             console.print(f"the ledger of {unit} does not close: {ledger.difference} unaccounted for", style="red")

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tba.record.jsonl import JsonLines, read_lines
+from tba.record.jsonl import JsonLines, NewLines, read_lines
 from tba.types import Evaluation, Json, Version
 
 FILE = "evaluations.jsonl"
@@ -73,6 +73,26 @@ class EvaluationWriter:
 def read_evaluations(directory: Path) -> list[Evaluation]:
     """A run's figures, in the order written; none when it has none yet."""
     return read_lines(directory / FILE, evaluation_of)
+
+
+class RunningEvaluations:
+    """The newest figure of each metric, for whoever looks again and again: a look reads what is new."""
+
+    def __init__(self, directory: Path) -> None:
+        self._lines = NewLines(directory / FILE, evaluation_of)
+        self.newest: dict[str, float] = {}  # by metric
+
+    @property
+    def bad(self) -> int:
+        """Lines that could not be read."""
+        return self._lines.bad
+
+    def look(self) -> None:
+        """Take in what is new."""
+        anew, found = self._lines.read()
+        if anew:
+            self.newest = {}
+        self.newest |= {e.metric: e.value for e in found}
 
 
 def read_answers(directory: Path) -> list[RecordedAnswer]:

@@ -120,6 +120,50 @@ def read_lines(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> lis
     return lines_of(path, read)[0]
 
 
+class NewLines:
+    """Reads what was appended to a file of JSON lines since it was last read: what a look costs does not grow with it.
+
+    A last line that is not whole yet waits for the next time. A line that cannot be read, as in `lines_of`, is passed
+    over and counted in `bad`. A file that was cut or replaced meanwhile is read from its beginning.
+    """
+
+    def __init__(self, path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> None:
+        self.path = path
+        self.bad = 0  # of the file that is read now
+        self._read = read
+        self._file = 0  # its inode
+        self._at = 0  # behind the last whole line that was read
+        self._last = b""  # that line: while it stands there, what comes before it need not be read again
+
+    def read(self) -> tuple[bool, list[Any]]:
+        """(whether it is read from its beginning, what can be read of what is new); nothing while there is no file."""
+        anew, lines = self._lines()
+        found = []
+        for line in lines:
+            try:
+                found.append(self._read(_object(line)))
+            except UNREADABLE:
+                self.bad += 1
+        return anew, found
+
+    def _lines(self) -> tuple[bool, list[bytes]]:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._at - len(self._last))
+                found = os.fstat(file.fileno()).st_ino
+                anew = not self._at or found != self._file or file.read(len(self._last)) != self._last
+                if anew:
+                    file.seek(0)
+                    self.bad, self._file, self._at, self._last = 0, found, 0, b""
+                lines = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            anew, lines = self._at > 0, []
+            self.bad, self._at, self._last = 0, 0, b""
+        if lines:
+            self._at, self._last = self._at + sum(map(len, lines)) + len(lines), lines[-1] + b"\n"
+        return anew, lines
+
+
 def read_last_line(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> Any | None:
     """The last line that can be read, without reading those long before it; None when there is none."""
     if not path.exists():

@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
-from tba.record.jsonl import JsonLines, read_last_line, read_lines
+from tba.record.jsonl import JsonLines, NewLines, read_last_line, read_lines
 from tba.types import Json, Version
 
 FILE = "metrics.jsonl"
@@ -38,6 +39,7 @@ TRAINED_TOKENS = "tokens"  # in this step's batch
 
 RATE_POINTS = 40  # at most, over a run
 STEPS_PER_RATE_POINT = 5  # at least
+KEPT_POINTS = 512  # of a running total that is followed: more than enough for RATE_POINTS
 
 
 class MetricsWriter:
@@ -91,6 +93,72 @@ def rates(rows: Sequence[Mapping[str, Json]]) -> dict[str, tuple[npt.NDArray[np.
     return {"generated": _rate(x, generated), "trained": _rate(y, np.cumsum(trained))}
 
 
+class RunningMetrics:
+    """A run's metrics as they come, for whoever looks again and again: a look reads what is new, and keeps a bounded
+    number of points, however many steps there are.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._lines = NewLines(directory / FILE, step_of)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.newest: Mapping[str, Json] = {}  # line; empty before the first
+        self.first_seconds = 0.0  # the wall-clock of the first
+        self._trained = 0.0
+        self._totals = {"generated": _Total(), "trained": _Total()}
+
+    @property
+    def bad(self) -> int:
+        """Lines that could not be read."""
+        return self._lines.bad
+
+    def look(self) -> None:
+        """Take in what is new."""
+        anew, rows = self._lines.read()
+        if anew:
+            self._begin()
+        for row in rows:
+            seconds, generated, trained = row["wall_seconds"], row.get(GENERATED_TOKENS), row.get(TRAINED_TOKENS)
+            if not self.newest:
+                self.first_seconds = seconds
+            self.newest = row
+            if _is_number(generated):
+                self._totals["generated"].add(seconds, generated)
+            if _is_number(trained):
+                self._trained += trained
+                self._totals["trained"].add(seconds, self._trained)
+
+    def rates(self) -> dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
+        """As `rates` of all rows; beyond `KEPT_POINTS` of them between points that are kept."""
+        return {half: _rate(*total.points()) for half, total in self._totals.items()}
+
+
+class _Total:
+    """A running total over wall-clock: every point, or of many every 2nd, 4th ... and the newest."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[float, float]] = []
+        self._newest: tuple[float, float] | None = None  # where it is not kept
+        self._every = 1
+        self._seen = 0
+
+    def add(self, seconds: float, total: float) -> None:
+        self._newest = (seconds, total)
+        if self._seen % self._every == 0:
+            self._kept.append(self._newest)
+            self._newest = None
+            if len(self._kept) == KEPT_POINTS:
+                self._newest = self._kept[-1]
+                del self._kept[1::2]
+                self._every *= 2
+        self._seen += 1
+
+    def points(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        table = np.array(self._kept + ([] if self._newest is None else [self._newest]), dtype=np.float64).reshape(-1, 2)
+        return table[:, 0], table[:, 1]
+
+
 def _rate(
     x: npt.NDArray[np.float64], total: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
@@ -101,5 +169,5 @@ def _rate(
     return (edges[1:] + edges[:-1]) / 2, np.diff(np.interp(edges, x, total)) / np.diff(edges)
 
 
-def _is_number(value: Json) -> bool:
+def _is_number(value: Json) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -48,6 +48,7 @@ class JournalWriter:
     ) -> None:
         self.owner = owner
         self._clock = clock
+        self._scored_before = False
         self._database = open_journal(path, deadline_s, waiting, create)
 
     def put(
@@ -156,7 +157,9 @@ class JournalWriter:
         if not self._database.rows(scores.UNSCORED, str(reference)):
             return Encoded({}, ())  # nearly always, and without the write lock
         with self._database.transaction() as connection:
-            now = self._now(connection, "unscored")
+            # Many may be asked for: the clock begins again with the machine only, and then so do we.
+            now = self._clock() if self._scored_before else self._now(connection, "unscored")
+            self._scored_before = True
             rows = scores.lease(connection, reference, count, self.owner, now, seconds)
         ids = {prompt for prompt, _, _ in rows}
         prompts = {i: self._database.rows("SELECT body FROM prompts WHERE id = ?", i)[0][0] for i in ids}
@@ -179,7 +182,7 @@ class JournalWriter:
     def claim(self, job: str, seconds: float) -> bool:
         """True for exactly one claimant, whose the job then is until it is done or `seconds` are over."""
         with self._database.transaction() as connection:
-            now = self._now(connection, "jobs")
+            now = self._now(connection, "jobs", "AND job = ?2", job)  # of all that were ever done, this one
             claimed = connection.execute(
                 "INSERT INTO jobs VALUES (?1, ?2, ?3, ?4, 0) ON CONFLICT (job) DO UPDATE "
                 "SET owner = ?2, issued = ?3, seconds = ?4 WHERE NOT done AND issued + seconds <= ?3",
@@ -241,13 +244,13 @@ class JournalWriter:
             [(self.owner, name, int(increment)) for name, increment in increments.items()],
         )
 
-    def _now(self, connection: sqlite3.Connection, table: str) -> float:
+    def _now(self, connection: sqlite3.Connection, table: str, those: str = "", *named: str) -> float:
         """The time, by a clock that all processes of a machine share and nobody sets. It begins again when the machine
         does: what seems to have been issued in the future counts as issued now, and runs out after its own length at
         the latest.
         """
         now = self._clock()
-        connection.execute(f"UPDATE {table} SET issued = ?1 WHERE issued > ?1", (now,))  # noqa: S608 - our own names
+        connection.execute(f"UPDATE {table} SET issued = ?1 WHERE issued > ?1 {those}", (now, *named))  # noqa: S608 - our own names
         return now
 
     def close(self) -> None:

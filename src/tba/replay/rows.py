@@ -45,6 +45,7 @@ class Rows:
         self._by_answer = Places()
         self._prompts = _Prompts()
         self._references: list[Version] = []
+        self._numbers: dict[Version, int] = {}  # of them
         self._free: list[int] = []
         self._used = 0
         self._oldest = self._newest = _NONE
@@ -134,10 +135,11 @@ class Rows:
         return self._prompts[self._prompt.item(row)]
 
     def reference_number(self, reference: Version) -> int:
-        """The number of a reference: there are few."""
-        if reference not in self._references:
+        """The number of a reference."""
+        number = self._numbers.setdefault(reference, len(self._references))
+        if number == len(self._references):
             self._references.append(reference)
-        return self._references.index(reference)
+        return number
 
     def reference_of(self, number: int) -> Version:
         return self._references[number]

@@ -73,7 +73,7 @@ class ExchangeActor:
         set_up_log(self._run.path, "exchange")
         recipe = self._run.recipe()
         self._exchange = Exchange(self._run, recipe, ray.put)
-        self._guests = Guests(self._run, recipe)
+        self._guests = Guests(self._run, recipe, self._exchange.let_go)
         note_place(self._run, place_of("exchange", self._run.log("exchange")))
         if ray.get_runtime_context().was_current_actor_reconstructed:
             record_fault(self._run.path, "exchange_restarts", "the exchange beside the trainer died and was made anew")

@@ -7,18 +7,18 @@ replay and trainer: their result files); nothing here is found by subtraction.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tba.foreign import read_json
 from tba.recipe import Recipe
 from tba.record.clock import share_of
-from tba.record.evaluations import read_evaluations
+from tba.record.evaluations import RunningEvaluations, read_evaluations
 from tba.record.faults import count_faults, note_unreadable
 from tba.record.ledger import Ledger
 from tba.record.live import Status
 from tba.record.memory import peak_memory_bytes
-from tba.record.metrics import rates, read_metrics
+from tba.record.metrics import RunningMetrics
 from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.follower import JournalFollower
 from tba.runtime.directory import RunDirectory
@@ -34,25 +34,32 @@ _HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # that a searchin
 
 @dataclass
 class Progress:
-    """Snapshots of a run from its files, for the live view."""
+    """Snapshots of a run from its files, for the live view. What a look reads is what was written since the last."""
 
     recipe: Recipe
     run: RunDirectory
+    metrics: RunningMetrics = field(init=False)
+    evaluations: RunningEvaluations = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = RunningMetrics(self.run.path)
+        self.evaluations = RunningEvaluations(self.run.path)
 
     def status(self, phase: str, note: str = "") -> Status:
         """What the files say now."""
-        rows = read_metrics(self.run.path)
-        row: Mapping[str, Any] = rows[-1] if rows else {}
-        rate = {half: float(y[-4:].mean()) if len(y) else None for half, (_, y) in rates(rows).items()}
-        first = rows[0]["wall_seconds"] if rows else 0.0
+        self.metrics.look()
+        self.evaluations.look()
+        row: Mapping[str, Any] = self.metrics.newest
+        bad = self.metrics.bad + self.evaluations.bad
+        rate = {half: float(y[-4:].mean()) if len(y) else None for half, (_, y) in self.metrics.rates().items()}
         return Status(
             step=int(row.get("step", 0)),
             steps=self.recipe.steps,
             elapsed_seconds=self.run.clock()(),
-            training_seconds=row["wall_seconds"] - first if rows else 0.0,
-            phase="warm-up" if phase == "training" and not rows else phase,
+            training_seconds=row["wall_seconds"] - self.metrics.first_seconds if row else 0.0,
+            phase="warm-up" if phase == "training" and not row else phase,
             reward=row.get("reward"),
-            accuracy={e.metric: e.value for e in read_evaluations(self.run.path)},
+            accuracy=dict(self.evaluations.newest),
             log_ratio=row.get("log_ratio"),
             lag=row.get("lag"),
             ess=row.get("ess"),
@@ -60,7 +67,7 @@ class Progress:
             trained_rate=rate.get("trained"),
             trainer_idle=row.get("trainer_idle"),
             trainer_paced=row.get("trainer_paced"),
-            note=note,
+            note=note or (f"{bad} lines of what is recorded cannot be read" if bad else ""),
         )
 
 

@@ -75,6 +75,11 @@ class Exchange:
             self._writers[owner] = JournalWriter(path, owner, self._recipe.run.journal_deadline, create=False)
         return getattr(self._writers[owner], verb)(*arguments, **named)
 
+    def let_go(self, owner: str) -> None:
+        """Close its end of the journal: it has left, or is taken for dead."""
+        if (writer := self._writers.pop(owner, None)) is not None:
+            writer.close()
+
     def record(self, verb: str, *arguments: Any) -> None:
         """What `RunRecords` does."""
         if verb not in RECORDS:

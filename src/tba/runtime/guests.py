@@ -31,6 +31,7 @@ class Guests:
 
     run: RunDirectory
     recipe: Recipe
+    gone: Callable[[str], None] = lambda name: None  # told of each who has left or died
     now: Callable[[], float] = time.monotonic
     _there: dict[int, _Guest] = field(default_factory=dict)
 
@@ -55,6 +56,7 @@ class Guests:
         guest = self._there.pop(number, None)
         if guest is not None:
             guest.place.leave(why)
+        self.gone(f"searcher-{number}")
 
     def look(self) -> None:
         """Let go of those that have died: the driver sees that and gives back what they held."""
@@ -62,6 +64,7 @@ class Guests:
             if self.now() - guest.sign > SILENCE:
                 del self._there[number]
                 guest.place.file.close()
+                self.gone(guest.place.name)
 
 
 @dataclass

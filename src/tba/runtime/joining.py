@@ -148,6 +148,7 @@ class Joined:
 
     run: RunDirectory
     _dead: set[str] = field(default_factory=set)
+    _left: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the files of those say who have left
     _looked: float = -_LOOK
 
     def open(self) -> None:
@@ -196,16 +197,21 @@ class Joined:
         ]
 
     def _all(self) -> list[tuple[str, dict[str, Any], bool]]:
-        """(name, what its file says, whether the process is there)."""
-        found = []
+        """(name, what its file says, whether the process is there). The file of one who has left is read once."""
+        found: list[tuple[str, dict[str, Any], bool]] = []
         numbered = [p for p in _folder(self.run).glob("searcher-*.json") if p.stem.rpartition("-")[2].isdecimal()]
         for path in sorted(numbered, key=lambda p: int(p.stem.rpartition("-")[2])):
+            if path.stem in self._left:
+                found.append((path.stem, self._left[path.stem], False))
+                continue
             with path.open() as file:
                 there = not _locked(file)
                 try:
                     facts = parsed(file.read(), joined=float | None, left=float | None, how=str | None)
                 except ValueError:  # it is just writing, or died while it did
                     facts = {}
+            if not there and facts.get("left") is not None:
+                self._left[path.stem] = facts
             found.append((path.stem, facts, there))
         return found
 

@@ -172,7 +172,8 @@ class Searcher:
                 self.rejected = self._described(prompt, completion, judgement, known)
                 continue
             drawn = self.rng.bytes(16)
-            series = series or drawn[:12]  # of this round: in the journal's index its ids lie side by side
+            # Ids rise with the rounds: the place in the journal's index has just been written, however long that is.
+            series = series or self.rounds.to_bytes(4, "big") + drawn[:8]
             trajectories.append(
                 Trajectory(
                     uid=(series + len(trajectories).to_bytes(4, "big")).hex(),

@@ -1,0 +1,83 @@
+"""What is read at each step, round and look is the same in a run that has had ten times as much."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import made
+
+from tba.record.evaluations import EvaluationWriter
+from tba.record.metrics import KEPT_POINTS, MetricsWriter
+from tba.runtime.driver import Progress
+from tba.types import Evaluation, Version
+
+_FILE = Path(__file__).parents[2] / "benchmarks" / "growth.py"
+PAGE = 8192
+
+
+@pytest.fixture(scope="module")
+def growth() -> Any:
+    """The benchmark, which prints the same of larger runs."""
+    spec = importlib.util.spec_from_file_location("growth", _FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(__import__("sys").modules, "growth", module)  # its dataclasses look themselves up
+        spec.loader.exec_module(module)
+        yield module
+
+
+def test_a_step_a_round_and_a_look_read_as_much_of_3000_rows_as_of_300(tmp_path: Path, growth: Any) -> None:
+    found = {}
+    for rows in (300, 3000):
+        with growth.Counting() as counting, growth.halves(*growth.made(tmp_path / str(rows), rows)) as both:
+            found[rows] = growth.measured(both, counting, 5)
+    for name, few in found[300].items():
+        many = found[3000][name]
+        for what in ("statements", "instructions", "lines"):
+            assert many[what] == few[what], (name, what)
+        assert many["bytes"] < few["bytes"] + PAGE, name  # a page more or less, by where on it a row begins
+    assert found[300]["round"]["statements"] > 10 < found[300]["round"]["instructions"]
+    assert found[300]["look"]["lines"] == 2  # of the step since the last, and recipe.json
+
+
+def test_the_live_view_says_the_same_as_one_that_reads_all_of_it_anew(tmp_path: Path) -> None:
+    """Beyond KEPT_POINTS steps the rates are those between the points that are kept: here the same."""
+    recipe, run = made(tmp_path / "run")
+    metrics, evaluations = MetricsWriter(run.path), EvaluationWriter(run.path)
+    watching = Progress(recipe, run)
+    assert watching.status("training").phase == "warm-up"
+    for step in range(1, 2 * KEPT_POINTS + 8):
+        own = {"tokens": 300.0, "reward": step / 1000} | ({"generated_tokens": 500.0 * step} if step > 3 else {})
+        metrics.write(Version(0, step), 10 + 0.5 * step, own)
+        if step % 100 == 0:
+            evaluations.write([Evaluation(Version(0, step), 0.5 * step, "pass@1/greedy", step / 2000, 10, 1.0, 10)])
+        if step in (1, 7, KEPT_POINTS - 1, KEPT_POINTS, KEPT_POINTS + 1) or step % 100 == 1:
+            seen, anew = (p.status("training") for p in (watching, Progress(recipe, run)))
+            assert (seen.step, seen.reward, seen.accuracy) == (anew.step, anew.reward, anew.accuracy)
+            assert seen.step == step
+            assert seen.training_seconds == pytest.approx(0.5 * (step - 1))
+            assert (seen.generated_rate, seen.trained_rate) == (anew.generated_rate, anew.trained_rate)
+            assert seen.trained_rate == (pytest.approx(600.0) if step > 1 else None)
+            assert seen.generated_rate == (pytest.approx(1000.0) if step > 4 else None)
+    assert watching.status("training").accuracy == {"pass@1/greedy": 0.5}
+    metrics.close()
+    evaluations.close()
+
+
+def test_the_live_view_says_how_many_lines_it_cannot_read(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    run.metrics.write_bytes(b'nonsense\n{"step": 7, "wall_seconds": 1.5}\n[1]\n{"step": 8, "wall')
+    watching = Progress(recipe, run)
+    for _ in range(2):
+        status = watching.status("training")
+        assert (status.step, status.note) == (7, "2 lines of what is recorded cannot be read")
+    run.metrics.write_text(json.dumps({"step": 1, "wall_seconds": 9.0}) + "\n")
+    status = watching.status("training", "started again")
+    assert (status.step, status.training_seconds, status.note) == (1, 0.0, "started again")
+    assert watching.status("training").note == ""
