@@ -18,6 +18,7 @@ in arrays (`rows`), and become objects when they are asked for.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
