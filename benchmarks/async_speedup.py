@@ -3,7 +3,7 @@
     python benchmarks/async_speedup.py [--seeds 5] [--slow-judge] [--out FILE]
 
 Both sides are `tba train quickstart` by settings alone: `processes` (one searcher, one trainer, one thread each)
-against `inline` on-policy (k = 1, m = 1, recent window 0) with its best thread count. Evaluation is apart: its time
+against `inline` on-policy (k = 1, m = 1) with its best thread count. Evaluation is apart: its time
 stops the synchronous clock, and the asynchronous side evaluates on its searcher. Beside the ratio stand the limit of
 this machine, (g + t) / max(g, t), and the share of the ideal throughput 1 / max(g, t) that the asynchronous side had;
 g and t are the seconds of generating and of training per step, measured on one thread in this very run. Both clocks
@@ -38,7 +38,7 @@ EVALUATION = [
 BARE = ["--evaluation.every", "0", "--evaluation.problems", "20", "--evaluation.pass-k", "0"]
 SYNCHRONOUS = [
     *("--runtime", "inline", "--sync-every", "1", "--replay.selection.m", "1"),
-    *("--replay.recent-window", "0", "--replay.pacing.warm-up", "0"),
+    *("--replay.pacing.warm-up", "0"),
 ]
 SHORT_WARM_UP = ["--replay.pacing.warm-up", "280"]  # two rounds: what is made before the clock starts is a gift
 

@@ -182,7 +182,6 @@ def settings(rows: int, reward: bool) -> ReplaySettings:
         selection=RecencyReward(m=0.0, inverse_temperature=2.0) if reward else RecencyReward(m=0.95),
         pacing=Pacing(warm_up=0, max_mean_uses=float("inf")),
         buffer=BufferSettings(per_prompt=PER_PROMPT, total=rows),
-        recent_window=STEPS // 10,
     )
 
 

@@ -42,9 +42,9 @@ def test_a_round_that_does_not_fill_its_groups_is_warned_of() -> None:
     half = ReplaySettings(selection=RecencyReward(m=0.5, mix="group"), buffer=BufferSettings(distinct=False))
     assert not warned(samples_per_prompt=10, replay=half)  # ten of memory fill it
     assert "fewer than K = 20" in warned(samples_per_prompt=9, replay=half)
-    newest = ReplaySettings(selection=RecencyReward(m=1.0), recent_window=0)
-    assert "--replay.buffer.no-distinct" in warned(replay=newest)
-    assert not warned(replay=replace(newest, buffer=BufferSettings(distinct=False)))
+    newest = ReplaySettings(selection=RecencyReward(m=1.0))
+    assert "--replay.buffer.no-distinct" in warned(replay=newest, sync_every=1)
+    assert not warned(replay=replace(newest, buffer=BufferSettings(distinct=False)), sync_every=1)
     assert "fewer" not in " ".join(validate(find("red_team_small")))
 
 

@@ -41,7 +41,7 @@ recipe = replace(
     sums,
     fill=InitialFill(demonstrations=30, files=(Path(__file__).with_name("more.jsonl"),)),
     embedding=HashedNgrams(dimensions=32),
-    replay=replace(sums.replay, buffer=buffer, recent_window=0),
+    replay=replace(sums.replay, buffer=buffer),
 )
 """
 

@@ -11,7 +11,7 @@ Torch is imported for type checkers only, so that replay and types stay free of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -278,20 +278,30 @@ class TrajectoryStore(Protocol):
         """Those of `of(prompt)`, in order."""
         ...
 
-    def recent(self, prompt: str) -> Sequence[Trajectory]:
-        """Those of `prompt` within the recent window, oldest first."""
-        ...
-
     def numbers(self, prompt: str) -> Sequence[int]:
         """Of those of `of(prompt)`, in order: equal ones are the same trajectory, until the store changes."""
         ...
 
-    def recent_numbers(self, prompt: str) -> Sequence[int]:
-        """Of those of `recent(prompt)`, likewise."""
+    def newest(self, prompt: str, size: int, within: int) -> Sequence[int]:
+        """The numbers of up to `size` of `prompt` in the order of their turns: the newest first, and among the last
+        `within` arrivals what was never used before what was.
+        """
         ...
 
-    def recent_prompts(self, size: int) -> Sequence[str]:
-        """Prompts with at least `size` distinct recent trajectories."""
+    def newest_prompts(self, size: int, within: int, count: int) -> Sequence[str]:
+        """The first prompts with `size` recent trajectories in the order of their turns, `count` or more if there are.
+
+        First come those with one of the last `within` arrivals: the one whose next `size` have been used least in all,
+        of several the one with the newest. Then the next newest.
+        """
+        ...
+
+    def numbered(self, numbers: Iterable[int]) -> Sequence[Trajectory]:
+        """The trajectories of these numbers, oldest first."""
+        ...
+
+    def behind(self, trajectories: Iterable[Trajectory]) -> int:
+        """How many have arrived since the first of these, itself included."""
         ...
 
 

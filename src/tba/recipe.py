@@ -265,7 +265,7 @@ class Recipe:
                 f"--control.signal is {self.control.signal}, but {type(self.replay.selection).__name__} has no m that "
                 "could be moved: choose RecencyReward, or none"
             )
-        self.control.start(self.sync_every, m, self.recent_window)
+        self.control.start(self.sync_every, m)
 
     def _require_what_the_objective_needs(self) -> None:
         objective, needs = type(self.objective).__name__, self.objective.needs
@@ -296,12 +296,6 @@ class Recipe:
                 f"{objective} needs the log-probabilities of what was sampled, but searchers sample at temperature 0, "
                 "which leaves none: set --exploration.temperature above 0, or choose an objective without a ratio"
             )
-
-    @property
-    def recent_window(self) -> int:
-        """Trainer updates within which data counts as recent: the setting, or 2k (paper: at most 2k-1 off-policy)."""
-        window = self.replay.recent_window
-        return 2 * self.sync_every if window is None else window
 
     @property
     def largest_reward(self) -> float:

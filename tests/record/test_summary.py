@@ -23,7 +23,7 @@ SUMMARY = Summary(
     tokens=Ledger(generated=10, trained_once=7, trained_total=20, waiting=3),
     trajectories=Ledger(generated=4, trained_once=3, trained_total=9, waiting=1),
     lag=Lag(9.8, 17.0, 41.0),
-    control=({"step": 20, "signal": "ess", "value": 0.4, "sync_every": 1, "m": 1.0, "recent_window": 2},),
+    control=({"step": 20, "signal": "ess", "value": 0.4, "sync_every": 1, "m": 1.0},),
     reference_resets=({"step": 200, "version": "0.200", "wall_seconds": 101.5},),
     faults={"restarts": 1, "non_finite_steps": 0},
     peak_memory_bytes={"searcher-0": 1 << 28, "trainer": 1 << 29},
@@ -39,7 +39,7 @@ def test_the_keys_of_the_summary_are_exactly_these(tmp_path: Path) -> None:
     assert set(row) == {
         "recipe", "seed", "steps", "wall_seconds", "evaluations", "trainer_idle", "trainer_paced", "searcher_idle",
         "samples_per_insert", "tokens", "trajectories", "lag", "faults", "peak_memory_bytes", "versions", "machine",
-        "reference_resets", "searcher_paced", "slow_side", "control", "joined",
+        "reference_resets", "searcher_paced", "slow_side", "control", "joined", "recent_share", "trained_share",
     }  # fmt: skip
     assert row["reference_resets"] == [{"step": 200, "version": "0.200", "wall_seconds": 101.5}]
     assert set(row["wall_seconds"]) == {"total", "sft", "warm_up", "train", "eval"}
@@ -48,7 +48,7 @@ def test_the_keys_of_the_summary_are_exactly_these(tmp_path: Path) -> None:
     ]
     assert set(row["tokens"]) == set(row["trajectories"]) == LEDGER_KEYS
     assert set(row["lag"]) == {"mean", "p95", "max"}
-    assert row["samples_per_insert"] == 9 / 4
+    assert (row["samples_per_insert"], row["trained_share"]) == (9 / 4, 3 / 4)
     assert set(row["versions"]) == {"python", "torch", "transformers", "tba"}
     assert {"cores", "memory_bytes", "cpu"} <= set(row["machine"])
 

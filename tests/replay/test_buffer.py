@@ -18,9 +18,9 @@ from tba.replay.buffer import Amount, Buffer, BufferSettings
 from tba.replay.near import NearDuplicates
 from tba.replay.scores import Score
 from tba.replay.shelf import Listing
-from tba.types import Trajectory, Version
+from tba.types import ELSEWHERE, Trajectory, Version
 
-WINDOW = 3
+WITHIN = 6  # the last arrivals that count as the newest
 
 
 @dataclass
@@ -34,10 +34,16 @@ class PlainBuffer:
     everything: list[Trajectory] = field(default_factory=list)
     uses: dict[str, int] = field(default_factory=dict)
     fate: dict[str, str] = field(default_factory=dict)  # of those that left unused
-    passing: list[tuple[Trajectory, str]] = field(default_factory=list)  # kept no longer, but recent; and their fate
+    passing: list[tuple[Trajectory, str]] = field(default_factory=list)  # kept no longer, and recent; and their fate
 
     def add(self, new: Trajectory) -> None:
         self.everything.append(new)
+        if self.settings.distinct and any(
+            (t.prompt.key, t.completion.digest) == (new.prompt.key, new.completion.digest) and t.version > new.version
+            for t in self.here
+        ):
+            self.fate[new.uid] = "duplicate"
+            return
         for copy, *fate in [(t,) for t in self.held] + self.passing:
             same_answer = copy.completion.digest == new.completion.digest
             if self.settings.distinct and same_answer and copy.prompt.key == new.prompt.key:
@@ -66,6 +72,8 @@ class PlainBuffer:
         if self.settings.keep_recent and self._is_recent(old):
             self.held.remove(old)
             self.passing.append((old, fate))
+            if len(self.passing) > self.settings.total:
+                self._leave(*self.passing[0])
         else:
             self._leave(old, fate)
 
@@ -95,8 +103,7 @@ class PlainBuffer:
         return [t for t in self.held if t.prompt.key == key and t.reference == self.reference]
 
     def _is_recent(self, t: Trajectory) -> bool:
-        age = self.now.step - t.version.step
-        return t.version.incarnation == self.now.incarnation and age <= WINDOW and t.reference == self.reference
+        return t.version != ELSEWHERE and t.reference == self.reference
 
     @property
     def here(self) -> list[Trajectory]:
@@ -105,8 +112,25 @@ class PlainBuffer:
     def _order(self, t: Trajectory) -> int:
         return [other.uid for other in self.everything].index(t.uid)
 
-    def recent(self, key: str) -> list[Trajectory]:
-        return [t for t in self.here if t.prompt.key == key and self._is_recent(t)]
+    def is_late(self, t: Trajectory) -> bool:
+        return len(self.everything) - self._order(t) > WITHIN
+
+    def newest(self, key: str, size: int) -> list[Trajectory]:
+        """In the order of their turns."""
+        newest = [t for t in self.here if t.prompt.key == key and self._is_recent(t)][::-1]
+        return sorted(newest, key=lambda t: self.is_late(t) or self.uses.get(t.uid, 0) > 0)[:size]
+
+    def newest_prompts(self, keys: Sequence[str], size: int) -> list[str]:
+        turns = []
+        for key in keys:
+            last = max(
+                (t for t in self.here if t.prompt.key == key and self._is_recent(t)), key=self._order, default=None
+            )
+            drawn = self.newest(key, size)
+            if last is not None and len(drawn) == size:
+                uses = 0 if self.is_late(last) else sum(self.uses.get(t.uid, 0) for t in drawn)
+                turns.append((self.is_late(last), uses, -self._order(last), key))
+        return [key for *_, key in sorted(turns)]
 
     def amounts(self) -> dict[str, tuple[int, int]]:
         groups = {
@@ -124,7 +148,7 @@ def uids(trajectories: Sequence[Trajectory]) -> list[str]:
     return [t.uid for t in trajectories]
 
 
-VERSIONS = st.builds(Version, st.integers(0, 1), st.integers(0, 8))
+VERSIONS = st.just(ELSEWHERE) | st.builds(Version, st.integers(0, 1), st.integers(0, 8))
 OPERATIONS = st.lists(
     st.tuples(
         st.just("add"),
@@ -167,7 +191,7 @@ SETTINGS = st.builds(
 def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger_closes(
     operations: list[tuple[object, ...]], chosen: BufferSettings
 ) -> None:
-    buffer, plain = Buffer(chosen, WINDOW), PlainBuffer(chosen)
+    buffer, plain = Buffer(chosen), PlainBuffer(chosen)
     keys = [prompt(p).key for p in range(4)]
     for verb, *values in operations:
         if verb == "add":
@@ -200,11 +224,18 @@ def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger
             plain.score(scored.uid, reference, bool(values[2]))
         for size in (1, 2, 3):
             assert set(buffer.prompts(size)) == {k for k in keys if len(plain.of(k)) >= size}
-            assert set(buffer.recent_prompts(size)) == {k for k in keys if len(plain.recent(k)) >= size}
+            turns = plain.newest_prompts(keys, size)
+            assert buffer.newest_prompts(size, WITHIN, 4) == turns
+            few = buffer.newest_prompts(size, WITHIN, 1)
+            assert turns[: len(few)] == few
+            assert len(few) >= min(1, len(turns))
     for key in keys:
         assert all(map(same, list(buffer.of(key)), plain.of(key)))
         assert uids(buffer.of(key)) == uids(plain.of(key))
-        assert uids(buffer.recent(key)) == uids(plain.recent(key))
+        for size in (2, 99):
+            numbers = buffer.newest(key, size, WITHIN)
+            assert [uids(buffer.numbered([n]))[0] for n in numbers] == uids(plain.newest(key, size))
+            assert uids(buffer.numbered(numbers)) == uids(sorted(plain.newest(key, size), key=plain._order))
         assert buffer.rewards(key).tolist() == [t.reward for t in plain.of(key)]
     assert buffer.unscored() == [t.uid for t in plain.held if t.reference != plain.reference]
     assert buffer.references == {t.reference for t in plain.here}
@@ -219,7 +250,7 @@ def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger
 
 
 def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:
-    buffer = Buffer(BufferSettings(), WINDOW)
+    buffer = Buffer(BufferSettings())
     old, other, copy = trajectory(tokens=(1,), uid="old"), trajectory(tokens=(2,)), trajectory(tokens=(1,), uid="copy")
     for t in (old, other, copy):
         buffer.add(t)
@@ -228,7 +259,7 @@ def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:
 
 
 def test_copies_stay_side_by_side_when_the_settings_say_so() -> None:
-    buffer = Buffer(BufferSettings(distinct=False), WINDOW)
+    buffer = Buffer(BufferSettings(distinct=False))
     copies = [trajectory(tokens=(1,)) for _ in range(3)]
     for t in copies:
         buffer.add(t)
@@ -240,7 +271,7 @@ LATER = Version(0, 50)
 
 
 def test_a_copy_under_another_reference_is_a_copy() -> None:
-    buffer = Buffer(BufferSettings(), WINDOW)
+    buffer = Buffer(BufferSettings())
     first, second = trajectory(), trajectory(reference=LATER)
     buffer.add(first)
     buffer.add(second)
@@ -251,7 +282,7 @@ def test_a_copy_under_another_reference_is_a_copy() -> None:
 
 
 def test_what_is_scored_under_the_new_reference_keeps_its_age_and_its_uses_and_is_counted_once() -> None:
-    buffer = Buffer(BufferSettings(per_prompt=3), WINDOW)
+    buffer = Buffer(BufferSettings(per_prompt=3))
     rows = [trajectory(tokens=(i,), uid=f"t{i}") for i in range(3)]
     for t in rows:
         buffer.add(t)
@@ -276,7 +307,7 @@ def test_what_is_scored_under_the_new_reference_keeps_its_age_and_its_uses_and_i
 
 
 def test_what_was_used_and_leaves_is_counted_as_trained_and_not_as_evicted() -> None:
-    buffer = Buffer(BufferSettings(per_prompt=2), WINDOW)
+    buffer = Buffer(BufferSettings(per_prompt=2))
     rows = [trajectory(tokens=(i,)) for i in range(4)]
     buffer.add(rows[0])
     buffer.use([rows[0], rows[0]])
@@ -289,28 +320,31 @@ def test_what_was_used_and_leaves_is_counted_as_trained_and_not_as_evicted() -> 
         buffer.use([rows[0]])
 
 
-def test_recent_is_counted_from_the_oldest_weights_that_had_a_hand_in_it() -> None:
-    buffer = Buffer(BufferSettings(), recent_window=2)
-    t = trajectory(version=3)
-    buffer.add(t)
-    for step, recent in ((3, True), (5, True), (6, False), (5, True)):
-        buffer.now = Version(0, step)
-        assert uids(buffer.recent(t.prompt.key)) == [t.uid] * recent
+def test_recent_is_by_arrival_whatever_weights_sampled_and_what_came_from_elsewhere_is_not() -> None:
+    buffer = Buffer(BufferSettings())
+    buffer.now = Version(1, 9)
+    versions = (Version(1, 9), Version(0, 2), ELSEWHERE, Version(1, 3))
+    for i, version in enumerate(versions):
+        buffer.add(trajectory(tokens=(i,), version=version, uid=str(i)))
+    key = prompt(0).key
+    assert [uids(buffer.numbered([n]))[0] for n in buffer.newest(key, 9, 4)] == ["3", "1", "0"]
+    assert uids(buffer.of(key)) == ["0", "1", "2", "3"]
 
 
-def test_what_an_earlier_incarnation_sampled_is_never_recent() -> None:
-    buffer = Buffer(BufferSettings(), recent_window=5)
-    old = trajectory(tokens=(1,), version=Version(0, 2))
-    buffer.add(old)
-    buffer.now = Version(1, 2)
-    fresh = trajectory(tokens=(2,), version=Version(1, 0))
-    buffer.add(fresh)
-    assert uids(buffer.recent(old.prompt.key)) == [fresh.uid]
-    assert uids(buffer.of(old.prompt.key)) == [old.uid, fresh.uid]
+def test_an_older_copy_that_arrives_later_leaves_the_fresher_one_in_its_place() -> None:
+    buffer = Buffer(BufferSettings())
+    versions = {"fresh": Version(0, 7), "late": Version(0, 3), "former": Version(-1, 0), "equal": Version(0, 7)}
+    left = []
+    for uid, version in versions.items():
+        buffer.add(trajectory(tokens=(1, 2), version=version, uid=uid))
+        left += uids(buffer.of(prompt(0).key))
+    assert left == ["fresh", "fresh", "fresh", "equal"]
+    counts = buffer.counts()
+    assert (counts.received, counts.waiting, counts.duplicate) == (Amount(4, 8), Amount(1, 2), Amount(3, 6))
 
 
 def test_the_same_trajectory_given_twice_is_an_error() -> None:
-    buffer = Buffer(BufferSettings(), WINDOW)
+    buffer = Buffer(BufferSettings())
     t = trajectory(uid="t")
     buffer.add(t)
     with pytest.raises(ValueError, match="trajectory t was added twice"):
@@ -343,28 +377,40 @@ def test_a_listing_tells_every_key_added_since_any_earlier_look(keys: int) -> No
         assert (key in listing) == (key in members)
 
 
-def test_a_recent_one_that_left_does_not_leave_again_when_its_step_is_no_longer_recent() -> None:
-    buffer = Buffer(BufferSettings(per_prompt=2, total=4), recent_window=1)
-    for i in range(9):
-        buffer.add(trajectory(0, (i,), version=1))
-    buffer.now = Version(0, 9)
-    assert len(buffer.recent(prompt(0).key)) == 0
-    assert len(buffer) == 2
+def test_the_newest_prompts_take_turns_by_their_uses_and_the_others_come_after_them() -> None:
+    buffer = Buffer(BufferSettings(distinct=False))
+    keys = [prompt(p).key for p in range(4)]
+    for p in range(4):
+        for i in range(3):
+            buffer.add(trajectory(p, (i,)))
+    turns = []
+    for _ in range(6):
+        key = buffer.newest_prompts(2, 9, 1)[0]
+        turns.append(keys.index(key))
+        buffer.use(buffer.numbered(buffer.newest(key, 2, 9)))
+    # of the last 9 arrivals, which are of three prompts; each still has one that was never used, and one with one use
+    assert turns == [3, 2, 1, 3, 2, 1]
+    assert buffer.newest_prompts(2, 9, 4) == [keys[p] for p in (3, 2, 1, 0)]
+    assert buffer.newest_prompts(2, 12, 4) == [keys[p] for p in (0, 3, 2, 1)]
+    for _ in range(2):
+        buffer.add(trajectory(1, (9,)))
+    assert buffer.newest_prompts(2, 9, 1) == [keys[p] for p in (1, 3, 2)]
+    assert buffer.newest_prompts(5, 9, 4) == [keys[1]]
 
 
-def test_what_goes_by_another_incarnation_is_as_recent_as_that_and_equal_in_all_else() -> None:
-    buffer = Buffer(BufferSettings(), recent_window=5)
+def test_what_goes_by_another_incarnation_is_as_new_as_that_and_equal_in_all_else() -> None:
+    buffer = Buffer(BufferSettings())
     past = trajectory(tokens=(1, 2), version=Version(0, 7), reward=0.5)
     buffer.now = Version(3, 9)
     buffer.add(past, uses=2, incarnation=3)
-    (found,) = buffer.recent(past.prompt.key)
+    (found,) = buffer.of(past.prompt.key)
     assert found.completion.versions == (Version(3, 7), Version(3, 7))
     assert same(replace(found, completion=replace(found.completion, versions=past.completion.versions)), past)
     assert buffer.uses(past.uid) == 2
 
 
 def test_what_the_source_could_not_give_is_received_and_accounted_for() -> None:
-    buffer = Buffer(BufferSettings(), WINDOW)
+    buffer = Buffer(BufferSettings())
     buffer.add(trajectory())
     buffer.pass_over(evicted=Amount(3, 30), damaged=Amount(2, 20))
     counts = buffer.counts()
@@ -372,7 +418,7 @@ def test_what_the_source_could_not_give_is_received_and_accounted_for() -> None:
 
 
 def test_prompts_of_one_key_keep_their_own_text_in_memory() -> None:
-    buffer, one = Buffer(BufferSettings(), WINDOW), trajectory(tokens=(1,))
+    buffer, one = Buffer(BufferSettings()), trajectory(tokens=(1,))
     other = replace(trajectory(tokens=(3,)), prompt=replace(one.prompt, text="asked otherwise"))
     for t in (one, other):
         buffer.add(t)
@@ -381,7 +427,7 @@ def test_prompts_of_one_key_keep_their_own_text_in_memory() -> None:
 
 
 def test_many_trajectories_are_few_objects_and_little_more_than_their_bytes() -> None:
-    buffer = Buffer(BufferSettings(per_prompt=10, total=5000), WINDOW)
+    buffer = Buffer(BufferSettings(per_prompt=10, total=5000))
     gc.collect()
     before = len(gc.get_objects())
     for i in range(12_000):

@@ -15,7 +15,7 @@ from tba.protocols import EMBEDDING
 from tba.replay.buffer import Amount, Buffer, BufferSettings
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates, edits
-from tba.types import Trajectory, Version
+from tba.types import Trajectory
 
 TOKENS = st.lists(st.integers(0, 5), min_size=1, max_size=9)
 
@@ -97,7 +97,7 @@ def uids(buffer: Buffer, key: str = prompt(0).key) -> list[str]:
 
 
 def test_of_two_near_answers_the_better_rewarded_stays_and_at_a_tie_the_earlier() -> None:
-    buffer = Buffer(EDIT, 2)
+    buffer = Buffer(EDIT)
     one_off, far = (1, 2, 9, 4, 5), (9, 9, 9, 9, 5)  # 1 and 4 edits from the five, of 10 tokens together
     for tokens, reward, uid in ((FIVE, 1.0, "a"), (one_off, 1.0, "tie"), (one_off, 0.5, "worse"), (far, 0.0, "far")):
         buffer.add(trajectory(0, tokens, reward=reward, uid=uid))
@@ -113,7 +113,7 @@ def test_one_that_is_better_than_several_near_ones_takes_the_place_of_all_and_is
     between = (1, 2, 9, 4, 8)  # one edit from each, which are two from each other: 0.2, which is near too
     ends = ((1, 2, 9, 4, 5), (1, 2, 3, 4, 8))
     for rewards, left in (((0.0, 1.0), ["mid"]), ((0.0, 3.0), ["0", "1"])):
-        buffer = Buffer(replace(EDIT, near=NearDuplicates("edit", 0.2)), 2)
+        buffer = Buffer(replace(EDIT, near=NearDuplicates("edit", 0.2)))
         for i, tokens in enumerate(ends):
             buffer.add(trajectory(0, tokens, reward=rewards[i], uid=str(i)))
         assert uids(buffer) == ["0", "1"]  # 2 edits of 10 tokens are not below 0.2
@@ -122,7 +122,7 @@ def test_one_that_is_better_than_several_near_ones_takes_the_place_of_all_and_is
 
 
 def test_by_cosine_the_embeddings_decide_and_not_the_tokens() -> None:
-    buffer = Buffer(BufferSettings(near=NearDuplicates("cosine", 0.1)), 2)
+    buffer = Buffer(BufferSettings(near=NearDuplicates("cosine", 0.1)))
     for i, (uid, direction, reward) in enumerate(
         (
             ("east", [2.0, 0.0], 0.0),
@@ -139,7 +139,7 @@ def test_by_cosine_the_embeddings_decide_and_not_the_tokens() -> None:
 
 
 def test_over_capacity_the_lowest_reward_leaves_and_of_equal_ones_the_oldest() -> None:
-    buffer = Buffer(BufferSettings(per_prompt=3, total=4, evict="lowest_reward"), 2)
+    buffer = Buffer(BufferSettings(per_prompt=3, total=4, evict="lowest_reward"))
     for i, reward in enumerate((0.5, 0.0, 0.0, 1.0, -1.0, 0.2)):
         buffer.add(trajectory(0, (i,), reward=reward, uid=str(i)))
     assert uids(buffer) == ["0", "3", "5"]
@@ -149,22 +149,24 @@ def test_over_capacity_the_lowest_reward_leaves_and_of_equal_ones_the_oldest() -
     assert buffer.counts().evicted.trajectories == 4
 
 
-def test_what_is_not_kept_can_be_drawn_as_recent_until_it_is_not_recent() -> None:
-    chosen = replace(EDIT, per_prompt=2, evict="lowest_reward", keep_recent=True)
-    buffer = Buffer(chosen, recent_window=2)
+def test_of_what_is_not_kept_the_last_can_be_drawn_as_recent() -> None:
+    buffer = Buffer(replace(EDIT, per_prompt=2, total=2, evict="lowest_reward", keep_recent=True))
+
+    def recent() -> list[str]:
+        return [t.uid for t in buffer.numbered(buffer.newest(prompt(0).key, 9, 9))]
+
     for i, (tokens, reward) in enumerate(((FIVE, 1.0), ((1, 2, 3, 4, 9), 0.0), ((7,), 0.5), ((8, 8), 0.2))):
         buffer.add(trajectory(0, tokens, version=i, reward=reward, uid=str(i)))
     assert uids(buffer) == ["0", "2"]
-    recent = buffer.recent(prompt(0).key)
-    assert [t.uid for t in recent] == ["0", "1", "2", "3"]
+    assert recent() == ["0", "1", "2", "3"]
     assert buffer.counts().waiting == Amount(4, 13)
-    buffer.use([recent[1]])
-    for step, left in ((3, ["1", "2", "3"]), (4, ["2", "3"]), (6, [])):
-        buffer.now = Version(0, step)
-        assert [t.uid for t in buffer.recent(prompt(0).key)] == left
+    buffer.use(buffer.numbered(buffer.newest(prompt(0).key, 1, 9)))  # of "3"
+    for i, left in ((4, ["0", "2", "3", "4"]), (5, ["0", "2", "4", "5"])):  # two that are kept, and two that are not
+        buffer.add(trajectory(0, (9, 9, i), reward=0.1 / i, uid=str(i)))
+        assert recent() == left
     assert uids(buffer) == ["0", "2"]
     counts = buffer.counts()
-    assert (counts.trained_once, counts.duplicate, counts.evicted) == (Amount(1, 5), Amount(), Amount(1, 2))
+    assert (counts.trained_once, counts.duplicate, counts.evicted) == (Amount(1, 2), Amount(1, 5), Amount())
 
 
 def test_a_distance_at_which_all_or_none_are_near_is_refused() -> None:

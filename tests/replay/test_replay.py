@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -141,39 +142,48 @@ def test_a_trainer_that_is_held_back_takes_new_data_in_whatever_the_setting() ->
 
 
 def test_a_batch_that_was_fetched_ahead_is_taken_back_though_it_holds_what_is_not_kept_any_longer() -> None:
-    """The window narrows, or the reference is reset, while it waits; only the next look for a batch lets it leave."""
-    for narrows in (True, False):
-        pile = Pile()
-        replay = Replay(pile, replace(ANCESTOR, selection=RecencyReward(m=1.0)), recent_window=2)
-        pile.waiting += [trajectory(0, (i, i + 20, i + 40), reward=-i, uid=str(i)) for i in range(9)]
-        assert replay.ready(1, 9) is None
-        ahead = replay.sample(1, 9)
-        assert sorted(map(int, uids(ahead))) == list(range(9))
-        if narrows:
-            replay.now = Version(0, 2)
-            replay.steer(1.0, 1)
-        else:
-            replay.reference = LATER
-        replay.take_back(ahead)
-        ledger = replay.ledger()
-        assert (ledger["waiting_trajectories"], ledger["trained_total_trajectories"]) == (9, 0)
-        replay.now = Version(0, 3)
-        ledger = replay.ledger()
-        assert_closes(ledger)
-        assert ledger["waiting_trajectories"] == 4
-
-
-def test_the_recent_window_counts_back_from_the_trainers_version() -> None:
+    """The reference is reset while it waits; only the next look for a batch lets it leave."""
     pile = Pile()
-    only_recent = settings_of(selection=RecencyReward(m=1.0))
-    replay = Replay(pile, only_recent, recent_window=2)
-    pile.waiting += rows([0], 5, version=0) + rows([1], 5, version=3)
-    replay.now = Version(0, 4)
-    assert replay.ready(1, 5) is None
-    for _ in range(5):
-        assert {g.prompt.key for g in replay.sample(1, 5)} == {prompt(1).key}
-    assert replay.metrics()["groups_recent"] == 5
-    assert replay.metrics()["groups_recent_shortfall"] == 0
+    replay = Replay(pile, replace(ANCESTOR, selection=RecencyReward(m=1.0)))
+    pile.waiting += [trajectory(0, (i, i + 20, i + 40), reward=-i, uid=str(i)) for i in range(9)]
+    assert replay.ready(1, 9) is None
+    ahead = replay.sample(1, 9)
+    assert sorted(map(int, uids(ahead))) == list(range(9))
+    replay.reference = LATER
+    replay.take_back(ahead)
+    ledger = replay.ledger()
+    assert (ledger["waiting_trajectories"], ledger["trained_total_trajectories"]) == (9, 0)
+    replay.now = Version(0, 3)
+    ledger = replay.ledger()
+    assert_closes(ledger)
+    assert ledger["waiting_trajectories"] == 4
+
+
+@pytest.mark.parametrize("slower", [1, 5])
+@pytest.mark.parametrize("take_in", ["always", "sync"])
+def test_however_long_a_round_takes_the_share_m_of_the_groups_is_of_the_newest_arrivals(
+    slower: int, take_in: str
+) -> None:
+    """Rounds of 8 prompts that take 5 x `slower` updates, and were sampled by the weights at their beginning; k = 2."""
+    pile, k, m, groups, size = Pile(), 2, 0.75, 2, 4
+    chosen = settings_of(selection=RecencyReward(m=m), max_mean_uses=math.inf, take_in=take_in)
+    replay = Replay(pile, chosen, k)
+    steps, length, ages = 600, 5 * slower, []
+    for step in range(steps):
+        replay.now = Version(0, step)
+        if step % length == 0:
+            first = 8 * (step // length) % 64  # 64 prompts, epoch by epoch
+            sampled = max(0, step - length)
+            pile.waiting += [trajectory(first + p, (step, i), sampled) for p in range(8) for i in range(size)]
+        if step % k == 0:
+            replay.sync()
+        assert replay.ready(groups, size) is None
+        ages += [step - t.version.step for g in replay.sample(groups, size) for t in g.trajectories]
+    counts = replay.selector.counts
+    assert counts["recent"] / (groups * steps) == pytest.approx(m, abs=5 * math.sqrt(m * (1 - m) / (groups * steps)))
+    assert counts["newest"] >= 0.9 * counts["recent"]
+    # what is recent is one or two rounds old; the others are a draw from all that is in memory
+    assert np.quantile(ages, 0.9 * m) <= 2 * length
 
 
 def test_only_the_current_reference_is_sampled_and_the_others_wait() -> None:
@@ -369,7 +379,7 @@ class Run:
     def open(self) -> None:
         self.writer = JournalWriter(self.folder / "journal", "searcher-0")
         self.follower = SteppedFollower(self.folder / "journal")
-        self.replay = Replay(self.follower, self.chosen, recent_window=2, seed=self.seed)
+        self.replay = Replay(self.follower, self.chosen, seed=self.seed)
 
     def close(self) -> None:
         self.follower.close()
@@ -459,8 +469,6 @@ def test_pacing_out_of_range_is_refused() -> None:
         Pacing(warm_up=-1)
     with pytest.raises(UserError, match=r"--replay\.pacing\.max-mean-uses is 0"):
         Pacing(max_mean_uses=0)
-    with pytest.raises(UserError, match=r"--replay\.recent-window is -1"):
-        ReplaySettings(recent_window=-1)
 
 
 def test_what_was_damaged_on_the_disk_or_has_left_it_is_received_and_accounted_for(tmp_path: Path) -> None:

@@ -71,7 +71,9 @@ def test_every_batch_keeps_the_rules(
     for group in chosen:
         digests = [t.completion.digest for t in group.trajectories]
         assert len(set(digests)) == len(digests)  # no trajectory twice
-        assert len(group) == min(size, usable[group.prompt.key])  # ragged only where there is no more
+        ours = sum(not t.imported for t in buffer.of(group.prompt.key))
+        # ragged only where there is no more, or no more that is recent
+        assert len(group) in (min(size, usable[group.prompt.key]), min(size, ours))
     # a prompt comes twice only once every prompt is there, in which case it is counted
     if groups <= len(usable):
         assert len(set(keys(chosen))) == groups
@@ -80,26 +82,30 @@ def test_every_batch_keeps_the_rules(
     assert counts["repeated"] == groups - len(set(keys(chosen)))
     assert counts["ragged"] == sum(len(g) < size for g in chosen)
     assert counts["recent"] + counts["reward"] == groups
-    if m == 1 or (m > 0 and mix == "group"):
-        assert counts["recent_shortfall"] == counts["reward"]
-    if mix == "batch":
-        assert abs(counts["recent"] + counts["recent_shortfall"] - m * groups) < 1
+    of_searchers = [n for n in recent if n >= 2]
+    if of_searchers and groups <= len(of_searchers):  # else some are of prompts with nothing but answers from elsewhere
+        if m == 1 or (m > 0 and mix == "group"):
+            assert counts["reward"] == 0
+        if mix == "batch":
+            assert abs(counts["recent"] - m * groups) < 1
 
 
-def test_recent_groups_hold_recent_trajectories_only() -> None:
-    buffer = store([10, 10, 10], recent=[4, 5, 3])
+def test_recent_groups_are_of_the_newest_prompts_that_fill_one_and_of_their_newest_answers() -> None:
+    buffer = store([10, 10, 10, 10], recent=[10, 4, 5, 3])
     for seed in range(20):
         chosen, counts = select(buffer, 2, 4, seed, m=1.0)
-        assert set(keys(chosen)) == {prompt(0).key, prompt(1).key}  # prompt 2 has only 3 recent
-        assert all(t.version == Version(0, 10) for g in chosen for t in g.trajectories)
-        assert counts["recent"] == 2
+        assert keys(chosen) == [prompt(2).key, prompt(1).key]  # prompt 3 has only 3 that searchers brought
+        # in this store the second token is 100 + the place in the order of arrival, which a group keeps
+        assert [t.completion.tokens[1] for g in chosen for t in g.trajectories] == [106, 107, 108, 109] * 2
+        assert counts["recent"] == counts["newest"] + 1 == 2  # 2 x 2 x 4 arrivals before: prompt 2, not prompt 1
 
 
-def test_what_recent_prompts_cannot_fill_comes_from_the_reward_half_and_is_counted() -> None:
-    buffer = store([6, 6, 6, 6], recent=[5, 0, 2, 0])
-    chosen, counts = select(buffer, 4, 5, m=1.0)
-    assert sorted(keys(chosen)) == sorted(prompt(p).key for p in range(4))
-    assert dict(counts) == {"recent": 1, "reward": 3, "recent_shortfall": 3, "ragged": 0, "repeated": 0}
+def test_a_recent_group_is_ragged_before_its_prompt_comes_twice_and_old_only_where_all_else_is_from_elsewhere() -> None:
+    buffer = store([6, 6, 6, 6], recent=[5, 0, 2, 6])
+    chosen, counts = select(buffer, 6, 5, m=1.0)
+    assert keys(chosen) == [*(prompt(p).key for p in (3, 0, 2, 1)), prompt(3).key, prompt(0).key]
+    assert [len(g) for g in chosen] == [5, 5, 2, 5, 5, 5]
+    assert dict(counts) == {"recent": 5, "reward": 1, "newest": 6, "ragged": 1, "repeated": 2}
 
 
 def test_each_group_is_recent_with_probability_m() -> None:
@@ -110,13 +116,11 @@ def test_each_group_is_recent_with_probability_m() -> None:
         selector.select(buffer, 5, 4, rng)
     # 2000 draws of probability 0.3: five standard deviations are 0.051
     assert selector.counts["recent"] / 2000 == pytest.approx(0.3, abs=0.051)
-    assert selector.counts["recent_shortfall"] == 0
 
 
-@pytest.mark.parametrize("m", [0.0, 1.0])
-def test_each_epoch_draws_every_prompt_exactly_once(m: float) -> None:
+def test_each_epoch_draws_every_prompt_exactly_once() -> None:
     buffer = store([4] * 12)
-    selector = RecencyReward(m=m).start()
+    selector = RecencyReward(m=0.0).start()
     rng = np.random.default_rng(1)
     everything = sorted(buffer.prompts())
     epochs = []
@@ -150,7 +154,15 @@ def test_a_store_of_one_prompt_gives_batches_of_it_in_both_halves() -> None:
     assert len(chosen) == 200
     assert counts["repeated"] == 199
     assert 65 <= counts["recent"] <= 135  # a binomial(200, 1/2) within five standard deviations
-    assert counts["recent_shortfall"] == 0
+
+
+def test_of_one_prompt_a_batch_takes_the_newest_answers_then_the_next_newest_each_as_often() -> None:
+    buffer = store([60], recent=[30])
+    chosen, _ = select(buffer, 5, 6, m=1.0)
+    places = [t.completion.tokens[1] - 100 for g in chosen for t in g.trajectories]
+    assert [sorted(places[i : i + 6]) for i in range(0, 30, 6)] == [list(range(i, i + 6)) for i in range(54, 29, -6)]
+    again, _ = select(buffer, 10, 6, m=1.0)  # 60 of 30
+    assert set(Counter(numbers(again)).values()) == {2}
 
 
 def test_a_store_without_two_trajectories_of_a_prompt_has_no_group() -> None:
@@ -257,7 +269,7 @@ def test_a_share_of_each_group_is_recent_where_that_is_asked_and_no_trajectory_i
 ) -> None:
     buffer = store([40, 40], recent=[20, 20], rewards=[40.0 - i for i in range(40)])  # the recent ones are the worse
     chosen, counts = select(buffer, 300, 10, m=0.4, mix="group", inverse_temperature=inverse_temperature)
-    assert dict(counts) == {"recent": 300, "reward": 0, "recent_shortfall": 0, "ragged": 0, "repeated": 298}
+    assert dict(counts) == {"recent": 300, "reward": 0, "newest": 300, "ragged": 0, "repeated": 298}
     assert all(len(group) == len(set(numbers([group]))) == 10 for group in chosen)
     # the other six are a draw from all that are left: of 36, 16 recent; by reward the old ones, which are the better
     others = [recent_ones(group) - 4 for group in chosen]
@@ -270,14 +282,11 @@ def test_a_share_of_each_group_is_recent_where_that_is_asked_and_no_trajectory_i
 
 def test_the_part_of_a_group_that_goes_by_reward_is_the_softmax_over_what_the_other_part_left() -> None:
     rewards, draws = [0.0, 0.5, 1.0, -1.0, 2.0], 1200
-    buffer = store([5], recent=[2], rewards=rewards)  # the last two are recent: one of them, then two of the other four
-    chosen, counts = select(buffer, draws, 3, m=1 / 3, mix="group", inverse_temperature=1.5)
-    assert counts["recent"] == draws
-    expected = np.zeros(5)
-    for first in (3, 4):
-        left = [i for i in range(5) if i != first]
-        expected[first] += 0.5
-        expected[left] += 0.5 * np.array(softmax_inclusion([1.5 * rewards[i] for i in left], 2))
+    buffer = store([5], recent=[2], rewards=rewards)  # the newest of the last two, then two of the other four
+    selector, rng = RecencyReward(m=1 / 3, mix="group", inverse_temperature=1.5).start(), np.random.default_rng(0)
+    chosen = [selector.select(buffer, 1, 3, rng)[0] for _ in range(draws)]
+    assert selector.counts["recent"] == draws
+    expected = np.append(softmax_inclusion([1.5 * reward for reward in rewards[:4]], 2), 1.0)
     drawn = Counter(t.reward for group in chosen for t in group.trajectories)
     found = np.array([drawn[r] for r in rewards]) / draws
     assert np.all(np.abs(found - expected) <= 5 * np.sqrt(expected * (1 - expected) / draws))
@@ -309,7 +318,7 @@ def test_of_a_single_prompt_all_trajectories_are_weighed_by_their_reward_at_once
 
 
 def test_what_is_not_kept_any_longer_is_drawn_as_recent_and_never_by_reward() -> None:
-    buffer = Buffer(BufferSettings(per_prompt=4, evict="lowest_reward", keep_recent=True), recent_window=2)
+    buffer = Buffer(BufferSettings(per_prompt=4, evict="lowest_reward", keep_recent=True))
     for i in range(12):
         buffer.add(trajectory(0, (i,), reward=float(-i), uid=str(i)))
     (recent,), _ = select(buffer, 1, 12, m=1.0)
@@ -347,25 +356,25 @@ def test_defect_2_rewards_go_with_their_rows_in_any_slice_of_a_batch() -> None:
 
 
 def test_defect_3_what_is_recent_does_not_depend_on_how_often_data_was_taken_in() -> None:
-    buffer = Buffer(BufferSettings(), recent_window=4)
-    for arrival in range(10):  # ten messages later, the same weights
-        buffer.now = Version(0, min(arrival, 4))
-        buffer.add(trajectory(0, (arrival,), version=0))
-    assert len(buffer.recent(prompt(0).key)) == 10
-    buffer.now = Version(0, 5)
-    assert len(buffer.recent(prompt(0).key)) == 0
+    chosen = []
+    for moves in (0, 1):  # the trainer's version stands still, or moves on with each arrival
+        buffer = Buffer(BufferSettings())
+        for arrival in range(10):
+            buffer.now = Version(0, moves * arrival)
+            buffer.add(trajectory(0, (arrival,), version=0, uid=str(arrival)))
+        chosen.append(numbers(select(buffer, 1, 4, m=1.0)[0]))
+    assert chosen == [["6", "7", "8", "9"]] * 2
 
 
 def test_defect_4_duplicates_and_what_capacity_cut_do_not_count_as_recent() -> None:
-    buffer = Buffer(BufferSettings(per_prompt=5), recent_window=4)
+    buffer = Buffer(BufferSettings(per_prompt=5))
     for tokens in [(1,), (2,), (3,), (4,), (5,), (6,), (7,), (8,), (7,), (8,)]:
         buffer.add(trajectory(0, tokens))
-    assert [tuple(t.completion.tokens) for t in buffer.recent(prompt(0).key)] == [(4,), (5,), (6,), (7,), (8,)]
-    assert list(buffer.recent_prompts(5)) == [prompt(0).key]
-    assert list(buffer.recent_prompts(6)) == []
+    assert buffer.newest_prompts(5, 10, 1) == [prompt(0).key]
+    assert buffer.newest_prompts(6, 10, 1) == []
     (group,), counts = select(buffer, 1, 6, m=1.0)
-    assert sorted(tuple(t.completion.tokens) for t in group.trajectories) == [(4,), (5,), (6,), (7,), (8,)]
-    assert counts["recent_shortfall"] == 1  # only five are distinct and recent: a ragged group, nothing twice
+    assert [tuple(t.completion.tokens) for t in group.trajectories] == [(4,), (5,), (6,), (7,), (8,)]
+    assert (counts["recent"], counts["ragged"]) == (1, 1)  # only five are distinct: a ragged group, nothing twice
 
 
 def test_defect_5_a_softmax_that_underflows_still_gives_a_full_group() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tba.replay.buffer import Buffer, BufferSettings
-from tba.types import Completion, Prompt, StopReason, Trajectory, Version
+from tba.types import ELSEWHERE, Completion, Prompt, StopReason, Trajectory, Version
 
 FIRST = Version()
 _serial = itertools.count()
@@ -52,16 +52,14 @@ def plain_edits(left: Sequence[int], right: Sequence[int]) -> int:
     return row[-1]
 
 
-def store(
-    sizes: Sequence[int], recent: Sequence[int] | None = None, rewards: Sequence[float] | None = None, window: int = 2
-) -> Buffer:
-    """A buffer with `sizes[p]` distinct trajectories of prompt p, the last `recent[p]` of them recent (all)."""
-    buffer = Buffer(BufferSettings(), window)
+def store(sizes: Sequence[int], recent: Sequence[int] | None = None, rewards: Sequence[float] | None = None) -> Buffer:
+    """A buffer with `sizes[p]` distinct trajectories of prompt p, the last `recent[p]` of them of searchers (all)."""
+    buffer = Buffer(BufferSettings())
     for p, size in enumerate(sizes):
         fresh = size if recent is None else recent[p]
         for i in range(size):
             reward = 0.0 if rewards is None else rewards[i]
-            buffer.add(trajectory(p, (1, 100 + i), version=10 if i >= size - fresh else 0, reward=reward))
+            buffer.add(trajectory(p, (1, 100 + i), version=10 if i >= size - fresh else ELSEWHERE, reward=reward))
     buffer.now = Version(0, 10)
     return buffer
 

@@ -209,7 +209,7 @@ def test_hidden_text_is_written_nowhere_but_in_the_journal(start: Start, hidden:
 
 
 def test_lag_is_counted_before_the_update_so_that_fresh_samples_have_none(start: Start) -> None:
-    search, train = start("--sync-every", "1", "--replay.selection.m", "1", "--replay.recent-window", "0")
+    search, train = start("--sync-every", "1", "--replay.selection.m", "1")
     rounds(search, 1)
     train.source.wait.fill = lambda: rounds(search, 1)
     train.step()

@@ -146,12 +146,12 @@ def test_what_was_imported_is_trained_beside_what_searchers_bring_and_is_never_r
     assert all(row.get("lag_max", 0) <= 20 for row in rows)
 
 
-def test_with_m_1_and_no_recent_data_all_groups_are_a_shortfall(tmp_path: Path) -> None:
+def test_with_nothing_but_imported_answers_no_group_is_recent_whatever_m(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *OFFLINE, "--steps", "5", "--replay.selection.m", "1")
     imported(recipe, run, written(tmp_path / "lines.jsonl", every_answer()))
     Inline(recipe, run, quiet).go()
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    assert (last["groups_recent"], last["groups_recent_shortfall"], last["groups_reward"]) == (0, 10, 10)
+    assert (last["groups_recent"], last["groups_reward"]) == (0, 10)
 
 
 def test_an_ended_run_takes_imports_under_its_own_reference(tmp_path: Path) -> None:

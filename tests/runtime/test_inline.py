@@ -44,7 +44,7 @@ ON_POLICY: dict[str, Any] = {  # k = 1, m = 1, nothing but the newest weights' o
     "objective": TrajectoryBalance(Constant(BETA)),
     "exploration": Fixed(1.1, 0.95),
     "optimizer": OptimizerSettings(lr=LR),
-    "replay": ReplaySettings(RecencyReward(m=1.0), Pacing(warm_up=0), BufferSettings(distinct=False), recent_window=0),
+    "replay": ReplaySettings(RecencyReward(m=1.0), Pacing(warm_up=0), BufferSettings(distinct=False)),
     "groups_per_step": B,
     "group_size": K,
     "samples_per_prompt": K,
@@ -78,7 +78,7 @@ def plain_loop(recipe: Recipe) -> dict[str, torch.Tensor]:
     reference, reward = model.reference(TEMPERATURE, Version()), task.reward()
     prompts = encode(task.problems("train"), task.name, model.tokenizer(), recipe.prompts).prompts
     adamw = torch.optim.AdamW(policy.parameters(), lr=LR, weight_decay=0.0, fused=True)
-    sampling, picking = np.random.default_rng([seed, 1, 0]), np.random.default_rng([seed, 0x5E1EC7])
+    sampling = np.random.default_rng([seed, 1, 0])
     for step in range(1, recipe.steps + 1):
         asked = []
         for position in range((step - 1) * B, step * B):
@@ -97,9 +97,7 @@ def plain_loop(recipe: Recipe) -> dict[str, torch.Tensor]:
                     ]
                 )
             )
-        picking.random(B)  # recent or by reward: m = 1 makes them all recent, in random order
-        groups.sort(key=lambda group: group.prompt.key)
-        batch = collate([groups.pop(int(picking.integers(len(groups)))) for _ in range(B)])
+        batch = collate(groups[::-1])  # the newest first
         first, place = [], []  # the same answer to the same prompt is evaluated once
         seen: dict[tuple[int, ...], int] = {}
         for row, tokens in enumerate(batch.completion_BT.tolist()):

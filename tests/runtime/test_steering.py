@@ -35,7 +35,7 @@ STALE = (*SMALL, "--steps", "120", "--sync-every", "8", "--replay.selection.m", 
 LAG = ("--control.signal", "lag", "--control.low", "4", "--control.high", "6")
 ESS = ("--control.signal", "ess", "--control.low", "0.97", "--control.high", "0.995")
 
-MOVED = ("sync_every", "m", "recent_window")
+MOVED = ("sync_every", "m")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_the_controller_moves_k_and_m_and_every_move_is_on_record(tmp_path: Path
         assert change["sync_every"] == (max(1, k // 2) if stale else min(16, 2 * k))
         assert change["m"] == pytest.approx(min(1.0, m + 0.1) if stale else max(0.5, m - 0.1))
         k, m = change["sync_every"], change["m"]
-    held, moves = (8, 0.5, 16), {change["step"]: change for change in summary.control}
+    held, moves = (8, 0.5), {change["step"]: change for change in summary.control}
     for row in read_metrics(tmp_path / "run"):
         assert tuple(row[name] for name in MOVED) == held
         if row["step"] in moves:
@@ -97,16 +97,16 @@ def test_a_move_holds_for_the_trainer_and_the_replay(start: Start) -> None:
                      "--control.every", "1")  # fmt: skip
     selector = train.replay.selector
     assert isinstance(selector, RecencyRewardSelector)
-    assert (train.trainer.sync_every, train.replay.buffer.window) == (4, 8)
+    assert (train.trainer.sync_every, selector.sync_every) == (4, 4)
     train.steering.after(1, {"lag": 5.0})
-    assert (train.trainer.sync_every, train.replay.buffer.window, selector.m) == (2, 4, 0.6)
+    assert (train.trainer.sync_every, selector.sync_every, selector.m) == (2, 2, 0.6)
     for step in range(2, 12):
         train.steering.after(step, {"lag": 0.0})
-    assert (train.trainer.sync_every, train.replay.buffer.window, selector.m) == (8, 16, 0.5)
+    assert (train.trainer.sync_every, selector.sync_every, selector.m) == (8, 8, 0.5)
     state = json.loads(json.dumps(train.steering.state()))
     train.steering.after(12, {"lag": 5.0})
     train.steering.restore(state)
-    assert (train.trainer.sync_every, train.replay.buffer.window) == (8, 16)
+    assert (train.trainer.sync_every, selector.sync_every) == (8, 8)
 
 
 def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _on_groups(recipe: Recipe) -> list[str]:
     selection, sampled, fresh = recipe.replay.selection, recipe.samples_per_prompt, recipe.group_size
     newest = False
     if isinstance(selection, RecencyReward):
-        newest = selection.m == 1 and recipe.replay.recent_window == 0
+        newest = selection.m == 1 and recipe.sync_every == 1
         if selection.mix == "group":  # a part of each group is from memory
             fresh = math.ceil(round(selection.m * fresh, 9))
     warnings = []

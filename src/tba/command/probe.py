@@ -116,7 +116,7 @@ def train(recipe: Recipe, answers: list[_Answers]) -> dict[str, Json]:
 def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], answers: list[_Answers]) -> float:
     """What a trajectory takes in the trainer's memory, as it comes out of the journal."""
     source = _Answered(recipe, prompts, answers, np.random.default_rng(1))
-    buffer = Buffer(replace(recipe.replay.buffer, distinct=False), 1)
+    buffer = Buffer(replace(recipe.replay.buffer, distinct=False))
     before = resident_memory_bytes() or 0
     for i in range(_KEPT):
         at, rows = answers[i % len(answers)]

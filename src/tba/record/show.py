@@ -131,7 +131,9 @@ def _facts(summary: Summary) -> RenderableType:
             f"training {duration(wall.train)}, evaluation {duration(wall.eval)}",
             "idle after warm-up": _idle(summary),
             "lag": _lag(summary),
-            "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}",
+            "of the newest arrivals": f"{percent(summary.recent_share)} of the groups",
+            "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}, "
+            f"{percent(summary.trajectories.trained_share)} of what arrived was trained",
             "slow side": _slow_side(summary),
             **({"control": _control(summary)} if summary.control else {}),
             **({"reference reset": _resets(summary)} if summary.reference_resets else {}),

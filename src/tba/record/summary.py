@@ -72,6 +72,7 @@ class Summary:
     tokens: Ledger = field(default_factory=Ledger)
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
+    recent_share: float = 0.0  # of all groups, those all of whose trajectories were among the newest arrivals
     reference_resets: Sequence[Mapping[str, Json]] = ()  # each the step, the version that became it, and when
     control: Sequence[Mapping[str, Json]] = ()  # each move of the controller: its step, why, what holds from there on
     joined: Sequence[Mapping[str, Json]] = ()  # searchers that joined: `name`, `joined` and `left` in seconds, `how`
@@ -118,7 +119,9 @@ class Summary:
             "samples_per_insert": self.trajectories.samples_per_insert,
             "tokens": asdict(self.tokens),
             "trajectories": asdict(self.trajectories),
+            "trained_share": self.trajectories.trained_share,
             "lag": asdict(self.lag),
+            "recent_share": self.recent_share,
             "reference_resets": [dict(reset) for reset in self.reference_resets],
             "control": [dict(change) for change in self.control],
             "joined": [dict(searcher) for searcher in self.joined],
@@ -144,7 +147,7 @@ class Summary:
             return None
         mend = "it is a run's summary, and is made anew when the run goes on (tba train --resume)"
         row = read_json(path, mend)
-        for follows in ("samples_per_insert", "slow_side"):
+        for follows in ("samples_per_insert", "slow_side", "trained_share"):
             row.pop(follows, None)
         try:
             check(row, cls, "it")

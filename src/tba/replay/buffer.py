@@ -6,17 +6,18 @@ counted at its own event; what the source had and could not give is evicted or d
 reference can be sampled. What has another one keeps its place, its uses and its turn to leave, and can be sampled once
 it has been scored anew; until then it waits, unless it was used.
 
-"Newer" is by arrival, the one order on which all searchers agree. "Recent" is by the weights that sampled.
-What is kept follows from what arrived and its rewards alone, in order, so that a memory that is rebuilt is the same.
-With `keep_recent` what is kept no longer stays on the recent shelf, and nowhere else, until it is not recent.
+"Newer" and "recent" are by arrival, the one order on which all searchers agree; weights are compared of copies only.
+What is kept follows from what arrived, its rewards and its weights alone, in order, so that a memory that is rebuilt is
+the same. With `keep_recent` what is kept no longer stays on the recent shelf, and nowhere else.
 
-No operation loops over the memory, but moving to another reference, incarnation or window. Where near duplicates or
-the lowest reward are looked for, some columns are read from end to end by numpy. Trajectories lie in arrays (`rows`),
-and become objects when they are asked for.
+No operation loops over the memory, but moving to another reference. Where near duplicates or the lowest reward are
+looked for, some columns are read from end to end by numpy, and those of a prompt where its newest are. Trajectories lie
+in arrays (`rows`), and become objects when they are asked for.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,7 @@ import numpy.typing as npt
 from tba.errors import UserError
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates
+from tba.replay.newest import Newest
 from tba.replay.rows import Answers, Rows
 from tba.replay.scores import Score
 from tba.replay.shelf import Listing, Shelf
@@ -44,13 +46,14 @@ class BufferSettings:
 
     per_prompt: int = 100  # trajectories of a prompt (paper: 100)
     total: int = 100_000  # trajectories in all (paper, red-teaming: 100k to 150k)
-    distinct: bool = True  # a completion that is there already replaces its earlier copy (paper); off: both stay, for
-    # answers of a few tokens, where a prompt has fewer than K distinct ones and repeats are how likely each is
+    distinct: bool = True  # a completion that is there already replaces its earlier copy, unless that is of newer
+    # weights (paper); off: both stay, for answers of a few tokens, where a prompt has fewer than K distinct ones and
+    # repeats are how likely each is
     near: NearDuplicates = field(default_factory=NearDuplicates)
     evict: Literal["oldest", "lowest_reward"] = "oldest"  # what leaves over capacity (lowest: the newest one too, if it
     # is that; of equal ones the oldest)
     keep_recent: bool = False  # what gave way to a near duplicate or left over capacity can be drawn as recent all the
-    # same, until it is not recent any longer: the online half is then all that the policy says, whatever is kept
+    # same, the last `total` of these: the online half is then all that the policy says, whatever is kept
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):
@@ -87,25 +90,21 @@ class Counts:
 
 
 class Buffer:
-    """A `TrajectoryStore` (see protocols).
+    """A `TrajectoryStore` (see protocols)."""
 
-    recent_window: trainer updates within which a trajectory counts as recent.
-    """
-
-    def __init__(self, settings: BufferSettings, recent_window: int, reference: Version = _FIRST) -> None:
+    def __init__(self, settings: BufferSettings, reference: Version = _FIRST) -> None:
         self._settings = settings
-        self._window = recent_window
         self._reference = reference
         self._now = Version()
         self._rows = Rows()
         self._near = settings.near.start(self._rows.tokens)
-        self._passing = 0  # rows that are here only while they are recent
+        self._passing: dict[int, None] = {}  # rows that are on the recent shelf only, as they came there
         self._kept = self._shelf()  # all of them
         self._current = self._shelf()  # those of the current reference
-        self._recent = self._shelf()  # the recent ones of those
+        self._recent = self._shelf()  # those of these that searchers brought, and those that are passing
+        self._newest: dict[int, Newest] = {}  # size of a group -> the prompts that have as many of these, by arrival
         self._by_reference: Counter[Version] = Counter()
         self._used = array("i")  # uses by place, also of those that have left
-        self._recent_by_step: dict[int, array[int]] = {}  # step that sampled -> rows that were put on the recent shelf
         self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
         self._waiting, self._evicted, self._duplicate, self._damaged = Amount(), Amount(), Amount(), Amount()
 
@@ -116,20 +115,27 @@ class Buffer:
         """Take it in as the newest; `uses` is how often it was used before (on resume).
 
         incarnation: of the weights that sampled it, where that goes by another number now (None: as it says). An
-        earlier copy of the same completion is replaced; near ones, and what is over capacity, leave by the settings.
-        Raises `ValueError` when this very trajectory is in memory already, or as the journal's format does.
+        earlier copy of the same completion is replaced, or stays in its place if it is of newer weights; near ones, and
+        what is over capacity, leave by the settings. Raises `ValueError` when this very trajectory is in memory, or as
+        the journal's format does.
         """
         stored = Stored.of(new) if isinstance(new, Trajectory) else new
         rows, prompt = self._rows, stored.prompt.key
         if rows.find(stored.uid) is not None:
             raise ValueError(f"trajectory {stored.uid} was added twice: a source gives each of its trajectories once")
+        incarnation = stored.version.incarnation if incarnation is None else incarnation
+        place = stored.place or self.received + 1
+        self._used.extend([0] * (place + 1 - len(self._used)))
         copy = rows.copy_of(prompt, stored.digest) if self._settings.distinct else None
         if copy is not None:
+            # what was on its way for longer than the copy does not take its place
+            if (incarnation, stored.version.step) < (rows.incarnation.item(copy), rows.step.item(copy)):
+                self._received.add(stored.length)
+                self._duplicate.add(stored.length)
+                return
             self._remove(copy, _DUPLICATE)
         near = None if self._near is None else self._near.of(stored)
-        place = stored.place or self.received + 1
-        row = rows.add(stored, place, stored.version.incarnation if incarnation is None else incarnation)
-        self._used.extend([0] * (place + 1 - len(self._used)))
+        row = rows.add(stored, place, incarnation)
         self._received.add(stored.length)
         self._waiting.add(stored.length)
         self._kept.add(prompt, row)
@@ -150,7 +156,7 @@ class Buffer:
         if self._kept.count(prompt) > self._settings.per_prompt:
             own = self._kept.of(prompt)
             self._let_go(own[0] if oldest else own[int(self._rows.reward[np.asarray(own)].argmin())], _EVICTED)
-        if len(self._rows) - self._passing > self._settings.total:
+        if len(self._rows) - len(self._passing) > self._settings.total:
             self._let_go(self._rows.oldest if oldest else self._rows.lowest, _EVICTED)
 
     def pass_over(self, evicted: Amount, damaged: Amount) -> None:
@@ -232,17 +238,6 @@ class Buffer:
         self._used[: len(used)] = array("i", used.tolist())
 
     @property
-    def window(self) -> int:
-        """Trainer updates within which a trajectory is recent."""
-        return self._window
-
-    @window.setter
-    def window(self, window: int) -> None:
-        if window != self._window:
-            self._window = window
-            self._rebuild_recent()
-
-    @property
     def received(self) -> int:
         """Trajectories ever added."""
         return self._received.trajectories
@@ -254,23 +249,14 @@ class Buffer:
 
     @property
     def now(self) -> Version:
-        """The trainer's version, by which it is told what is recent."""
+        """The trainer's version. What was passing at a reset of the reference leaves when this is set."""
         return self._now
 
     @now.setter
     def now(self, now: Version) -> None:
-        later = now.incarnation == self._now.incarnation and now.step >= self._now.step
         self._now = now
-        if not later:
-            self._rebuild_recent()
-            self._let_the_passed_leave()
-            return
-        for step in [s for s in self._recent_by_step if s < now.step - self._window]:
-            for row in self._recent_by_step.pop(step):
-                if self._rows.is_recent[row] and self._rows.step[row] == step:  # else it has left since
-                    self._recent.remove(self._key(row), row)
-                    self._rows.is_recent[row] = False
-        self._let_the_passed_leave()
+        for row in [row for row in self._passing if not self._rows.is_recent[row]]:
+            self._remove(row, 0)  # not before: a batch that was fetched ahead of the reset may be given back
 
     @property
     def reference(self) -> Version:
@@ -281,8 +267,8 @@ class Buffer:
     def reference(self, reference: Version) -> None:
         if reference != self._reference:
             self._reference = reference
-            self._current = self._shelf()
-            self._clear_recent()
+            self._current, self._recent, self._newest = self._shelf(), self._shelf(), {}
+            self._rows.is_recent[:] = False
             for row in self._rows.in_order().tolist():
                 self._make_current(row)
 
@@ -315,21 +301,40 @@ class Buffer:
         """Those of `of(prompt)`, in order."""
         return self._rows.reward[np.asarray(self._current.of(prompt), dtype=np.intp)]
 
-    def recent(self, prompt: str) -> Answers:
-        """Those of `prompt` within the recent window, oldest first; good until the buffer changes."""
-        return Answers(self._rows, self._recent.of(prompt))
-
     def numbers(self, prompt: str) -> Sequence[int]:
         """Of those of `of(prompt)`, in order: equal ones are the same trajectory, until the buffer changes."""
         return self._current.of(prompt)
 
-    def recent_numbers(self, prompt: str) -> Sequence[int]:
-        """Of those of `recent(prompt)`, likewise."""
-        return self._recent.of(prompt)
+    def newest(self, prompt: str, size: int, within: int) -> Sequence[int]:
+        """The numbers of up to `size` of `prompt` in the order of their turns: the newest first, and among the last
+        `within` arrivals what was never used before what was.
+        """
+        rows = np.asarray(self._recent.of(prompt)[-max(size, within) :], dtype=np.intp)[::-1]
+        late = (self._rows.uses[rows] > 0) | ~self._among_last(rows, within)
+        turns: list[int] = np.concatenate([rows[~late], rows[late]])[:size].tolist()
+        return turns
 
-    def recent_prompts(self, size: int) -> Listing:
-        """Prompts with at least `size` distinct recent trajectories."""
-        return self._recent.prompts(size)
+    def newest_prompts(self, size: int, within: int, count: int) -> list[str]:
+        """The first prompts with `size` recent trajectories in the order of their turns, `count` or more if there are.
+
+        First come those with one of the last `within` arrivals: the one whose next `size` have been used least in all,
+        of several the one with the newest. Then the next newest.
+        """
+        if size not in self._newest:
+            self._newest[size] = Newest(self._recent.prompts(size), self._newest_arrival)
+        last = len(self._used) - within
+        turns = self._newest[size].first(count, last)
+        return sorted(
+            turns, key=lambda p: self._uses_of_next(p, size, within) if self._newest_arrival(p) >= last else math.inf
+        )
+
+    def numbered(self, numbers: Iterable[int]) -> list[Trajectory]:
+        """The trajectories of these numbers, oldest first."""
+        return list(Answers(self._rows, sorted(numbers, key=self._rows.arrival.item)))
+
+    def behind(self, trajectories: Iterable[Trajectory]) -> int:
+        """How many have arrived since the first of these, itself included."""
+        return len(self._used) - min(self._rows.arrival.item(self._row(t)) for t in trajectories)
 
     def _row(self, trajectory: Trajectory) -> int:
         row = self._rows.find(trajectory.uid)
@@ -353,31 +358,28 @@ class Buffer:
         self._used[self._rows.arrival.item(row)] += 1
 
     def _let_go(self, row: int, how: int) -> None:
-        """It is kept no longer; here until it is not recent, if the settings say so."""
+        """It is kept no longer; here as one of the recent ones for a while, if the settings say so."""
         if not (self._settings.keep_recent and self._rows.is_recent[row]):
             self._remove(row, how)
             return
         self._unshelve(row)
         self._rows.let_pass(row, how)
-        self._passing += 1
-
-    def _let_the_passed_leave(self) -> None:
-        """Those that were here while they were recent, and are not. Not before the batch that has them is trained."""
-        if self._passing:
-            for row in np.flatnonzero((self._rows.passing > 0) & ~self._rows.is_recent).tolist():
-                self._remove(row, 0)
+        self._passing[row] = None
+        if len(self._passing) > self._settings.total:
+            self._remove(next(iter(self._passing)), 0)
 
     def _remove(self, row: int, how: int) -> None:
         """It leaves memory; counted by how it was let go, now or before, if it was never used."""
         how, length = int(self._rows.passing[row]) or how, int(self._rows.length[row])
         if self._rows.passing[row]:
-            self._passing -= 1
+            del self._passing[row]
         else:
             self._unshelve(row)
         self._by_reference.subtract([self._reference_of(row)])
         if self._rows.is_recent[row]:
             self._recent.remove(self._key(row), row)
             self._rows.is_recent[row] = False
+            self._newest_change(self._key(row))
         if not self._rows.uses[row]:
             self._waiting.add(length, -1)
             (self._duplicate if how == _DUPLICATE else self._evicted).add(length)
@@ -396,28 +398,25 @@ class Buffer:
         return Shelf(lambda row: self._rows.arrival.item(row))  # a Python number, at less cost than by its index
 
     def _make_current(self, row: int) -> None:
-        """It can be sampled, if it is of the current reference; what an earlier incarnation sampled is never recent."""
+        """It can be sampled, if it is of the current reference; as recent, unless it came from elsewhere."""
         if self._reference_of(row) == self._reference:
+            key = self._key(row)
             if not self._rows.passing[row]:
-                self._current.add(self._key(row), row)
-            version = Version(int(self._rows.incarnation[row]), int(self._rows.step[row]))
-            if version.incarnation == self._now.incarnation and version.lag(self._now) <= self._window:
-                self._add_recent(row)
+                self._current.add(key, row)
+            if self._rows.incarnation[row] >= 0:
+                self._recent.add(key, row)
+                self._rows.is_recent[row] = True
+                self._newest_change(key)
 
-    def _add_recent(self, row: int) -> None:
-        self._recent_by_step.setdefault(int(self._rows.step[row]), array("i")).append(row)
-        self._recent.add(self._key(row), row)
-        self._rows.is_recent[row] = True
+    def _newest_change(self, prompt: str) -> None:
+        for newest in self._newest.values():
+            newest.changed(prompt)
 
-    def _clear_recent(self) -> None:
-        self._recent, self._recent_by_step = self._shelf(), {}
-        self._rows.is_recent[:] = False
+    def _newest_arrival(self, prompt: str) -> int:
+        return self._rows.arrival.item(self._recent.of(prompt)[-1])
 
-    def _rebuild_recent(self) -> None:
-        self._clear_recent()
-        rows = self._rows.in_order()
-        recent = self._rows.reference[rows] == self._rows.reference_number(self._reference)
-        recent &= self._rows.incarnation[rows] == self._now.incarnation
-        recent &= self._now.step - self._rows.step[rows] <= self._window
-        for row in rows[recent].tolist():
-            self._add_recent(row)
+    def _among_last(self, rows: npt.NDArray[np.intp], within: int) -> npt.NDArray[np.bool_]:
+        return self._rows.arrival[rows] >= len(self._used) - within
+
+    def _uses_of_next(self, prompt: str, size: int, within: int) -> int:
+        return int(self._rows.uses[np.asarray(self.newest(prompt, size, within))].sum())

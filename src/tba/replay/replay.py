@@ -27,7 +27,6 @@ from tba.replay.uses import pack_uses, unpack_uses
 from tba.types import Group, Json, Trajectory, Version
 
 _CHUNK = 4096  # rows drained at a time
-_PAPERS_WINDOW = 2  # 2k at k = 1
 
 NotReady: TypeAlias = Held | Literal["empty", "unscored"]
 
@@ -39,15 +38,12 @@ class ReplaySettings:
     selection: Selection = field(default_factory=RecencyReward)
     pacing: Pacing = field(default_factory=Pacing)
     buffer: BufferSettings = field(default_factory=BufferSettings)
-    recent_window: int | None = None  # trainer updates within which data is recent; None: 2 x sync_every
     take_in: Literal["always", "sync"] = "always"  # new data at once, or only at weight syncs (the paper's own way)
     keep_gb: float | None = None  # the journal on disk is kept to this size: the oldest leave; None: all is kept
 
     def __post_init__(self) -> None:
         if self.keep_gb is not None and not self.keep_gb > 0:
             raise UserError(f"--replay.keep-gb is {self.keep_gb}: give a size in GB above 0, or None to keep all")
-        if self.recent_window is not None and self.recent_window < 0:
-            raise UserError(f"--replay.recent-window is {self.recent_window}: give a number of updates, 0 or more")
 
     @property
     def keep_bytes(self) -> int | None:
@@ -87,21 +83,22 @@ class ScoringSource(Protocol):
 class Replay:
     """What the trainer asks for groups. Set `now` to the trainer's version before each batch.
 
-    recent_window: overrides the setting (the recipe gives 2 x sync_every there).
+    sync_every: the trainer's k, with which goes what counts as the newest.
     """
 
     def __init__(
         self,
         source: TrajectorySource,
         settings: ReplaySettings,
-        recent_window: int | None = None,
+        sync_every: int = 1,
         *,
         seed: int = 0,
     ) -> None:
-        window = settings.recent_window if recent_window is None else recent_window
         self.settings = settings
-        self.buffer = Buffer(settings.buffer, _PAPERS_WINDOW if window is None else window)
+        self.buffer = Buffer(settings.buffer)
         self.selector = settings.selection.start()
+        if isinstance(self.selector, RecencyRewardSelector):
+            self.selector.sync_every = sync_every
         self._source = source
         self._rng = np.random.default_rng([seed, 0x5E1EC7])  # apart from the searchers' streams of the same seed
         self._lock = threading.RLock()
@@ -111,7 +108,7 @@ class Replay:
 
     @property
     def now(self) -> Version:
-        """The trainer's version: what is recent is counted back from it."""
+        """The trainer's version."""
         return self.buffer.now
 
     @now.setter
@@ -194,15 +191,15 @@ class Replay:
             self.buffer.take_back(trajectories)
             self._sampled, self._newest = self._sampled - 1, ()
 
-    def steer(self, m: float, window: int) -> None:
-        """From the next batch on: the share of recent groups, and the trainer updates within which they are recent.
+    def steer(self, m: float, sync_every: int) -> None:
+        """From the next batch on: the share of recent groups, and the trainer's k.
 
         Raises `ValueError` when the selection has no such share.
         """
         if not isinstance(self.selector, RecencyRewardSelector):
             raise ValueError(f"{type(self.selector).__name__} has no share of recent groups that could be moved")
         with self._lock:
-            self.selector.m, self.buffer.window = m, window
+            self.selector.m, self.selector.sync_every = m, sync_every
 
     def wanted(self, batch: int, updates: int) -> int | None:
         """How many trajectories searchers may have sent down before they ease off (`Pacing.wanted`)."""
@@ -265,7 +262,7 @@ class Replay:
 
         now: the trainer's version from here on, the same step of a later incarnation (None: as it was). What the
         incarnations that led to the state had taken in by then was sampled by this one's own past, and is named so: it
-        is as old as it was. All else that the source has is of weights that are no past of these, and never recent.
+        is as old as it was. All else that the source has is of weights that are no past of these, and comes after it.
 
         Reads the source again from its beginning. What was used after the state was taken counts as never used: the
         weights that it trained are gone. Raises `ValueError` when this replay is not fresh, or as `state` does.

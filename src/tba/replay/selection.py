@@ -1,17 +1,25 @@
 """Which prompts, and which of their trajectories, go into a batch: the paper's recency / reward selection.
 
-Invariant: no trajectory is twice in a group, prompts are drawn without replacement epoch by epoch, and a reward only
-ever decides between the responses of one prompt. The paper's m lives here and nowhere else. Where a task has one prompt
-only, every group of a batch is of it, and rewards decide between all trajectories there are.
+Invariant: no trajectory is twice in a group, and a reward only ever decides between the responses of one prompt. The
+paper's m lives here and nowhere else: nothing but its draw decides which half a group comes from, as long as searchers
+have brought two answers to one prompt.
+
+The recent half is the newest by arrival, never by the weights that sampled. The newest arrivals are the last 2k B K
+trajectories, what the trainer draws in two sync intervals (paper: what came in at the last sync). Of the prompts that
+have one of these and K answers it is the turn of the one whose next K have been used least, of several of the newest;
+after them come the next newest prompts. A prompt's next K are its newest, what was never used before what was. Of the
+other half prompts are drawn without replacement, epoch by epoch. Where a task has one prompt only, every group of a
+batch is of it: its next K, the K after these and so on, and rewards decide between all trajectories there are.
 
 Shape legend: N the trajectories of one prompt.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -69,17 +77,18 @@ class RecencyReward:
 
 
 class RecencyRewardSelector:
-    """Draws groups; keeps the two epochs (of recent prompts, of all prompts) and the counts.
+    """Draws groups; keeps the epoch of the other half and the counts.
 
-    counts: groups "recent" and "reward" as they came out; "recent_shortfall", meant to be recent but no further prompt
-    had K recent trajectories; "ragged", smaller than K; "repeated", of a prompt that the batch had already.
+    counts: groups "recent" and "reward" as they came out; "newest", those all of whose trajectories were among the
+    newest arrivals; "ragged", smaller than K; "repeated", of a prompt that the batch had already.
     """
 
     def __init__(self, settings: RecencyReward) -> None:
         self.settings = settings
         self.m = settings.m  # may be moved
-        self.counts: Counter[str] = Counter(recent=0, reward=0, recent_shortfall=0, ragged=0, repeated=0)
-        self._recent = Deck()
+        self.sync_every = 1  # likewise: k
+        self.counts: Counter[str] = Counter(recent=0, reward=0, newest=0, ragged=0, repeated=0)
+        self._within = 0  # arrivals that count as the newest, in this batch
         self._all = Deck()
 
     def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
@@ -89,17 +98,20 @@ class RecencyRewardSelector:
         distinct trajectories.
         """
         chosen: list[Group] = []
-        drawn: dict[str, set[int]] = {}  # by prompt of the batch, the numbers of what it has given
+        batch = Counter[str]()  # how many groups it has of each prompt
+        drawn: dict[str, Counter[int]] = {}  # by prompt of the batch, how often it has given which number
         least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self.m * size, 9)))
+        self._within = 2 * self.sync_every * groups * size
+        turns = functools.cache(lambda least: store.newest_prompts(least, self._within, groups))
         for recent in self._halves(groups, rng):
-            prompt, is_recent = self._prompt(store, least, recent, drawn, rng)
-            repeated = prompt in drawn
-            own = drawn.setdefault(prompt, set())
-            if self.settings.mix == "group" or (self.settings.disjoint and repeated):
-                group = self._mixed(store, prompt, size, is_recent, own if self.settings.disjoint else set(), rng)
+            prompt, is_recent = self._prompt(store, least, recent, turns, batch, rng)
+            own = drawn.setdefault(prompt, Counter())
+            if self.settings.mix == "group" or (self.settings.disjoint and prompt in batch and not is_recent):
+                group = self._mixed(store, prompt, size, is_recent, own, rng)
             else:
                 group = self._plain(store, prompt, size, is_recent, own, rng)
-            self._count(group, size, is_recent, recent, repeated)
+            self._count(store, group, size, is_recent, prompt in batch)
+            batch[prompt] += 1
             chosen.append(group)
         return chosen
 
@@ -113,72 +125,78 @@ class RecencyRewardSelector:
         return [bool(r) for r in recent]
 
     def _plain(
-        self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, own: set[int], rng: np.random.Generator
-    ) -> Group:
-        """Of one half, whatever the batch has already; what it takes is added to `own`."""
-        trajectories = store.recent(prompt) if is_recent else store.of(prompt)
-        if is_recent or self.settings.inverse_temperature == 0:
+        self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, own: Counter[int],
+        rng: np.random.Generator,
+    ) -> Group:  # fmt: skip
+        """Of one half; what it takes is added to `own`, where a later group of this prompt is to keep apart from it."""
+        if is_recent:
+            numbers = self._next(store, prompt, size, own)
+            own.update(numbers)
+            return Group(tuple(store.numbered(numbers)))
+        trajectories = store.of(prompt)
+        if self.settings.inverse_temperature == 0:
             rows = uniform(len(trajectories), size, rng)
         else:
             rows = softmax_without_replacement(store.rewards(prompt), self.settings.inverse_temperature, size, rng)
         if self.settings.disjoint:
-            numbers = store.recent_numbers(prompt) if is_recent else store.numbers(prompt)
-            own.update(numbers[i] for i in rows)
+            kept = store.numbers(prompt)
+            own.update(kept[i] for i in rows)
         return Group(tuple(trajectories[i] for i in rows))
 
     def _mixed(
-        self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, taken: set[int], rng: np.random.Generator
-    ) -> Group:
-        """Of both halves, or apart from `taken` as far as there are enough; what it takes is added to that."""
-        share = (self.m if self.settings.mix == "group" else 1.0) if is_recent else 0.0
-        both = is_recent and self.settings.mix == "group"
-        wanted = size + len(taken)
-        recent, recent_numbers = store.recent(prompt), store.recent_numbers(prompt)
-        fresh = in_turn(np.zeros(len(recent)), 0.0, wanted, rng) if is_recent else []
-        fresh = _apart_first(fresh, recent_numbers, taken)
+        self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, own: Counter[int],
+        rng: np.random.Generator,
+    ) -> Group:  # fmt: skip
+        """Of both halves, or apart from `own` as far as there are enough; what it takes is added to that."""
+        share = self.m if is_recent else 0.0
+        taken = own if self.settings.disjoint else Counter[int]()
+        fresh = self._next(store, prompt, size, own) if is_recent else []
         count = min(_share(share * size, rng), len(fresh))
-        group = {recent_numbers[i]: recent[i] for i in fresh[:count]}
-        if both or not is_recent:
-            kept, numbers = store.of(prompt), store.numbers(prompt)
-            order = in_turn(store.rewards(prompt), self.settings.inverse_temperature, wanted + count, rng)
-            for i in _apart_first([i for i in order if numbers[i] not in group], numbers, taken)[: size - count]:
-                group[numbers[i]] = kept[i]
-        for i in fresh[count:]:  # where less is kept than is wanted
-            if len(group) < size:
-                group.setdefault(recent_numbers[i], recent[i])
-        taken.update(group)
-        return Group(tuple(group.values()))
+        kept = store.numbers(prompt)
+        order = in_turn(store.rewards(prompt), self.settings.inverse_temperature, size + len(taken) + count, rng)
+        others = [kept[i] for i in order if kept[i] not in fresh[:count]]
+        chosen = fresh[:count] + _apart_first(others, taken)[: size - count]
+        missing = [number for number in fresh[count:] if number not in chosen]  # where less is kept than is wanted
+        chosen += missing[: size - len(chosen)]
+        own.update(chosen)
+        return Group(tuple(store.numbered(chosen)))
 
     def state(self) -> Json:
         """What `restore` takes."""
-        return {"recent": self._recent.state(), "all": self._all.state(), "counts": dict(self.counts)}
+        return {"all": self._all.state(), "counts": dict(self.counts)}
 
     def restore(self, state: Json) -> None:
         """Go on where `state` was taken."""
-        self._recent.restore(state["recent"])
         self._all.restore(state["all"])
         self.counts = Counter(state["counts"])
 
     def _prompt(
-        self, store: TrajectoryStore, size: int, recent: bool, batch: Collection[str], rng: np.random.Generator
-    ) -> tuple[str, bool]:
-        """(a prompt, whether it is drawn as recent): first one that is not in the batch, recent if it was meant so."""
-        everything: frozenset[str] = frozenset()
-        for avoid in (batch, everything):
-            if recent:
-                listed = store.recent_prompts(size)
-                prompt = self._recent.draw(listed, lambda p: len(store.recent(p)) >= size, avoid, rng)
-                if prompt is not None:
-                    return prompt, True
-            listed = store.prompts(SMALLEST_GROUP)
-            prompt = self._all.draw(listed, lambda p: len(store.of(p)) >= SMALLEST_GROUP, avoid, rng)
-            if prompt is not None:
-                return prompt, False
+        self, store: TrajectoryStore, size: int, recent: bool, turns: Callable[[int], Sequence[str]],
+        batch: Counter[str], rng: np.random.Generator,
+    ) -> tuple[str, bool]:  # fmt: skip
+        """(a prompt, whether it is drawn as recent): one that is not in the batch, else the one that is least often.
+
+        A recent group is ragged before its prompt comes twice. What is meant to be recent is of the other half only
+        where all that is left came from elsewhere, which is never recent.
+        """
+        for again in (False, True):
+            for least in (size, SMALLEST_GROUP) if recent else ():
+                left = [prompt for prompt in turns(least) if again or prompt not in batch]
+                if left:
+                    return min(left, key=batch.__getitem__), True
+            listed, avoid = store.prompts(SMALLEST_GROUP), () if again else batch
+            drawn = self._all.draw(listed, lambda p: len(store.of(p)) >= SMALLEST_GROUP, avoid, rng)
+            if drawn is not None:
+                return drawn, False
         raise ValueError(f"no prompt has {SMALLEST_GROUP} distinct trajectories to make a group of")
 
-    def _count(self, group: Group, size: int, is_recent: bool, meant_recent: bool, repeated: bool) -> None:
+    def _next(self, store: TrajectoryStore, prompt: str, size: int, own: Counter[int]) -> list[int]:
+        """The numbers of a prompt's next `size`, of those first that the batch has not yet."""
+        return _apart_first(store.newest(prompt, size + len(own), self._within), own)[:size]
+
+    def _count(self, store: TrajectoryStore, group: Group, size: int, is_recent: bool, repeated: bool) -> None:
         self.counts["recent" if is_recent else "reward"] += 1
-        self.counts["recent_shortfall"] += meant_recent and not is_recent
+        self.counts["newest"] += store.behind(group.trajectories) <= self._within
         self.counts["ragged"] += len(group) < size
         self.counts["repeated"] += repeated
 
@@ -247,6 +265,6 @@ def _share(mean: float, rng: np.random.Generator) -> int:
     return whole + (part > 0 and rng.random() < part)
 
 
-def _apart_first(order: list[int], numbers: Sequence[int], taken: Collection[int]) -> list[int]:
-    """In order, those that are not taken before those that are."""
-    return sorted(order, key=lambda i: numbers[i] in taken)
+def _apart_first(numbers: Sequence[int], taken: Counter[int]) -> list[int]:
+    """In order, those that were taken less often before the others."""
+    return sorted(numbers, key=taken.__getitem__)

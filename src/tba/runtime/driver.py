@@ -73,7 +73,8 @@ class Progress:
 
 def result_of(half: TrainHalf) -> dict[str, Json]:
     """What the summary needs of a training half that has ended."""
-    began = half.began_training
+    began, drawn = half.began_training, half.replay.selector.counts
+    groups = drawn.get("recent", 0) + drawn.get("reward", 0)
     return {
         "clock": half.clock.seconds(),
         "peak_memory_bytes": peak_memory_bytes(),
@@ -83,6 +84,7 @@ def result_of(half: TrainHalf) -> dict[str, Json]:
         "ledger": half.replay.ledger(),
         "position": half.journal.position,
         "lags": dict(half.lags),
+        "recent_share": drawn.get("newest", 0) / max(1, groups),
         "reference_resets": half.references.resets,
         "control": half.steering.changes(),
         "warm_up_seconds": half.elapsed() if began is None else began,
@@ -128,6 +130,7 @@ def summarise(
         tokens=ledgers["tokens"],
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
+        recent_share=trainer["recent_share"],
         reference_resets=trainer["reference_resets"],
         control=trainer["control"],
         joined=joined,

@@ -1,7 +1,7 @@
 """The `inline` runtime: one process takes turns. Deterministic; the synchronous baseline; the debugger.
 
 Each turn: a searcher's rounds, then up to k optimizer steps; a step that replay will not give a batch for (warm-up,
-paced) brings another round. With k = 1, m = 1 and a recent window of 0 this is plain on-policy training.
+paced) brings another round. With k = 1, m = 1 and rounds of a batch this is plain on-policy training.
 """
 
 from __future__ import annotations

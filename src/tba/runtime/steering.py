@@ -23,7 +23,7 @@ log = logging.getLogger("tba.trainer")
 
 @dataclass
 class Steering:
-    """The controller at its levers: the trainer's sync interval, the replay's share of recent groups and its window."""
+    """The controller at its levers: the trainer's sync interval and the replay's share of recent groups."""
 
     recipe: Recipe
     trainer: Trainer
@@ -35,21 +35,19 @@ class Steering:
         """Before anything was moved."""
         selection: Any = recipe.replay.selection  # with control on the recipe has seen to it that there is an m
         m = getattr(selection, "m", math.nan)
-        return cls(recipe, trainer, replay, recipe.control.start(recipe.sync_every, m, recipe.recent_window))
+        return cls(recipe, trainer, replay, recipe.control.start(recipe.sync_every, m))
 
     def after(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Show the controller a step's metrics; what held during it, for the step's line."""
         controller = self.controller
         if not controller.on:
             return {}
-        k, m, window = controller.sync_every, controller.m, controller.recent_window
-        held = {"sync_every": float(k), "m": m, "recent_window": float(window)}
-        drawn = {f"groups_{name}": float(count) for name, count in self.replay.selector.counts.items()}
-        if (change := controller.observe(step, {**drawn, **metrics})) is not None:
+        held = {"sync_every": float(controller.sync_every), "m": controller.m}
+        if (change := controller.observe(step, metrics)) is not None:
             self._apply()
             log.info(
-                "%s was %.3g: k = %d, m = %g and a recent window of %d from step %d on",
-                change.signal, change.value, change.sync_every, change.m, change.recent_window, step,
+                "%s was %.3g: k = %d and m = %g from step %d on",
+                change.signal, change.value, change.sync_every, change.m, step,
             )  # fmt: skip
         return held
 
@@ -75,4 +73,4 @@ class Steering:
 
     def _apply(self) -> None:
         self.trainer.sync_every = self.controller.sync_every
-        self.replay.steer(self.controller.m, self.controller.recent_window)
+        self.replay.steer(self.controller.m, self.controller.sync_every)

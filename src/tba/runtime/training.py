@@ -199,7 +199,7 @@ def start_training(
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
     keep, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
     journal = JournalFollower(run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop, create=False)
-    replay = Replay(journal, recipe.replay, recipe.recent_window, seed=recipe.seed)
+    replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed)
     replay.now = version
     if checkpoint is not None:
         replay.restore(checkpoint.state["replay"], version)

@@ -149,7 +149,6 @@ def synchronous(recipe: Recipe) -> Recipe:
         replay=ReplaySettings(
             selection=RecencyReward(m=1.0),
             pacing=Pacing(warm_up=0),
-            recent_window=0,
             buffer=replace(recipe.replay.buffer, distinct=False),
         ),
     )

@@ -64,7 +64,6 @@ def _baseline(name: str) -> tuple[Objective, ReplaySettings]:
     on_policy = ReplaySettings(
         selection=RecencyReward(m=1.0),
         pacing=Pacing(warm_up=0),
-        recent_window=0,
         buffer=replace(base.replay.buffer, distinct=False),  # or repeats make a round too small, and old data fill it
     )
     lowest_out = BufferSettings(

@@ -1,4 +1,4 @@
-"""A controller of staleness: it moves the sync interval k, the share m of recent groups and what counts as recent.
+"""A controller of staleness: it moves the sync interval k and the share m of recent groups.
 
 Invariant: what it does follows from the metrics it was shown and from nothing else (no clock, no chance), so that equal
 runs are steered equally, and one that goes on from its `state` is steered on. All that it moves stays within bounds.
@@ -7,10 +7,6 @@ It works like a thermostat. The signal is averaged over spans of `every` updates
 makes the data fresher by one notch: k is halved and m raised by 0.1. Three spans in a row on the fresh side allow one
 notch more staleness: k is doubled and m lowered by 0.1. The span after a move is not judged, since its data are still
 those of before.
-
-The recent window goes with k down to 2k, its paper's value, where recent data suffice. Where they do not (searchers are
-slower than that), groups meant to be recent are drawn from data of any age; a wider window is then the fresher one, and
-a notch doubles it.
 """
 
 from __future__ import annotations
@@ -26,13 +22,11 @@ from tba.types import Json
 Signal: TypeAlias = Literal["none", "ess", "off_policy", "lag", "residual_relative"]
 PATIENCE = 3  # spans on the fresh side before anything is loosened
 NOTCH = 0.1  # of m
-SHORT = 0.1  # of the groups meant to be recent: when more were not, the window was too narrow
-WIDEST = 128  # updates that count as recent, at most
 
 
 @dataclass(frozen=True)
 class Control:
-    """Which signal is kept in which range by moving `sync_every`, `replay.selection.m` and `replay.recent_window`."""
+    """Which signal is kept in which range by moving `sync_every` and `replay.selection.m`."""
 
     signal: Signal = "none"  # what is kept in range, a name of metrics.jsonl; none: nothing is moved
     low: float = 0.5  # the signal's mean over a span is kept above this
@@ -51,18 +45,15 @@ class Control:
         if not 0 <= self.least_m <= 1:
             raise UserError(f"--control.least-m is {self.least_m}, it is a probability: give 0 to 1")
 
-    def start(self, sync_every: int, m: float, window: int) -> Controller:
-        """A controller that begins at k = `sync_every`, `m` and a recent `window`.
-
-        Raises `UserError` when k or m is out of bounds.
-        """
+    def start(self, sync_every: int, m: float) -> Controller:
+        """A controller that begins at k = `sync_every` and `m`. Raises `UserError` when one is out of bounds."""
         if self.signal != "none" and sync_every > self.most_sync_every:
             raise UserError(
                 f"--sync-every is {sync_every}, above --control.most-sync-every {self.most_sync_every}: raise the bound"
             )
         if self.signal != "none" and m < self.least_m:
             raise UserError(f"--replay.selection.m is {m}, below --control.least-m {self.least_m}: lower the bound")
-        return Controller(self, sync_every, m, window)
+        return Controller(self, sync_every, m)
 
 
 @dataclass(frozen=True)
@@ -74,26 +65,23 @@ class Change:
     value: float
     sync_every: int
     m: float
-    recent_window: int
 
     def to_json(self) -> dict[str, Json]:
         return asdict(self)
 
 
 class Controller:
-    """Show it every step's metrics (`observe`); `sync_every`, `m` and `recent_window` are what it wants now."""
+    """Show it every step's metrics (`observe`); `sync_every` and `m` are what it wants now."""
 
-    def __init__(self, settings: Control, sync_every: int, m: float, recent_window: int) -> None:
+    def __init__(self, settings: Control, sync_every: int, m: float) -> None:
         self.settings = settings
         self.sync_every = sync_every
         self.m = m
-        self.recent_window = recent_window
         self.changes: list[Change] = []
         self._steps = 0  # of this span
         self._sum = 0.0
         self._count = 0  # steps of this span that had the signal
         self._fresh = 0  # spans in a row on the fresh side
-        self._drawn = [0.0, 0.0]  # groups so far, at the end of the last span: recent, meant to be and not
         self._settling = False  # this span is not judged
 
     @property
@@ -111,63 +99,46 @@ class Controller:
         if self._steps < self.settings.every:
             return None
         mean = self._sum / self._count if self._count else math.nan
-        short = self._short(metrics)
         settling, self._settling = self._settling, False
         self._steps, self._sum, self._count = 0, 0.0, 0
-        return None if settling or math.isnan(mean) else self._decide(step, mean, short)
+        return None if settling or math.isnan(mean) else self._decide(step, mean)
 
-    def _short(self, metrics: Mapping[str, float]) -> float:
-        """Of the groups of this span that were meant to be recent, the share that was not."""
-        drawn = [metrics.get("groups_recent", 0.0), metrics.get("groups_recent_shortfall", 0.0)]
-        recent, missed = (now - before for now, before in zip(drawn, self._drawn, strict=True))
-        self._drawn = drawn
-        return missed / (recent + missed) if recent + missed > 0 else 0.0
-
-    def _decide(self, step: int, mean: float, short: float) -> Change | None:
+    def _decide(self, step: int, mean: float) -> Change | None:
         stale, fresh = mean > self.settings.high, mean < self.settings.low
         if self.settings.signal == "ess":  # the one that falls with staleness
             stale, fresh = fresh, stale
         self._fresh = self._fresh + 1 if fresh else 0
         if stale:
-            k, m = max(1, self.sync_every // 2), min(1.0, round(self.m + NOTCH, 6))
-            wanted = k, m, self._fresher_window(k, short)
+            wanted = max(1, self.sync_every // 2), min(1.0, round(self.m + NOTCH, 6))
         elif self._fresh >= PATIENCE:
             self._fresh = 0
             k, m = min(self.settings.most_sync_every, 2 * self.sync_every), round(self.m - NOTCH, 6)
-            wanted = k, max(self.settings.least_m, m), max(self.recent_window, 2 * k)
+            wanted = k, max(self.settings.least_m, m)
         else:
             return None
-        if wanted == (self.sync_every, self.m, self.recent_window):
+        if wanted == (self.sync_every, self.m):
             return None  # at its bounds already
-        self.sync_every, self.m, self.recent_window = wanted
+        self.sync_every, self.m = wanted
         self._settling = True
         self.changes.append(Change(step, self.settings.signal, mean, *wanted))
         return self.changes[-1]
-
-    def _fresher_window(self, k: int, short: float) -> int:
-        """Wider where recent data were short, else narrower: never below 2k, nor above `WIDEST`."""
-        if short > SHORT:
-            return max(self.recent_window, min(WIDEST, 2 * self.recent_window))
-        return max(min(self.recent_window, 2 * k), self.recent_window // 2)
 
     def state(self) -> Json:
         """What `restore` takes, as JSON can hold it."""
         return {
             "sync_every": self.sync_every,
             "m": self.m,
-            "recent_window": self.recent_window,
             "steps": self._steps,
             "sum": self._sum,
             "count": self._count,
             "fresh": self._fresh,
-            "drawn": self._drawn,
             "settling": self._settling,
             "changes": [change.to_json() for change in self.changes],
         }
 
     def restore(self, state: Json) -> None:
         """Go on where `state` was taken."""
-        self.sync_every, self.m, self.recent_window = state["sync_every"], state["m"], state["recent_window"]
+        self.sync_every, self.m = state["sync_every"], state["m"]
         self._steps, self._sum, self._count = state["steps"], state["sum"], state["count"]
-        self._fresh, self._settling, self._drawn = state["fresh"], state["settling"], state["drawn"]
+        self._fresh, self._settling = state["fresh"], state["settling"]
         self.changes = [Change(**change) for change in state["changes"]]
