@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import tyro
@@ -23,6 +23,7 @@ from tba.schedules import (
     gsm8k_anneal,
     tldr_anneal,
 )
+from tba.settings import find, names, override
 
 
 def test_on_tldr_beta_is_0_777_at_step_31_and_jumps_to_0_05_at_step_32() -> None:
@@ -95,6 +96,47 @@ def test_no_update_within_the_planned_steps_has_the_rate_zero(shape: RateShape) 
     rates = [shape(step) for step in range(1, 51)]
     assert rates[:10] == [n / 10 for n in range(1, 11)]
     assert all(0 < rate <= 1 for rate in rates)
+
+
+@pytest.mark.parametrize(
+    "shape", [WarmupConstant(10), WarmupLinear(50, 10), WarmupCosine(50, 10), WarmupStableDecay(10, 20, 20)]
+)
+@pytest.mark.parametrize("steps", [51, 75, 1000])
+def test_a_shape_that_is_made_to_last_has_the_same_rates_at_the_same_share_of_the_run(
+    shape: RateShape, steps: int
+) -> None:
+    longer = shape.lasting(steps)
+    assert longer(steps) > 0
+    if shape.planned is None:
+        assert longer == shape
+        return
+    assert longer.planned == steps
+    assert longer(steps + 1) == shape(51) == 0
+    for n in range(12, 51):  # after the warm-up, which is rounded
+        assert longer(1 + round((n - 1) * steps / 50)) == pytest.approx(shape(n), abs=0.05)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_recipe_has_a_learning_rate_to_its_last_step_however_many_are_asked_for(name: str) -> None:
+    recipe = find(name)
+    for steps in (recipe.steps, 625, 1500, 3 * recipe.steps):
+        longer = override(recipe, ["--steps", str(steps)], "tba train")
+        assert longer.optimizer.schedule(steps) > 0
+        rate = recipe.optimizer.schedule
+        assert longer.optimizer.schedule == rate or longer.optimizer.schedule.planned == steps > rate.planned
+    if recipe.optimizer.schedule.planned is not None:
+        with pytest.raises(UserError, match=r"but the learning rate is 0 after \d+ of them: make the schedule as long"):
+            replace(recipe, steps=3 * recipe.optimizer.schedule.planned)
+
+
+def test_a_schedule_that_is_set_by_hand_stays_as_it_is_set_or_is_refused() -> None:
+    recipe = find("quickstart")
+    own = ["--steps", "1200", "--optimizer.schedule.decay", "780"]
+    assert override(recipe, own, "tba train").optimizer.schedule == WarmupStableDecay(20, 400, 780)
+    with pytest.raises(UserError, match="is 1200, but the learning rate is 0 after 620 of them"):
+        override(recipe, ["--steps=1200", "--optimizer.schedule.decay", "200"], "tba train")
+    shorter = override(recipe, ["--steps", "60"], "tba train")
+    assert shorter.optimizer.schedule == recipe.optimizer.schedule
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,13 @@ class Recipe:
             )
         if self.address is not None and self.runtime != "cluster":
             raise UserError(f"--address is {self.address}, but the runtime is {self.runtime}: add --runtime cluster")
+        shape = self.optimizer.schedule
+        if shape.planned is not None and shape.planned < self.steps and shape(self.steps) == 0:
+            raise UserError(
+                f"--steps is {self.steps}, but the learning rate is 0 after {shape.planned} of them: make the schedule "
+                f"as long ({type(shape).__name__}'s fields, or `.lasting({self.steps})` in code), give it a final rate "
+                "(--optimizer.schedule.final), or take fewer steps"
+            )
         self._require_what_the_control_moves()
         self._require_what_the_objective_needs()
 

@@ -9,7 +9,7 @@ Standard library only, a leaf beside `batch`: objectives and the optimizer both 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tba.errors import UserError
@@ -97,7 +97,8 @@ def tldr_anneal(steps: int = 256) -> LinearThenCut:
 
 
 # Learning-rate shapes: multipliers of the peak rate, in [0, 1]. Warm-up counts the update that is being made and decay
-# those behind it, so that no update within the planned steps has the rate 0 (unless `final` is reached).
+# those behind it, so that no update within the planned steps has the rate 0 (unless `final` is reached). A run that is
+# longer than its shape is planned for is refused, or the shape made to last as long (`lasting`).
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,14 @@ class WarmupConstant:
 
     def __call__(self, step: int) -> float:
         return _warm(step, self.warmup)
+
+    @property
+    def planned(self) -> None:
+        """It has no end."""
+
+    def lasting(self, steps: int) -> WarmupConstant:
+        """It lasts as long as any run."""
+        return self
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,15 @@ class WarmupLinear:
         remaining = 1 - _progress(step, self.warmup, self.steps - self.warmup)
         return _warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
 
+    @property
+    def planned(self) -> int:
+        """The updates that it is made for."""
+        return self.steps
+
+    def lasting(self, steps: int) -> WarmupLinear:
+        """The same shape over another number of updates."""
+        return replace(self, steps=steps, warmup=_share(self.warmup, self.steps, steps))
+
 
 @dataclass(frozen=True)
 class WarmupCosine:
@@ -143,6 +161,15 @@ class WarmupCosine:
     def __call__(self, step: int) -> float:
         remaining = _half_cosine(_progress(step, self.warmup, self.steps - self.warmup))
         return _warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+
+    @property
+    def planned(self) -> int:
+        """The updates that it is made for."""
+        return self.steps
+
+    def lasting(self, steps: int) -> WarmupCosine:
+        """The same shape over another number of updates."""
+        return replace(self, steps=steps, warmup=_share(self.warmup, self.steps, steps))
 
 
 @dataclass(frozen=True)
@@ -163,6 +190,16 @@ class WarmupStableDecay:
     def __call__(self, step: int) -> float:
         remaining = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))
         return _warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+
+    @property
+    def planned(self) -> int:
+        """The updates that it is made for."""
+        return self.warmup + self.stable + self.decay
+
+    def lasting(self, steps: int) -> WarmupStableDecay:
+        """The same shape over another number of updates."""
+        warmup, held = (_share(n, self.planned, steps) for n in (self.warmup, self.warmup + self.stable))
+        return replace(self, warmup=warmup, stable=held - warmup, decay=steps - held)
 
 
 RateShape: TypeAlias = WarmupConstant | WarmupLinear | WarmupCosine | WarmupStableDecay
@@ -187,6 +224,10 @@ def _progress(step: int, held: int, decay: int) -> float:
 
 def _half_cosine(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def _share(part: int, whole: int, of: int) -> int:
+    return round(part / whole * of)
 
 
 def _require_finite(where: str, **values: float) -> None:

@@ -145,6 +145,8 @@ def override(default: T, arguments: Sequence[str], program: str) -> T:
     if "--help" in arguments or "-h" in arguments:
         explained = _concrete(default, comments)
         tyro.cli(explained, default=_as(explained, default), args=["--help"], prog=program)
+    if isinstance(default, Recipe):
+        default = typing.cast(T, _lasting(default, arguments))
     kind = _concrete(default, lambda _: {})
     said = io.StringIO()
     try:
@@ -153,6 +155,22 @@ def override(default: T, arguments: Sequence[str], program: str) -> T:
     except SystemExit as error:
         raise UserError(_one_sentence(said.getvalue(), arguments, program)) from error
     return typing.cast(T, _back(default, parsed))
+
+
+def _lasting(recipe: Recipe, arguments: Sequence[str]) -> Recipe:
+    """The recipe with a learning rate that lasts as long as the `--steps` that are asked for, if nothing is said of it.
+
+    A run of fewer steps is the beginning of the whole one.
+    """
+    told = [a.removeprefix("--steps=") for a in arguments if a.startswith("--steps=")]
+    told += [value for flag, value in pairwise(arguments) if flag == "--steps"]
+    shape = recipe.optimizer.schedule
+    if shape.planned is None or any(a.startswith("--optimizer.schedule") for a in arguments):
+        return recipe
+    steps = max((int(value) for value in told if value.isdecimal()), default=0)
+    if steps <= shape.planned:
+        return recipe
+    return dataclasses.replace(recipe, optimizer=dataclasses.replace(recipe.optimizer, schedule=shape.lasting(steps)))
 
 
 def _nearest(flag: str, known: Iterable[str], program: str) -> str:
