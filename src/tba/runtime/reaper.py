@@ -32,7 +32,7 @@ def folder_for_ray() -> Iterator[Path]:
     """A folder of our own for Ray's sockets and logs; when the block or this process ends, so does what uses it."""
     made = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))  # short: the names of sockets begin so
     folder = Path(made).resolve()
-    reaper = subprocess.Popen(
+    reaper = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "tba.runtime.reaper", str(folder)], stdin=subprocess.PIPE, start_new_session=True
     )
     assert reaper.stdin is not None
