@@ -227,6 +227,7 @@ def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
     """The small tables, each as far as it can be read."""
     known = _Known(sum(p.stat().st_size for p in (path, Path(f"{path}-wal")) if p.exists()) // _LEAST_BYTES)
     with suppress(*_UNREADABLE, OSError), closing(_read_only(path)) as old:
+        old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads a file that was cut off as far as that goes
         known.ours = old.execute("PRAGMA application_id").fetchone()[0] == JOURNAL.kind
         for table in _PLAIN:
             whole = _copy_table(old, connection, table)
