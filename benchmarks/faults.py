@@ -75,7 +75,7 @@ DISK = 96  # megabytes
 DEADLINE = 600.0  # seconds for anything
 POLL = 0.02
 
-Rows = dict[int, tuple[str, int, bytes | None]]  # the journal: place -> uid, tokens, body
+Rows = dict[int, list[Any]]  # what the journal holds of each trajectory, by its place
 
 
 class Hangs(Exception):
@@ -173,7 +173,7 @@ class Run:
         """Now and then within its first seconds, where that is a moment of this kind."""
         if low == 0 and self.number % 4 == 3:
             time.sleep(self.rng.uniform(0.5, 8.0))
-            self.until(lambda: self.path.exists())
+            self.until((self.path / "recipe.json").exists)
         else:
             step = self.rng.randint(low, self.steps - 15 if high is None else high)
             self.until(lambda: len(read_metrics(self.path)) >= step)
@@ -610,8 +610,8 @@ def forked(pid: int) -> dict[int, str]:
 
 def rows_of(journal: Path) -> Rows:
     """All that the journal has acknowledged."""
-    query = "SELECT seq, uid, t.tokens, body FROM trajectories t LEFT JOIN bodies USING (seq)"
-    return {seq: (uid, tokens, body) for seq, uid, tokens, body in some(journal, query)}
+    query = "SELECT seq, prompt, tokens, body FROM bodies"
+    return {seq: row for seq, *row in some(journal, query)}
 
 
 def some(journal: Path, query: str) -> list[tuple[Any, ...]]:
