@@ -56,7 +56,7 @@ from typing import Any
 
 import tba
 from tba.command.replay import uses_of
-from tba.record.faults import count_faults
+from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.runtime.directory import RunDirectory
@@ -64,7 +64,7 @@ from tba.runtime.holding import is_held
 
 SAMPLED = "pass@1/sampled"
 PROBLEMS = 500
-EVERY = 25  # steps from one checkpoint to the next
+EVERY = 24  # steps from one checkpoint to the next: whole weight syncs
 SHORT = [
     *("--evaluation.every", "0", "--evaluation.problems", str(PROBLEMS), "--evaluation.pass-k", "0"),
     *("--evaluation.no-greedy", "--run.checkpoint-every", str(EVERY), "--record.no-tensorboard"),
@@ -157,7 +157,7 @@ class Run:
         try:
             return self.begun[n][0].wait(DEADLINE)
         except subprocess.TimeoutExpired as error:
-            raise Hangs(f"{self.begun[n][0].args} goes on: {self.said(n)[-300:]}") from error
+            raise Hangs(f"{self.begun[n][0].args!r} goes on: {self.said(n)[-300:]}") from error
 
     def until(self, condition: Callable[[], Any], of_a_run_that_goes_on: bool = True) -> Any:
         limit = time.monotonic() + DEADLINE
@@ -496,7 +496,7 @@ def outcome(run: Run, finished: bool, hung: bool, seconds: float) -> Outcome:
     else:
         after = rows_of(run.path / "journal.sqlite")
         missing = sum(after.get(seq) != row for seq, row in run.acknowledged.items())
-        reported = summary.trajectories.damaged
+        reported = reported_lost(run.path)
         trained = summary.trajectories.trained_total
         branch = {int(row["step"]): row["trajectories"] for row in read_metrics(run.path)}
         uses = int(uses_of(RunDirectory.open(run.path)).sum())
@@ -523,6 +523,13 @@ def outcome(run: Run, finished: bool, hung: bool, seconds: float) -> Outcome:
         wrong="; ".join(run.wrong),
         faults=" ".join(f"{name}={n}" for name, n in count_faults(run.path).items() if n) if run.path.exists() else "",
     )
+
+
+def reported_lost(path: Path) -> int:
+    """What the run says in faults.jsonl: the last journal that was made anew, and what was found damaged by itself."""
+    said = [str(f["what"]) for f in read_faults(path) if f["kind"] == "journal_recoveries"]
+    lost = re.findall(r"(\d+) could not be read", said[-1]) if said else [0]
+    return int(lost[0]) + count_faults(path)["damaged_trajectories"]
 
 
 def verdict(found: Sequence[Outcome]) -> int:
