@@ -14,7 +14,8 @@ as soon as a run has ended; runs that it has already are not made again. The kin
     resume                               driver killed, and killed twice more while the run is taken up again
     bits                                 a few bits of the journal flipped while nobody runs
     truncated                            the journal cut off at a random place while nobody runs
-    emptied                              the journal deleted, or of no length, while nobody runs
+    emptied                              the journal deleted, or of no length, while nobody runs: what was acknowledged
+                                         after the newest weights were published is then known to nobody
     disk-before, disk-after              the disk full before the first checkpoint, after one; then room is made
     clock                                time.time set back by an hour, the driver killed, set back by a day
     two-resumes                          driver killed, two resumes at once
@@ -61,6 +62,8 @@ from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.runtime.directory import RunDirectory
 from tba.runtime.holding import is_held
+from tba.runtime.resuming import held_by_journal
+from tba.train.checkpoint import newest_checkpoint
 
 SAMPLED = "pass@1/sampled"
 PROBLEMS = 500
@@ -127,6 +130,7 @@ class Run:
     acknowledged: Rows = field(default_factory=dict)
     step: int = 0
     inflicting: bool = False  # the journal is damaged
+    known: int | None = None  # trajectories that anything but the journal knows of, if that is gone
     wrong: list[str] = field(default_factory=list)
 
     def begin(self, *overrides: str) -> None:
@@ -262,10 +266,12 @@ def resume(run: Run) -> None:
     run.begin()
     run.at_some_step()
     run.kill_driver_and_wait()
-    for _ in range(2):
-        run.resume()
-        time.sleep(run.rng.uniform(0.2, 8.0))
-        run.driver.kill()
+    for attempt in range(2):
+        facts, process = RunDirectory.open(run.path).facts, run.resume()
+        if attempt:  # once it has begun its incarnation
+            run.until(lambda facts=facts: RunDirectory.open(run.path).facts != facts)  # type: ignore[misc]
+        time.sleep(run.rng.uniform(0.0, 5.0))
+        process.kill()
         run.ended()
 
 
@@ -307,6 +313,7 @@ def emptied(run: Run) -> None:
     run.kill_driver_and_wait()
     run.inflicting = True
     file = run.path / "journal.sqlite"
+    run.known = held_by_journal(RunDirectory.open(run.path), newest_checkpoint(run.path / "checkpoints")).rows
     Path(f"{file}-wal").unlink(missing_ok=True)
     if run.number % 2:
         os.truncate(file, 0)
@@ -497,6 +504,8 @@ def outcome(run: Run, finished: bool, hung: bool, seconds: float) -> Outcome:
     else:
         after = rows_of(run.path / "journal.sqlite")
         missing = sum(after.get(seq) != row for seq, row in run.acknowledged.items())
+        run.require(run.known is None or 0 < run.known <= missing, f"{missing} missing, {run.known} known of")
+        missing = missing if run.known is None else run.known
         reported = reported_lost(run.path)
         trained = summary.trajectories.trained_total
         branch = {int(row["step"]): row["trajectories"] for row in read_metrics(run.path)}
@@ -527,10 +536,10 @@ def outcome(run: Run, finished: bool, hung: bool, seconds: float) -> Outcome:
 
 
 def reported_lost(path: Path) -> int:
-    """What the run says in faults.jsonl: the last journal that was made anew, and what was found damaged by itself."""
+    """What the run says in faults.jsonl: of the journal as a whole, and of single trajectories that were damaged."""
     said = [str(f["what"]) for f in read_faults(path) if f["kind"] == "journal_recoveries"]
-    lost = re.findall(r"(\d+) could not be read", said[-1]) if said else [0]
-    return int(lost[0]) + count_faults(path)["damaged_trajectories"]
+    lost = re.findall(r"(\d+) (?:could not be read|trajectories are missing)", " ".join(said))
+    return sum(map(int, lost)) + count_faults(path)["damaged_trajectories"]
 
 
 def verdict(found: Sequence[Outcome]) -> int:
