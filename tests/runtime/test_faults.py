@@ -347,6 +347,30 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, capfd: 
     assert_whole(path, inline_again(path, "--steps", str(steps)), there)
 
 
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_a_journal_that_was_cut_off_after_a_kill_leaves_the_account_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Rows from before the checkpoint are missing, and others from after it."""
+    path = tmp_path / "run"
+
+    def run() -> None:
+        mid_append(monkeypatch, 9)
+        inline(path, *RUN)
+
+    assert ended(forked(run)) == -signal.SIGKILL
+    there = len(uids_of(path))
+    journal = path / "journal.sqlite"
+    os.truncate(journal, int(journal.stat().st_size * share))
+    assert main(["train", "--resume", str(path), "--runtime", "inline", "--accept-lost-rows"]) == 0
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.steps == 60
+    assert summary.trajectories.generated >= there - 2 * 16  # of the newest weights; who knew of later ones is gone
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+
+
 def test_bits_that_change_in_trajectories_are_counted_one_by_one_trained_on_or_not(tmp_path: Path) -> None:
     path = tmp_path / "run"
     inline(path, *RUN, "--steps", "20")

@@ -309,9 +309,9 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
         "retired_tokens": totals.get("retired_tokens", old_tokens),
     }
     connection.executemany("UPDATE totals SET value = ? WHERE name = ?", [(v, name) for name, v in new.items()])
-    if not known.counters:
+    if not (known.counters and totals):  # counts of rows that nobody knows of would be of no use
         _count_again(connection)
-    elif totals and rows > totals["rows"]:  # of transactions that SQLite itself could not read
+    elif rows > totals["rows"]:  # of transactions that SQLite itself could not read
         count_put(connection, totals["rows"])
     return lost_rows, lost_tokens
 
