@@ -3,7 +3,7 @@
 # make check        lint and types          make smoke   a one-minute run          make clean   remove .venv and runs
 # make test-cluster   the tests of the cluster runtime, the quickstart in it among them (minutes)
 # make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once; TORCH=cpu)
-# make faults       kills searcher, trainer and driver at random moments (half an hour)
+# make faults       does what can go wrong to short runs, 72 times, and holds them to what is promised (half an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
 # TORCH=cpu             Linux without a GPU: the CPU build of torch (about 0.2 GB instead of 3 GB)

@@ -191,6 +191,25 @@ def test_what_was_acknowledged_is_found_in_a_log_whose_beginning_is_damaged(tmp_
     assert Path(f"{copy}/journal.sqlite.damaged-1-wal").exists()
 
 
+@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8, 0.95])
+def test_of_a_file_that_was_cut_off_as_many_are_counted_as_are_lost(share: float, tmp_path: Path) -> None:
+    """Though SQLite refuses it, and the first pages of prompts have moved behind most of what needs them."""
+    path = tmp_path / "journal.sqlite"
+    rows = [trajectory(i // 20, range(40), version=i, uid=f"t{i}") for i in range(6000)]
+    with JournalFollower(path), JournalWriter(path, "searcher-0") as writer:
+        for i in range(0, len(rows), 140):
+            put = rows[i : i + 140]
+            tokens = sum(t.length for t in put)
+            writer.put(put, counters={"generated_trajectories": len(put), "generated_tokens": tokens})
+    with path.open("r+b") as file:
+        file.truncate(int(path.stat().st_size * share))
+    found = assert_accounted(path, rows)
+    assert len(found) < len(rows)
+    with JournalFollower(path) as follower:
+        (recovery,) = follower.recoveries()
+        assert (recovery.rows, recovery.lost_rows) == (len(found), len(rows) - len(found))
+
+
 def test_what_a_power_cut_left_of_the_last_transaction_is_no_damage() -> None:
     sound = [Frame(n, 0, n % 3 == 0, True) for n in range(1, 10)]
     rest = [Frame(10, 0, False, False), Frame(11, 0, True, False)]

@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -194,6 +194,46 @@ def test_two_ranks_on_two_nodes_train_one_policy_and_outlive_the_death_of_one(tm
     where = [place for place in places(path) if place["part"].startswith("trainer")]
     assert Counter(place["part"] for place in where) == {"trainer": 2, "trainer-1": 2}
     assert len({place["node_id"] for place in where}) == 2
+
+
+@takes_minutes
+@pytest.mark.parametrize("moment", ["while Ray starts", "in the middle, with a searcher that hangs"])
+def test_nothing_of_its_own_cluster_outlives_a_driver_that_is_killed(tmp_path: Path, moment: str) -> None:
+    path, mark = tmp_path / "run", f"TBA_TEST_MARK={secrets.token_hex(8)}"
+    with tempfile.TemporaryDirectory(prefix="tba") as home, pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*mark.split("="))
+        patch.setenv("RAY_TMPDIR", home)
+        driver = train(path, "--runtime", "cluster", "--steps", "999999", "--evaluation.problems", "1")
+        try:
+            if moment == "while Ray starts":
+                until(lambda: any("gcs_server" in line for line in of(mark, driver.pid).values()), SECONDS, "Ray")
+            else:
+                until(lambda: steps_of(path) > 3, SECONDS, "the first steps")
+                (stopped,) = [place["process"] for place in places(path) if place["part"] == "searcher-0"]
+                os.kill(stopped, signal.SIGSTOP)  # Ray's own way out of a worker is closed
+            there = of(mark, driver.pid)
+        finally:
+            driver.kill()
+            driver.communicate(timeout=SECONDS)
+        kinds = ("gcs_server",) if moment == "while Ray starts" else ("gcs_server", "raylet", "Agent", "PartActor")
+        assert all(any(kind in line for line in there.values()) for kind in kinds), there
+        until(lambda: not any(map(alive, there)) and not of(mark, driver.pid), 30.0, "all of it to end")
+        assert list(Path(home).iterdir()) == []
+
+
+def of(mark: str, driver: int) -> dict[int, str]:
+    """The driver's descendants and whoever has this in the environment it began with, with their command lines."""
+    parents, found, lines = {}, {driver}, {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            pid = int(entry.name)
+            parents[pid] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            lines[pid] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if mark.encode() in (entry / "environ").read_bytes():
+                found.add(pid)
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return {pid: lines.get(pid, "") for pid in found - {driver} if alive(pid)}
 
 
 def test_the_folder_that_recipes_are_run_from_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from tba.runtime.exchange import PLACES, Exchange
 from tba.runtime.guests import SILENCE, Guests, Visit
 from tba.runtime.holding import keep
 from tba.runtime.joining import FIRST, Joined
+from tba.runtime.program import version
 from tba.runtime.remote import RemoteWeights, checkpoint_through, stand_in, through, whole_facts
 from tba.runtime.searching import SearchHalf, searching_half, start_searching
 from tba.runtime.training import start_training
@@ -253,10 +254,10 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
     gone: list[str] = []
     guests = Guests(run, recipe, gone.append, now=lambda: clock[0])
     with pytest.raises(UserError, match="is not going on"):
-        guests.join()
+        guests.join(version())
     with run.held(0.0):
-        first, facts = guests.join()
-        second, _ = guests.join()
+        first, facts = guests.join(version())
+        second, _ = guests.join(version())
         assert (first, second) == (FIRST, FIRST + 1)
         assert stand_in(facts, lambda: tmp_path).path == run.path
         joined = Joined(run)
@@ -271,7 +272,7 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
         assert gone == [f"searcher-{first}", f"searcher-{second}"]
         assert joined.present() == []
         assert [s["how"] for s in joined.record()] == ["Ctrl-C", "it died"]
-        third, _ = guests.join()
+        third, _ = guests.join(version())
         visit = Visit(third, lambda: False, Called(guests))
         assert not visit.stop()
         assert joined.dismiss(0.0, lambda: None) == [visit.name]

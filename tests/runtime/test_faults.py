@@ -6,10 +6,11 @@ import json
 import os
 import resource
 import signal
+import sqlite3
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,13 @@ import tba.train.checkpoint
 import tba.weights.beside
 import tba.weights.directory
 from tba.__main__ import main
+from tba.command.replay import uses_of
 from tba.errors import DeadlineExceeded, NonFiniteLoss, UserError
 from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
+from tba.runtime.directory import RunDirectory
 from tba.runtime.disk import disk_full
 from tba.runtime.inline import Inline
 from tba.types import Version
@@ -342,6 +345,50 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, capfd: 
     assert "is full: free some space, then go on with `tba train --resume" in capfd.readouterr().err
     there, steps = uids_of(path), steps_of(path) + 10
     assert_whole(path, inline_again(path, "--steps", str(steps)), there)
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_a_journal_that_was_cut_off_after_a_kill_leaves_the_account_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """Rows from before the checkpoint are missing, and others from after it."""
+    path = tmp_path / "run"
+
+    def run() -> None:
+        mid_append(monkeypatch, 9)
+        inline(path, *RUN)
+
+    assert ended(forked(run)) == -signal.SIGKILL
+    there = len(uids_of(path))
+    journal = path / "journal.sqlite"
+    os.truncate(journal, int(journal.stat().st_size * share))
+    assert main(["train", "--resume", str(path), "--runtime", "inline", "--accept-lost-rows"]) == 0
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.steps == 60
+    assert summary.trajectories.generated >= there - 2 * 16  # of the newest weights; who knew of later ones is gone
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+
+
+def test_bits_that_change_in_trajectories_are_counted_one_by_one_trained_on_or_not(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    inline(path, *RUN, "--steps", "20")
+    uses = uses_of(RunDirectory.open(path))[1:]
+    trained, untrained = (1 + np.flatnonzero(which) for which in (uses > 0, uses == 0))
+    broken = {int(seq) for seq in (trained[0], trained[7], trained[-1], untrained[0])}
+    with closing(sqlite3.connect(path / "journal.sqlite")) as connection, connection:
+        for seq in broken:
+            (body,) = connection.execute("SELECT body FROM bodies WHERE seq = ?", (seq,)).fetchone()
+            changed = body[:-40] + bytes([body[-40] ^ 4]) + body[-39:]
+            connection.execute("UPDATE bodies SET body = ? WHERE seq = ?", (changed, seq))
+    summary = inline_again(path, "--steps", "40")
+    assert summary.steps == 40
+    assert summary.faults["damaged_trajectories"] == len(broken) == 4
+    assert len({fault["what"] for fault in read_faults(path) if fault["kind"] == "damaged_trajectories"}) == 4
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+    assert inline_again(path, "--steps", "60").faults["damaged_trajectories"] == 4
 
 
 def test_other_errors_are_no_full_disk(tmp_path: Path) -> None:

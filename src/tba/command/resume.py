@@ -25,6 +25,7 @@ from tba.record.terminal import terminal
 from tba.replay.journal import JournalWriter
 from tba.replay.loss import accept, find_loss
 from tba.runtime.directory import RunDirectory
+from tba.runtime.program import version, version_of
 from tba.runtime.resuming import held_by_journal, note_recoveries
 from tba.runtime.starting import prepare
 from tba.settings import find, override
@@ -42,7 +43,10 @@ def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False)
         recipe, checkpoint = resumable(run, overrides, accept_lost_rows)
         for line in (*note_recoveries(run, run.journal(recipe)), *note_unreadable(run.path)):
             console.print(line, style="yellow", highlight=False)
+        before = version_of(run.facts)
         why = take_up(run, recipe, overrides)
+        if before != version():
+            console.print(f"from here on with tba {version()}; until now with {before}", highlight=False)
         start = "step 0, for there is no checkpoint yet," if checkpoint is None else checkpoint.path
         console.print(f"{recipe.name}: going on from {start} ({why})", highlight=False)
         warn_if_busy(console)

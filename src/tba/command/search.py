@@ -18,6 +18,7 @@ from tba.record.terminal import terminal
 from tba.runtime.directory import RunDirectory
 from tba.runtime.guests import Visit
 from tba.runtime.joining import ASKED, Place, joined
+from tba.runtime.program import refuse_others, version
 from tba.runtime.remote import stand_in, through
 from tba.runtime.searching import SearchHalf, searching_half, start_searching
 from tba.runtime.stopping import stop_requests
@@ -39,6 +40,7 @@ def join_run(path: Path) -> int:
 
     console = terminal()
     run = RunDirectory.open(path)
+    refuse_others(run.facts, "a searcher that would join")
     recipe = run.recipe()
     torch.set_num_threads(recipe.run.threads)
     os.nice(recipe.run.searcher_nice)
@@ -66,7 +68,7 @@ def visit_run(name: str, address: str) -> int:
     console = terminal()
     with connected(address), stop_requests() as asked:
         contact = contact_with(name, "a searcher that joins", _PATIENCE)
-        number, facts = contact.call("join")
+        number, facts = contact.call("join", version())
         visit = Visit(number, asked, contact)
         run = stand_in(facts, scratch)
         recipe = run.recipe()

@@ -31,6 +31,7 @@ KINDS = (
     "damaged_checkpoints",  # passed over on the way to one that is whole
     "reward_retries",  # a reward raised or hung and was asked again
     "journal_recoveries",  # a damaged journal was set aside, and its rows brought into another
+    "damaged_trajectories",  # one of the journal was not what had been written: it is left out
     "joined_deaths",  # a searcher that had joined died
     "joined_late",  # one had not left when the run ended
     "unreadable_lines",  # of a file of records, which were passed over

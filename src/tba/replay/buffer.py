@@ -223,15 +223,19 @@ class Buffer:
         """Go on counting from `counts` and `used`, those of a memory that was rebuilt here from what its source has.
 
         Nothing changes where the source has all of it. What was waiting there and is not here has been damaged since,
-        as far as that is known (`pass_over`), or has left by the source's own retention, and counts as evicted.
+        as far as that is known (`pass_over`), or has left by the source's own retention, and counts as evicted. Where
+        rows are missing the first of them has the tokens of all, so that some may be of rows that came after `counts`.
         """
-        evicted, damaged = replace(counts.evicted), replace(counts.damaged)
+        evicted, damaged, received = replace(counts.evicted), replace(counts.damaged), replace(counts.received)
+        of_later = max(0, self._received.tokens - received.tokens)
         for unit in ("trajectories", "tokens"):
             lost = getattr(counts.waiting, unit) - getattr(self._waiting, unit)
             broken = min(lost, max(0, getattr(self._damaged, unit) - getattr(damaged, unit)))
             setattr(damaged, unit, getattr(damaged, unit) + broken)
             setattr(evicted, unit, getattr(evicted, unit) + lost - broken)
-        self._received, self._trained_once = replace(counts.received), replace(counts.trained_once)
+        damaged.tokens += of_later
+        received.tokens += of_later
+        self._received, self._trained_once = received, replace(counts.trained_once)
         self._trained_total, self._duplicate = replace(counts.trained_total), replace(counts.duplicate)
         self._evicted, self._damaged = evicted, damaged
         self._used.extend([0] * (len(used) - len(self._used)))

@@ -66,6 +66,7 @@ class JournalFollower:
         deadline_s: float = 30.0,
         waiting: Callable[[], object] = lambda: None,
         create: bool = True,
+        damaged: Callable[[str], object] = lambda what: None,
     ) -> None:
         self.position = position
         self.score_position = 0
@@ -77,6 +78,7 @@ class JournalFollower:
         self._prompts: dict[int, Prompt] = {}
         self._evaluation = 0
         self._gone = Gone()
+        self._damaged = damaged  # is told of each trajectory that is found to be, once
 
     def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]:
         """What is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never waits.
@@ -140,8 +142,10 @@ class JournalFollower:
     def _give_up(self, seq: int, why: str) -> Gone:
         """A body that is not what was written is deleted; its facts stay."""
         ((tokens,),) = self._database.rows("SELECT tokens FROM trajectories WHERE seq = ?", seq)
-        log.warning("trajectory %d of %s is damaged and left out (%s)", seq, self._database.path, why)
+        what = f"trajectory {seq} of {self._database.path} is damaged and left out ({why})"
+        log.warning("%s", what)
         if self._holds_lock():
+            self._damaged(what)
             with self._database.transaction() as connection:
                 connection.execute("DELETE FROM bodies WHERE seq = ?", (seq,))
         return Gone(damaged_trajectories=1, damaged_tokens=tokens)

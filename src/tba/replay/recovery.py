@@ -227,6 +227,7 @@ def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
     """The small tables, each as far as it can be read."""
     known = _Known(sum(p.stat().st_size for p in (path, Path(f"{path}-wal")) if p.exists()) // _LEAST_BYTES)
     with suppress(*_UNREADABLE, OSError), closing(_read_only(path)) as old:
+        old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads a file that was cut off as far as that goes
         known.ours = old.execute("PRAGMA application_id").fetchone()[0] == JOURNAL.kind
         for table in _PLAIN:
             whole = _copy_table(old, connection, table)
@@ -308,9 +309,9 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
         "retired_tokens": totals.get("retired_tokens", old_tokens),
     }
     connection.executemany("UPDATE totals SET value = ? WHERE name = ?", [(v, name) for name, v in new.items()])
-    if not known.counters:
+    if not (known.counters and totals):  # counts of rows that nobody knows of would be of no use
         _count_again(connection)
-    elif totals and rows > totals["rows"]:  # of transactions that SQLite itself could not read
+    elif rows > totals["rows"]:  # of transactions that SQLite itself could not read
         count_put(connection, totals["rows"])
     return lost_rows, lost_tokens
 

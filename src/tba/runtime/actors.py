@@ -32,6 +32,7 @@ from tba.runtime.disk import disk_full
 from tba.runtime.exchange import Exchange, note_place
 from tba.runtime.guests import Guests
 from tba.runtime.holding import keep
+from tba.runtime.program import refuse_others
 from tba.runtime.remote import checkpoint_through, stand_in, through
 from tba.train.ranks import Meeting
 from tba.types import Json, Version
@@ -92,8 +93,8 @@ class ExchangeActor:
         return self._exchange.place(facts)
 
     @ray.method(concurrency_group="journal")
-    def join(self) -> tuple[int, Json]:
-        return self._guests.join()
+    def join(self, version: str) -> tuple[int, Json]:
+        return self._guests.join(version)
 
     @ray.method(concurrency_group="journal")
     def stay(self, number: int) -> str | None:
@@ -168,6 +169,8 @@ class PartActor:
         run = stand_in(facts, scratch)
         try:
             with log_to(run.path, part) as log_file:
+                if attempt == 0:  # one that is started again may find newer files, which must not end the run
+                    refuse_others(run.facts, f"{part} on {ray.util.get_node_ip_address()}")
                 recipe, place = run.recipe(), place_of(part, log_file)
                 deadline = recipe.run.journal_deadline
                 contact = ActorContact(exchange, part, deadline)

@@ -8,7 +8,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import ray
@@ -18,6 +18,7 @@ from ray._private import ray_constants
 from tba.errors import UserError
 from tba.record.memory import usable_cores
 from tba.runtime.placement import Node
+from tba.runtime.reaper import folder_for_ray
 
 NAMESPACE = "tba"
 _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen on every interface
@@ -27,8 +28,14 @@ _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen 
 def connected(address: str | None, object_store_gb: float | None = None) -> Iterator[list[Node]]:
     """Inside, this process is in the cluster at `address` (None: one of its own), of which these are the nodes.
 
-    Raises `UserError` when it cannot be.
+    One of its own ends with this process, however that ends. Raises `UserError` when it cannot be in a cluster.
     """
+    with ExitStack() as ends:
+        folder = None if address is not None else str(ends.enter_context(folder_for_ray()))
+        yield from _connected(address, object_store_gb, folder)
+
+
+def _connected(address: str | None, object_store_gb: float | None, folder: str | None) -> Iterator[list[Node]]:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
     logging.getLogger("ray").setLevel(logging.ERROR)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -46,6 +53,7 @@ def connected(address: str | None, object_store_gb: float | None = None) -> Iter
                     object_store_memory=None if object_store_gb is None else int(object_store_gb * 1e9),
                     include_dashboard=False,
                     _node_ip_address=_LOOPBACK,
+                    _temp_dir=folder,
                     **quiet,
                 )
         else:

@@ -25,6 +25,7 @@ from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
 from tba.replay.journal import JournalWriter
 from tba.runtime.holding import hold
+from tba.runtime.program import version
 from tba.study import MARK
 
 _FACTS: dict[str, Any] = {  # that every recipe.json has
@@ -77,7 +78,7 @@ class RunDirectory:
             "started": time.time(),  # for people: nothing is computed from it
             "clock": {"began": time.monotonic() if began is None else began, "before": 0.0},
             "sft_seconds": sft_seconds,
-            "incarnations": [{"why": "begun"}],
+            "incarnations": [{"why": "begun", "program": version()}],
             "resolved": resolved(recipe),
         }
         with JournalWriter(run.journal(recipe), "run") as journal:  # no part makes it: one that finds none says so
@@ -142,7 +143,8 @@ class RunDirectory:
         """
         facts = self.facts
         facts["overrides"] = [*facts["overrides"], *overrides]
-        facts["incarnations"] = [*facts.get("incarnations", [{"why": "begun"}]), {"why": why}]
+        now = {"why": why, "program": version()}
+        facts["incarnations"] = [*facts.get("incarnations", [{"why": "begun"}]), now]
         if before is not None:
             facts["clock"] = {"began": time.monotonic(), "before": before}
         facts["resolved"] = resolved(tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], ""))

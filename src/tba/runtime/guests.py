@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from tba.recipe import Recipe
 from tba.runtime.directory import RunDirectory
 from tba.runtime.joining import Leaving, Place, enter
+from tba.runtime.program import refuse_others
 from tba.runtime.remote import Contact, whole_facts
 from tba.types import Json
 
@@ -35,9 +36,13 @@ class Guests:
     now: Callable[[], float] = time.monotonic
     _there: dict[int, _Guest] = field(default_factory=dict)
 
-    def join(self) -> tuple[int, Json]:
-        """A number, and all that rebuilds the recipe. Raises `UserError` when the run cannot be joined."""
+    def join(self, version: str) -> tuple[int, Json]:
+        """A number, and all that rebuilds the recipe. `version` is that of the guest's program.
+
+        Raises `UserError` when the run cannot be joined.
+        """
         self.look()
+        refuse_others(self.run.facts, "a searcher that would join", version)
         place = enter(self.run, self.recipe, lambda: False)
         self._there[place.number] = _Guest(place, self.now())
         return place.number, whole_facts(self.run)

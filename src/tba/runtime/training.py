@@ -15,6 +15,7 @@ from functools import partial
 
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
+from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
@@ -198,7 +199,10 @@ def start_training(
     ranks = start_ranks(recipe, 0, meeting)
     policy, optimizer = start_policy(recipe, ranks, None if checkpoint is None else checkpoint.path)
     keep, deadline = recipe.replay.keep_bytes, recipe.run.journal_deadline
-    journal = JournalFollower(run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop, create=False)
+    tell = partial(record_fault, run.path, "damaged_trajectories")
+    journal = JournalFollower(
+        run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop, create=False, damaged=tell
+    )
     replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed)
     replay.now = version
     if checkpoint is not None:

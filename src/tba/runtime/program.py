@@ -1,0 +1,48 @@
+"""Which version of this program a run is made by: all who work on it at one time are of the same.
+
+Invariant: two processes have the same version exactly if every source file of the package is the same, byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tba.errors import UserError
+
+_PACKAGE = Path(__file__).parents[1]
+_UNKNOWN = "an earlier version, which does not say which"
+
+
+@cache
+def version() -> str:
+    """The release, and a digest of the source files as they were when this process first asked."""
+    digest = hashlib.blake2b(digest_size=6)
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        source = path.read_bytes()
+        digest.update(f"{path.relative_to(_PACKAGE).as_posix()} {len(source)}\n".encode() + source)
+    try:
+        release = metadata.version("tba")
+    except metadata.PackageNotFoundError:
+        release = "not installed"
+    return f"{release} ({digest.hexdigest()})"
+
+
+def version_of(facts: Mapping[str, Any]) -> str:
+    """That of a run's present incarnation, as its recipe.json says."""
+    incarnations = facts.get("incarnations")
+    last = incarnations[-1] if isinstance(incarnations, list) and incarnations else None
+    return str(last.get("program", _UNKNOWN)) if isinstance(last, dict) else _UNKNOWN
+
+
+def refuse_others(facts: Mapping[str, Any], who: str, its: str | None = None) -> None:
+    """Raises `UserError` unless `who`, of version `its` (None: this process's), is of the same as the run."""
+    its = version() if its is None else its
+    if its != version_of(facts):
+        raise UserError(
+            f"{who} is of tba {its}, and the run of tba {version_of(facts)}: start it from the same source files"
+        )

@@ -1,0 +1,72 @@
+"""All who work on a run at one time are of one version of the program; a run may go on with another."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import inline, made
+
+import tba
+from tba.__main__ import main
+from tba.errors import UserError
+from tba.runtime.directory import RunDirectory
+from tba.runtime.guests import Guests
+from tba.runtime.program import refuse_others, version, version_of
+
+SECONDS = 120.0  # that a busy machine may take for what takes a few
+
+
+def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_both(tmp_path: Path) -> None:
+    _, run = made(tmp_path / "run")
+    shutil.copytree(Path(tba.__file__).parent, tmp_path / "other" / "tba", ignore=shutil.ignore_patterns("*.pyc"))
+    with (tmp_path / "other" / "tba" / "types.py").open("a") as file:
+        file.write("# a comment\n")
+    with run.held(0.0):
+        found = subprocess.run(
+            [sys.executable, "-m", "tba", "search", "--run", str(run.path)],
+            env=os.environ | {"PYTHONPATH": str(tmp_path / "other")},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    said = " ".join(found.stderr.split())
+    versions = re.fullmatch(
+        r"tba: a searcher that would join is of tba (.+ \(\w{12}\)), and the run of tba (.+ \(\w{12}\)): "
+        "start it from the same source files",
+        said,
+    )
+    assert found.returncode == 2
+    assert versions is not None, said
+    assert versions[2] == version() != versions[1]
+    assert not (run.path / "joined").exists()
+
+
+def test_a_guest_says_its_version_and_a_run_that_does_not_say_its_own_is_another(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    guests = Guests(run, recipe)
+    with run.held(0.0), pytest.raises(UserError, match=r"would join is of tba 0\.0\.9 \(0f\), and the run of tba "):
+        guests.join("0.0.9 (0f)")
+    for facts in ({}, {"incarnations": []}, {"incarnations": ["begun"]}, {"incarnations": [{"why": "begun"}]}):
+        with pytest.raises(UserError, match="the run of tba an earlier version, which does not say which"):
+            refuse_others(facts, "somebody")
+    refuse_others(run.facts, "somebody")
+
+
+def test_a_run_goes_on_with_another_version_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run"
+    inline(path, "--steps", "2", "--evaluation.every", "0", "--evaluation.problems", "1")
+    recorded = json.loads((path / "recipe.json").read_text())
+    recorded["incarnations"][0]["program"] = "0.0.9 (0f)"
+    (path / "recipe.json").write_text(json.dumps(recorded))
+    assert main(["train", "--resume", str(path), "--steps", "4", "--runtime", "inline"]) == 0
+    assert f"with tba {version()}; until now with 0.0.9 (0f)" in " ".join(capsys.readouterr().out.split())
+    assert [i["program"] for i in RunDirectory.open(path).facts["incarnations"]] == ["0.0.9 (0f)", version()]
+    assert version_of(RunDirectory.open(path).facts) == version()
