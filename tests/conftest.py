@@ -12,6 +12,8 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 
 import torch
 
+from tba.runtime import starting
+
 torch.set_num_threads(1)
 
 
@@ -29,3 +31,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TBA_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_forge() -> None:
+    """Parts of runs are forked from a copy of this process: to load the libraries once more takes seconds of a core."""
+    if starting._CAN_FORK:
+        starting._forge = starting.Forge.forked()

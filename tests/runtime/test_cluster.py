@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runs import alive, command, distance, made, quiet, steps_of, train, until
+from runs import TOY, alive, distance, made, quiet, steps_of, until
 
 from tba.errors import UserError
 from tba.record.evaluations import read_evaluations
@@ -68,6 +68,16 @@ def address() -> Iterator[str]:
     """Of a cluster of two nodes."""
     with two_nodes(2, 2) as (nodes, _):
         yield nodes.address
+
+
+def command(*arguments: str) -> subprocess.Popen[str]:
+    """`tba` in an interpreter of its own: Ray is not made for processes that are copied."""
+    whole = [sys.executable, "-m", "tba", *arguments]
+    return subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train(path: Path, *arguments: str) -> subprocess.Popen[str]:
+    return command("train", str(TOY), "--runs", str(path.parent), "--run-name", path.name, *arguments)
 
 
 LISTENING = """
