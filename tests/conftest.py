@@ -11,10 +11,14 @@ import pytest
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
 import torch
+from hypothesis import HealthCheck, settings
 
 from tba.runtime import starting
 
 torch.set_num_threads(1)
+# how long an example takes on a busy machine says nothing about it
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -115,13 +115,17 @@ class Command:
     def communicate(self, timeout: float) -> tuple[str, str]:
         """What it has printed and what it has complained of, once it has ended."""
         until(lambda: self.poll() is not None, timeout, "the command to end")
-        out, err = (os.pread(file, os.fstat(file).st_size, 0).decode() for file in (self.out, self.err))
+        sizes = [(file, os.fstat(file).st_size) for file in (self.out, self.err)]
+        out, err = (os.pread(file, size, 0).decode() if size else "" for file, size in sizes)
         return out, err
 
 
-def command(*arguments: str) -> Command:
-    """A command in a copy of this process: as `python -m tba`, but the libraries are loaded, which takes it seconds."""
-    out, err = os.memfd_create("out"), os.memfd_create("err")
+def command(*arguments: str, out: int | None = None) -> Command:
+    """A command in a copy of this process: as `python -m tba`, but for the seconds that it takes to load the libraries.
+
+    Where it prints to can be given as a descriptor.
+    """
+    out, err = os.memfd_create("out") if out is None else out, os.memfd_create("err")
 
     def act() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
