@@ -11,8 +11,14 @@ import pytest
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
 
 import torch
+from hypothesis import HealthCheck, settings
+
+from tba.runtime import starting
 
 torch.set_num_threads(1)
+# how long an example takes on a busy machine says nothing about it
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -29,3 +35,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TBA_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_forge() -> None:
+    """Parts of runs are forked from a copy of this process: to load the libraries once more takes seconds of a core."""
+    if starting._CAN_FORK:
+        starting._forge = starting.Forge.forked()

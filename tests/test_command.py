@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from tests.runtime.runs import command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.__main__ import main
@@ -60,13 +60,12 @@ def test_recipes_lists_each_recipe_with_its_description(said: Said) -> None:
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     """As in `tba recipes | head -1`."""
-    command = [sys.executable, "-m", "tba", "recipes"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(120) == 0
+    read, write = os.pipe()
+    os.close(read)
+    process = command("recipes", out=write)
+    _, errors = process.communicate(timeout=120)
+    os.close(write)
+    assert (process.returncode, errors) == (0, "")
 
 
 def test_a_run_leaves_everything_that_is_promised(run: Path) -> None:

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,6 +15,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tests.runtime.runs import command
 
 from tba.__main__ import main
 from tba.command import trial_process
@@ -260,10 +259,8 @@ def test_seeds_that_are_there_stay_in_the_table(copy: Path) -> None:
 
 
 def test_ctrl_c_ends_the_run_in_its_own_process_where_it_is_whole(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tba", "study", TOY, "--out", str(tmp_path), "--only", "often", "--seeds", "5"]
-    child = subprocess.Popen(
-        [*command, "--steps", "1000000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    one = ("--only", "often", "--seeds", "5", "--steps", "1000000")
+    child = command("study", TOY, "--out", str(tmp_path), *one)
     try:
         metrics = tmp_path / "runs" / "often-5" / "metrics.jsonl"
         pause = threading.Event()

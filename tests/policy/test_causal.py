@@ -79,7 +79,8 @@ def test_at_version_0_every_log_ratio_to_the_reference_is_0(temperature: float, 
     batch = collate(groups(PAIRS, FrozenReference(llama(), VERSION, temperature)))
     log_policy_BT = policy.evaluate(batch).log_policy_BT
     assert float(log_policy_BT.sum(1).abs().min().detach()) > 1
-    assert float((log_policy_BT - batch.log_reference_BT).abs().max().detach()) <= 1e-5
+    # of differences of logits of up to 20 in float32, whose own sums have a few dozen terms: 20 * eps * sqrt(40) = 2e-5
+    assert float((log_policy_BT - batch.log_reference_BT).abs().max().detach()) <= 5e-5
 
 
 @pytest.mark.parametrize("tokens_per_pass", [1, 12, 25, 8192])

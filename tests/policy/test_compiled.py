@@ -31,7 +31,7 @@ def test_compiled_layers_give_the_same_log_probabilities_and_gradients() -> None
     for pairs in (PAIRS, PAIRS[:1], answered([(11, [5, 6]), (3, [2, 30, 7])]), PAIRS[2:]):
         batch = collate(groups(pairs, FrozenReference(llama(), Version())))
         ours, theirs = gradients(compiled, batch), gradients(plain, batch)
-        torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=5e-5)  # as in `test_causal`
         for one, other in zip(ours[1], theirs[1], strict=True):
             assert float((one - other).abs().max()) <= 1e-4 * float(other.abs().max())
     made = torch._dynamo.utils.counters["stats"]["unique_graphs"]

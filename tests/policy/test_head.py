@@ -46,7 +46,7 @@ def test_the_chunked_head_is_the_plain_head_whatever_it_may_keep(
     theirs = plain(hidden, head, target, temperature)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for one, other in zip(gradients(ours, of), gradients(theirs, of), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=5e-5)  # 23 terms of up to 10: 10 * eps * sqrt(23)
 
 
 def test_a_probability_far_below_the_smallest_float_keeps_its_logarithm() -> None:

@@ -122,7 +122,7 @@ def test_heads_pass_the_same_gradient_to_the_model_packed_plain_and_under_gradie
         for a, b in zip(found[0], other, strict=True):
             assert (a is None) == (b is None)
             if a is not None:
-                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=5e-5)  # sums of 160 terms: 10 * eps * sqrt(160)
     assert sum(float(g.abs().sum()) > 0 for g in found[0] if g is not None) >= 10  # the body has it too
 
 

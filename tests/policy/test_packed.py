@@ -152,8 +152,11 @@ def gradients(model: PreTrainedModel, log_policy_BT: Tensor) -> dict[str, Tensor
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_gradients_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Relative to the largest gradient of each parameter, floored for those that are 0 by symmetry (key biases)."""
+def assert_gradients_agree(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float = 5e-5) -> None:
+    """Relative to the largest gradient of each parameter, floored for those that are 0 by symmetry (key biases).
+
+    Sums over 200 tokens through a dozen matrices in float32: eps * sqrt(200 * 12) is 6e-6 of a gradient's usual size.
+    """
     assert ours.keys() == theirs.keys()
     largest = max(float(g.abs().max()) for g in theirs.values())
     for name, theirs_g in theirs.items():
@@ -171,7 +174,7 @@ def test_a_pack_gives_the_log_probabilities_and_gradients_of_each_row_alone(fami
     packed = policy.evaluate(batch).log_policy_BT
     assert packed.dtype == torch.float32
     assert float(plain.detach().min()) < -8  # the comparison is of probabilities that differ
-    torch.testing.assert_close(packed, plain, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(packed, plain, rtol=1e-5, atol=5e-5)  # as in `test_causal`
     assert_gradients_agree(gradients(model, packed), theirs)
 
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import subprocess
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+import tba.runtime.starting
+from tba.__main__ import main
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 from tba.recipe import Recipe
 from tba.record.summary import Summary
@@ -60,6 +63,7 @@ def forked(act: Callable[[], object]) -> int:
     if child:
         return child
     code = 1
+    gc.freeze()  # what is shared stays shared
     try:
         act()
         code = 0
@@ -81,15 +85,61 @@ def processes(path: Path, *overrides: str, source: Path = TOY) -> Summary:
     return summarise(recipe, run, driver.searchers, driver.go(), 0.0)
 
 
-def train(path: Path, *arguments: str) -> subprocess.Popen[str]:
+def train(path: Path, *arguments: str) -> Command:
     """`tba train` of the toy in a process of its own; the run is at `path`."""
     return command("train", str(TOY), "--runs", str(path.parent), "--run-name", path.name, *arguments)
 
 
-def command(*arguments: str) -> subprocess.Popen[str]:
-    """A command in a process of its own."""
-    whole = [sys.executable, "-m", "tba", *arguments]
-    return subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@dataclass
+class Command:
+    """A command in a process of its own, the way `subprocess.Popen` has it."""
+
+    pid: int
+    out: int
+    err: int
+    returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            found, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if found else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        """What it has printed and what it has complained of, once it has ended."""
+        until(lambda: self.poll() is not None, timeout, "the command to end")
+        sizes = [(file, os.fstat(file).st_size) for file in (self.out, self.err)]
+        out, err = (os.pread(file, size, 0).decode() if size else "" for file, size in sizes)
+        return out, err
+
+
+def command(*arguments: str, out: int | None = None) -> Command:
+    """A command in a copy of this process: as `python -m tba`, but for the seconds that it takes to load the libraries.
+
+    Where it prints to can be given as a descriptor.
+    """
+    out, err = os.memfd_create("out") if out is None else out, os.memfd_create("err")
+
+    def act() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for place, file in ((1, out), (2, err)):
+            os.dup2(file, place)
+        sys.stdout, sys.stderr = (os.fdopen(place, "w", closefd=False) for place in (1, 2))
+        tba.runtime.starting._forge = None  # it makes one of its own
+        code = main(arguments)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    return Command(forked(act), out, err)
 
 
 def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runs import alive, command, distance, made, quiet, steps_of, train, until
+from runs import TOY, alive, distance, made, quiet, steps_of, until
 
 from tba.errors import UserError
 from tba.record.evaluations import read_evaluations
@@ -68,6 +68,16 @@ def address() -> Iterator[str]:
     """Of a cluster of two nodes."""
     with two_nodes(2, 2) as (nodes, _):
         yield nodes.address
+
+
+def command(*arguments: str) -> subprocess.Popen[str]:
+    """`tba` in an interpreter of its own: Ray is not made for processes that are copied."""
+    whole = [sys.executable, "-m", "tba", *arguments]
+    return subprocess.Popen(whole, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train(path: Path, *arguments: str) -> subprocess.Popen[str]:
+    return command("train", str(TOY), "--runs", str(path.parent), "--run-name", path.name, *arguments)
 
 
 LISTENING = """
@@ -162,12 +172,10 @@ def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_ar
     versions = [e.version for e in read_evaluations(path) if e.metric == "pass@1/greedy"]
     assert sorted(versions) == [Version(0, step) for step in (0, 300, 600, 800)]
     where = places(path)
-    assert Counter(place["part"] for place in where) == {
-        "exchange": 2,
-        "trainer": 1,
-        "searcher-0": 1,
-        "searcher-1": 2,
-    }
+    lives = Counter(place["part"] for place in where)
+    assert (lives["exchange"], lives["trainer"]) == (2, 1)
+    assert lives["searcher-1"] >= 2
+    assert 3 <= lives["searcher-0"] + lives["searcher-1"] <= 2 + summary.faults["searcher_restarts"]
     assert len({place["node_id"] for place in where}) == 2
     assert {place["gpus"] for place in where if place["part"] != "exchange"} == {""}  # none was asked for
     for place in where:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from runs import children, made, steps_of, train, until
+from runs import Command, children, command, made, steps_of, train, until
 
 from tba.__main__ import main
 from tba.record.faults import count_faults
@@ -20,10 +18,9 @@ from tba.runtime.joining import FIRST, Joined, joined
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 
 
-def search(path: Path) -> subprocess.Popen[str]:
+def search(path: Path) -> Command:
     """`tba search` in a process of its own."""
-    command = [sys.executable, "-m", "tba", "search", "--run", str(path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return command("search", "--run", str(path))
 
 
 def makers(path: Path) -> Counter[str]:
@@ -34,7 +31,7 @@ def makers(path: Path) -> Counter[str]:
 def test_searchers_join_leave_and_die_while_the_trainer_goes_on_and_all_is_accounted_for(tmp_path: Path) -> None:
     path = tmp_path / "run"
     driver = train(path, "--steps", "1000000", "--evaluation.problems", "1")
-    others: list[subprocess.Popen[str]] = []
+    others: list[Command] = []
     try:
         until(lambda: steps_of(path) > 5, SECONDS, "the first steps")
         trainer = children(driver.pid)["trainer"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from toys import BETA, LearnedBalance, Published, Recycled, groups_of, llama, llama_policy
+from toys import BETA, TASK, LearnedBalance, Published, Recycled, groups_of, llama, llama_policy
 from transformers import AutoModelForCausalLM
 
 from tba.batch import collate, deal
@@ -64,11 +65,17 @@ def ranks_of(count: int, store: Path, life: Callable[[Ranks], None], patience: f
             finally:
                 os._exit(code)
         children.append(child)
-    ranks = started(0)
+    ended = False
     try:
-        yield ranks
+        ranks = started(0)
+        try:
+            yield ranks
+        finally:
+            ranks.close()
+        ended = True
     finally:
-        ranks.close()
+        for child in () if ended else children:  # rank 0 has failed: nobody says the word for which they wait
+            os.kill(child, signal.SIGKILL)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert codes == [0] * (count - 1)
 
@@ -132,6 +139,18 @@ def shard_of(ranks: Ranks, saved: Checkpoint | None, compute: torch.dtype = torc
     return policy
 
 
+def rounding(trainer: Trainer, steps: int) -> float:
+    """By how much float32 lets weights differ after so many steps of Adam, which divides each gradient by its own size.
+
+    A gradient is a sum over n tokens and is right to eps * sqrt(n) of the usual size. Of N weights the least one's is
+    an N-th of that, so its move of one learning rate is right to N times as much. A lost or doubled share of a
+    gradient turns some of them round: two learning rates, tens of times what is let pass here.
+    """
+    weights = sum(tensor.numel() for _, tensor in trainer.policy.weights().items())
+    tokens = sum(SIZES) * TASK.length
+    return steps * SETTINGS.lr * float(torch.finfo(torch.float32).eps) * tokens**0.5 * weights
+
+
 def difference(mine: Trainer, its: Trainer) -> float:
     """The largest of any weight; a led policy's come one after the other."""
     own, given = mine.policy.weights(), {name: tensor.clone() for name, tensor in its.policy.weights().items()}
@@ -165,9 +184,9 @@ def test_two_ranks_are_one_for_any_objective_and_what_they_saved_goes_on_with_on
         balance = TrajectoryBalance(BETA)
         one, two = alone(balance, tmp_path), spread(ranks, balance, tmp_path, WHOLE)
         step_both(one, two, 10)
-        assert difference(one, two) < 1e-6
+        assert difference(one, two) < rounding(one, 10)
         mine, its = one.weights.sent[-1][1], two.weights.sent[-1][1]  # type: ignore[attr-defined]
-        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < 1e-6  # as published
+        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < rounding(one, 10)  # as published
         saved = checkpoint(two, folder)
         saved.verify()
         ranks.say("end")
@@ -175,12 +194,12 @@ def test_two_ranks_are_one_for_any_objective_and_what_they_saved_goes_on_with_on
         for objective, limit in ((balance, BY_GROUPS), (LearnedBalance(), BY_SLICES)):
             one, two = alone(objective, tmp_path, limit), spread(ranks, objective, tmp_path, limit)
             step_both(one, two, 2)
-            assert difference(one, two) < 1e-6
+            assert difference(one, two) < rounding(one, 2)
             ranks.say("end")
 
         resumed, again = alone(balance, tmp_path, saved=saved), spread(ranks, balance, tmp_path, WHOLE, saved)
         step_both(resumed, again, 1)
-        assert difference(resumed, again) < 1e-6
+        assert difference(resumed, again) < rounding(resumed, 1)
         ranks.say("end")
 
     named = AutoModelForCausalLM.from_pretrained(saved.path).state_dict()  # any program can read it
@@ -199,7 +218,7 @@ def test_seven_groups_on_three_ranks_end_as_on_one_also_when_a_rank_gets_none(tm
         for trainer in (one, three):
             trainer.batches = Sampled(Recycled(groups_of([4, 4])), 2, 4)  # for three
         step_both(one, three, 2)
-        assert difference(one, three) < 1e-6
+        assert difference(one, three) < rounding(one, 4)
         ranks.say("end")
 
 
@@ -222,14 +241,14 @@ def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path:
         optimizer = LedOptimizer(ranks, SETTINGS, own.parameters(), [])
         two = trainer_of(LedPolicy(own, ranks, WHOLE), optimizer, balance, tmp_path, WHOLE)
         step_both(one, two, 3)
-        assert difference(one, two) < 1e-6
+        assert difference(one, two) < rounding(one, 3)
         two.policy.save(tmp_path / "two")  # type: ignore[attr-defined]
         ranks.say("end")
     policy.save(tmp_path / "one")
     for name in ("model.safetensors", "adapters.safetensors"):
         mine, its = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
         assert mine.keys() == its.keys()
-        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < 1e-6
+        assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < rounding(one, 3)
     merged = CausalPolicy(AutoModelForCausalLM.from_pretrained(tmp_path / "two"))
     batch = collate(groups_of(SIZES))
     expected = policy.evaluate(batch).log_policy_BT
