@@ -36,7 +36,7 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.near import NearDuplicates
 from tba.search.embedding import HashedNgrams
 
-buffer = BufferSettings(distinct=False, near=NearDuplicates("cosine", 0.01), keep_recent=True)
+buffer = BufferSettings(distinct=False, near=NearDuplicates("cosine", 0.01))
 recipe = replace(
     sums,
     fill=InitialFill(demonstrations=30, files=(Path(__file__).with_name("more.jsonl"),)),
