@@ -23,7 +23,7 @@ from tba.errors import UserError
 from tba.foreign import is_name, read_json
 from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
-from tba.replay.journal import JournalWriter
+from tba.replay.follower import JournalFollower
 from tba.runtime.holding import hold
 from tba.runtime.program import version
 from tba.study import MARK
@@ -38,6 +38,7 @@ _FACTS: dict[str, Any] = {  # that every recipe.json has
     "incarnations": list[dict[str, Any]],
     "resolved": dict[str, Any],
 }
+IMPORTS = "import"  # whose rows the journal may have before a run begins
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ class RunDirectory:
             "incarnations": [{"why": "begun", "program": version()}],
             "resolved": resolved(recipe),
         }
-        with JournalWriter(run.journal(recipe), "run") as journal:  # no part makes it: one that finds none says so
-            if rows := journal.rows():
+        with JournalFollower(run.journal(recipe)) as journal:  # no part makes it: one that finds none says so
+            if journal.counters().keys() - {IMPORTS}:
                 raise UserError(
-                    f"{run.journal(recipe)} is of another run ({rows:,} trajectories): choose another --run-name, or "
-                    "take it away"
+                    f"{run.journal(recipe)} is of another run ({journal.totals().rows:,} trajectories): choose another "
+                    "--run-name, or take it away"
                 )
         write_json(run.path / "recipe.json", facts)
         return run

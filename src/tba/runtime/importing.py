@@ -22,14 +22,13 @@ from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.runtime.directory import RunDirectory
+from tba.runtime.directory import IMPORTS, RunDirectory
 from tba.search.embedding import Embedded
 from tba.search.patience import PatientReward
 from tba.search.prompts import encode
 from tba.types import Prompt, Split, Version
 from tba.weights.directory import WeightDirectory
 
-OWNER = "import"  # under which the journal counts
 PREPARED = "prepared"  # in recipe.json: made for imports, and not begun
 _DECIDES = ("task", "model", "policy_temperature")  # how a line is tokenised and scored
 _AT_ONCE = 1024  # trajectories of another run's journal
@@ -45,7 +44,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     path = run.journal(recipe)
-    with JournalWriter(path, OWNER) as journal, _alone(Path(f"{path}-import"), run):
+    with JournalWriter(path, IMPORTS) as journal, _alone(Path(f"{path}-import"), run):
         train = _prompts(recipe, tokenizer, "train")
         both = {prompt.key for prompt in train}  # what is asked on both sides, as a single prompt is, is not held out
         encoder = Encoder(
