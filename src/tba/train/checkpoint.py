@@ -3,10 +3,10 @@
     checkpoints/step-N/   config.json model.safetensors (tokenizer)   (heads.safetensors)
                           optimizer.safetensors optimizer.json   run.json (the manifest)
 
-Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there, and the best. `run.json` ties all
-of it to one version: it holds the rest of the run's state at that step, size and checksum of every other file, and a
-digest of all that, so that damage is found before anything is believed. A folder with a file that is not named there is
-refused: `from_pretrained` takes a folder as it is. One process writes.
+Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there, and the best. `run.json` ties
+all of it to one version: it holds the rest of the run's state at that step, size and checksum of every other file, and
+a digest of all that, so that damage is found before anything is believed. A folder with a file that is not named there
+is refused: `from_pretrained` takes a folder as it is. One process writes.
 """
 
 from __future__ import annotations
