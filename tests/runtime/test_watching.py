@@ -46,7 +46,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
                 if step >= 20:
                     evaluated(train, step - 20)  # each comes 20 steps late
                 there[step] = [version.step for _, version in checkpoints_in(run.checkpoints)]
-                link = run.checkpoints / "best"
+                link = run.path / "best"
                 best[step] = link.readlink().name if link.is_symlink() else None
         newest = newest_checkpoint(run.checkpoints)
         assert newest is not None
@@ -63,9 +63,9 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
         60: [20, 40, 50, 60],
     }
     assert best[40] == best[50] == best[60] == "step-20"
-    assert Checkpoint.load(run.checkpoints / "best").version == Version(0, 20)
+    assert Checkpoint.load(run.path / "best").version == Version(0, 20)
     shown = RunRecord.read(run.path)
-    assert shown.best == "checkpoints/step-20 (pass@1/sampled 90.0 %), also as checkpoints/best"
+    assert shown.best == "checkpoints/step-20 (pass@1/sampled 90.0 %), also as best"
     assert shown.falls == ["pass@1/sampled is 20.0 % at version 0.40: it was 90.0 % at 0.20"]
 
 

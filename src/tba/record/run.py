@@ -109,9 +109,9 @@ class RunRecord:
 
 def _best(directory: Path, found: Sequence[Evaluation]) -> str | None:
     """By the link that the run leaves, if it is to an older step than the last that was evaluated."""
-    link, figures = directory / "checkpoints" / "best", by_version(found)
+    link, figures = directory / "best", by_version(found)
     step = link.readlink().name.removeprefix("step-") if link.is_symlink() else ""
     best = max((e for e in figures.values() if str(e.version.step) == step), key=lambda e: e.version, default=None)
     if best is None or best.version == max(figures):
         return None
-    return f"checkpoints/step-{step} ({best.metric} {percent(best.value)}), also as checkpoints/best"
+    return f"checkpoints/step-{step} ({best.metric} {percent(best.value)}), also as best"

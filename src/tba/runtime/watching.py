@@ -1,6 +1,6 @@
 """What is watched while a run goes: figures that fall far below their best, and which checkpoint is the best.
 
-Invariant: `checkpoints/best` links to the checkpoint with the highest held-out figure of all that are there and were
+Invariant: `best`, in the folder of the run, links to the checkpoint with the highest held-out figure of all that are there and were
 evaluated; it changes nothing of what is newest, which `--resume` and `tba eval` take. A fall is a fault, told once.
 """
 
@@ -65,10 +65,10 @@ def mark_best(run: RunDirectory) -> None:
     if best is None:
         return
     path, _ = best
-    link, beside = run.checkpoints / NAME, run.checkpoints / f".{NAME}-{os.getpid()}"
-    if not (link.is_symlink() and os.readlink(link) == path.name):
+    link, beside = run.path / NAME, run.path / f".{NAME}-{os.getpid()}"
+    if not (link.is_symlink() and os.readlink(link) == f"checkpoints/{path.name}"):
         beside.unlink(missing_ok=True)
-        beside.symlink_to(path.name)
+        beside.symlink_to(f"checkpoints/{path.name}")
         beside.replace(link)
 
 
