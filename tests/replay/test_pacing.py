@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -53,6 +54,59 @@ def test_a_trainer_that_has_all_that_searchers_may_send_before_the_next_sync_is_
     wanted = pacing.wanted(trained, batch, k)
     assert wanted is not None
     assert [pacing.held(wanted, trained + j * batch, batch) for j in range(k)] == [None] * k
+
+
+@pytest.mark.parametrize(("rounds", "more"), [(140, 8), (280, 16), (1400, 80), (20, 8)])
+def test_when_nothing_comes_any_longer_8_batches_are_taken_or_8_uses_of_the_newest_whatever_was_saved(
+    rounds: int, more: int
+) -> None:
+    pacing, trained, lost = Pacing(warm_up=0), 0, 0.0
+    received = 100 * rounds
+    while received < 200 * rounds:  # one use of each: 7 of 8 are not made use of
+        received += rounds
+        lost = pacing.forfeit(received, trained, 140, rounds, lost)
+        trained += rounds
+    lost = pacing.forfeit(received + rounds, trained, 140, rounds, lost)
+    taken = 0
+    while pacing.held(received + rounds, trained + 140 * taken, 140, lost) is None:
+        taken += 1
+    assert taken == more
+    assert pacing.held(received + rounds, trained, 140) is None  # without a loss it would go on and on
+    assert pacing.held(received + rounds, trained + 140 * 100, 140) is None
+
+
+def test_data_that_came_all_at_once_can_be_used_as_often_as_the_bound_says_and_without_one_nothing_is_lost() -> None:
+    assert Pacing().forfeit(10_000, 0, 140, 10_000) == 0.0
+    assert Pacing().forfeit(10_000, 70_000, 140, 10_000) == 0.0
+    assert Pacing(max_mean_uses=math.inf).forfeit(10_000, 0, 140, 1) == 0.0
+
+
+def test_nothing_is_lost_where_searchers_ease_off_for_they_would_wait_for_a_trainer_that_is_held() -> None:
+    """1,000 are more than they may be ahead by; the trainer has to take some before they go on."""
+    assert TWO.wanted(0, 10, 2) == 100 + 25
+    assert TWO.forfeit(1100, 0, 10, 10) == replace(TWO, eases_off="searchers").forfeit(1100, 0, 10, 10) == 0.0
+    assert replace(TWO, eases_off="trainer").forfeit(1100, 0, 10, 10) == 1100 - 10  # left: 8 uses of the newest 10
+
+
+@given(st.floats(0.1, 20.0), st.integers(1, 300), st.integers(1, 200), st.lists(st.booleans(), max_size=60))
+def test_a_trainer_that_is_held_is_let_go_by_new_arrivals_however_few_come_at_a_time(
+    uses: float, each: int, batch: int, turns: list[bool]
+) -> None:
+    pacing = Pacing(warm_up=0, max_mean_uses=uses)
+    received = trained = 0
+    lost = 0.0
+    for arrives in turns:
+        if arrives:
+            received += each
+            lost = pacing.forfeit(received, trained, batch, each, lost)
+        elif pacing.held(received, trained, batch, lost) is None:
+            trained += batch
+        assert trained <= uses * received + 1e-6
+    needed = math.ceil(batch / (uses * each)) + 1
+    for _ in range(needed):
+        received += each
+        lost = pacing.forfeit(received, trained, batch, each, lost)
+    assert pacing.held(received, trained, batch, lost) is None
 
 
 @given(st.lists(st.booleans(), max_size=400), st.sampled_from([0.5, 1.0, 2.5]), st.integers(1, 12))

@@ -89,6 +89,56 @@ def test_mean_uses_stay_within_the_limit_and_the_waiting_is_called_paced(start: 
     assert reasons == {None, "paced"}
 
 
+def test_a_trainer_whose_searcher_stands_still_is_held_after_a_few_steps_says_why_and_goes_on_with_the_next_round(
+    start: Start,
+) -> None:
+    """64 trajectories a round, 16 a batch: 8 uses of the newest round are 32 batches, of 640 they would be 320."""
+    search, train = start("--run.idle-deadline", "0.2", prefetch=False)
+    for _ in range(10):
+        rounds(search, 1)
+        train.step()
+    made = train.trainer.version.step
+    for _ in range(31):
+        train.step()
+    with pytest.raises(DeadlineExceeded, match=r"for a batch \(paced\): .*--replay\.pacing\.max-mean-uses"):
+        train.step()
+    assert train.trainer.version.step == made + 31
+    rounds(search, 1)
+    train.step()
+    assert train.trainer.version.step == made + 32
+
+
+def test_a_searcher_makes_rounds_between_the_chunks_of_an_evaluation_and_finds_the_same(start: Start) -> None:
+    search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", prefetch=False)
+    rounds(search, 3)
+    before = search.searcher.rounds
+    search.examiner.between = search.round_between
+    search.evaluate()
+    assert search.searcher.rounds == before + 3  # two chunks of greedy and two of sampled answers
+    assert search.searcher.engine.version == Version()
+    counted = read_evaluations(train.run.path)
+    again = start_searching(train.recipe, train.run, 1)
+    again.examiner.evaluate(Version(), 0.0, train.recipe.evaluation)
+    again.close()
+    alone = read_evaluations(train.run.path)[len(counted) :]
+    assert [(e.metric, e.value, e.n, e.tokens) for e in alone] == [(e.metric, e.value, e.n, e.tokens) for e in counted]
+
+
+def test_between_the_chunks_of_an_older_versions_evaluation_rounds_have_the_newest_weights(start: Start) -> None:
+    search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", "--sync-every", "1", prefetch=False)
+    train.source.wait.fill = lambda: rounds(search, 1)
+    for _ in range(4):
+        train.step()
+    train.replay.drain()
+    before = search.searcher.rounds
+    search.examiner.between = search.round_between
+    search.evaluate()
+    assert {e.version for e in read_evaluations(train.run.path)} == {Version()}
+    with JournalFollower(train.run.path / "journal.sqlite") as journal:
+        made = [t.version for t in journal.drain() if t.provenance["round"] >= before]
+    assert set(made) == {Version(0, 4)}
+
+
 @pytest.mark.parametrize("prefetch", [True, False])
 @pytest.mark.parametrize(("warm_up", "reason"), [("1000000", "warm_up"), ("0", "empty")])
 def test_waiting_for_a_batch_that_never_comes_ends_with_the_reason(

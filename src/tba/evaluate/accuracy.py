@@ -42,7 +42,7 @@ class EvaluationSettings:
     pass_k: int = 0  # K of pass@K/sampled, at least K draws per problem; 0: not measured
     temperature: float | None = None  # of the draws; None: the recipe's policy temperature
     threshold: float = 1.0  # an answer is correct if its reward is at least this
-    chunk: int = 64  # problems handed to the engine at once
+    chunk: int = 64  # problems handed to the engine at once; between two of these a searcher makes a round
     shown: int = 5  # problems whose answers are kept to look at
 
     def __post_init__(self) -> None:
@@ -114,10 +114,12 @@ def evaluate(
     now: Callable[[], float],
     policy_temperature: float = 1.0,
     interrupted: Callable[[], bool] | None = None,
+    between: Callable[[], None] | None = None,
 ) -> Assessment:
     """Measure the engine's present weights on the first `settings.problems` of `prompts`.
 
     `now()` gives seconds since the run began. `interrupted()` is asked between chunks, and by the engine within one.
+    `between()` is called after each chunk but the last, may use the engine for other things, and leaves it as it was.
     Raises `UserError` when there are no prompts.
     """
     asked = prompts[: settings.problems] if settings.problems else prompts
@@ -128,7 +130,7 @@ def evaluate(
     plan = [(GREEDY, 1, Sampling(0.0))] if settings.greedy else []
     if settings.draws:
         plan.append((SAMPLED, settings.draws, Sampling(temperature)))
-    examiner = _Examiner(engine, reward, settings, rng, now, interrupted)
+    examiner = _Examiner(engine, reward, settings, rng, now, interrupted, between)
     scores: dict[str, npt.NDArray[np.float64]] = {}
     evaluations: list[Evaluation] = []
     for metric, count, sampling in plan:
@@ -164,6 +166,7 @@ class _Examiner:
     rng: np.random.Generator
     now: Callable[[], float]
     interrupted: Callable[[], bool] | None
+    between: Callable[[], None] | None
     answers: list[Answer] = field(default_factory=list)
     seconds: float = 0.0
     tokens: int = 0
@@ -174,10 +177,12 @@ class _Examiner:
         self, prompts: Sequence[Prompt], metric: str, count: int, sampling: Sampling
     ) -> npt.NDArray[np.bool_] | None:
         """Which of `count` answers to each prompt are correct, [problems, draws]; None when it was interrupted."""
-        began = self.now()
         marks: list[list[bool]] = []
         show = 0 if self.answers else self.settings.shown
         for start in range(0, len(prompts), self.settings.chunk):
+            if self.between is not None and self.trajectories:
+                self.between()
+            began = self.now()
             if self.interrupted is not None and self.interrupted():
                 self.stopped = True
                 break
@@ -191,7 +196,7 @@ class _Examiner:
             answers = self._mark(chunk, answered, metric)
             marks += [[a.correct for a in row] for row in answers]
             self.answers += [row[0] for row in answers[: max(0, show - start)]]
-        self.seconds += self.now() - began
+            self.seconds += self.now() - began
         return None if self.stopped else np.array(marks, dtype=np.bool_)
 
     def _mark(

@@ -56,7 +56,7 @@ recipe = Recipe(
         pacing=Pacing(warm_up=2800),
         buffer=BufferSettings(distinct=False),  # an answer has four digits: few are distinct
     ),
-    evaluation=EvaluationSettings(every=50, problems=2000, problems_during=500, pass_k=4, chunk=500),
+    evaluation=EvaluationSettings(every=50, problems=2000, problems_during=500, pass_k=4, chunk=160),
     steps=600,
     groups_per_step=7,
     group_size=20,

@@ -35,6 +35,8 @@ KINDS = (
     "joined_deaths",  # a searcher that had joined died
     "joined_late",  # one had not left when the run ended
     "unreadable_lines",  # of a file of records, which were passed over
+    "held_out_falls",  # a held-out figure fell far below its best (`falls`)
+    "reward_falls",  # the mean reward of what searchers bring did
 )
 
 

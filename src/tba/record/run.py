@@ -13,9 +13,11 @@ from tba.errors import UserError
 from tba.record import evaluations, metrics
 from tba.record.evaluations import RecordedAnswer, read_answers, read_evaluations
 from tba.record.failure import Failure
+from tba.record.falls import by_version, noted_falls
 from tba.record.faults import left_out, unreadable
 from tba.record.metrics import column, read_metrics
 from tba.record.summary import Summary
+from tba.record.text import percent
 from tba.types import Evaluation, Json
 
 GREEDY = "pass@1/greedy"
@@ -33,6 +35,8 @@ class RunRecord:
     summary: Summary | None  # None: it has not ended, has failed or was killed
     failure: Failure | None = None  # what ended it
     unreadable: Sequence[str] = ()  # a sentence for each file that has lines which cannot be read
+    falls: Sequence[str] = ()  # what fell far below its best, oldest first
+    best: str | None = None  # the best checkpoint that is not the newest: its folder and its figure
 
     @classmethod
     def read(cls, directory: Path) -> RunRecord:
@@ -51,6 +55,8 @@ class RunRecord:
             summary=summary,
             failure=Failure.read(directory),
             unreadable=[left_out(name, bad) for name, bad in unreadable(directory).items()],
+            falls=noted_falls(directory),
+            best=_best(directory, found),
         )
 
     @property
@@ -99,3 +105,13 @@ class RunRecord:
         before = {a.prompt: a for a in self.answers if a.version == first}
         after = {a.prompt: a for a in self.answers if a.version == last}
         return [(before[prompt], after[prompt]) for prompt in before if prompt in after]
+
+
+def _best(directory: Path, found: Sequence[Evaluation]) -> str | None:
+    """By the link that the run leaves, if it is to an older step than the last that was evaluated."""
+    link, figures = directory / "best", by_version(found)
+    step = link.readlink().name.removeprefix("step-") if link.is_symlink() else ""
+    best = max((e for e in figures.values() if str(e.version.step) == step), key=lambda e: e.version, default=None)
+    if best is None or best.version == max(figures):
+        return None
+    return f"checkpoints/step-{step} ({best.metric} {percent(best.value)}), also as best"

@@ -28,7 +28,7 @@ ANSWERS_SHOWN = 5
 
 def show(run: RunRecord) -> RenderableType:
     """All that a run came to; so far, when it has not ended."""
-    parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run))]
+    parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run)), *_fallen(run)]
     if run.summary is None:
         parts.append(_section("So far", _so_far(run)))
     else:
@@ -40,7 +40,7 @@ def show(run: RunRecord) -> RenderableType:
 
 def closing_page(run: RunRecord, next_steps: Sequence[str] = ()) -> RenderableType:
     """Accuracy before and after, problems answered before and after, what was trained, where it lies, what next."""
-    parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run))]
+    parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run)), *_fallen(run)]
     pairs = run.answers_before_after()[:ANSWERS_SHOWN]
     if pairs:
         parts.append(_section("The same held-out problems, before and after", answers(pairs)))
@@ -87,6 +87,14 @@ def ledger(summary: Summary) -> RenderableType:
         )
     table.add_row("closes", _closes(summary.tokens), _closes(summary.trajectories))
     return table
+
+
+def _fallen(run: RunRecord) -> list[RenderableType]:
+    """What fell far below its best, and where the best checkpoint is if that is not the newest."""
+    lines = [Text(printable(what, 300), style="yellow") for what in run.falls]
+    if run.best is not None:
+        lines.append(Text(f"the best checkpoint is {run.best}"))
+    return [_section("What fell" if run.falls else "The best checkpoint", Group(*lines))] if lines else []
 
 
 def _heading(run: RunRecord) -> RenderableType:

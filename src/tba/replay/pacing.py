@@ -1,7 +1,10 @@
 """Which side may go on: the trainer after the warm-up and while reuse allows it, and, if wished, both within a band.
 
-Invariant: mean uses per trajectory received never exceed `max_mean_uses`. "The trainer never waits" is honest only with
-such a bound: a trainer that chews one batch over and over is never idle either. All else here is off by default.
+Invariant: mean uses per trajectory received never exceed `max_mean_uses`, and the allowance is not saved up: what is
+not used soon after an arrival is forfeited, but for `band` batches (`forfeit`). So when searchers stall, the trainer is
+held after a few updates, and new arrivals let it go on. "The trainer never waits" is honest only with such a bound: a
+trainer that chews old data over and over is never idle either, and what it had learnt is lost within 50 updates
+(docs/faults.md). All else here is off by default.
 
 With `samples_per_insert` = s uses are to keep up with what is received after the warm-up, as by Reverb's rate limiter
 (Cassirer et al. 2021, arXiv 2102.04736, section 3.4): the balance
@@ -28,9 +31,9 @@ class Pacing:
     """How the trainer is held back, and how searchers ease off."""
 
     warm_up: int = 500  # trajectories received before the first batch (paper: 500 GSM8K, 10,000 TL;DR)
-    max_mean_uses: float = 8.0  # uses per trajectory received; the trainer is held (`paced`) beyond
+    max_mean_uses: float = 8.0  # uses per trajectory received; the trainer is held (`paced`) beyond, and in a stall
     samples_per_insert: float | None = None  # wanted uses of a trajectory that is received; None: as it comes
-    band: float = 8.0  # batches by which either side may be ahead of that
+    band: float = 8.0  # batches by which either side may be ahead of that; and that may be taken in a stall
     eases_off: Literal["trainer", "searchers", "both"] = "both"  # who waits when ahead by more
 
     def __post_init__(self) -> None:
@@ -46,17 +49,31 @@ class Pacing:
                 f"--replay.pacing.max-mean-uses, {self.max_mean_uses}"
             )
 
-    def held(self, received: int, trained_total: int, batch: int) -> Held | None:
+    def held(self, received: int, trained_total: int, batch: int, forfeited: float = 0.0) -> Held | None:
         """Why a batch of `batch` trajectories may not be taken yet, or None: it may."""
         if received < self.warm_up:
             return "warm_up"
-        if trained_total + batch > self.max_mean_uses * received:
+        if trained_total + batch > self.max_mean_uses * (received - forfeited):
             return "paced"
         if self.samples_per_insert is not None and self.eases_off != "searchers":
             after = self.samples_per_insert * (received - self.warm_up) - trained_total - batch
             if after < -self.band * batch:
                 return "paced"
         return None
+
+    def forfeit(self, received: int, trained_total: int, batch: int, newest: int, forfeited: float = 0.0) -> float:
+        """For how many trajectories in all the allowance is lost, `newest` of those received having come last.
+
+        What is left is `band` batches, or the whole allowance of the newest where that is more: a run whose data came
+        all at once (offline) loses nothing, and one whose rounds are long keeps what it needs until the next. It is
+        never less than a batch, so that no loss outlasts the next arrivals. Where searchers ease off nothing is lost:
+        they would wait for a trainer that is held.
+        """
+        searchers_wait = self.samples_per_insert is not None and self.eases_off != "trainer"
+        if searchers_wait or math.isinf(self.max_mean_uses):
+            return 0.0
+        kept = max(self.band * batch / self.max_mean_uses, newest)
+        return max(forfeited, received - trained_total / self.max_mean_uses - kept)
 
     def wanted(self, trained_total: int, batch: int, updates: int) -> int | None:
         """How many trajectories searchers may have sent down, in all, before they ease off; None: any number.

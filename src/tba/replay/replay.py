@@ -8,7 +8,7 @@ share between the trainer's threads.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -24,7 +24,7 @@ from tba.replay.pacing import Held, Pacing
 from tba.replay.scores import Score
 from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector, Selection
 from tba.replay.uses import pack_uses, unpack_uses
-from tba.types import Group, Json, Trajectory, Version
+from tba.types import ELSEWHERE, Group, Json, Trajectory, Version
 
 _CHUNK = 4096  # rows drained at a time
 
@@ -83,7 +83,8 @@ class ScoringSource(Protocol):
 class Replay:
     """What the trainer asks for groups. Set `now` to the trainer's version before each batch.
 
-    sync_every: the trainer's k, with which goes what counts as the newest.
+    sync_every: the trainer's k, with which goes what counts as the newest. arrived: is shown prompt and reward of all
+    that searchers bring, as it comes in.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Replay:
         sync_every: int = 1,
         *,
         seed: int = 0,
+        arrived: Callable[[Sequence[tuple[str, float]]], object] | None = None,
     ) -> None:
         self.settings = settings
         self.buffer = Buffer(settings.buffer)
@@ -104,6 +106,9 @@ class Replay:
         self._lock = threading.RLock()
         self._sampled = 0  # batches
         self._newest: Sequence[Group] = ()  # the last of them
+        self._show = arrived
+        self._arrived = 0  # trajectories, the last time that there were any
+        self._forfeited = 0.0  # trajectories whose uses are lost (`Pacing.forfeit`)
         self._lineage: list[tuple[int, int]] = []  # (position, incarnation) of the checkpoints that this goes on from
 
     @property
@@ -140,6 +145,8 @@ class Replay:
             while chunk := self._next():
                 for trajectory in chunk:
                     self.buffer.add(trajectory)
+                if self._show is not None:
+                    self._show([(t.prompt.key, t.reward) for t in chunk if t.version != ELSEWHERE])
                 self._ask([t.uid for t in chunk if t.reference != self.reference])
                 taken += len(chunk)
                 if len(chunk) < _CHUNK:
@@ -149,6 +156,7 @@ class Replay:
                 while scores := self._source.drain_scores(_CHUNK):
                     for score in scores:
                         self.buffer.score(score)
+            self._arrived = taken or self._arrived
         return taken
 
     def sync(self) -> None:
@@ -168,6 +176,8 @@ class Replay:
         with self._lock:
             if self.settings.take_in == "always" or self._held(groups, size) is not None:
                 self.drain()
+            received, trained, pacing = self.buffer.received, self.buffer.trained_total, self.settings.pacing
+            self._forfeited = pacing.forfeit(received, trained, groups * size, self._arrived, self._forfeited)
             return self._held(groups, size)
 
     def sample(self, groups: int, size: int) -> list[Group]:
@@ -251,6 +261,7 @@ class Replay:
                 "counts": {f.name: _pair(getattr(counts, f.name)) for f in fields(counts)},
                 "score_position": self._source.score_position if isinstance(self._source, ScoringSource) else 0,
                 "uses": pack_uses(used),
+                "pacing": [self._arrived, self._forfeited],
                 "now": str(self.now),
                 "reference": str(self.reference),
                 "rng": self._rng.bit_generator.state,
@@ -279,6 +290,7 @@ class Replay:
             self._take_in_again(self._source, used)
             self._pass_over()
             self.buffer.carry(Counts(**{name: Amount(*pair) for name, pair in state["counts"].items()}), used)
+            self._arrived, self._forfeited = state.get("pacing", (self.buffer.received, 0.0))
             self._restore_scores(state["score_position"])
             self._ask(self.buffer.unscored())
             self._rng.bit_generator.state = state["rng"]
@@ -328,7 +340,8 @@ class Replay:
             self._source.score_position = until
 
     def _held(self, groups: int, size: int) -> NotReady | None:
-        reason = self.settings.pacing.held(self.buffer.received, self.buffer.trained_total, groups * size)
+        received, trained = self.buffer.received, self.buffer.trained_total
+        reason = self.settings.pacing.held(received, trained, groups * size, self._forfeited)
         if reason == "warm_up":
             return reason
         unscored = self.buffer.sampleable < len(self.buffer) and isinstance(self._source, ScoringSource)

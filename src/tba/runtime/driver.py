@@ -14,6 +14,7 @@ from tba.foreign import read_json
 from tba.recipe import Recipe
 from tba.record.clock import share_of
 from tba.record.evaluations import RunningEvaluations, read_evaluations
+from tba.record.falls import noted_falls
 from tba.record.faults import count_faults, note_unreadable
 from tba.record.ledger import Ledger
 from tba.record.live import Status
@@ -23,6 +24,7 @@ from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.follower import JournalFollower
 from tba.runtime.directory import RunDirectory
 from tba.runtime.joining import Joined
+from tba.runtime.watching import look_back
 from tba.types import Json
 
 if TYPE_CHECKING:
@@ -52,6 +54,7 @@ class Progress:
         row: Mapping[str, Any] = self.metrics.newest
         bad = self.metrics.bad + self.evaluations.bad
         rate = {half: float(y[-4:].mean()) if len(y) else None for half, (_, y) in self.metrics.rates().items()}
+        told = (noted_falls(self.run.path) or [""])[-1]
         return Status(
             step=int(row.get("step", 0)),
             steps=self.recipe.steps,
@@ -67,7 +70,7 @@ class Progress:
             trained_rate=rate.get("trained"),
             trainer_idle=row.get("trainer_idle"),
             trainer_paced=row.get("trainer_paced"),
-            note=note or (f"{bad} lines of what is recorded cannot be read" if bad else ""),
+            note=note or (f"{bad} lines of what is recorded cannot be read" if bad else told),
         )
 
 
@@ -111,6 +114,7 @@ def summarise(
         ledgers[unit] = own + replayed + waiting
     note_unreadable(run.path)
     evaluations = read_evaluations(run.path)
+    look_back(run)  # the last ones came after the trainer had ended
     summary = Summary(
         recipe=recipe.name,
         seed=recipe.seed,

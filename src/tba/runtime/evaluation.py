@@ -1,7 +1,8 @@
 """Evaluations during a run: asked for beside the weights, done by one searcher, the trainer not stopped.
 
 Invariant: each version that is asked for is evaluated by exactly one searcher (a claim in the journal), on pinned
-weights; its time and tokens are counted apart from generation.
+weights; its time and tokens are counted apart from generation. Rounds go on between its chunks: a searcher that is the
+only one and evaluates for long would else stall the run.
 """
 
 from __future__ import annotations
@@ -90,6 +91,11 @@ class Requests:
             if _WHY not in self.weights.pins(version):
                 self.weights.pin(version, _WHY)
 
+    @property
+    def pending(self) -> list[Version]:
+        """Those that were asked for and, as far as is known, have not been evaluated."""
+        return list(self._pending)
+
     def state(self) -> Json:
         """What `restore` takes."""
         return {"pending": {str(v): s for v, s in self._pending.items()}, "seen": self._seen}
@@ -125,6 +131,7 @@ class Examiner:
     claim_seconds: float  # after which a version that was not finished may be evaluated by another searcher
     clock: ShareClock
     interrupted: Callable[[], bool] | None = None
+    between: Callable[[], None] | None = None  # what a searcher does between two chunks, on its clock as busy
     done: set[str] = field(default_factory=set)
 
     def answer(self, manifest: Mapping[str, Json]) -> None:
@@ -139,8 +146,7 @@ class Examiner:
 
     def evaluate(self, version: Version, wall_seconds: float, settings: EvaluationSettings) -> None:
         """One version on the held-out split; `wall_seconds` is when the run had these weights."""
-        if self.engine.version != version:
-            self.engine.load(self.weights.at(version).read(), version)
+        self._load(version)
         found = evaluate(
             self.engine,
             self.prompts,
@@ -150,6 +156,7 @@ class Examiner:
             now=time.monotonic,
             policy_temperature=self.policy_temperature,
             interrupted=self.interrupted,
+            between=None if self.between is None else lambda: self._between(version),
         )
         self.jobs.count(evaluation_tokens=found.tokens, evaluation_trajectories=found.trajectories)
         if found.interrupted:
@@ -158,6 +165,16 @@ class Examiner:
         self.writer.write(evaluations, found.answers)
         self.jobs.finish(_job(version), evaluations)
         self.done.add(str(version))
+
+    def _between(self, version: Version) -> None:
+        assert self.between is not None
+        with self.clock.state("busy"):
+            self.between()
+        self._load(version)
+
+    def _load(self, version: Version) -> None:
+        if self.engine.version != version:
+            self.engine.load(self.weights.at(version).read(), version)
 
 
 def evaluated_to_the_end(directory: Path, steps: int) -> bool:

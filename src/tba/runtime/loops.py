@@ -21,6 +21,8 @@ def search(recipe: Recipe, start: Callable[[], SearchHalf], stop: Callable[[], b
     """Rounds until told to stop. Consumes prompts and weights, waits for nothing; offline it only evaluates."""
     torch.set_num_threads(recipe.run.threads)
     half = start()
+    if not recipe.offline:
+        half.examiner.between = half.round_between
     try:
         while not stop() and not half.evaluate():
             if recipe.offline:

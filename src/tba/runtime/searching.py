@@ -86,6 +86,11 @@ class SearchHalf:
                 self.searcher.rescorer.round()
             time.sleep(_PAUSE)
 
+    def round_between(self) -> None:
+        """A round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
+        if not self.ended() and not self.ahead():
+            self.searcher.round()
+
     def state(self) -> Json:
         """What `restore` takes: the generators and the count of rounds."""
         prompts = getattr(self.searcher.prompts, "rng", None)

@@ -30,6 +30,7 @@ from tba.runtime.reference import References
 from tba.runtime.resuming import Stateful, beginning, restore, state_of
 from tba.runtime.steering import Steering
 from tba.runtime.waiting import ReplayWait, Stopped, Timed
+from tba.runtime.watching import look_at_evaluations, rewards_watched, worth_keeping
 from tba.train.batches import Sampled
 from tba.train.checkpoint import save_checkpoint
 from tba.train.prefetch import Prefetch
@@ -141,8 +142,8 @@ class TrainHalf:
         self.weights.settle()  # what it was made under is there
         self.references.checkpointed()
         at, keep, state = self.trainer, self.recipe.run.checkpoints, state_of(self)
-        save = partial(self.recipe.model.save, at.policy)
-        save_checkpoint(self.run.checkpoints, at.version, save, at.optimizer, state, keep, at.policy.heads)
+        save, kept = partial(self.recipe.model.save, at.policy), worth_keeping(self.run, self.requests.pending)
+        save_checkpoint(self.run.checkpoints, at.version, save, at.optimizer, state, keep, at.policy.heads, kept)
         self.checkpointed = self.trainer.version
 
     def finish(self) -> None:
@@ -178,9 +179,8 @@ class TrainHalf:
         self._searched = {"generated_tokens": float(sum(o.get("generated_tokens", 0) for o in owners))}
 
     def _look_at_evaluations(self) -> None:
-        """What searchers have found, for other eyes (their own files have it already)."""
-        for evaluation in self.journal.evaluations():
-            self.recorder.evaluation(evaluation)
+        """What searchers have found, for other eyes (their own files have it already), and whether it has fallen."""
+        look_at_evaluations(self.run, self.journal.evaluations(), self.recorder.evaluation)
 
 
 def start_training(
@@ -203,7 +203,8 @@ def start_training(
     journal = JournalFollower(
         run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop, create=False, damaged=tell
     )
-    replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed)
+    watched = rewards_watched(recipe, run)
+    replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed, arrived=watched)
     replay.now = version
     if checkpoint is not None:
         replay.restore(checkpoint.state["replay"], version)

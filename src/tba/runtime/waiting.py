@@ -12,12 +12,15 @@ from dataclasses import dataclass
 
 from tba.errors import DeadlineExceeded
 from tba.record.clock import ShareClock
-from tba.replay.replay import Replay
+from tba.replay.replay import NotReady, Replay
 from tba.train.batches import Fetched, Sampled
 from tba.train.prefetch import Prefetch
 from tba.types import Version
 
 _LOOK = 0.02  # seconds between two looks at why there is no batch
+_WHY: dict[NotReady, str] = {  # what is behind a reason that no look at the searchers tells
+    "paced": "; those that came have been used as often as --replay.pacing.max-mean-uses or samples-per-insert allows",
+}
 
 
 class Stopped(Exception):
@@ -35,7 +38,7 @@ class ReplayWait:
     deadline: float  # seconds
     fill: Callable[[], object]
     published: Callable[[], Version | None]
-    reason: str | None = "warm_up"
+    reason: NotReady | None = "warm_up"
     closed: bool = False  # no batch is wanted any longer
     _synced: Version | None = None
 
@@ -55,7 +58,7 @@ class ReplayWait:
             if time.monotonic() - began > self.deadline:
                 raise DeadlineExceeded(
                     f"the trainer waited {self.deadline:g} s for a batch ({self.reason}): "
-                    "look at logs/searcher-*.log for why no trajectories come"
+                    f"look at logs/searcher-*.log for why no trajectories come{_WHY.get(self.reason, '')}"
                 )
             self.fill()
 

@@ -3,10 +3,10 @@
     checkpoints/step-N/   config.json model.safetensors (tokenizer)   (heads.safetensors)
                           optimizer.safetensors optimizer.json   run.json (the manifest)
 
-Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there. `run.json` ties all of it to one
-version: it holds the rest of the run's state at that step, size and checksum of every other file, and a digest of all
-that, so that damage is found before anything is believed. A folder with a file that is not named there is refused:
-`from_pretrained` takes a folder as it is. One process writes.
+Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there, and the best. `run.json` ties
+all of it to one version: it holds the rest of the run's state at that step, size and checksum of every other file, and
+a digest of all that, so that damage is found before anything is believed. A folder with a file that is not named there
+is refused: `from_pretrained` takes a folder as it is. One process writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,8 +100,10 @@ def save_checkpoint(
     state: Mapping[str, Json] | None = None,
     keep: int = 2,
     heads: torch.nn.ModuleDict | None = None,
+    kept: Collection[Version] = (),
 ) -> Checkpoint:
-    """Write `folder`/step-N and take away all but the newest `keep`; one of the same step is replaced.
+    """Write `folder`/step-N and take away all but the newest `keep` and those of the versions `kept`; one of the same
+    step is replaced.
 
     `save_model` writes the model (and its tokenizer) into the folder it is given; `state` is what JSON can hold;
     `heads` are the policy's, beside the model, which has no place for them.
@@ -124,9 +126,15 @@ def save_checkpoint(
         (beside / RUN).write_text(json.dumps({**json.loads(manifest), "digest": _digest(json.loads(manifest))}))
         if path.exists():
             remove_folder(path)
-    for old in _folders(folder)[:-keep]:
-        remove_folder(old)
+    for old, version in checkpoints_in(folder)[:-keep]:
+        if version not in kept:
+            remove_folder(old)
     return Checkpoint.load(path)
+
+
+def checkpoints_in(folder: Path) -> list[tuple[Path, Version]]:
+    """All that are there, the oldest version first."""
+    return [(path, _version(path)) for path in _folders(folder)]
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:

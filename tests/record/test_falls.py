@@ -1,0 +1,108 @@
+"""Falls: what fell far is told once, noise is not, and what a page says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conftest import evaluations
+from tba.record.evaluations import EvaluationWriter
+from tba.record.falls import HELD_OUT, RewardWatch, by_version, falls, note_falls, noted_falls
+from tba.record.faults import count_faults
+from tba.record.run import RunRecord
+from tba.types import Evaluation, Version
+
+SAMPLED = "pass@1/sampled"
+
+
+def figures(values: Sequence[float], n: int = 500) -> list[Evaluation]:
+    """One every ten steps."""
+    return [Evaluation(Version(0, 10 * i), 0.0, SAMPLED, value, n) for i, value in enumerate(values)]
+
+
+def test_a_fall_is_told_once_until_the_figure_has_come_back() -> None:
+    told = falls(figures([0.39, 0.62, 0.17, 0.20, 0.61, 0.17]))
+    assert told == [
+        "pass@1/sampled is 17.0 % at version 0.20: it was 62.0 % at 0.10",
+        "pass@1/sampled is 17.0 % at version 0.50: it was 62.0 % at 0.10",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("best", "then", "n", "told"),
+    [
+        (0.62, 0.46, 500, True),  # 16 points, the error of the difference is 3.1
+        (0.62, 0.47, 500, False),
+        (0.62, 0.46, 100, False),
+        (0.99, 0.93, 10**6, True),
+        (0.99, 0.95, 10**6, False),  # within 5 points, however sure
+        (1.00, 0.00, 1, False),  # of one problem
+        (1.00, 0.00, 20, True),
+    ],
+)
+def test_a_fall_is_more_than_5_points_and_more_than_5_standard_errors(
+    best: float, then: float, n: int, told: bool
+) -> None:
+    assert bool(falls(figures([0.1, best, then], n))) == told
+
+
+def test_figures_are_compared_in_the_order_of_versions_not_of_their_arrival() -> None:
+    assert falls(reversed(figures([0.1, 0.5, 0.9]))) == []
+    assert len(falls(reversed(figures([0.9, 0.5, 0.1])))) == 1
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
+def test_fewer_than_one_run_in_a_hundred_tells_of_a_fall_where_a_hundred_figures_differ_by_chance_alone(
+    share: float,
+) -> None:
+    drawn = np.random.default_rng(0).binomial(200, share, size=(1000, 100)) / 200
+    assert sum(bool(falls(figures(row, 200))) for row in drawn.tolist()) < 10
+
+
+def answers(means: Sequence[float], seed: int) -> list[tuple[str, float]]:
+    """Twenty answers, right or wrong, to each of 100 prompts, in turn for each mean; prompts differ in difficulty."""
+    rng = np.random.default_rng(seed)
+    rewards = [rng.binomial(1, p, 20) for mean in means for p in rng.beta(4 * mean, 4 * (1 - mean), 100)]
+    return [(f"prompt {i}", float(reward)) for i, own in enumerate(rewards) for reward in own]
+
+
+def test_a_mean_reward_that_loses_most_of_what_was_gained_is_told_once() -> None:
+    watch = RewardWatch()
+    assert watch.see(answers([0.4, 0.9, 0.9, 0.8], 0)) == []  # the gain is mostly there
+    (told,) = watch.see(answers([0.4, 0.4, 0.4, 0.4, 0.9], 1))
+    assert told.startswith("the mean reward of new answers is 0.4")
+    assert len(watch.see(answers([0.9, 0.3, 0.3], 2))) == 1
+
+
+def test_fewer_than_one_run_in_a_hundred_tells_of_a_fall_where_the_mean_reward_differs_by_chance_alone() -> None:
+    rng = np.random.default_rng(3)
+    told = 0
+    for _ in range(200):
+        watch = RewardWatch()
+        rewards = rng.normal(0.0, 1.0, 100 * 100)
+        told += bool(watch.see((str(i), float(reward)) for i, reward in enumerate(rewards)))
+    assert told < 2
+
+
+def test_what_is_noted_is_noted_once_counted_and_shown(make_run: Callable[..., Path]) -> None:
+    run = make_run()
+    assert note_falls(run) == []
+    written = EvaluationWriter(run)
+    written.write(evaluations(60, 0.2, 0.79))
+    written.close()
+    fall = "pass@1/greedy is 20.0 % at version 0.60: it was 90.0 % at 0.40"
+    assert note_falls(run) == [fall]
+    assert note_falls(run) == []
+    assert noted_falls(run) == list(RunRecord.read(run).falls) == [fall]
+    assert count_faults(run)[HELD_OUT] == 1
+
+
+def test_versions_are_compared_by_sampled_accuracy_and_by_greedy_where_that_was_not_measured() -> None:
+    both = evaluations(0, 0.9, 0.1) + evaluations(10, 0.1, 0.9)
+    assert {v.step: e.value for v, e in by_version(both).items()} == {0: 0.1, 10: 0.9}
+    greedy = [e for e in both if e.metric != SAMPLED]
+    assert {v.step: e.value for v, e in by_version(greedy).items()} == {0: 0.9, 10: 0.1}
+    assert by_version([]) == {}

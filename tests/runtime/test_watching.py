@@ -1,0 +1,88 @@
+"""The best checkpoint of a run: which it is, that it stays, and that what is newest is still what is gone on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from runs import inline_again, made
+
+from tba.record.evaluations import EvaluationWriter
+from tba.record.run import RunRecord
+from tba.runtime.searching import start_searching
+from tba.runtime.training import TrainHalf, start_training
+from tba.train.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint
+from tba.types import Evaluation, Version
+
+SETTINGS = (
+    *("--steps", "60", "--run.checkpoint-every", "10", "--evaluation.every", "10", "--replay.pacing.warm-up", "64"),
+    *("--evaluation.problems", "1"),
+)
+FOUND = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.2, 50: 0.3, 60: 0.3}  # accuracy by step
+
+
+def evaluated(train: TrainHalf, step: int) -> None:
+    """As a searcher would, with the figure above over 500 problems."""
+    version = Version(train.trainer.version.incarnation, step)
+    found = [Evaluation(version, 0.0, "pass@1/sampled", FOUND[step], 500)]
+    records = EvaluationWriter(train.run.path)
+    records.write(found)
+    records.close()
+    train.beside.journal.claim(f"evaluate {version}", 60.0)  # type: ignore[union-attr]
+    train.beside.journal.finish(f"evaluate {version}", found)  # type: ignore[union-attr]
+    train._look_at_evaluations()
+
+
+def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_newest(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run", *SETTINGS)
+    search = start_searching(recipe, run, 0)
+    train = start_training(recipe, run, lambda: False, prefetch=False, fill=search.searcher.round)
+    train.beside = search
+    there, best = {}, {}
+    try:
+        while not train.finished:
+            train.step()
+            step = train.trainer.version.step
+            if step % 10 == 0:
+                if step >= 20:
+                    evaluated(train, step - 20)  # each comes 20 steps late
+                there[step] = [version.step for _, version in checkpoints_in(run.checkpoints)]
+                link = run.path / "best"
+                best[step] = link.readlink().name if link.is_symlink() else None
+        newest = newest_checkpoint(run.checkpoints)
+        assert newest is not None
+        assert newest.version == Version(0, 60)
+    finally:
+        train.close()
+        search.close()
+    assert {step: [s for s in steps if s] for step, steps in there.items()} == {
+        10: [10],
+        20: [10, 20],
+        30: [10, 20, 30],
+        40: [10, 20, 30, 40],
+        50: [20, 30, 40, 50],
+        60: [20, 40, 50, 60],
+    }
+    assert best[40] == best[50] == best[60] == "step-20"
+    assert Checkpoint.load(run.path / "best").version == Version(0, 20)
+    shown = RunRecord.read(run.path)
+    assert shown.best == "checkpoints/step-20 (pass@1/sampled 90.0 %), also as best"
+    assert shown.falls == ["pass@1/sampled is 20.0 % at version 0.40: it was 90.0 % at 0.20"]
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_with_the_best_beside_it(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run", *SETTINGS)
+    search = start_searching(recipe, run, 0)
+    train = start_training(recipe, run, lambda: False, prefetch=False, fill=search.searcher.round)
+    train.beside = search
+    while not train.finished:
+        train.step()
+        if train.trainer.version.step == 30:
+            evaluated(train, 10)
+    train.finish()
+    train.close()
+    search.close()
+    summary = inline_again(run.path, "--steps", "70")
+    assert summary.steps == 70
+    assert [e.version for e in summary.evaluations][-1] == Version(1, 70)
+    kept = {version for _, version in checkpoints_in(run.checkpoints)}
+    assert {Version(1, 70), Version(0, 60)} <= kept
