@@ -67,10 +67,10 @@ def test_fields_are_set_by_dotted_name_at_any_depth_and_the_rest_stays() -> None
 
 def test_a_schedule_has_the_fields_of_the_class_that_the_recipe_chose() -> None:
     assert isinstance(QUICKSTART.optimizer.schedule, WarmupStableDecay)
-    changed = overridden(QUICKSTART, "--optimizer.schedule.stable", "11").optimizer.schedule
-    assert changed == replace(QUICKSTART.optimizer.schedule, stable=11)
-    toy = overridden(find(TOY), "--optimizer.schedule.steps", "12", "--objective.beta.value", "0.3")
-    assert toy.optimizer.schedule == WarmupCosine(12)
+    changed = overridden(QUICKSTART, "--optimizer.schedule.stable", "411").optimizer.schedule
+    assert changed == replace(QUICKSTART.optimizer.schedule, stable=411)
+    toy = overridden(find(TOY), "--optimizer.schedule.steps", "1200", "--objective.beta.value", "0.3")
+    assert toy.optimizer.schedule == WarmupCosine(1200)
     assert resolved(toy.objective)["beta"] == {"class": "tba.schedules.Constant", "value": 0.3}
     with pytest.raises(UserError, match=r"has no field --optimizer\.schedule\.stable"):
         overridden(find(TOY), "--optimizer.schedule.stable", "11")

@@ -26,7 +26,7 @@ study = Study(
     variants={
         "often": Variant(replace(quick, sync_every=1), family="tb"),
         "rarely": ("--sync-every", "3"),
-        "broken": ("--objective.beta.value", "1e-320"),
+        "broken": ("--optimizer.lr", "1e300", "--optimizer.clip-norm", "None"),
     },
     seeds=(0, 1),
     baseline="often",

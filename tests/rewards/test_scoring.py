@@ -162,7 +162,7 @@ def test_a_model_reads_as_it_was_trained_to_read(tmp_path: Path) -> None:
     found = loaded(str(tmp_path), 640, "end", "cpu", 1000).model
     assert (found.max_tokens, found.keep) == (7, "beginning")
     report.write_text('{"reads": {"max_tokens": 7}}')
-    with pytest.raises(UserError, match="does not say how the model reads"):
+    with pytest.raises(UserError, match="keep of reads is missing or null"):
         loaded(str(tmp_path), 640, "end", "cpu", 1000)
     report.write_text('{"frozen": false}')  # of an earlier version
     assert loaded(str(tmp_path), 13, "end", "cpu", 1000).model.max_tokens == 13

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # the packag
 SMALLER = {"futoshiki": '{"max_board_size": 4}'}  # problems that are quicker to make
 MARKED = sorted(READ | SLOW | EVALUATED.keys())
 AWAY = sorted(SLOW | EVALUATED.keys())
-FORMULAS = ["simple_integration", "intermediate_integration", "polynomial_multiplication"]
+FORMULAS = ["simple_integration", "intermediate_integration"]
 REACHES = {
     *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"),
     *("open", "os.remove", "os.mkdir", "shutil.rmtree", "socket.__new__", "ctypes.dlopen"),
@@ -184,9 +184,9 @@ def test_code_that_gets_as_far_as_the_scorer_ends_its_child_and_does_nothing(dat
 
 
 def test_what_would_never_end_ends_at_its_limit() -> None:
-    sources = {dataset: source(dataset) for dataset in ("polynomial_multiplication", "coin_flip")}
+    sources = {dataset: source(dataset) for dataset in ("simple_integration", "coin_flip")}
     reward = ReasoningGymScore(sources, processes=2, seconds=2.0)
-    asked = [("polynomial_multiplication", 0, "9**9**9**9"), ("coin_flip", 0, "1e999999999")]
+    asked = [("simple_integration", 0, "9**9**9**9"), ("coin_flip", 0, "1e999999999")]
     assert [(j.reward, j.parts["ungraded"]) for j in judged(reward, asked)] == [(0.0, 1.0), (0.0, 1.0)]
     assert reward.children.counts["timed_out"] + reward.children.counts["crashed"] == 2
     reward.close()

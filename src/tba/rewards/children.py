@@ -5,14 +5,16 @@ what is not JSON or was not asked is replaced, and its question is None and coun
 input does, so that none outlives its parent, however that went; a pool that is dropped or closed, or whose process
 ends, ends its children.
 
-A child (any command) first writes the line `ready`, then answers each line of JSON with one line of JSON; null says
-that it has given up in time.
+A child (any command) first writes the line `ready`. Then it answers each line `[number, question]` of JSON with the
+line `[number, answer]`, in which null says that it has given up in time. The number is drawn anew for each question, so
+that nothing that was written before can pass for an answer.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import selectors
 import subprocess
 import threading
@@ -49,6 +51,7 @@ class _Child:
         assert self.process.stdout is not None
         self.to, self.of = self.process.stdin, self.process.stdout
         self.index: int | None = None
+        self.number = ""  # of its question
         self.ready = False
         self.deadline = time.monotonic() + _START_SECONDS
         self._read = b""
@@ -56,8 +59,9 @@ class _Child:
     def ask(self, index: int, question: Json, seconds: float) -> bool:
         """Whether it could be asked; a child that has died cannot."""
         self.index, self.deadline = index, time.monotonic() + seconds
+        self.number = secrets.token_hex(8)
         with suppress(BrokenPipeError):
-            self.to.write(json.dumps(question).encode() + b"\n")
+            self.to.write(json.dumps([self.number, question]).encode() + b"\n")
             self.to.flush()
             return True
         return False
@@ -180,12 +184,14 @@ class _Round:
                     break
 
     def _answered(self, child: _Child, line: bytes) -> bool:
-        """Whether it was asked something, and answers in JSON."""
+        """Whether it was asked something, and answers that."""
         if child.index is None:
             return False
         try:
-            answer = json.loads(line)
-        except (ValueError, RecursionError):
+            number, answer = json.loads(line)
+        except (ValueError, TypeError, RecursionError):
+            return False
+        if number != child.number:
             return False
         self.found[child.index] = answer
         self.pool.counts["timed_out"] += answer is None

@@ -134,7 +134,7 @@ def _expire(number: int, frame: object) -> None:
 
 
 def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
-    """A child's life: a line [answer, right answer] to a line true or false (null: given up), until the end of them."""
+    """A child's life: each answer and right one to true or false (null: given up), until the end of them."""
     logging.disable()  # math-verify tells of every expression that it cannot read
     signal.signal(signal.SIGALRM, _expire)
     _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
@@ -143,15 +143,16 @@ def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
     for line in questions:
         _bound_processor_seconds(seconds + 2 * _GRACE)
         mark: bool | None = None
+        number, question = json.loads(line)
         try:
             signal.setitimer(signal.ITIMER_REAL, seconds)
-            mark = equal(*json.loads(line))
+            mark = equal(*question)
             signal.setitimer(signal.ITIMER_REAL, 0)
         except _Expired:
             mark = None
         except (MemoryError, RecursionError):
             signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(mark), file=answers, flush=True)
+        print(json.dumps([number, mark]), file=answers, flush=True)
 
 
 def _bound_processor_seconds(seconds: float) -> None:

@@ -67,6 +67,8 @@ def mark_best(run: RunDirectory) -> None:
         return
     path, _ = best
     link, beside = run.path / NAME, run.path / f".{NAME}-{os.getpid()}"
+    if link.exists() and not link.is_symlink():
+        return  # a copy of the run was made that followed links: what is there is left as it is
     if not (link.is_symlink() and os.readlink(link) == f"checkpoints/{path.name}"):
         beside.unlink(missing_ok=True)
         beside.symlink_to(f"checkpoints/{path.name}")
