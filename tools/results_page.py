@@ -120,13 +120,25 @@ def staleness() -> Lines:
         fresh, stale = found[f"{name}-sync"], found[f"{name}-k10"]
         difference = difference_of_means(values(fresh, ACCURACY), values(stale, ACCURACY))
         rows.append(
-            [NAMES[name], str(len(stale)), accuracy(fresh), worst(fresh), fall(fresh), accuracy(stale), worst(stale)]
-            + [fall(stale), against(stale, fresh), verdict(difference, MARGIN), plain(stale, "kl", 2)]
-            + [mebibytes(stale, "trainer_memory"), thousands(stale, "tokens_trained")]
+            [
+                NAMES[name],
+                str(len(stale)),
+                accuracy(fresh),
+                worst(fresh),
+                fall(fresh),
+                accuracy(stale),
+                worst(stale),
+                fall(stale),
+                against(stale, fresh),
+                verdict(difference, MARGIN),
+                plain(stale, "kl", 2),
+                mebibytes(stale, "trainer_memory"),
+                thousands(stale, "tokens_trained"),
+            ]
         )
     head = ["objective", "seeds", "on-policy", "worst seed", "largest fall", "stale", "worst seed", "largest fall"]
     head += ["difference [95 % interval]", "not worse by 3 points", "KL to the reference, nats, stale"]
-    return [head + ["peak memory, MiB", "tokens trained"], *rows]
+    return [[*head, "peak memory, MiB", "tokens trained"], *rows]
 
 
 def staleness_by_k() -> Lines:
@@ -175,11 +187,20 @@ def wall_clock() -> Lines:
         memory = mebibytes(runs, "trainer_memory")
         memory += f" + {mebibytes(runs, 'searcher_memory')}" if "async" in name else ""
         rows.append(
-            [said, seconds(runs, "seconds_to_target"), seconds(runs, "seconds"), f"{step:.0f}", accuracy(runs)]
-            + [worst(runs), fall(runs), plain(runs, "uses", 1), memory]
+            [
+                said,
+                seconds(runs, "seconds_to_target"),
+                seconds(runs, "seconds"),
+                f"{step:.0f}",
+                accuracy(runs),
+                worst(runs),
+                fall(runs),
+                plain(runs, "uses", 1),
+                memory,
+            ]
         )
     head = ["variant", "seconds to 80 %", "seconds in all", "ms per update", "final accuracy, %", "worst seed"]
-    return [head + ["largest fall, points", "mean uses", "peak memory, MiB"], *rows]
+    return [[*head, "largest fall, points", "mean uses", "peak memory, MiB"], *rows]
 
 
 def tuning() -> Lines:
@@ -213,8 +234,16 @@ def controller() -> Lines:
         runs, off = found[name], found[f"{name.partition('-')[0]}-off"]
         difference = against(runs, off) if runs is not off else ""
         rows.append(
-            [*said, accuracy(runs), worst(runs), difference, fall(runs), plain(runs, FALL, 1, 100)]
-            + [plain(runs, "lag", 0), plain(runs, "ess", 2)]
+            [
+                *said,
+                accuracy(runs),
+                worst(runs),
+                difference,
+                fall(runs),
+                plain(runs, FALL, 1, 100),
+                plain(runs, "lag", 0),
+                plain(runs, "ess", 2),
+            ]
         )
     head = ["", "kept in range", "final accuracy, %", "worst seed", "difference to none [95 %]"]
     head += ["largest fall, points", "its mean over seeds", "mean lag", "effective sample size"]
@@ -271,12 +300,20 @@ def selection() -> Lines:
         for count in ("1", "2", "4"):
             runs = found[f"{name}-{count}"]
             rows.append(
-                [said if count == "1" else "", count, accuracy(runs), worst(runs), fall(runs)]
-                + [plain(runs, "seconds", 1), thousands(runs, "tokens_generated"), plain(runs, "lag", 0)]
-                + [f"{plain(runs, 'ess', 0, 100)} %"]
+                [
+                    said if count == "1" else "",
+                    count,
+                    accuracy(runs),
+                    worst(runs),
+                    fall(runs),
+                    plain(runs, "seconds", 1),
+                    thousands(runs, "tokens_generated"),
+                    plain(runs, "lag", 0),
+                    f"{plain(runs, 'ess', 0, 100)} %",
+                ]
             )
     head = ["data", "searchers", "final accuracy, %", "worst seed", "largest fall, points", "seconds training"]
-    return [head + ["tokens generated", "mean lag", "effective sample size"], *rows]
+    return [[*head, "tokens generated", "mean lag", "effective sample size"], *rows]
 
 
 def noise() -> Lines:
@@ -305,7 +342,7 @@ def diversity() -> Lines:
                 + [spread(runs, "differ", 1, 100), plain(runs, "kl", 2)]
             )
     head = ["objective, beta", "data", "pass@1, %", "pass@4", "pass@16", "pass@1, worst seed", "largest fall, points"]
-    return [head + ["different", "two differ, %", "KL, nats"], *rows]
+    return [[*head, "different", "two differ, %", "KL, nats"], *rows]
 
 
 def sizes() -> Lines:
@@ -338,8 +375,16 @@ def summaries() -> Lines:
         for beta in ("2", "0.5", "0.1"):
             runs = found[f"{name}-{beta}"]
             rows.append(
-                [said if beta == "2" else "", beta, wins(runs), fall(runs), plain(runs, "reward", 2)]
-                + [plain(runs, "kl", 2), plain(runs, "perplexity", 2), plain(runs, "perplexity_with_prompt", 3)]
+                [
+                    said if beta == "2" else "",
+                    beta,
+                    wins(runs),
+                    fall(runs),
+                    plain(runs, "reward", 2),
+                    plain(runs, "kl", 2),
+                    plain(runs, "perplexity", 2),
+                    plain(runs, "perplexity_with_prompt", 3),
+                ]
             )
     head = ["", "beta", "wins, %", "largest fall, points", "the proxy's score", "KL", "perplexity"]
     return [[*head, "by tokens of prompts too"], *rows]
@@ -357,8 +402,16 @@ def summaries_pushed() -> Lines:
     ):
         seeds = ", ".join(run["seed"] for run in runs)
         rows.append(
-            [proxy, setting, seeds, wins(runs), fall(runs), plain(runs, "reward", 2), plain(runs, "kl", 1)]
-            + [plain(runs, "perplexity", 2)]
+            [
+                proxy,
+                setting,
+                seeds,
+                wins(runs),
+                fall(runs),
+                plain(runs, "reward", 2),
+                plain(runs, "kl", 1),
+                plain(runs, "perplexity", 2),
+            ]
         )
     head = ["proxy", "beta, rate", "seeds", "wins, % (of each)", "largest fall, points", "the proxy's score", "KL"]
     return [[*head, "perplexity"], *rows]
@@ -397,8 +450,15 @@ def summaries_m() -> Lines:
     for name, said in names.items():
         runs = found[name]
         rows.append(
-            [said, wins(runs), fall(runs), plain(runs, "reward", 2), plain(runs, "kl", 1)]
-            + [plain(runs, "perplexity", 2), plain(runs, "lag", 0)]
+            [
+                said,
+                wins(runs),
+                fall(runs),
+                plain(runs, "reward", 2),
+                plain(runs, "kl", 1),
+                plain(runs, "perplexity", 2),
+                plain(runs, "lag", 0),
+            ]
         )
     head = ["", "wins, % (of each seed)", "largest fall, points", "the proxy's score", "KL", "perplexity", "lag"]
     return [head, *rows]
