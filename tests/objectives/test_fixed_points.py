@@ -128,8 +128,9 @@ def test_with_the_pull_in_the_reward_and_a_baseline_pi_star_is_a_fixed_point_how
     assert expected_gradient(objective, policy, batch_of(groups), chance_G) < 1e-7
 
 
-def test_trajectory_balance_settles_at_pi_star_on_distinct_answers() -> None:
-    assert settled(TB, distinct) < 1e-3
+@pytest.mark.parametrize("objective", [TB, Grpo(Constant(BETA), penalty="reward")])
+def test_so_they_settle_there_on_distinct_answers(objective: Objective) -> None:
+    assert settled(objective, distinct) < 1e-3
 
 
 @pytest.mark.parametrize(("source", "distance"), [(fresh, 0.00), (distinct, 0.09), (by_reward, 0.24)])
@@ -141,9 +142,16 @@ def test_without_a_baseline_distinct_answers_and_selection_by_reward_move_reinfo
 
 @pytest.mark.parametrize(
     ("objective", "source", "distance"),
-    [(GRPO, fresh, 0.53), (GRPO, distinct, 0.27), (DR_GRPO, fresh, 0.16), (DR_GRPO, distinct, 0.21)],
+    [
+        (GRPO, fresh, 0.53),
+        (GRPO, distinct, 0.27),
+        (GRPO, by_reward, 0.50),
+        (DR_GRPO, fresh, 0.16),
+        (DR_GRPO, distinct, 0.21),
+        (DR_GRPO, by_reward, 0.16),
+    ],
 )
-def test_with_k3_in_the_loss_the_optimum_is_another_on_policy_too_and_distinct_answers_move_it(
+def test_with_k3_in_the_loss_the_optimum_is_another_on_policy_too_and_how_groups_are_drawn_moves_it(
     objective: Objective, source: Chances, distance: float
 ) -> None:
     assert settled(objective, source) == pytest.approx(distance, abs=0.005)

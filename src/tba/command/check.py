@@ -96,20 +96,21 @@ def _on_groups(recipe: Recipe) -> list[str]:
 
 def _on_frequencies(recipe: Recipe) -> list[str]:
     """Whether groups hold answers as often as they were sampled, where the optimum depends on it (docs/method.md)."""
-    objective, selection = recipe.objective, recipe.replay.selection
-    bare = isinstance(objective, Reinforce) and objective.baseline == "none"
-    in_loss = isinstance(objective, Grpo) and objective.penalty == "loss"
-    if not (bare or in_loss) or not objective.beta(1):
-        return []
+    match recipe.objective:
+        case Reinforce(baseline="none", beta=beta):
+            what, other = "REINFORCE without a baseline", "--objective.baseline leave_one_out"
+        case Grpo(penalty="loss", beta=beta):
+            what, other = "GRPO or Dr. GRPO with the divergence in the loss", "--objective.penalty reward"
+        case _:
+            return []
+    selection = recipe.replay.selection
     causes = {}
     if recipe.replay.buffer.distinct:
         causes["of equal answers one is kept"] = "--replay.buffer.no-distinct"
     if isinstance(selection, RecencyReward) and selection.inverse_temperature and selection.m < 1:
         causes["groups are drawn by reward"] = "--replay.selection.inverse-temperature 0"
-    if not causes:
+    if not causes or not beta(1):
         return []
-    what = "REINFORCE without a baseline" if bare else "GRPO (Dr. GRPO too) with the divergence in its loss"
-    other = "--objective.baseline leave_one_out" if bare else "--objective.penalty reward"
     return [
         f"{' and '.join(causes)}, which moves the optimum of {what}, since that depends on how often an answer comes: "
         f"set {' and '.join(causes.values())}, or {other}, whose optimum does not"
