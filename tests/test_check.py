@@ -12,10 +12,16 @@ from tba.__main__ import main
 from tba.command.check import estimate, validate
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
+from tba.objectives.grpo import dr_grpo
+from tba.objectives.policy_gradient import Reinforce
+from tba.objectives.tba_prime import TbaPrime
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.protocols import Objective
 from tba.replay.buffer import BufferSettings
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.runtime.leading import start_ranks
+from tba.schedules import Constant
 from tba.settings import find
 from tba.train.ranks import RankSettings
 
@@ -46,6 +52,24 @@ def test_a_round_that_does_not_fill_its_groups_is_warned_of() -> None:
     assert "--replay.buffer.no-distinct" in warned(replay=newest, sync_every=1)
     assert not warned(replay=replace(newest, buffer=BufferSettings(distinct=False)), sync_every=1)
     assert "fewer" not in " ".join(validate(find("red_team_small")))
+
+
+def test_an_objective_whose_optimum_depends_on_how_often_an_answer_comes_is_warned_of() -> None:
+    quickstart = replace(find("quickstart"), searchers=1)
+
+    def warned(objective: Objective, distinct: bool = True, m: float = 0.95, by: float = 0.0) -> str:
+        replay = ReplaySettings(selection=RecencyReward(m, by), buffer=BufferSettings(distinct=distinct))
+        return " ".join(validate(replace(quickstart, objective=objective, replay=replay)))
+
+    bare, dr = Reinforce(Constant(0.05), "none"), dr_grpo(Constant(0.05))
+    assert "of equal answers one is kept, which moves the optimum of REINFORCE without a baseline" in warned(bare)
+    assert "--replay.buffer.no-distinct, or --objective.penalty reward" in warned(dr)
+    assert "groups are drawn by reward, which moves" in warned(dr, distinct=False, by=1.0)
+    assert not warned(dr, distinct=False)
+    assert not warned(dr, distinct=False, m=1.0, by=1.0)  # nothing is drawn by reward
+    for other in (TrajectoryBalance(Constant(0.05)), TbaPrime(Constant(0.05)), Reinforce(Constant(0.05)), dr_grpo()):
+        assert "optimum" not in warned(other, by=1.0)
+    assert "optimum" not in warned(dr_grpo(Constant(0.05), penalty="reward"), by=1.0)
 
 
 def test_a_reference_at_another_precision_than_the_trainers_is_warned_of() -> None:

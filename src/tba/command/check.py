@@ -21,6 +21,8 @@ from typing import Any
 import torch
 
 from tba.errors import DeadlineExceeded, UserError
+from tba.objectives.grpo import Grpo
+from tba.objectives.policy_gradient import Reinforce
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.terminal import terminal
@@ -47,7 +49,7 @@ def validate(recipe: Recipe) -> list[str]:
             f"no searcher samples {' or '.join(recipe.model.never_sampled)} (the engine's rules): Trajectory Balance "
             "determines the policy only on what can be sampled; elsewhere it stays as it happens to be"
         )
-    warnings += _on_groups(recipe)
+    warnings += [*_on_groups(recipe), *_on_frequencies(recipe)]
     if recipe.vine is not None and "step_value" not in recipe.objective.needs:
         warnings.append(
             "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
@@ -90,6 +92,29 @@ def _on_groups(recipe: Recipe) -> list[str]:
             "that has fewer than K: set --replay.buffer.no-distinct to be on-policy"
         )
     return warnings
+
+
+def _on_frequencies(recipe: Recipe) -> list[str]:
+    """Whether groups hold answers as often as they were sampled, where the optimum depends on it (docs/method.md)."""
+    match recipe.objective:
+        case Reinforce(baseline="none", beta=beta):
+            what, other = "REINFORCE without a baseline", "--objective.baseline leave_one_out"
+        case Grpo(penalty="loss", beta=beta):
+            what, other = "GRPO or Dr. GRPO with the divergence in the loss", "--objective.penalty reward"
+        case _:
+            return []
+    selection = recipe.replay.selection
+    causes = {}
+    if recipe.replay.buffer.distinct:
+        causes["of equal answers one is kept"] = "--replay.buffer.no-distinct"
+    if isinstance(selection, RecencyReward) and selection.inverse_temperature and selection.m < 1:
+        causes["groups are drawn by reward"] = "--replay.selection.inverse-temperature 0"
+    if not causes or not beta(1):
+        return []
+    return [
+        f"{' and '.join(causes)}, which moves the optimum of {what}, since that depends on how often an answer comes: "
+        f"set {' and '.join(causes.values())}, or {other}, whose optimum does not"
+    ]
 
 
 def notes_on_prompts(recipe: Recipe) -> list[str]:

@@ -32,6 +32,7 @@ def k3(log_policy_BT: Tensor, batch: Batch) -> Tensor:
     """[B, T]: u - log u - 1 with u = pi_ref / pi, at most 10 (without gradient there), 0 elsewhere.
 
     Never negative, and on-policy its mean is KL(pi || pi_ref) by token (Schulman 2020, "Approximating KL divergence").
+    Its gradient there is not: with the answers held fixed it is that of KL(pi_ref || pi).
     """
     log_u_BT = torch.where(batch.mask_BT, batch.log_reference_BT - log_policy_BT, 0.0)
     log_u_BT = log_u_BT.clamp(-_LARGEST - 1, _LARGEST)  # wider than the bound on the result: only against overflow

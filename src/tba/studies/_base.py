@@ -30,7 +30,7 @@ from tba.schedules import Constant, WarmupStableDecay
 from tba.tasks.arithmetic import Arithmetic
 
 TARGET = 0.80  # sampled accuracy; the base begins at about a third
-BETA = 0.05  # the quickstart's, in units of reward: the same optimum for all that know a reference
+BETA = 0.05  # the quickstart's, in units of reward; one optimum for all with the pull in the reward (docs/method.md)
 
 assert isinstance(quickstart.task, Arithmetic)
 assert isinstance(quickstart.model, HuggingFace)

@@ -1,0 +1,556 @@
+"""Prints the tables of docs/results.md that come from docs/results/*.csv into the page.
+
+    python tools/results_page.py            # writes them, between `<!-- table NAME -->` and `<!-- end of table -->`
+    python tools/results_page.py --check    # names those that differ from the csv files; exit code 1
+
+Invariant: every figure of such a table is computed here from lines of the csv files (a line per run); none is typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from statistics import mean, stdev
+
+from tba.evaluate.estimators import difference_of_means
+from tba.record.comparison import verdict
+
+PAGE = Path(__file__).parents[1] / "docs" / "results.md"
+BLOCK = re.compile(r"(?<=<!-- table )([\w-]+)( -->\n\n)(.*?)(?=\n\n<!-- end of table -->)", flags=re.DOTALL)
+
+Run = dict[str, str]
+Runs = Sequence[Run]
+Lines = list[list[str]]
+
+ACCURACY, FALL, MARGIN = "pass@1/sampled", "fall", 0.03
+NAMES = {
+    "tb": "Trajectory Balance without correction",
+    "tb-corrected": "Trajectory Balance, truncated ratio (cap 1)",
+    "tba-prime": "TBA'",
+    "prox-rloo": "Proximal RLOO",
+    "ppo": "PPO",
+    "grpo": "GRPO",
+    "dr-grpo": "Dr. GRPO",
+    "online-dpo": "Online DPO",
+    "rloo": "RLOO, the pull to the reference in its reward",
+    "reinforce": "REINFORCE without a baseline",
+    "raft": "RAFT (no pull to the reference)",
+    "tb-learned-z": "Trajectory Balance, log Z learned",
+    "subtb": "sub-trajectory balance",
+}
+
+
+@functools.cache
+def study(name: str) -> dict[str, list[Run]]:
+    """The runs of a csv file by variant, in the order of the file."""
+    found: dict[str, list[Run]] = {}
+    with (PAGE.parent / "results" / f"{name}.csv").open(encoding="utf-8", newline="") as lines:
+        for run in csv.DictReader(lines):
+            found.setdefault(run["variant"], []).append(run)
+    return found
+
+
+def values(runs: Runs, name: str, scale: float = 1.0) -> list[float]:
+    """A figure of the runs that have it."""
+    return [scale * float(run[name]) for run in runs if run[name]]
+
+
+def plain(runs: Runs, name: str, digits: int, scale: float = 1.0) -> str:
+    """The mean over seeds."""
+    return f"{mean(values(runs, name, scale)):.{digits}f}"
+
+
+def spread(runs: Runs, name: str, digits: int = 1, scale: float = 1.0) -> str:
+    """Mean ± standard deviation over seeds, and of how many runs where not all have it."""
+    found = values(runs, name, scale)
+    text = f"{mean(found):.{digits}f}" + (f" ± {stdev(found):.{digits}f}" if len(found) > 1 else "")
+    return text if len(found) == len(runs) else f"{text} ({len(found)} of {len(runs)})"
+
+
+def accuracy(runs: Runs) -> str:
+    return spread(runs, ACCURACY, 1, 100)
+
+
+def worst(runs: Runs) -> str:
+    """The accuracy of the worst seed."""
+    return f"{100 * min(values(runs, ACCURACY)):.1f}"
+
+
+def fall(runs: Runs) -> str:
+    """The largest fall of any seed below its own best, over the evaluations of a run, in points."""
+    return f"{100 * max(values(runs, FALL)):.1f}"
+
+
+def each(runs: Runs, name: str, scale: float = 100.0) -> str:
+    """The figure of every seed, in their order."""
+    return ", ".join(f"{value:.1f}" for value in values(runs, name, scale))
+
+
+def brief(runs: Runs) -> str:
+    """`94.4 ± 0.5 (93.8; 12.0)`: final accuracy (worst seed; largest fall)."""
+    return f"{accuracy(runs)} ({worst(runs)}; {fall(runs)})"
+
+
+def against(runs: Runs, baseline: Runs) -> str:
+    """The difference of accuracies to a baseline, in points, with its 95 % interval (Welch)."""
+    found = difference_of_means(values(baseline, ACCURACY, 100), values(runs, ACCURACY, 100))
+    return f"{found.estimate:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
+
+
+def thousands(runs: Runs, name: str) -> str:
+    return f"{mean(values(runs, name)) / 1000:.0f}k"
+
+
+def mebibytes(runs: Runs, name: str) -> str:
+    return f"{mean(values(runs, name)) / 2**20:.0f}"
+
+
+def seconds(runs: Runs, name: str) -> str:
+    return spread(runs, name, 1)
+
+
+def staleness() -> Lines:
+    found, rows = study("staleness"), []
+    for name in ("tb-corrected", "tba-prime", "prox-rloo", "ppo", "grpo", "dr-grpo", "online-dpo", "tb"):
+        fresh, stale = found[f"{name}-sync"], found[f"{name}-k10"]
+        difference = difference_of_means(values(fresh, ACCURACY), values(stale, ACCURACY))
+        rows.append(
+            [
+                NAMES[name],
+                str(len(stale)),
+                accuracy(fresh),
+                worst(fresh),
+                fall(fresh),
+                accuracy(stale),
+                worst(stale),
+                fall(stale),
+                against(stale, fresh),
+                verdict(difference, MARGIN),
+                plain(stale, "kl", 2),
+                mebibytes(stale, "trainer_memory"),
+                thousands(stale, "tokens_trained"),
+            ]
+        )
+    head = ["objective", "seeds", "on-policy", "worst seed", "largest fall", "stale", "worst seed", "largest fall"]
+    head += ["difference [95 % interval]", "not worse by 3 points", "KL to the reference, nats, stale"]
+    return [[*head, "peak memory, MiB", "tokens trained"], *rows]
+
+
+def staleness_by_k() -> Lines:
+    found, settings = study("staleness"), ("sync", "k1", "k2", "k4", "k10", "k16")
+    rows = [
+        [NAMES[name]] + [brief(found[f"{name}-{k}"]) if f"{name}-{k}" in found else "" for k in settings]
+        for name in ("tb-corrected", "tba-prime", "grpo", "tb")
+    ]
+    lags = ["mean lag, updates"] + [
+        plain([run for name in NAMES for run in found.get(f"{name}-{k}", ())], "lag", 1) for k in settings
+    ]
+    return [["final accuracy, %", "on-policy", "k = 1", "2", "4", "10", "16"], *rows, lags]
+
+
+def correction() -> Lines:
+    found, rows = study("correction"), []
+    names = {"tb": "Trajectory Balance", "rloo": "RLOO", "grpo": NAMES["grpo"], "reinforce": NAMES["reinforce"]}
+    for name, said in names.items():
+        fresh = found[f"{name}-sync"]
+        forms = [found[f"{name}-{form}"] for form in ("none", "token", "sequence")]
+        rows.append([said, brief(fresh), *(f"{brief(runs)}: {against(runs, fresh)}" for runs in forms)])
+    return [["objective", "on-policy", "none", "by token", "by sequence"], *rows]
+
+
+def wall_clock() -> Lines:
+    found, rows = study("wall_clock"), []
+    names = {
+        "tba-prime-async": "TBA', asynchronous",
+        "tba-prime-async-250": "the same, 250 updates",
+        "tba-prime-async-300": "the same, 300 updates",
+        "tb-corrected-async": "Trajectory Balance (truncated ratio), asynchronous",
+        "tb-corrected-async-250": "the same, 250 updates",
+        "tb-corrected-async-300": "the same, 300 updates",
+        "ppo-async": "PPO, asynchronous",
+        "grpo-async": "GRPO, asynchronous",
+        "online-dpo-async": "Online DPO, asynchronous",
+        "tb-sync": "Trajectory Balance, synchronous",
+        "grpo-sync": "GRPO, synchronous",
+        "dr-grpo-sync": "Dr. GRPO, synchronous",
+        "ppo-sync": "PPO, synchronous",
+        "vine-ppo-sync": "VinePPO, synchronous",
+    }
+    for name, said in names.items():
+        runs = found[name]
+        step = mean(1000 * float(run["seconds"]) / float(run["steps"]) for run in runs)
+        memory = mebibytes(runs, "trainer_memory")
+        memory += f" + {mebibytes(runs, 'searcher_memory')}" if "async" in name else ""
+        rows.append(
+            [
+                said,
+                seconds(runs, "seconds_to_target"),
+                seconds(runs, "seconds"),
+                f"{step:.0f}",
+                accuracy(runs),
+                worst(runs),
+                fall(runs),
+                plain(runs, "uses", 1),
+                memory,
+            ]
+        )
+    head = ["variant", "seconds to 80 %", "seconds in all", "ms per update", "final accuracy, %", "worst seed"]
+    return [[*head, "largest fall, points", "mean uses", "peak memory, MiB"], *rows]
+
+
+def tuning() -> Lines:
+    found, rows = study("tuning"), []
+    for name, said in NAMES.items():
+        cells = []
+        for how in ("sync", "k10"):
+            runs = [found[f"{name}-{how}-{rate}"] for rate in ("3e-05", "0.0001", "0.0003")]
+            best = max(float(r[0][ACCURACY]) for r in runs)
+            told = [f"**{accuracy(r)}**" if float(r[0][ACCURACY]) == best else accuracy(r) for r in runs]
+            cells += [f"{text} ({fall(r)})" for text, r in zip(told, runs, strict=True)]
+        rows.append([said, *cells])
+    return [["objective", "on-policy 3e-5", "1e-4", "3e-4", "stale 3e-5", "1e-4", "3e-4"], *rows]
+
+
+def controller() -> Lines:
+    found, rows = study("controller"), []
+    names = {
+        "turns-off": ("taking turns", "nothing"),
+        "turns-ess": ("", "effective sample size, 0.5 to 0.9"),
+        "turns-off-policy": ("", "log-ratio, 0.2 to 1"),
+        "turns-lag": ("", "lag, 2 to 6"),
+        "processes-off": ("in processes", "nothing"),
+        "processes-ess": ("", "effective sample size"),
+        "processes-off-policy": ("", "log-ratio"),
+        "processes-lag": ("", "lag"),
+        "processes-paced": ("", "nothing, but one use of each trajectory (pacing)"),
+        "processes-paced-ess": ("", "effective sample size, and pacing"),
+    }
+    for name, said in names.items():
+        runs, off = found[name], found[f"{name.partition('-')[0]}-off"]
+        difference = against(runs, off) if runs is not off else ""
+        rows.append(
+            [
+                *said,
+                accuracy(runs),
+                worst(runs),
+                difference,
+                fall(runs),
+                plain(runs, FALL, 1, 100),
+                plain(runs, "lag", 0),
+                plain(runs, "ess", 2),
+            ]
+        )
+    head = ["", "kept in range", "final accuracy, %", "worst seed", "difference to none [95 %]"]
+    head += ["largest fall, points", "its mean over seeds", "mean lag", "effective sample size"]
+    return [head, *rows]
+
+
+def frontier() -> Lines:
+    betas = ("0.4", "0.2", "0.1", "0.05", "0.02", "0.01")
+    found, rows = study("frontier"), []
+    for name in ("tb", "tba-prime", "grpo", "dr-grpo", "ppo", "online-dpo"):
+        said = NAMES[name] + (" (its beta is in another unit)" if name == "online-dpo" else "")
+        runs = [found[f"{name}-{beta}"] for beta in betas]
+        rows.append([said, *(f"{plain(r, 'reward', 3)}, {plain(r, 'kl', 2)} ({worst(r)}; {fall(r)})" for r in runs)])
+    return [["objective", "beta 0.4: reward, KL", *betas[1:]], *rows]
+
+
+def ablations() -> Lines:
+    found = study("ablations")
+    changed = {
+        "nothing": {"": "base"},
+        "answers in a group (K), batch of 140 constant": {"4": "K4", "10": "K10", "20": "base", "28": "K28"},
+        "samples of a prompt (S), round of 140 constant": {"20": "base", "28": "S28", "35": "S35", "70": "S70"},
+        "share of recent groups (m)": {m: f"m{m}" for m in ("0", "0.25", "0.5", "0.8")} | {"0.95": "base", "1": "m1"},
+        "updates per sync (k)": {"1": "k1", "2": "base", "4": "k4", "10": "k10", "16": "k16"},
+        "beta": {b: f"beta{b}" for b in ("0.4", "0.2", "0.1")}
+        | {"0.05": "base"}
+        | {b: f"beta{b}" for b in ("0.02", "0.01", "0.004", "0.002", "0.001")},
+        "prompts in a batch (B)": {"2": "B2", "4": "B4", "7": "base", "14": "B14"},
+        "the rate held constant after its warm-up, in the place of warm-up, plateau and decay": {"": "constant"},
+    }
+    rows = []
+    for setting, of in changed.items():
+        for i, (value, name) in enumerate(of.items()):
+            runs = found[name]
+            lag = plain(runs, "lag", 1)
+            rows.append([setting if i == 0 else "", value, accuracy(runs), worst(runs), fall(runs), lag])
+    return [["changed", "to", "final accuracy, %", "worst seed", "largest fall, points", "mean lag"], *rows]
+
+
+def math_format() -> Lines:
+    found, rows = study("math_format"), []
+    for name in ("tba-prime", "dr-grpo", "grpo"):
+        near, far = found[f"{name}-k2"], found[f"{name}-k10"]
+        cells = [cell for runs in (near, far) for cell in (accuracy(runs), worst(runs), each(runs, FALL))]
+        rows.append([NAMES[name], *cells, f"{plain(near, 'kl', 2)}, {plain(far, 'kl', 2)}"])
+    told = ["worst seed", "largest fall of each seed, points"]
+    head = ["objective", "2 updates off", *told, "10 updates off", *told, "KL, nats, 2 and 10 off"]
+    return [head, *rows]
+
+
+def selection() -> Lines:
+    found, rows = study("selection"), []
+    for name, said in {"uniform": "uniform", "reward": "by reward", "recency": "recent only"}.items():
+        for count in ("1", "2", "4"):
+            runs = found[f"{name}-{count}"]
+            rows.append(
+                [
+                    said if count == "1" else "",
+                    count,
+                    accuracy(runs),
+                    worst(runs),
+                    fall(runs),
+                    plain(runs, "seconds", 1),
+                    thousands(runs, "tokens_generated"),
+                    plain(runs, "lag", 0),
+                    f"{plain(runs, 'ess', 0, 100)} %",
+                ]
+            )
+    head = ["data", "searchers", "final accuracy, %", "worst seed", "largest fall, points", "seconds training"]
+    return [[*head, "tokens generated", "mean lag", "effective sample size"], *rows]
+
+
+def noise() -> Lines:
+    found = study("noise")
+    halves = ("uniform", "reward")
+    rows = [["clean", *(brief(found[f"{half}-clean"]) for half in halves)]]
+    for kind, said in {"flipped": "turned over", "junk": "junk"}.items():
+        for share in ("0.01", "0.05", "0.2"):
+            pairs = [(found[f"{half}-{kind}-{share}"], found[f"{half}-clean"]) for half in halves]
+            cells = [f"{against(runs, clean)} ({worst(runs)}; {fall(runs)})" for runs, clean in pairs]
+            rows.append([f"{100 * float(share):.0f} % {said}", *cells])
+    return [["", "uniform", "by reward"], *rows]
+
+
+def diversity() -> Lines:
+    found, rows = study("diversity"), []
+    order = [("tb", "sync"), ("grpo", "sync"), ("tb", "k10"), ("tb-corrected", "k10"), ("rloo", "k10"), ("grpo", "k10")]
+    names = {"tb": "Trajectory Balance", "tb-corrected": "the same, truncated ratio", "rloo": "RLOO", "grpo": "GRPO"}
+    for beta in ("0.05", "0.2"):
+        for name, how in order:
+            runs = found[f"{name}-{beta}-{how}"]
+            rows.append(
+                [f"{names[name]}, {beta}", "on-policy" if how == "sync" else "stale"]
+                + [spread(runs, f"pass@{k}/of64", 1, 100) for k in (1, 4, 16)]
+                + [f"{100 * min(values(runs, 'pass@1/of64')):.1f}", fall(runs), spread(runs, "distinct")]
+                + [spread(runs, "differ", 1, 100), plain(runs, "kl", 2)]
+            )
+    head = ["objective, beta", "data", "pass@1, %", "pass@4", "pass@16", "pass@1, worst seed", "largest fall, points"]
+    return [[*head, "different", "two differ, %", "KL, nats"], *rows]
+
+
+def sizes() -> Lines:
+    found, rows = study("sizes"), []
+    for size in ("0.2M", "0.45M", "1.6M"):
+        tb, rloo = found[f"tb-{size}"], found[f"rloo-sync-{size}"]
+        cells = [cell for r in (tb, rloo) for cell in (accuracy(r), worst(r), fall(r), plain(r, "seconds", 1))]
+        ratio = mean(values(rloo, "seconds")) / mean(values(tb, "seconds"))
+        rows.append([size.replace("M", " M"), *cells, f"{ratio:.1f}", plain(tb, "ess", 2)])
+    told = ["worst seed", "largest fall, points", "seconds"]
+    head = ["parameters", "asynchronous Trajectory Balance, %", *told, "RLOO on-policy, %", *told, "times as fast"]
+    return [[*head, "effective sample size, asynchronous"], *rows]
+
+
+def wins(runs: Runs) -> str:
+    """The mean of the wins, and those of each seed."""
+    return f"{plain(runs, ACCURACY, 1, 100)} ({each(runs, ACCURACY)})"
+
+
+def summaries() -> Lines:
+    found, rows = study("summaries"), []
+    names = {
+        "tb": "Trajectory Balance, truncated weights",
+        "rloo": "RLOO (Trajectory Balance without weights)",
+        "prox-rloo": "Proximal RLOO",
+        "ppo": "PPO",
+        "online-dpo": "Online DPO (its beta is in another unit)",
+    }
+    for name, said in names.items():
+        for beta in ("2", "0.5", "0.1"):
+            runs = found[f"{name}-{beta}"]
+            rows.append(
+                [
+                    said if beta == "2" else "",
+                    beta,
+                    wins(runs),
+                    fall(runs),
+                    plain(runs, "reward", 2),
+                    plain(runs, "kl", 2),
+                    plain(runs, "perplexity", 2),
+                    plain(runs, "perplexity_with_prompt", 3),
+                ]
+            )
+    head = ["", "beta", "wins, %", "largest fall, points", "the proxy's score", "KL", "perplexity"]
+    return [[*head, "by tokens of prompts too"], *rows]
+
+
+def summaries_pushed() -> Lines:
+    near, far = study("summaries"), study("summaries_pushed")
+    rows = []
+    for proxy, setting, runs in (
+        ("gold's marks of 870 posts", "0.1, 1e-4", near["tb-0.1"]),
+        ("", "0.02, 5e-4", near["tb-pushed"]),
+        ("REALSumm", "0.1, 1e-4", far["tb-0.1"]),
+        ("", "0.02, 2e-4", far["tb-pushed (2e-4)"]),
+        ("", "0.02, 5e-4", far["tb-pushed"]),
+    ):
+        seeds = ", ".join(run["seed"] for run in runs)
+        rows.append(
+            [
+                proxy,
+                setting,
+                seeds,
+                wins(runs),
+                fall(runs),
+                plain(runs, "reward", 2),
+                plain(runs, "kl", 1),
+                plain(runs, "perplexity", 2),
+            ]
+        )
+    head = ["proxy", "beta, rate", "seeds", "wins, % (of each)", "largest fall, points", "the proxy's score", "KL"]
+    return [[*head, "perplexity"], *rows]
+
+
+def summaries_data() -> Lines:
+    found, near = study("summaries_data"), study("summaries")
+    names = {
+        "tb": "Trajectory Balance, truncated weights",
+        "rloo": "RLOO (Trajectory Balance without weights)",
+        "prox-rloo": "Proximal RLOO",
+        "ppo": "PPO",
+        "online-dpo": "Online DPO",
+    }
+    rows = []
+    for name, said in names.items():
+        middle = [run for run in near[f"{name}-0.5"] if run["seed"] == "1"]
+        runs = (found[f"{name}-sync"], middle, found[f"{name}-k16"])
+        rows.append([said, *(f"{plain(r, ACCURACY, 1, 100)}, {plain(r, 'kl', 2)} ({fall(r)})" for r in runs)])
+    return [["", "on-policy", "2 updates off", "16 updates off"], *rows]
+
+
+def summaries_m() -> Lines:
+    found, rows = study("summaries_m"), []
+    names = {
+        "m-0.4": "m = 0.4, softmax of reward in the other groups",
+        "m-0.5": "m = 0.5",
+        "m-0.6": "m = 0.6",
+        "uniform-1": "uniform, one searcher",
+        "uniform-2": "uniform, two",
+        "reward-1": "softmax of reward, one",
+        "reward-2": "softmax of reward, two",
+        "recency-1": "recent only, one",
+        "recency-2": "recent only, two",
+    }
+    for name, said in names.items():
+        runs = found[name]
+        rows.append(
+            [
+                said,
+                wins(runs),
+                fall(runs),
+                plain(runs, "reward", 2),
+                plain(runs, "kl", 1),
+                plain(runs, "perplexity", 2),
+                plain(runs, "lag", 0),
+            ]
+        )
+    head = ["", "wins, % (of each seed)", "largest fall, points", "the proxy's score", "KL", "perplexity", "lag"]
+    return [head, *rows]
+
+
+def red_team() -> Lines:
+    found, rows = study("red_team"), []
+    names = {
+        "tb-async": "asynchronous Trajectory Balance",
+        "ancestor-sync": "its ancestor",
+        "tb-sync": "Trajectory Balance, on-policy",
+        "ppo-sync": "PPO (KL 0.1)",
+        "reinforce-sync": "REINFORCE (leave-one-out baseline, no KL)",
+    }
+    for name, said in names.items():
+        runs = found[name]
+        rows.append([said, accuracy(runs), worst(runs), fall(runs), each(runs, "seconds_to_target", 1)])
+        rows[-1] += [plain(runs, "seconds_in_all", 0), plain(runs, "lag", 0), plain(runs, "ess", 2)]
+    head = ["", "succeed, % of 256", "worst seed", "largest fall, points", "seconds to 60 %, each seed"]
+    return [[*head, "seconds in all", "mean lag", "effective sample size"], *rows]
+
+
+def red_team_tuning() -> Lines:
+    found, rows = study("red_team_tuning"), []
+    names = {
+        "async": "asynchronous Trajectory Balance",
+        "ancestor": "ancestor",
+        "tb": "Trajectory Balance, on-policy",
+        "ppo": "PPO",
+        "reinforce": "REINFORCE",
+    }
+    for name, said in names.items():
+        runs = [found[f"{name}-{rate}"] for rate in ("0.0003", "0.001", "0.003")]
+        rows.append([said, *(f"{accuracy(r)} ({fall(r)})" for r in runs)])
+    return [["succeed, % of 256 (largest fall)", "3e-4", "1e-3", "3e-3"], *rows]
+
+
+TABLES: dict[str, Callable[[], Lines]] = {
+    "staleness": staleness,
+    "staleness-by-k": staleness_by_k,
+    "correction": correction,
+    "wall-clock": wall_clock,
+    "tuning": tuning,
+    "controller": controller,
+    "frontier": frontier,
+    "ablations": ablations,
+    "math-format": math_format,
+    "selection": selection,
+    "noise": noise,
+    "diversity": diversity,
+    "sizes": sizes,
+    "summaries": summaries,
+    "summaries-pushed": summaries_pushed,
+    "summaries-data": summaries_data,
+    "summaries-m": summaries_m,
+    "red-team": red_team,
+    "red-team-tuning": red_team_tuning,
+}
+
+
+def table(name: str) -> str:
+    """One table in Markdown."""
+    head, *rows = TABLES[name]()
+    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in [head, ["---"] * len(head), *rows])
+
+
+def differing(text: str) -> list[str]:
+    """The tables that the page lacks, has twice, or has with other figures than the csv files."""
+    there = [(found[1], found[3]) for found in BLOCK.finditer(text)]
+    known = [name for name in TABLES if there.count((name, table(name))) != 1]
+    return known + [name for name, _ in there if name not in TABLES]
+
+
+def printed(text: str) -> str:
+    """The page with its tables from the csv files."""
+    return BLOCK.sub(lambda found: f"{found[1]}{found[2]}{table(found[1])}", text)
+
+
+def main(arguments: Iterable[str]) -> int:
+    """The command. Writes the page, or names what differs."""
+    parser = argparse.ArgumentParser(description="prints the tables of docs/results.md from docs/results/*.csv")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a table differs")
+    check = parser.parse_args(list(arguments)).check
+    text = PAGE.read_text(encoding="utf-8")
+    if check:
+        wrong = differing(text)
+        if wrong:
+            print(f"not as in the csv files: {', '.join(wrong)}; run `python tools/results_page.py`")
+        return 1 if wrong else 0
+    PAGE.write_text(printed(text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
