@@ -129,7 +129,7 @@ def test_what_is_missing_is_said_in_one_sentence(
         (["red-team", "classifier", str(world / "labelled.jsonl"), "--out", str(tmp_path / "o"), "--fields.label", "x"],
          "has no labelled text"),
         (["red-team", "eval", "quickstart"], "is no red-teaming"),
-        (["red-team", "eval", "red_team_small", "--families", str(bad)], "it must be an object): give a JSON object of names and lists of words"),
+        (["red-team", "eval", "red_team_small", "--families", str(bad)], "a JSON object of names and lists"),
         (["red-team", "eval", "red_team_small", "--attacks", "1"], "at least 3"),
         (["red-team", "plot", str(bad), "--out", str(tmp_path / "p.png")], "`tba red-team eval --out` wrote"),
         (["train", "red_team_small", "--task.attacks", str(tmp_path / "none.jsonl")], "make a small world with"),

@@ -228,7 +228,7 @@ def test_help_of_a_recipe_explains_every_field_with_its_value(name: str, capsys:
     for flag in flags(find(name)):
         assert flag in said
     assert "B, prompts in a batch (default: " in said
-    assert "uses per trajectory received; the trainer is held (`paced`) beyond (default: " in said
+    assert "uses per trajectory received; the trainer is held (`paced`) beyond, and in a stall" in said
 
 
 @dataclass(frozen=True)

@@ -143,13 +143,13 @@ def test_nothing_is_run_twice(whole: Path) -> None:
 def test_a_variant_that_diverges_is_a_row_and_its_study_goes_on(whole: Path) -> None:
     page = (whole / "table.md").read_text()
     assert "| broken | 0 | - |" in page
-    assert "2 of 2: NonFiniteLoss at step 0" in page
-    assert "- broken, seed 1: NonFiniteLoss at step 0: 3 steps in a row" in page
+    assert "2 of 2: NonFiniteLoss at step 1" in page
+    assert "- broken, seed 1: NonFiniteLoss at step 1: 3 steps in a row" in page
     broken = figures(whole)["broken", ""]
     assert (broken["n"], broken["failed"], broken["runs"]) == ("0", "2", "2")
     record = RunRecord.read(whole / "runs" / "broken-0")
     assert record.summary is None
-    assert str(record.failure) == "NonFiniteLoss at step 0"
+    assert str(record.failure) == "NonFiniteLoss at step 1"
 
 
 def test_failed_runs_are_made_again_on_request_only(copy: Path) -> None:
@@ -233,7 +233,7 @@ def test_plots_are_drawn_of_what_varies(whole: Path) -> None:
         "over-time.png",
         "frontier.png",
         "pass@1-sampled-against-sync_every.png",
-        "pass@1-sampled-against-objective.beta.value.png",
+        "pass@1-sampled-against-optimizer.lr.png",
         "pass-at-k.png",
         "diversity.png",
     }

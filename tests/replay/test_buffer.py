@@ -301,7 +301,7 @@ def test_what_is_scored_under_the_new_reference_keeps_its_age_and_its_uses_and_i
     assert buffer.uses("t1") == 2
     buffer.use([found[0]])
     assert buffer.counts().trained_once == Amount(1, 1)
-    buffer.add(trajectory(tokens=(3,), reference=LATER))  # the oldest leaves, which nobody has scored
+    buffer.add(trajectory(tokens=(3,), reference=LATER, uid="last"))  # the oldest leaves, which nobody has scored
     assert buffer.counts().evicted == Amount(1, 1)
     assert buffer.unscored() == []
 

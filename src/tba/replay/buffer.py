@@ -107,6 +107,7 @@ class Buffer:
         self._used = array("i")  # uses by place, also of those that have left
         self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
         self._waiting, self._evicted, self._duplicate, self._damaged = Amount(), Amount(), Amount(), Amount()
+        self._retired = False  # whether some of what was evicted had left by the source's own retention
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -165,6 +166,7 @@ class Buffer:
             for amount in (own, self._received):
                 amount.trajectories += more.trajectories
                 amount.tokens += more.tokens
+        self._retired |= evicted.trajectories > 0
 
     def score(self, score: Score) -> None:
         """A trajectory is of the current reference from here on; one whose score is not finite leaves.
@@ -222,22 +224,24 @@ class Buffer:
     def carry(self, counts: Counts, used: npt.NDArray[np.int32]) -> None:
         """Go on counting from `counts` and `used`, those of a memory that was rebuilt here from what its source has.
 
-        Nothing changes where the source has all of it. What was waiting there and is not here has been damaged since,
-        as far as that is known (`pass_over`), or has left by the source's own retention, and counts as evicted. Where
-        rows are missing the first of them has the tokens of all, so that some may be of rows that came after `counts`.
+        Nothing changes where the source has all of it. What is damaged there now, and had not been trained, counts as
+        damaged, and all else as it is here. What has left by the source's own retention counts as it did, or as
+        evicted where it was waiting.
         """
-        evicted, damaged, received = replace(counts.evicted), replace(counts.damaged), replace(counts.received)
-        of_later = max(0, self._received.tokens - received.tokens)
-        for unit in ("trajectories", "tokens"):
-            lost = getattr(counts.waiting, unit) - getattr(self._waiting, unit)
-            broken = min(lost, max(0, getattr(self._damaged, unit) - getattr(damaged, unit)))
-            setattr(damaged, unit, getattr(damaged, unit) + broken)
-            setattr(evicted, unit, getattr(evicted, unit) + lost - broken)
-        damaged.tokens += of_later
-        received.tokens += of_later
-        self._received, self._trained_once = received, replace(counts.trained_once)
-        self._trained_total, self._duplicate = replace(counts.trained_total), replace(counts.duplicate)
-        self._evicted, self._damaged = evicted, damaged
+        trained = Amount(
+            counts.trained_once.trajectories - self._trained_once.trajectories,
+            counts.trained_once.tokens - self._trained_once.tokens,
+        )  # of what is not here any longer
+        if self._damaged.trajectories > counts.damaged.trajectories and not self._retired:
+            self._damaged.trajectories -= trained.trajectories
+            self._damaged.tokens -= trained.tokens
+        else:
+            self._evicted, self._damaged = replace(counts.evicted), replace(counts.damaged)
+            for unit in ("trajectories", "tokens"):
+                lost = getattr(counts.waiting, unit) - getattr(self._waiting, unit)
+                setattr(self._evicted, unit, getattr(self._evicted, unit) + lost)
+            self._received, self._duplicate = replace(counts.received), replace(counts.duplicate)
+        self._trained_once, self._trained_total = replace(counts.trained_once), replace(counts.trained_total)
         self._used.extend([0] * (len(used) - len(self._used)))
         self._used[: len(used)] = array("i", used.tolist())
 
