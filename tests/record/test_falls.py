@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from conftest import evaluations
-from tba.record.evaluations import EvaluationWriter
+from tba.record.evaluations import EvaluationWriter, read_evaluations
 from tba.record.falls import HELD_OUT, RewardWatch, by_version, falls, note_falls, noted_falls
 from tba.record.faults import count_faults
 from tba.record.run import RunRecord
@@ -89,13 +89,13 @@ def test_fewer_than_one_run_in_a_hundred_tells_of_a_fall_where_the_mean_reward_d
 
 def test_what_is_noted_is_noted_once_counted_and_shown(make_run: Callable[..., Path]) -> None:
     run = make_run()
-    assert note_falls(run) == []
+    assert note_falls(run, read_evaluations(run)) == []
     written = EvaluationWriter(run)
     written.write(evaluations(60, 0.2, 0.79))
     written.close()
     fall = "pass@1/greedy is 20.0 % at version 0.60: it was 90.0 % at 0.40"
-    assert note_falls(run) == [fall]
-    assert note_falls(run) == []
+    assert note_falls(run, read_evaluations(run)) == [fall]
+    assert note_falls(run, read_evaluations(run)) == []
     assert noted_falls(run) == list(RunRecord.read(run).falls) == [fall]
     assert count_faults(run)[HELD_OUT] == 1
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tba.record.evaluations import read_evaluations
 from tba.record.faults import read_faults, record_fault
 from tba.record.text import percent
 from tba.types import Evaluation, Version
@@ -45,10 +44,10 @@ def falls(evaluations: Iterable[Evaluation]) -> list[str]:
     return found
 
 
-def note_falls(directory: Path) -> list[str]:
-    """Those of the run in `directory` that nobody has recorded yet, which are faults from here on."""
+def note_falls(directory: Path, evaluations: Iterable[Evaluation]) -> list[str]:
+    """Those that nobody has recorded yet for the run in `directory`, which are faults from here on."""
     known = {line["what"] for line in read_faults(directory) if line["kind"] == HELD_OUT}
-    new = [what for what in falls(read_evaluations(directory)) if what not in known]
+    new = [what for what in falls(evaluations) if what not in known]
     for what in new:
         record_fault(directory, HELD_OUT, what)
     return new

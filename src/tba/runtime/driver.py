@@ -24,7 +24,7 @@ from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.follower import JournalFollower
 from tba.runtime.directory import RunDirectory
 from tba.runtime.joining import Joined
-from tba.runtime.watching import look_back
+from tba.runtime.watching import Watch
 from tba.types import Json
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def summarise(
         ledgers[unit] = own + replayed + waiting
     note_unreadable(run.path)
     evaluations = read_evaluations(run.path)
-    look_back(run)  # the last ones came after the trainer had ended
+    Watch(run).look()  # the last ones came after the trainer had ended
     summary = Summary(
         recipe=recipe.name,
         seed=recipe.seed,

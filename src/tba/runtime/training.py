@@ -30,7 +30,7 @@ from tba.runtime.reference import References
 from tba.runtime.resuming import Stateful, beginning, restore, state_of
 from tba.runtime.steering import Steering
 from tba.runtime.waiting import ReplayWait, Stopped, Timed
-from tba.runtime.watching import look_at_evaluations, rewards_watched, worth_keeping
+from tba.runtime.watching import Watch, rewards_watched
 from tba.train.batches import Sampled
 from tba.train.checkpoint import save_checkpoint
 from tba.train.prefetch import Prefetch
@@ -58,6 +58,7 @@ class TrainHalf:
     requests: Requests
     steering: Steering
     recorder: Recorder
+    watch: Watch
     clock: ShareClock
     source: Timed
     elapsed: Callable[[], float]  # seconds since the run began, evaluation apart
@@ -142,7 +143,7 @@ class TrainHalf:
         self.weights.settle()  # what it was made under is there
         self.references.checkpointed()
         at, keep, state = self.trainer, self.recipe.run.checkpoints, state_of(self)
-        save, kept = partial(self.recipe.model.save, at.policy), worth_keeping(self.run, self.requests.pending)
+        save, kept = partial(self.recipe.model.save, at.policy), self.watch.worth_keeping(self.requests.pending)
         save_checkpoint(self.run.checkpoints, at.version, save, at.optimizer, state, keep, at.policy.heads, kept)
         self.checkpointed = self.trainer.version
 
@@ -180,7 +181,9 @@ class TrainHalf:
 
     def _look_at_evaluations(self) -> None:
         """What searchers have found, for other eyes (their own files have it already), and whether it has fallen."""
-        look_at_evaluations(self.run, self.journal.evaluations(), self.recorder.evaluation)
+        for evaluation in self.journal.evaluations():
+            self.recorder.evaluation(evaluation)
+        self.watch.look()
 
 
 def start_training(
@@ -250,6 +253,7 @@ def start_training(
         requests=Requests(recipe.evaluation.every, recipe.steps, weights, journal.job_done),
         steering=Steering.of(recipe, trainer, replay),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
+        watch=Watch(run),
         clock=clock,
         source=source,
         elapsed=elapsed or run.clock(),

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tba.recipe import Recipe
-from tba.record.evaluations import read_evaluations
+from tba.record.evaluations import FILE, evaluation_of
 from tba.record.falls import REWARD, RewardWatch, by_version, note_falls
 from tba.record.faults import record_fault
+from tba.record.jsonl import NewLines
 from tba.runtime.directory import RunDirectory
 from tba.train.checkpoint import checkpoints_in
 from tba.types import Evaluation, Version
@@ -38,44 +39,48 @@ def rewards_watched(recipe: Recipe, run: RunDirectory) -> Callable[[Sequence[tup
     return None if recipe.prompts.selection == "posterior" else see
 
 
-def look_at_evaluations(run: RunDirectory, found: Sequence[Evaluation], record: Callable[[Evaluation], None]) -> None:
-    """At those that were found since the last time."""
-    for evaluation in found:
-        record(evaluation)
-    if found:
-        look_back(run)
+class Watch:
+    """The evaluations of a run so far. Each look reads what is new of them."""
 
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._lines = NewLines(run.path / FILE, evaluation_of)
+        self._found: list[Evaluation] = []
 
-def look_back(run: RunDirectory) -> None:
-    """At all evaluations: whether a figure has fallen, and which checkpoint is the best now."""
-    for what in note_falls(run.path):
-        log.warning("%s", what)
-    mark_best(run)
+    def look(self) -> None:
+        """Tell whether a figure has fallen, and have `best` link to the checkpoint that is the best now."""
+        if not self._read():
+            return
+        for what in note_falls(self._run.path, self._found):
+            log.warning("%s", what)
+        best = self._best()
+        if best is None:
+            return
+        path, _ = best
+        link, beside = self._run.path / NAME, self._run.path / f".{NAME}-{os.getpid()}"
+        if link.exists() and not link.is_symlink():
+            return  # a copy of the run was made that followed links: what is there is left as it is
+        if not (link.is_symlink() and os.readlink(link) == f"checkpoints/{path.name}"):
+            beside.unlink(missing_ok=True)
+            beside.symlink_to(f"checkpoints/{path.name}")
+            beside.replace(link)
 
+    def worth_keeping(self, pending: Iterable[Version]) -> set[Version]:
+        """Versions whose checkpoints stay whatever their age: the best, and those whose evaluation is still to come."""
+        self._read()
+        best = self._best()
+        return {*pending, *([] if best is None else [best[1].version])}
 
-def best_checkpoint(run: RunDirectory) -> tuple[Path, Evaluation] | None:
-    """The folder of the best one and its figure; None while no checkpoint was evaluated."""
-    figures = by_version(read_evaluations(run.path))
-    there = [(path, figures[version]) for path, version in checkpoints_in(run.checkpoints) if version in figures]
-    return max(there, key=lambda found: (found[1].value, found[1].version), default=None)
+    def _read(self) -> bool:
+        """Whether there is anything new."""
+        anew, found = self._lines.read()
+        self._found = [*([] if anew else self._found), *found]
+        return bool(found)
 
-
-def mark_best(run: RunDirectory) -> None:
-    """Have `best` link to it."""
-    best = best_checkpoint(run)
-    if best is None:
-        return
-    path, _ = best
-    link, beside = run.path / NAME, run.path / f".{NAME}-{os.getpid()}"
-    if link.exists() and not link.is_symlink():
-        return  # a copy of the run was made that followed links: what is there is left as it is
-    if not (link.is_symlink() and os.readlink(link) == f"checkpoints/{path.name}"):
-        beside.unlink(missing_ok=True)
-        beside.symlink_to(f"checkpoints/{path.name}")
-        beside.replace(link)
-
-
-def worth_keeping(run: RunDirectory, pending: Iterable[Version]) -> set[Version]:
-    """Versions whose checkpoints stay whatever their age: the best, and those whose evaluation is still to come."""
-    best = best_checkpoint(run)
-    return {*pending, *([] if best is None else [best[1].version])}
+    def _best(self) -> tuple[Path, Evaluation] | None:
+        """The folder of the best checkpoint and its figure; None while no checkpoint was evaluated."""
+        figures = by_version(self._found)
+        there = [
+            (path, figures[version]) for path, version in checkpoints_in(self._run.checkpoints) if version in figures
+        ]
+        return max(there, key=lambda found: (found[1].value, found[1].version), default=None)
