@@ -19,6 +19,7 @@ from trajectory_cases import same, trajectory
 
 import tba.replay.recovery
 from tba.errors import UserError
+from tba.replay.database import suspect_mark
 from tba.replay.follower import JournalFollower
 from tba.replay.gone import Gone
 from tba.replay.journal import JournalWriter
@@ -138,6 +139,37 @@ def test_an_index_that_is_damaged_loses_nothing(whole: tuple[Path, list[Trajecto
     path = copied(whole[0], tmp_path)
     overwrite(path, pages_of(path, "uids")[0], b"\xff" * 4000)
     assert len(assert_accounted(path, whole[1])) == ROWS
+
+
+def test_one_bit_of_an_index_is_found_before_anything_is_built_on_it(
+    whole: tuple[Path, list[Trajectory]], tmp_path: Path
+) -> None:
+    path = copied(whole[0], tmp_path)
+    at = pages_of(path, "uids")[0]
+    at += path.read_bytes()[at : at + 8192].index(b"t11")
+    overwrite(path, at, b"u")
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA quick_check").fetchall() == [("ok",)]  # SQLite's shorter look sees nothing
+    assert damage(path) is not None
+    assert len(assert_accounted(path, whole[1])) == ROWS
+
+
+def test_what_was_met_in_use_is_recovered_by_the_next_to_open_and_only_once(
+    whole: tuple[Path, list[Trajectory]], tmp_path: Path
+) -> None:
+    path = copied(whole[0], tmp_path)
+    with JournalWriter(path, "searcher-0") as writer:
+        overwrite(path, pages_of(path, "bodies")[0], b"\xff" * 2000)
+        with pytest.raises(UserError, match="is damaged: end what uses it; whoever opens it next"):
+            writer._database.rows("SELECT sum(length(body)) FROM bodies")
+    assert suspect_mark(path).exists()
+    overwrite(path, 0, whole[0].read_bytes())  # however it looks now
+    assert damage(path) is None
+    for _ in range(2):
+        with JournalFollower(path) as follower:
+            (recovery,) = follower.recoveries()
+            assert (recovery.why, recovery.rows) == ("SQLite met damage while it was in use", ROWS)
+    assert not suspect_mark(path).exists()
 
 
 @pytest.mark.parametrize("size", [100, 5000, 8192])

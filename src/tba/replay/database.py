@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,11 @@ _MEND = {
 }
 _AT_A_TIME = 0.25  # seconds that SQLite itself waits
 _PAUSE = 0.005  # seconds between tries where SQLite itself does not wait
+
+
+def suspect_mark(path: Path) -> Path:
+    """The file beside a file of ours that says that damage was met in it."""
+    return Path(f"{path}-suspect")
 
 
 class Closable(Protocol):
@@ -218,9 +223,13 @@ class Database:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            mend = _MEND.get(getattr(error, "sqlite_errorcode", 0) & 0xFF)
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            mend = _MEND.get(code)
             if mend is None:
                 raise
+            if code == sqlite3.SQLITE_CORRUPT:
+                with suppress(OSError):
+                    suspect_mark(self.path).touch()
             raise UserError(f"{self.path} {mend}") from error
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """A journal is looked over by whoever opens it first; a damaged one is set aside and its rows brought into a new file.
 
     journal.sqlite-open          locked: shared by all who have it open, alone by who looks it over
+    journal.sqlite-suspect       somebody met damage while it was in use: it is recovered, whatever a look at it finds
     journal.sqlite.damaged-1     what was set aside (with its -wal), as it was; nothing is ever deleted
     journal.sqlite.recovering    the new file while it is made; `.recovered` once it is whole
 
@@ -26,7 +27,7 @@ from urllib.parse import quote
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Damaged, facts_of
-from tba.replay.database import Database
+from tba.replay.database import Database, suspect_mark
 from tba.replay.pages import committed, page_bytes_of, rows_of, torn, wal_frames
 from tba.replay.schema import BODY, JOURNAL, described, keep_prompts, prompt_id
 
@@ -122,7 +123,7 @@ def damage(path: Path) -> str | None:
             kind = connection.execute("PRAGMA application_id").fetchone()[0]
             if kind != JOURNAL.kind:
                 return None
-            found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]  # indexes too, at no more cost
             if found == "ok" and not _has_all_columns(connection):
                 return "its schema is not a journal's"
     except UnicodeDecodeError:  # of the schema, which is text
@@ -159,12 +160,17 @@ def _look(path: Path) -> None:
         Path(f"{path}.recovering{part}").unlink(missing_ok=True)
     if recovered.exists():
         _replace(path, recovered, free_name(path))
-    elif (why := damage(path)) is not None:
+    elif (why := damage(path) or _seen_in_use(path)) is not None:
         aside = free_name(path)
         recovery = _recover(path, Path(f"{path}.recovering"), why, aside.name)
         os.replace(f"{path}.recovering", recovered)
         _replace(path, recovered, aside)
         log.warning("%s: %s", path, recovery)
+    suspect_mark(path).unlink(missing_ok=True)
+
+
+def _seen_in_use(path: Path) -> str | None:
+    return "SQLite met damage while it was in use" if suspect_mark(path).exists() else None
 
 
 def _replace(path: Path, recovered: Path, aside: Path) -> None:
