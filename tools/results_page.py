@@ -362,6 +362,17 @@ def wins(runs: Runs) -> str:
     return f"{plain(runs, ACCURACY, 1, 100)} ({each(runs, ACCURACY)})"
 
 
+def outcome(runs: Runs, digits: int) -> list[str]:
+    """Wins, the largest fall on the way, the proxy's score, KL to so many digits, and perplexity."""
+    return [
+        wins(runs),
+        fall(runs),
+        plain(runs, "reward", 2),
+        plain(runs, "kl", digits),
+        plain(runs, "perplexity", 2),
+    ]
+
+
 def summaries() -> Lines:
     found, rows = study("summaries"), []
     names = {
@@ -378,11 +389,7 @@ def summaries() -> Lines:
                 [
                     said if beta == "2" else "",
                     beta,
-                    wins(runs),
-                    fall(runs),
-                    plain(runs, "reward", 2),
-                    plain(runs, "kl", 2),
-                    plain(runs, "perplexity", 2),
+                    *outcome(runs, 2),
                     plain(runs, "perplexity_with_prompt", 3),
                 ]
             )
@@ -406,11 +413,7 @@ def summaries_pushed() -> Lines:
                 proxy,
                 setting,
                 seeds,
-                wins(runs),
-                fall(runs),
-                plain(runs, "reward", 2),
-                plain(runs, "kl", 1),
-                plain(runs, "perplexity", 2),
+                *outcome(runs, 1),
             ]
         )
     head = ["proxy", "beta, rate", "seeds", "wins, % (of each)", "largest fall, points", "the proxy's score", "KL"]
@@ -452,11 +455,7 @@ def summaries_m() -> Lines:
         rows.append(
             [
                 said,
-                wins(runs),
-                fall(runs),
-                plain(runs, "reward", 2),
-                plain(runs, "kl", 1),
-                plain(runs, "perplexity", 2),
+                *outcome(runs, 1),
                 plain(runs, "lag", 0),
             ]
         )
