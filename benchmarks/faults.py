@@ -55,6 +55,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from parts import forked, parts_of
+
 import tba
 from tba.command.replay import uses_of
 from tba.record.faults import count_faults, read_faults
@@ -600,29 +602,6 @@ def read(out: Path | None) -> list[Outcome]:
             Outcome(**{f.name: kinds[str(f.type)](row[f.name]) for f in fields(Outcome)})
             for row in csv.DictReader(file)
         ]
-
-
-def parts_of(pid: int) -> dict[str, int]:
-    """Live parts of the driver `pid`, by name: what its forge has made."""
-    return {
-        name.removeprefix("tba-"): process
-        for forge, called in forked(pid).items()
-        if called == "tba-forge"
-        for process, name in forked(forge).items()
-    }
-
-
-def forked(pid: int) -> dict[int, str]:
-    """The children of a process, and what they call themselves."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
-            if int(rest.split()[1]) == pid:
-                found[int(entry.name)] = name
-        except (OSError, ValueError, IndexError):
-            continue
-    return found
 
 
 def rows_of(journal: Path) -> Rows:

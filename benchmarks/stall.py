@@ -37,7 +37,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from faults import parts_of
+from parts import parts_of
 
 from tba.batch import collate
 from tba.command.replay import uses_of

@@ -11,7 +11,7 @@ Torch is imported for type checkers only, so that replay and types stay free of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -148,6 +148,25 @@ class InFlight(Protocol):
     @property
     def in_flight(self) -> bool:
         """Whether it is to."""
+        ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """An engine that hands out the answers to a prompt while others are still being answered."""
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """What `generate` returns, as (i, its completions): each prompt once, as soon as all its answers are there.
+
+        Between two of them nothing is computed, and other models may be used.
+        """
         ...
 
 

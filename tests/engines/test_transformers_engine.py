@@ -216,6 +216,46 @@ def test_an_interruption_returns_what_was_begun_and_leaves_out_the_rest() -> Non
     assert tokens_of(engine.generate(prompts, 3, Sampling(), np.random.default_rng(0))) == tokens_of(whole)
 
 
+def test_a_prompt_is_handed_out_as_soon_as_its_answers_are_there_and_the_others_go_on_as_they_would() -> None:
+    model, prompts = build("llama"), ragged_prompts(3, 9, 1, 9, 12, 3)
+    engine = engine_of(model)
+    whole = engine.generate(prompts, 4, Sampling(), np.random.default_rng(1))
+    handed_out = []
+    for i, completions in engine.stream(prompts, 4, Sampling(), np.random.default_rng(1)):
+        handed_out.append(i)
+        assert tokens_of([completions]) == tokens_of([whole[i]])
+        rows = plain_log_probabilities(model, prompts[i], completions[0].tokens, 1.0)  # the model is its own meanwhile
+        expected = rows[torch.arange(len(rows)), torch.from_numpy(completions[0].tokens.astype(np.int64))]
+        np.testing.assert_allclose(completions[0].log_behavior, expected, atol=1e-4)
+    assert sorted(handed_out) == list(range(6))
+    assert list(engine.stream([], 3, Sampling(), np.random.default_rng(0))) == []
+    assert list(engine.stream(prompts[:2], 0, Sampling(), np.random.default_rng(0))) == [(0, []), (1, [])]
+
+
+def test_the_first_prompt_is_handed_out_before_the_last_one_is_read() -> None:
+    model, prompts = build("llama"), ragged_prompts(3, 9, 1, 9, 12, 3)
+    engine = engine_of(model, slots=4)
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    model.register_forward_hook(count)
+    at = [forwards for _ in engine.stream(prompts, 4, Sampling(), np.random.default_rng(1))]
+    assert at == sorted(at)
+    assert at[0] < at[-1] / 3
+
+
+def test_what_is_interrupted_is_handed_out_at_the_end() -> None:
+    model, prompts = never_ending(build("llama")), ragged_prompts(4, 7, 5)
+    engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=5, max_completion_tokens=30))
+    answers = iter([False, False, True])
+    part = dict(engine.stream(prompts, 3, Sampling(), np.random.default_rng(0), lambda: next(answers)))
+    assert {i: len(group) for i, group in part.items()} == {0: 3, 1: 2, 2: 0}
+    assert {c.stop_reason for group in part.values() for c in group} == {StopReason.INTERRUPTED}
+
+
 def test_length_ends_at_the_limit_or_at_the_models_last_position() -> None:
     model = never_ending(build("gpt2"))  # 64 positions
     engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=3, max_completion_tokens=20))

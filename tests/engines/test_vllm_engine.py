@@ -21,7 +21,7 @@ from tba.errors import TbaError, UserError
 from tba.models.huggingface import HuggingFace
 from tba.policy.causal import load_model
 from tba.policy.lora import LoraSettings
-from tba.protocols import Engine
+from tba.protocols import Engine, Streaming
 from tba.tasks.characters import character_tokenizer
 from tba.train.scratch import ScratchModel
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
@@ -195,6 +195,15 @@ def test_more_requests_than_slots_give_whole_groups_which_the_seed_decides(engin
     assert [len(row) for row in first] == [20] * 3
     assert tokens[0] == tokens[1] != tokens[2]
     assert all(len({tuple(t) for t in row}) > 10 for row in tokens[0])  # no copies of one answer
+
+
+def test_each_prompt_is_handed_out_once_with_what_generate_gives(engine: Streaming) -> None:
+    prompts = prompts_of(4, 7, 11)
+    whole = engine.generate(prompts, 20, Sampling(), np.random.default_rng(0))
+    parts = list(engine.stream(prompts, 20, Sampling(), np.random.default_rng(0)))
+    assert sorted(i for i, _ in parts) == [0, 1, 2]
+    assert all([told([c]) for c in row] == [told([c]) for c in whole[i]] for i, row in parts)
+    assert isinstance(engine, Streaming)
 
 
 def test_first_token_frequencies_are_the_models_probabilities(engine: Engine, model: HuggingFace) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -240,6 +242,21 @@ class Kept:
     def count(self, **increments: int) -> None: ...
 
 
+@dataclass
+class Sent:
+    """A journal that remembers how many trajectories each transaction had."""
+
+    journal: JournalWriter
+    sizes: list[int] = field(default_factory=list)
+
+    def put(self, trajectories: Sequence[Trajectory], *rest: Any) -> None:
+        self.sizes.append(len(trajectories))
+        self.journal.put(trajectories, *rest)
+
+    def count(self, **increments: int) -> None:
+        self.journal.count(**increments)
+
+
 def small_llama(folder: Path) -> HuggingFace:
     """A random Llama of 16 characters whose next tokens are far from equally likely."""
     tokenizer = character_tokenizer("0123456789+=. ")
@@ -253,12 +270,48 @@ def small_llama(folder: Path) -> HuggingFace:
     return HuggingFace(str(folder), device="cpu", generation=EngineSettings(slots=7, max_completion_tokens=10))
 
 
+@pytest.mark.parametrize(("seconds", "puts"), [(0.0, 3), (math.inf, 1), (1e6, 1)])
+def test_a_long_round_is_sent_down_prompt_by_prompt_and_its_account_closes(
+    tmp_path: Path, seconds: float, puts: int
+) -> None:
+    model = small_llama(tmp_path / "model")
+    with JournalWriter(tmp_path / "journal.sqlite", "searcher-0") as journal:
+        searcher = searcher_of(model, tmp_path, 0.7, Fixed(temperature=0.7), sink := Sent(journal))
+        searcher.prompts = PromptStream(searcher.prompts.prompts, 0, lambda count: journal.lease(count, 60.0))
+        searcher.hand_down_seconds = seconds
+        sent = searcher.round()
+        assert journal.lease(1, 60.0) == [3]  # 0, 1 and 2 are given back
+    assert sent == sum(sink.sizes) == 36
+    assert len(sink.sizes) <= puts
+    assert (len(sink.sizes) > 1) == (seconds == 0.0)
+    with JournalFollower(tmp_path / "journal.sqlite") as follower:
+        kept = follower.drain()
+        counts = follower.counters()["searcher-0"]
+    assert Counter(t.prompt.text for t in kept) == {"1+2=": 12, "7.": 12, "12+34+56=": 12}
+    assert counts["generated_trajectories"] == len(kept)
+    assert counts["generated_tokens"] == sum(t.length for t in kept)
+    ages = [t.provenance["seconds"] for t in kept]
+    assert ages == sorted(ages)
+    for t in kept:  # scored while the others were half done, by another model of the same kind
+        assert t.completion.log_behavior is not None
+        np.testing.assert_allclose(t.log_reference, t.completion.log_behavior, atol=1e-4)
+
+
 def rounds_of(model: HuggingFace, tmp_path: Path, temperature: float, exploration: Fixed) -> list[Trajectory]:
     """Two rounds of real parts at version 0; answers of many lengths, some ended by EOS and some truncated."""
+    sink = Kept()
+    searcher = searcher_of(model, tmp_path, temperature, exploration, sink)
+    searcher.round()
+    searcher.round()
+    assert {t.completion.stop_reason for t in sink.kept} == {StopReason.EOS, StopReason.LENGTH}
+    return sink.kept
+
+
+def searcher_of(model: HuggingFace, tmp_path: Path, temperature: float, exploration: Fixed, sink: Any) -> Searcher:
+    """Three prompts, twelve answers to each, on seven slots."""
     tokenizer = model.tokenizer()
     prompts = [Prompt("t", np.array(tokenizer.encode(t), np.int32), t) for t in ("1+2=", "7.", "12+34+56=")]
-    sink = Kept()
-    searcher = Searcher(
+    return Searcher(
         name="searcher-0",
         engine=model.engine(Version()),
         reference=model.reference(temperature, Version()),
@@ -271,10 +324,6 @@ def rounds_of(model: HuggingFace, tmp_path: Path, temperature: float, exploratio
         prompts_per_round=3,
         rng=np.random.default_rng(0),
     )
-    searcher.round()
-    searcher.round()
-    assert {t.completion.stop_reason for t in sink.kept} == {StopReason.EOS, StopReason.LENGTH}
-    return sink.kept
 
 
 def test_at_version_0_every_log_ratio_to_the_reference_is_0_whatever_the_searcher_sampled_at(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ Shape legend: R rows, V vocabulary, P tokens of a prompt, T tokens of a completi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,14 +133,41 @@ class TransformersEngine:
 
         Raises `UserError` for a prompt that is too long or empty, before anything is generated.
         """
-        for prompt in prompts:
-            self.room.check(prompt)
-        if not prompts or count < 1:
+        call = self._call(prompts, count, sampling, rng)
+        if call is None:
             return [[] for _ in prompts]
         with torch.inference_mode(), slot_attention(self.model):
-            call = _Call(self, prompts, count, sampling, rng)
-            call.run(interrupted)
-        return [[c for c in call.results[i * count : (i + 1) * count] if c is not None] for i in range(len(prompts))]
+            while call.run(interrupted):
+                pass
+        return [call.of(i) for i in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """The same by prompt, in the order in which they are done. See `protocols.Streaming`."""
+        call = self._call(prompts, count, sampling, rng)
+        left = set(range(len(prompts)))
+        going_on = call is not None
+        while call is not None and going_on:
+            with torch.inference_mode(), slot_attention(self.model):
+                going_on = call.run(interrupted)
+            done, call.done = call.done, []
+            left.difference_update(done)
+            yield from ((i, call.of(i)) for i in done)
+        yield from ((i, [] if call is None else call.of(i)) for i in sorted(left))
+
+    def _call(
+        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, rng: np.random.Generator
+    ) -> _Call | None:
+        """Checked, but not begun; None when nothing is asked for."""
+        for prompt in prompts:
+            self.room.check(prompt)
+        return _Call(self, prompts, count, sampling, rng) if prompts and count > 0 else None
 
     def read(self, prompts: Sequence[Prompt]) -> PackedPrompts:
         """Run prompts through the model once, together."""
@@ -180,7 +207,10 @@ class _Call:
         self.prompts, self.count, self.sampling, self.rng = prompts, count, sampling, rng
         self.total = len(prompts) * count
         self.results: list[Completion | None] = [None] * self.total
+        self.lacking = [count] * len(prompts)  # of each prompt's completions
+        self.done: list[int] = []  # prompts that lack none; whoever hands them out takes them away
         self.next_request = 0
+        self.steps = _STEPS_BETWEEN_ASKING  # since `interrupted` was asked
         self.positions = max(len(p.tokens) + engine.room.of(p) for p in prompts)
         self.packed_from = self.packed_to = 0  # the prompts that `packed` holds
         self.extent = min(self.settings.slots, self.total)
@@ -195,19 +225,29 @@ class _Call:
         looks_are_cheap = self.device.type == "cpu" and not self.settings.stop_strings
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
 
-    def run(self, interrupted: Callable[[], bool] | None) -> None:
-        """Consumes the queue; returns when no row is left, or what is left when `interrupted` says so."""
-        steps = _STEPS_BETWEEN_ASKING
+    def run(self, interrupted: Callable[[], bool] | None) -> bool:
+        """Consumes the queue until further prompts are done; whether there is more to do.
+
+        There is none when no row is left, or when `interrupted` says so.
+        """
         while self.next_request < self.total or len(self.free) < self.extent:
             self._fill()
+            done = len(self.done)
             if self._retire(self._finished()):
+                if len(self.done) > done:
+                    return True
                 continue  # a first token can be the last: fill again before computing
-            if steps >= _STEPS_BETWEEN_ASKING and interrupted is not None:
-                steps = 0
+            if self.steps >= _STEPS_BETWEEN_ASKING and interrupted is not None:
+                self.steps = 0
                 if interrupted():
                     self._retire(np.arange(self.extent), interrupted=True)
-                    return
-            steps += self._grow()
+                    return False
+            self.steps += self._grow()
+        return False
+
+    def of(self, prompt: int) -> list[Completion]:
+        """What completions a prompt has so far."""
+        return [c for c in self.results[prompt * self.count : (prompt + 1) * self.count] if c is not None]
 
     def _fill(self) -> None:
         """Give free rows to the next requests; when there are none, close the gaps."""
@@ -306,9 +346,12 @@ class _Call:
             self.engine._cache = None  # a NaN in a slot would outlive its row
             raise TbaError(f"the weights of version {self.engine.version} give probabilities that are not finite")
         for i, (row, n) in enumerate(zip(finished.tolist(), count.tolist(), strict=True)):
-            self.results[self.request_R[row]] = self.engine.completion(
-                ids[i][:n], log_behavior[i, :n], self.sampling, interrupted
-            )
+            request = int(self.request_R[row])
+            self.results[request] = self.engine.completion(ids[i][:n], log_behavior[i, :n], self.sampling, interrupted)
+            prompt = request // self.count
+            self.lacking[prompt] -= 1
+            if not self.lacking[prompt]:
+                self.done.append(prompt)
         self.free = finished.tolist()
         return True
 

@@ -214,10 +214,23 @@ class VllmEngine:
 
         Raises `UserError` for a prompt that is too long or empty, before anything is generated.
         """
+        answered = dict(self.stream(prompts, count, sampling, rng, interrupted))
+        return [answered[i] for i in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """The same by prompt, in the order in which they are done. See `protocols.Streaming`."""
         for prompt in prompts:
             self.room.check(prompt)
         if not prompts or count < 1:
-            return [[] for _ in prompts]
+            yield from ((i, []) for i in range(len(prompts)))
+            return
         drawn = count if sampling.temperature > 0 else 1  # of the greedy one it gives no second
         call = next(self._calls)
         growing: dict[str, list[_Growing]] = {}
@@ -228,12 +241,17 @@ class VllmEngine:
                 growing[f"{call}.{i}"] = [_Growing() for _ in range(drawn)]
                 parameters = self._parameters(prompt, drawn, sampling, int(rng.integers(2**62)))
                 self._llm.add_request(f"{call}.{i}", {"prompt_token_ids": prompt.tokens.tolist()}, parameters)
-            self._run(growing, interrupted)
+            left = list(growing)
+            for name in self._run(growing, interrupted):
+                left.remove(name)
+                row = [self._completion(g, sampling, first) for g in growing[name]]
+                yield int(name.rpartition(".")[2]), row * (count // drawn)
         finally:
             self._llm.abort_request([name for name, row in growing.items() if not all(g.finished for g in row)])
             self._generating = False
-        rows = [[self._completion(g, sampling, first) for g in row if g.tokens] for row in growing.values()]
-        return [row * (count // drawn) for row in rows]
+        for name in left:
+            row = [self._completion(g, sampling, first) for g in growing[name] if g.tokens]
+            yield int(name.rpartition(".")[2]), row * (count // drawn)
 
     def _parameters(self, prompt: Prompt, count: int, sampling: Sampling, seed: int) -> Any:
         from vllm import SamplingParams
@@ -254,15 +272,18 @@ class VllmEngine:
             output_kind=RequestOutputKind.DELTA,
         )
 
-    def _run(self, growing: Mapping[str, list[_Growing]], interrupted: Callable[[], bool] | None) -> None:
-        """Until all are finished, or `interrupted` says so."""
+    def _run(self, growing: Mapping[str, list[_Growing]], interrupted: Callable[[], bool] | None) -> Iterator[str]:
+        """Until all are finished, or `interrupted` says so; the names of the requests, as each is."""
         steps = 0
         while self._llm.has_unfinished_requests():
             if interrupted is not None and steps % _STEPS_BETWEEN_ASKING == 0 and interrupted():
                 return
             for output in self._llm.step():
+                row = growing[output.request_id]
                 for part in output.outputs:
-                    _extend(growing[output.request_id][part.index], part)
+                    _extend(row[part.index], part)
+                if all(g.finished for g in row):
+                    yield output.request_id
             steps += 1
 
     def _completion(self, grown: _Growing, sampling: Sampling, first: Version) -> Completion:

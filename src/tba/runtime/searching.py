@@ -6,6 +6,7 @@ Invariant: nothing here waits. A searcher takes what is there (weights, prompts,
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from tba.search.searcher import Searcher
 from tba.types import Json, Prompt, Version
 
 log = logging.getLogger("tba.searcher")
+HAND_DOWN = 1.0  # seconds of a round after which the answers that are there go to the trainer
 _PAUSE = 0.05  # seconds between two looks at whether more is wanted
 EASED_OFF = 60.0  # seconds after which a searcher that eases off makes a round all the same: it never waits for ever
 
@@ -189,6 +191,7 @@ def _half_at(
         vine=recipe.vine.start(engine, reward, tokenizer, recipe.largest_reward) if recipe.vine else None,
         rescorer=_rescorer(recipe, reference, journal) if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,
+        hand_down_seconds=math.inf if recipe.runtime == "inline" else HAND_DOWN,
     )
     examiner = Examiner(
         engine=engine,

@@ -1,5 +1,7 @@
 """The searcher: one `round()` draws prompts, samples answers, judges them and sends them down.
 
+A long round is sent down in parts, each prompt with all its answers, so that answers are young when they arrive.
+
 Invariant: it never waits for the trainer. Newer weights are taken between rounds if there are any (while it generates,
 too, by an engine that is to), and between rounds the reference that they name; what is generated is either put down
 (with its leases, in one transaction), rejected or in flight, and each is counted here.
@@ -8,26 +10,41 @@ too, by an engine that is to), and between rounds the reference that they name; 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tba.errors import UserError
-from tba.protocols import Engine, Exploration, InFlight, Reference, Reward, WeightSource
+from tba.protocols import Engine, Exploration, InFlight, Reference, Reward, Streaming, WeightSource
 from tba.search.patience import PatientReward
 from tba.search.posterior import Outcome
 from tba.search.prompts import PromptSource
 from tba.search.rescoring import Rescorer
 from tba.search.sink import CountingSink
 from tba.search.vine import VineRollouts
-from tba.types import Completion, FloatArray, Json, Judgement, Prompt, StopReason, Trajectory, Version, quoted
+from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Sampling, StopReason, Trajectory, Version, quoted
 
 log = logging.getLogger("tba.searcher")
+_GENERATING = 8  # times as long as it takes to judge what is on hand and send it down is generated before
 _IN_VAIN = 10  # first rounds without an answer that can be used, after which no further one is expected to bring any
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt of a round with its completions; `position` is what it was leased as."""
+
+    position: int
+    prompt: Prompt
+    completions: Sequence[Completion]
+
+    def is_whole(self, count: int) -> bool:
+        """Whether the lease is given back: `count` completions are finished. Another runs out, and comes again."""
+        return sum(c.stop_reason is not StopReason.INTERRUPTED for c in self.completions) == count
 
 
 @dataclass
@@ -49,6 +66,7 @@ class Searcher:
     rescorer: Rescorer | None = None  # None: the reference is never reset
     vine: VineRollouts | None = None  # values of the steps of every answer
     largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
+    hand_down_seconds: float = math.inf  # what is done is sent down in the middle of a round after so long
     rounds: int = 0
     rejected: str = ""  # the last answer that was, in words
     in_vain: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
@@ -56,26 +74,60 @@ class Searcher:
 
     def round(self) -> int:
         """One round; the number of trajectories sent down. What a new reference left to score comes first."""
-        began = time.perf_counter()
+        began = since = time.perf_counter()
         self.pull()
         if self.rescorer is not None:
             self.rescorer.round()
         positions, prompts = self.prompts.take(self.prompts_per_round)
         sampling = self.exploration.draw(self.rng)
-        answered = self.engine.generate(prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
-        finished, counts = self._sort(prompts, answered)
-        trajectories, leases = self._judge(finished, counts), self._answered(positions, answered)
+        kept = rejected = 0
+        for answered in self._parts(positions, prompts, sampling):
+            down, counts = self._hand_down(answered, sampling, began, since)
+            kept, rejected = kept + down, rejected + counts["rejected_trajectories"]
+            since = time.perf_counter()
+        self.rounds += 1
+        self._require_use(kept, rejected)
+        return kept
+
+    def _parts(
+        self, positions: Sequence[int], prompts: Sequence[Prompt], sampling: Sampling
+    ) -> Iterator[list[Answered]]:
+        """A round's prompts with their completions: all at the end, or those that are done from time to time."""
+        engine, asked = self.engine, (prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
+        if self.vine is not None or self.hand_down_seconds == math.inf or not isinstance(engine, Streaming):
+            yield [Answered(*a) for a in zip(positions, prompts, engine.generate(*asked), strict=True)]
+            return
+        done: list[Answered] = []
+        since, took = time.perf_counter(), 0.0
+        for i, completions in engine.stream(*asked):
+            done.append(Answered(positions[i], prompts[i], completions))
+            reached = time.perf_counter()
+            if reached - since >= max(self.hand_down_seconds, _GENERATING * took):
+                yield done
+                done, since = [], time.perf_counter()
+                took = since - reached
+        if done:
+            yield done
+
+    def _hand_down(
+        self, answered: Sequence[Answered], sampling: Sampling, began: float, since: float
+    ) -> tuple[int, Counter[str]]:
+        """Judge the answers and send them down, in one transaction: how many, and what was counted.
+
+        began: the round; since: this part of it.
+        """
+        finished, counts = self._sort(answered)
+        trajectories = self._judge(finished, counts)
+        leases = [a.position for a in answered if a.is_whole(self.samples_per_prompt)]
         if self.vine is not None:
             in_flight = counts["in_flight_trajectories"]
             trajectories = self.vine.grow(trajectories, sampling, self.rng, counts, self.interrupted)
             leases = leases if counts["in_flight_trajectories"] == in_flight else []
-        self.rounds += 1
-        counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - began))
-        outcomes = self._outcomes(dict(zip(positions, prompts, strict=True)), leases, trajectories)
+        counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - since))
+        outcomes = self._outcomes({a.position: a.prompt for a in answered}, leases, trajectories)
         trajectories = _stamped(trajectories, time.perf_counter() - began)
         self.sink.put(trajectories, leases, counts, outcomes)
-        self._require_use(len(trajectories), counts["rejected_trajectories"])
-        return len(trajectories)
+        return len(trajectories), counts
 
     def pull(self) -> Version:
         """Newer weights, and another reference if they name one, in place.
@@ -122,14 +174,6 @@ class Searcher:
         if name is not None and (version := Version.parse(name)) != self.reference.version:
             self.reference.load(self.weights.at(version).read(), version)
 
-    def _answered(self, positions: Sequence[int], answered: Sequence[Sequence[Completion]]) -> list[int]:
-        """The leases to give back: of prompts with all S completions, finished. The others run out and come again."""
-        return [
-            position
-            for position, row in zip(positions, answered, strict=True)
-            if sum(c.stop_reason is not StopReason.INTERRUPTED for c in row) == self.samples_per_prompt
-        ]
-
     def _outcomes(
         self, prompts: Mapping[int, Prompt], leases: Sequence[int], trajectories: Sequence[Trajectory]
     ) -> Sequence[Outcome]:
@@ -139,22 +183,20 @@ class Searcher:
             by_key.setdefault(t.prompt.key, []).append(t.reward)
         return self.prompts.outcomes({p: by_key[key] for p in leases if (key := prompts[p].key) in by_key})
 
-    def _sort(
-        self, prompts: Sequence[Prompt], answered: Sequence[Sequence[Completion]]
-    ) -> tuple[list[tuple[Prompt, list[Completion]]], Counter[str]]:
+    def _sort(self, answered: Sequence[Answered]) -> tuple[list[tuple[Prompt, list[Completion]]], Counter[str]]:
         """What is finished, by prompt; and the counts of all that was generated."""
         counts: Counter[str] = Counter()
         finished = []
-        for prompt, completions in zip(prompts, answered, strict=True):
+        for one in answered:
             kept = []
-            for c in completions:
+            for c in one.completions:
                 _count(counts, "generated", c)
                 if c.stop_reason is StopReason.INTERRUPTED:
                     _count(counts, "in_flight", c)
                 else:
                     kept.append(c)
             if kept:
-                finished.append((prompt, kept))
+                finished.append((one.prompt, kept))
         return finished, counts
 
     def _judge(self, finished: Sequence[tuple[Prompt, list[Completion]]], counts: Counter[str]) -> list[Trajectory]:

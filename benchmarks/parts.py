@@ -1,0 +1,28 @@
+"""The live parts of a run, by what its processes call themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def parts_of(pid: int) -> dict[str, int]:
+    """Live parts of the driver `pid`, by name: what its forge has made."""
+    return {
+        name.removeprefix("tba-"): process
+        for forge, called in forked(pid).items()
+        if called == "tba-forge"
+        for process, name in forked(forge).items()
+    }
+
+
+def forked(pid: int) -> dict[int, str]:
+    """The children of a process, and what they call themselves."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+            if int(rest.split()[1]) == pid:
+                found[int(entry.name)] = name
+        except (OSError, ValueError, IndexError):
+            continue
+    return found
