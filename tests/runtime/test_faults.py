@@ -166,7 +166,7 @@ def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(tmp_path: Path, mon
     assert_whole(path, summary, there)
 
 
-LONG = (*SHORT, "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20", "--searchers", "2")
+LONG = (*SHORT, "--replay.pacing.samples-per-insert", "4", "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20", "--searchers", "2")
 
 
 def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_on_from_its_checkpoint(

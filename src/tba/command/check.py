@@ -11,12 +11,11 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 
@@ -29,9 +28,12 @@ from tba.record.terminal import terminal
 from tba.record.text import duration, size
 from tba.replay.selection import RecencyReward
 from tba.runtime.placement import Placed, plan, table, this_machine, whereabouts
+from tba.runtime.starting import Program, prepare, start
 from tba.settings import find, override
 
 _DEADLINE = 1800.0  # seconds for one half's probe
+_SECONDS = 3.0  # that each half times at least, beside the other
+_POLL = 0.02  # seconds between two looks at whether it has ended
 
 
 def validate(recipe: Recipe) -> list[str]:
@@ -136,6 +138,7 @@ def require_ray() -> None:
 
 def check_recipe(name: str, overrides: list[str]) -> int:
     """Prints the recipe, warnings and the estimate."""
+    prepare()  # while there is one thread
     recipe = override(find(name), overrides, f"tba check {name}")
     console = terminal()
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
@@ -219,11 +222,16 @@ class Estimate:
 
 def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
     """Both halves probed at the same time, after a first look at how long answers are."""
-    first = _probe("searcher", name, overrides)
-    with ThreadPoolExecutor(2) as pool:
-        searching = pool.submit(_probe, "searcher", name, overrides)
-        training = pool.submit(_probe, "trainer", name, overrides, json.dumps(first["answers"]))
-        searcher, trainer = searching.result(), training.result()
+    with tempfile.TemporaryDirectory() as folder:
+        answers = Path(folder) / "answers.json"
+        with _Probe("searcher", name, overrides, answers, 0.0) as looking:
+            first = looking.result()
+        answers.write_text(json.dumps(first["answers"]))
+        with (
+            _Probe("searcher", name, overrides, answers, _SECONDS) as searching,
+            _Probe("trainer", name, overrides, answers, _SECONDS) as training,
+        ):
+            searcher, trainer = searching.result(), training.result()
     per_round = recipe.prompts_per_round * recipe.samples_per_prompt
     per_step = recipe.groups_per_step * recipe.group_size
     round_seconds, step_seconds = searcher["round_seconds"], trainer["step_seconds"]
@@ -260,24 +268,45 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
     )
 
 
-def _probe(half: str, name: str, overrides: list[str], given: str = "") -> dict[str, Any]:
-    """What one half measured; `seconds` is how long the process took in all."""
-    began = time.perf_counter()
-    command = [sys.executable, "-m", "tba.command.probe", half, name, json.dumps(overrides)]
-    try:
-        done = subprocess.run(  # noqa: S603 - our own module
-            command, input=given, capture_output=True, text=True, timeout=_DEADLINE
-        )
-    except subprocess.TimeoutExpired as error:
-        raise DeadlineExceeded(f"the {half}'s probe had not ended after {_DEADLINE:g} s") from error
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}"
-        if "OutOfMemoryError" in last or done.returncode == -signal.SIGKILL:
+class _Probe:
+    """A half in a process of its own (`tba.command.probe`), which ends with the block.
+
+    at_least: seconds that it is to time, so that halves which are started together are timed beside each other.
+    """
+
+    def __init__(self, half: str, name: str, overrides: list[str], answers: Path, at_least: float) -> None:
+        self.half, self.name = half, name
+        self.began = time.perf_counter()
+        self.log = answers.with_name(f"{half}.log")
+        arguments = (half, name, json.dumps(overrides), str(at_least), str(answers))
+        with self.log.open("wb") as log:
+            program = Program(half, "tba.command.probe", arguments, ("tba.command.probe",))
+            self.process = start(program, os.environ, log.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def result(self) -> dict[str, Any]:
+        """What it measured; `seconds` is how long the process took in all."""
+        while (code := self.process.poll()) is None:
+            if time.perf_counter() - self.began > _DEADLINE:
+                raise DeadlineExceeded(f"the {self.half}'s probe had not ended after {_DEADLINE:g} s")
+            time.sleep(_POLL)
+        said = self.log.read_text(errors="replace").strip().splitlines()
+        last = said[-1] if said else f"exit code {code}"
+        if not code:
+            found: dict[str, Any] = json.loads(last)
+            return found | {"seconds": time.perf_counter() - self.began}
+        if "OutOfMemoryError" in last or code == -signal.SIGKILL:
             raise UserError(
-                f"the {half} of {name} does not fit into this machine's memory by itself ({last}): it is measured "
-                "here, by one process of each half. Measure it with a smaller --model.path or --max-tokens-per-pass; "
-                "docs/scaling.md says what several ranks hold"
+                f"the {self.half} of {self.name} does not fit into this machine's memory by itself ({last}): it is "
+                "measured here, by one process of each half. Measure it with a smaller --model.path or "
+                "--max-tokens-per-pass; docs/scaling.md says what several ranks hold"
             )
-        raise UserError(f"the {half} of {name} cannot be started: {last.partition(': ')[2] or last}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found | {"seconds": time.perf_counter() - began}
+        raise UserError(f"the {self.half} of {self.name} cannot be started: {last.partition(': ')[2] or last}")

@@ -1,4 +1,4 @@
-"""One half of a recipe, timed in a process of its own: `python -m tba.command.probe searcher|trainer RECIPE ...`.
+"""One half of a recipe, timed in a process of its own, which `tba check` starts as a run starts its parts.
 
 A few rounds or steps on the recipe's own parts; nothing that is written or learnt is kept. Prints one line
 of JSON: seconds and peak memory as the half itself would have them.
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,12 +35,11 @@ from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, V
 from tba.weights.directory import WeightDirectory
 
 ROUNDS = 5  # timed rounds or steps at least, after one that warms up
-_SECONDS = 3.0  # of them at least, so that the halves, started together, are timed beside each other
 _Answers: TypeAlias = tuple[int, list[list[int]]]  # the place of a prompt, and the tokens of each answer to it
 _KEPT = 10_000  # trajectories of which the memory is measured
 
 
-def search(recipe: Recipe) -> dict[str, Json]:
+def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
     """Rounds: generate, judge, score under the reference, continue from steps if the recipe has a vine."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
@@ -51,7 +51,7 @@ def search(recipe: Recipe) -> dict[str, Json]:
     seconds: list[float] = []
     generating: list[float] = []
     answers: list[_Answers] = []
-    while not _enough(seconds):
+    while not _enough(seconds, at_least):
         chosen = rng.integers(len(prompts), size=recipe.prompts_per_round)
         asked = [prompts[int(j)] for j in chosen]
         began, sampling = time.perf_counter(), recipe.exploration.draw(rng)
@@ -78,12 +78,12 @@ def search(recipe: Recipe) -> dict[str, Json]:
     }
 
 
-def _enough(seconds: list[float]) -> bool:
+def _enough(seconds: list[float], at_least: float) -> bool:
     """Whether that many were timed, the first apart."""
-    return len(seconds) > ROUNDS and sum(seconds[1:]) > _SECONDS
+    return len(seconds) > ROUNDS and sum(seconds[1:]) > at_least
 
 
-def train(recipe: Recipe, answers: list[_Answers]) -> dict[str, Json]:
+def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str, Json]:
     """Steps on a searcher's answers, with rewards 0 and 1 at random."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
@@ -100,7 +100,7 @@ def train(recipe: Recipe, answers: list[_Answers]) -> dict[str, Json]:
             max_tokens_per_pass=recipe.max_tokens_per_pass,
             directory=Path(scratch),
         )
-        while not _enough(seconds):
+        while not _enough(seconds, at_least):
             metrics = trainer.step()
             seconds.append(metrics["seconds"] - metrics["wait_seconds"])  # a run fetches batches ahead
     peak = peak_memory_bytes()
@@ -152,14 +152,23 @@ class _Answered:
         return Trajectory(uid, prompt, completion, reward, -ones, Version(), arrays=arrays)
 
 
-def main(arguments: list[str]) -> None:
-    """The half's figures as a line of JSON. The trainer's is given answers as one, by standard input."""
-    half, name, overrides = arguments[0], arguments[1], json.loads(arguments[2])
-    recipe = override(find(name), overrides, f"tba check {name}")
+def run(arguments: Sequence[str]) -> int:
+    """The half's figures as a line of JSON.
+
+    arguments: searcher or trainer, the recipe's name, its overrides as JSON, the least seconds that are timed, and a
+    file with answers for the trainer.
+    """
+    half, name, overrides, at_least, answers = arguments
+    recipe = override(find(name), json.loads(overrides), f"tba check {name}")
     torch.set_num_threads(recipe.run.threads)
-    found = search(recipe) if half == "searcher" else train(recipe, json.load(sys.stdin))
+    if half == "searcher":
+        found = search(recipe, float(at_least))
+    else:
+        found = train(recipe, float(at_least), json.loads(Path(answers).read_text()))
     sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    return 0
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run(sys.argv[1:]))
