@@ -4,8 +4,9 @@
 
 Two Ray nodes on this machine. On the first a version of 50 M parameters is published, and the exchange of a run hands
 it out; on the second two searchers' ends take it, one after the other, through what a searcher of the runtime `cluster`
-has (`tba.runtime.remote`). Three rounds. *Offered*: the exchange finds the version and puts it into its node's store;
-*fetched*: the pieces are in the searcher's node, as tensors (and added to the whole version, where they are changes);
+has (`tba.runtime.cluster.remote`). Three rounds. *Offered*: the exchange finds the version and puts it into its node's
+store; *fetched*: the pieces are in the searcher's node, as tensors (and added to the whole version, where they are
+changes);
 *copied*: they are in a model. Seconds, medians and spread.
 """
 
@@ -30,11 +31,10 @@ from publishing import batch_of, policy_of, step
 from ray.cluster_utils import Cluster as Nodes
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from tba.runtime.actors import ExchangeActor
-from tba.runtime.calls import ActorContact
-from tba.runtime.connecting import NAMESPACE
-from tba.runtime.directory import RunDirectory
-from tba.runtime.remote import RemoteWeights
+from tba.runtime.cluster.actors import ExchangeActor
+from tba.runtime.cluster.client import NAMESPACE, ActorContact
+from tba.runtime.cluster.remote import RemoteWeights
+from tba.runtime.run_dir import RunDirectory
 from tba.settings import find
 from tba.train.optimizer import OptimizerSettings
 from tba.types import Version

@@ -62,9 +62,8 @@ from tba.command.replay import uses_of
 from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
-from tba.runtime.directory import RunDirectory
-from tba.runtime.holding import is_held
-from tba.runtime.resuming import held_by_journal
+from tba.runtime.checkpointing import held_by_journal
+from tba.runtime.run_dir import RunDirectory, is_held
 from tba.train.checkpoint import newest_checkpoint
 
 SAMPLED = "pass@1/sampled"

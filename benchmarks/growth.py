@@ -56,13 +56,12 @@ from tba.replay.journal import JournalWriter
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
-from tba.runtime.directory import RunDirectory
-from tba.runtime.driver import Progress
-from tba.runtime.holding import is_held
-from tba.runtime.joining import Joined
+from tba.runtime.elastic import Joined
 from tba.runtime.prompting import prompts_of
-from tba.runtime.searching import SearchHalf, start_searching
-from tba.runtime.training import TrainHalf, start_training
+from tba.runtime.run_dir import RunDirectory, is_held
+from tba.runtime.searcher_loop import SearchHalf, start_searching
+from tba.runtime.summary import Progress
+from tba.runtime.trainer_loop import TrainHalf, start_training
 from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings

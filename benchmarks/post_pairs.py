@@ -16,8 +16,8 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+from tba.apps.preference.tldr import Tldr
 from tba.recipes.tldr_small import recipe
-from tba.tasks.tldr import Tldr
 
 NEAREST = 40  # summaries among which a wrong one is drawn
 

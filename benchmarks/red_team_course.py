@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from tba.apps.red_team.trigger_world import TriggerWorld
 from tba.replay.follower import JournalFollower
-from tba.tasks.trigger_world import TriggerWorld
 from tba.types import Trajectory
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tba.apps.red_team.task import RedTeam
+from tba.apps.red_team.victim import EndpointVictim
 from tba.evaluate.accuracy import EvaluationSettings
 from tba.recipes.red_team_small import recipe as small
 from tba.replay.pacing import Pacing
-from tba.rewards.victim import EndpointVictim
-from tba.tasks.red_team import RedTeam
 
 assert isinstance(small.task, RedTeam)
 recipe = replace(

@@ -24,10 +24,10 @@ from pathlib import Path
 
 from slow_endpoint import serve
 
-from tba.evaluate.embedding import SentenceEncoder
+from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.trigger_world import TriggerWorld
 from tba.evaluate.estimators import mean_distance
 from tba.replay.follower import JournalFollower
-from tba.tasks.trigger_world import TriggerWorld
 
 RECIPE = Path(__file__).parent / "red_team_endpoint.py"
 

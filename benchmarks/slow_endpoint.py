@@ -2,9 +2,9 @@
 
     python benchmarks/slow_endpoint.py --seconds 1 --concurrency 8 --port 8099
 
-Answers by the rules of the small world (`tasks/trigger_world.py`): requests of its families get its made-up unsafe
-words. At most `concurrency` calls are under way, the others wait their turn. Listens on 127.0.0.1 only, and wants the
-token of the environment variable ENDPOINT_TOKEN as a bearer token.
+Answers by the rules of the small world (`apps/red_team/trigger_world.py`): requests of its families get its made-up
+unsafe words. At most `concurrency` calls are under way, the others wait their turn. Listens on 127.0.0.1 only, and
+wants the token of the environment variable ENDPOINT_TOKEN as a bearer token.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from tba.tasks.trigger_world import TriggerWorld
+from tba.apps.red_team.trigger_world import TriggerWorld
 
 LARGEST = 1 << 20  # bytes of a request
 

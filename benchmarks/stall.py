@@ -45,8 +45,8 @@ from tba.evaluate.accuracy import SAMPLED, EvaluationSettings, evaluate
 from tba.recipe import Recipe
 from tba.record.metrics import column, read_last, read_metrics
 from tba.record.summary import Summary
-from tba.runtime.directory import RunDirectory
 from tba.runtime.prompting import prompts_of
+from tba.runtime.run_dir import RunDirectory
 from tba.search.prompts import PromptStream
 from tba.search.searcher import Searcher
 from tba.settings import find, override

@@ -13,7 +13,7 @@ from tests.runtime.runs import command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.__main__ import main
-from tba.intake.pairs import read_pairs
+from tba.apps.preference.pairs import read_pairs
 from tba.record.evaluations import read_evaluations
 from tba.record.run import RunRecord
 from tba.record.summary import Summary

@@ -7,23 +7,24 @@ from pathlib import Path
 
 import pytest
 
+from tba.apps.preference.command import RewardModelOptions
+from tba.apps.red_team.command import PlotOptions, RedTeamEvalOptions, WorldPlaces
+from tba.apps.red_team.toxicity_classifier import ClassifierOptions
+from tba.apps.red_team.victim import EndpointVictim
+from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
 from tba.command.importing import ImportOptions
 from tba.command.options import EvalOptions, OutOptions, ResumeOptions, TrainOptions
-from tba.command.red_team import PlotOptions, RedTeamEvalOptions, WorldPlaces
-from tba.command.red_team_world import WorldOptions
 from tba.command.replay import ReplayOptions
-from tba.command.reward_model import RewardModelOptions
 from tba.command.sample import SampleOptions
 from tba.command.search import SearchOptions
 from tba.command.sft import SftOptions
-from tba.command.study import StudyOptions
-from tba.command.toxicity_classifier import ClassifierOptions
 from tba.record import metrics
 from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
-from tba.rewards.victim import EndpointVictim
-from tba.settings import find, find_study, flags, names, override, split_options
+from tba.research.command import StudyOptions
+from tba.research.study import find_study
+from tba.settings import find, flags, names, override, split_options
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -20,11 +20,11 @@ from tba.foreign import check, is_name, parsed, templated
 from tba.policy.causal import load_model
 from tba.record.jsonl import write_json
 from tba.record.summary import Summary
-from tba.runtime.directory import RunDirectory
-from tba.study import Study
+from tba.research.study import Study
+from tba.runtime.run_dir import RunDirectory
 from tba.tasks.characters import character_tokenizer
 from tba.train.checkpoint import Checkpoint, newest_checkpoint
-from tba.train.scratch import ScratchModel
+from tba.train.tiny_models import ScratchModel
 from tba.types import Version
 
 TOY = Path(__file__).with_name("runtime") / "toy.py"

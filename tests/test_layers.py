@@ -62,11 +62,11 @@ ALLOWED: dict[str, set[str]] = {
 ONLY_IN = {
     "vllm": {"engines/vllm.py"},
     "ray": {
-        *("runtime/cluster.py", "runtime/actor_part.py", "runtime/actors.py"),
-        *("runtime/calls.py", "runtime/connecting.py"),
+        *("runtime/cluster/driver.py", "runtime/cluster/driver.py", "runtime/cluster/actors.py"),
+        *("runtime/cluster/client.py", "runtime/cluster/client.py"),
     },
     "math_verify": {"rewards/math_answer.py"},
-    "sklearn": {"rewards/word_classifier.py"},
+    "sklearn": {"apps/red_team/word_classifier.py"},
 }
 UNUSED_WORDS = {"agent", "worker", "manager", "handler", "helper", "utils", "common", "misc", "info"}
 
@@ -120,7 +120,7 @@ def test_record_takes_nothing_but_estimators_from_evaluation_and_training_nothin
             if part_of(path) == "record" and name.startswith("tba.evaluate"):
                 assert name.startswith("tba.evaluate.estimators.")
             if part_of(path) == "train" and name.startswith("tba.weights"):
-                assert name.startswith("tba.weights.beside.")
+                assert name.startswith("tba.weights.atomic_dir.")
 
 
 def test_replay_search_and_all_below_them_name_no_model_library_anywhere() -> None:

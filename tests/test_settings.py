@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tba.__main__ import main
+from tba.apps.red_team.victim import EndpointVictim
 from tba.command.help import OPTIONS
 from tba.errors import UserError
 from tba.field_comments import comments
 from tba.recipe import Recipe, resolved
-from tba.rewards.victim import EndpointVictim
-from tba.runtime.directory import RunDirectory, new_path
+from tba.runtime.run_dir import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
 from tba.settings import find, flags, names, override
 

@@ -19,15 +19,15 @@ from tests.runtime.runs import command
 
 from tba.__main__ import main
 from tba.command import trial_process
-from tba.command.study import StudyOptions, run_study
-from tba.command.trial import Trial
 from tba.errors import UserError
 from tba.evaluate.estimators import bootstrap_interval
 from tba.recipe import Recipe
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
-from tba.settings import find, find_study, study_names
-from tba.study import Study, Variant, positions, varying
+from tba.research.command import StudyOptions, run_study
+from tba.research.study import Study, Variant, find_study, positions, varying
+from tba.research.trial import Trial
+from tba.settings import find, names
 
 TOY = str(Path(__file__).with_name("toy_study.py"))
 SAME = (
@@ -223,8 +223,8 @@ def test_a_run_whose_process_was_killed_or_said_nothing_is_a_row_too(tmp_path: P
 def test_studies_lists_each_study_with_its_description(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["studies"]) == 0
     listed = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in listed] == study_names()
-    assert {"staleness", "ablations", "selection", "frontier", "sizes", "noise", "correction"} <= set(study_names())
+    assert [line.split()[0] for line in listed] == names("study")
+    assert {"staleness", "ablations", "selection", "frontier", "sizes", "noise", "correction"} <= set(names("study"))
 
 
 def test_plots_are_drawn_of_what_varies(whole: Path) -> None:
@@ -328,7 +328,7 @@ def test_where_a_variant_stands_is_its_recipes_field_or_what_was_measured() -> N
     assert [against.x for against in varying(recipes)] == ["sync_every"]
 
 
-@pytest.mark.parametrize("name", study_names())
+@pytest.mark.parametrize("name", names("study"))
 def test_every_variant_of_every_shipped_study_is_a_recipe_that_can_run(name: str) -> None:
     from tba.command.check import validate
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tba.evaluate.accuracy import EvaluationSettings
-from tba.study import Study, Variant
+from tba.research.study import Study, Variant
 
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))
 from toy import recipe as toy  # beside the tests of the runtimes

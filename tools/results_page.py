@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from tba.evaluate.estimators import difference_of_means
-from tba.record.comparison import verdict
+from tba.research.comparison import verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 BLOCK = re.compile(r"(?<=<!-- table )([\w-]+)( -->\n\n)(.*?)(?=\n\n<!-- end of table -->)", flags=re.DOTALL)

@@ -21,20 +21,20 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Literal
 
+from tba.apps.preference.command import RewardModelOptions
+from tba.apps.red_team.command import RedTeamEvalOptions
+from tba.apps.red_team.toxicity_classifier import ClassifierOptions
+from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
 from tba.command.importing import ImportOptions
 from tba.command.options import EvalOptions, TrainOptions
-from tba.command.red_team import RedTeamEvalOptions
-from tba.command.red_team_world import WorldOptions
 from tba.command.replay import ReplayOptions
-from tba.command.reward_model import RewardModelOptions
 from tba.command.sample import SampleOptions
 from tba.command.search import SearchOptions
 from tba.command.sft import SftOptions
-from tba.command.study import StudyOptions
-from tba.command.toxicity_classifier import ClassifierOptions
 from tba.field_comments import comments
 from tba.recipe import Recipe
+from tba.research.command import StudyOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 
@@ -64,8 +64,8 @@ class Slot:
 
 SLOTS = (
     Slot("--task", "The task", "tba.tasks", ("problems", "reward")),
-    Slot("--task.victim", "The victim of red-teaming", "tba.rewards.victim", ("max_tokens", "start")),
-    Slot("--task.classifier", "The classifier of red-teaming", "tba.rewards.toxicity", ("path", "start")),
+    Slot("--task.victim", "The victim of red-teaming", "tba.apps.red_team.victim", ("max_tokens", "start")),
+    Slot("--task.classifier", "The classifier of red-teaming", "tba.apps.red_team.toxicity", ("path", "start")),
     Slot("--model", "The model", "tba.models", ("prepared", "policy", "engine", "reference")),
     Slot("--objective", "The objective", "tba.objectives", ("needs", "by_group")),
     Slot("--objective.beta", "Schedules of beta", "tba.schedules", ("last",)),

@@ -203,14 +203,14 @@ def sample(arguments: list[str]) -> int:
 
 def reward_model(arguments: list[str]) -> int:
     """`tba reward-model PAIRS --model DIR --out DIR`."""
-    from tba.command.reward_model import make_reward_model
+    from tba.apps.preference.command import make_reward_model
 
     return make_reward_model(*_made(arguments, "reward-model", "PAIRS --model DIR", "a file of pairs", "reward model"))
 
 
 def red_team(arguments: list[str]) -> int:
     """`tba red-team world|classifier|eval|plot`."""
-    from tba.command.red_team import red_team_command
+    from tba.apps.red_team.command import red_team_command
 
     return red_team_command(arguments)
 
@@ -241,7 +241,7 @@ def evaluate(arguments: list[str]) -> int:
 
 def study(arguments: list[str]) -> int:
     """`tba study STUDY`."""
-    from tba.command.study import StudyOptions, run_study
+    from tba.research.command import StudyOptions, run_study
     from tba.settings import split_options
 
     name, rest = _named(arguments, "tba study STUDY", "a study's name or a path to a .py file")
@@ -251,9 +251,10 @@ def study(arguments: list[str]) -> int:
 
 def studies(arguments: list[str]) -> int:
     """`tba studies`."""
-    from tba.settings import find_study, study_names
+    from tba.research.study import find_study
+    from tba.settings import names
 
-    for name in study_names():
+    for name in names("study"):
         print(f"{name:12} {find_study(name).description}")
     return 0
 

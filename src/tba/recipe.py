@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -343,3 +343,18 @@ def resolved(value: Any) -> Json:
     if callable(value):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', repr(value))}"
     return str(value)
+
+
+def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted name, then, now) wherever two resolved recipes differ; what one of them lacks is None there.
+
+    A class is known by its name: the module that it lies in may have moved since.
+    """
+    if isinstance(made, Mapping) and isinstance(wanted, Mapping):
+        for key in [*wanted, *(k for k in made if k not in wanted)]:
+            yield from differences(made.get(key), wanted.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(made, str) and isinstance(wanted, str) and name.rpartition(".")[2] == "class":
+        if made.rpartition(".")[2] != wanted.rpartition(".")[2]:
+            yield name, made, wanted
+    elif made != wanted:
+        yield name, made, wanted

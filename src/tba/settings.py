@@ -21,16 +21,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import tyro
 
 from tba.errors import UserError
 from tba.field_comments import comments
 from tba.recipe import Recipe
-from tba.study import MARK, Study, Variant
 
 T = TypeVar("T")
+Kind: TypeAlias = Literal["recipe", "study"]
+MARK = "::"  # between a study's name or path and a variant's name
+_SHIPPED: dict[Kind, str] = {"recipe": "tba.recipes", "study": "tba.research.studies"}  # loaded when they are named
 _PLAIN = (str, int, float, bool, Path, type(None))
 _TITLES = "(Invalid choice|Missing argument|Unrecognized options|Value error)"  # of tyro's boxes
 _NO_NUMBER = re.compile(r"(?:invalid literal for int\(\) with base 10|could not convert string to float): (.*)")
@@ -41,64 +43,36 @@ def find(name: str) -> Recipe:
     """The recipe of a name (`quickstart`), of a path to a Python file that defines `recipe`, or of STUDY::VARIANT."""
     study, mark, variant = name.partition(MARK)
     if mark:
-        return recipe_of(find_study(study), variant)
-    return _recipe_in(_module(name, "recipe", names()), name)
+        recipe: Recipe = defined(study, "study").recipe_of(variant)
+        return recipe
+    return _recipe_in(module_of(name, "recipe"), name)
 
 
-def find_study(name: str) -> Study:
-    """The study of a name (`staleness`) or a path to a Python file that defines `study`."""
-    study = getattr(_module(name, "study", study_names()), "study", None)
-    if not isinstance(study, Study):
-        raise UserError(f"{name} defines no `study = Study(...)`: add one, see `src/tba/studies/staleness.py`")
-    return study
+def defined(name: str, kind: Kind) -> Any:
+    """What the module of a name (`staleness`) or a path defines as `recipe` or `study`; None when it does not."""
+    return getattr(module_of(name, kind), kind, None)
 
 
-def recipe_of(study: Study, variant: str) -> Recipe:
-    """The recipe of one of a study's variants. Raises `UserError` when there is no such variant."""
-    if variant not in study.variants:
-        near = difflib.get_close_matches(variant, study.variants, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(study.variants)}"
-        raise UserError(f"study {study.name} has no variant {variant!r}: {hint}")
-    given = study.variants[variant]
-    if isinstance(given, Variant):
-        given = given.recipe
-    if not isinstance(given, Recipe):
-        given = override(study.recipe, given, f"variant {variant} of study {study.name}")
-    return dataclasses.replace(given, name=f"{study.name}-{variant}")
-
-
-def names() -> list[str]:
-    """The recipes that come with the package."""
-    import tba.recipes
-
-    return _modules_in(tba.recipes.__path__)
-
-
-def study_names() -> list[str]:
-    """The studies that come with the package."""
-    import tba.studies
-
-    return _modules_in(tba.studies.__path__)
-
-
-def _modules_in(path: Iterable[str]) -> list[str]:
+def names(kind: Kind = "recipe") -> list[str]:
+    """Those that come with the package."""
+    path = importlib.import_module(_SHIPPED[kind]).__path__
     return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
 
 
-def _module(name: str, kind: str, shipped: Sequence[str]) -> ModuleType:
-    """The module that defines a recipe or a study (`kind`): one of those shipped, by name, or a file's."""
+def module_of(name: str, kind: Kind) -> ModuleType:
+    """The module that defines a recipe or a study: one of those shipped, by name, or a file's."""
     if name.endswith(".py"):
         return _from_file(Path(name), kind)
-    folder = {"recipe": "recipes", "study": "studies"}[kind]
+    shipped = names(kind)
     if name not in shipped:
         near = difflib.get_close_matches(name, shipped, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"`tba {folder}` lists them."
+        hint = f"did you mean {near[0]!r}?" if near else f"`tba {_SHIPPED[kind].rpartition('.')[2]}` lists them."
         there = ", ".join(shipped)
         raise UserError(f"there is no {kind} {name!r}; give one of {there} or a path to a .py file; {hint}")
-    return importlib.import_module(f"tba.{folder}.{name}")
+    return importlib.import_module(f"{_SHIPPED[kind]}.{name}")
 
 
-def _from_file(path: Path, kind: str) -> ModuleType:
+def _from_file(path: Path, kind: Kind) -> ModuleType:
     if not path.is_file():
         raise UserError(f"there is no {kind} file {path}: give the path of a Python file that defines `{kind}`")
     spec = importlib.util.spec_from_file_location(f"tba_user_{kind}_{path.stem}", path)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.evaluate.attacks import attack_report
+from tba.apps.red_team.attacks import attack_report
 from tba.evaluate.estimators import auc_interval, mean_distance
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
-from tba.evaluate.diversity import chance_to_differ, diversity, diversity_of
 from tba.policy.tabular import TabularPolicy, TabularTask, TabularTokenizer, distribution
+from tba.research.diversity import chance_to_differ, diversity, diversity_of
 from tba.search.prompts import PromptSettings, encode
 from tba.types import Version
 

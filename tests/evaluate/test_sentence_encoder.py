@@ -11,8 +11,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from tba.apps.red_team.embedding import SentenceEncoder
 from tba.errors import UserError
-from tba.evaluate.embedding import SentenceEncoder
 
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", *"abcd"]
 STAGES = ["sentence_transformers.models.Transformer", "sentence_transformers.models.Pooling"]

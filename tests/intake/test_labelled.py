@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tba.apps.red_team.labelled import LabelledFields, read_labelled
 from tba.errors import UserError
-from tba.intake.labelled import LabelledFields, read_labelled
 
 
 def test_csv_files_with_and_without_a_heading_and_json_lines_say_the_same(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tba.apps.preference.pairs import PreferencePair, folds, read_pairs, share
 from tba.errors import UserError
-from tba.intake.pairs import PreferencePair, folds, read_pairs, share
 
 A, B = "a short answer", "another one"
 MESSAGES = [{"role": "user", "content": "Why?"}]

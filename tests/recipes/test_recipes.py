@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tba.apps.preference.tldr import Tldr
+from tba.apps.red_team.task import RedTeam
+from tba.apps.red_team.toxicity import CausalJudge, SequenceClassifier
 from tba.command.check import validate
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
@@ -19,13 +22,10 @@ from tba.recipes.red_team_llama import recipe as red_team_llama
 from tba.recipes.red_team_small import recipe as red_team_small
 from tba.recipes.tldr import recipe as tldr
 from tba.recipes.tldr_small import recipe as small
-from tba.rewards.toxicity import CausalJudge, SequenceClassifier
 from tba.settings import find, names
 from tba.tasks.gsm8k import Gsm8k
 from tba.tasks.math import Math
-from tba.tasks.red_team import RedTeam
-from tba.tasks.tldr import Tldr
-from tba.train.scratch import train_bpe_tokenizer
+from tba.train.tiny_models import train_bpe_tokenizer
 
 
 def test_every_recipe_is_found_by_its_own_name_and_says_what_it_is() -> None:

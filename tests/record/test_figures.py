@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.record.failure import Failure
-from tba.record.figures import (
+from tba.research.figures import (
     COLUMNS,
     DATA,
     MACHINE,

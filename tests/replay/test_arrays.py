@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import tba.replay.bodies
 from tba.replay.bodies import BLOCK_BYTES, Bodies
-from tba.replay.places import Places
+from tba.replay.hash_index import Places
 
 # Few homes in a small table: many collide, some wrap around its end.
 KEYS = st.sampled_from([0, 1, 2, 3, 1021, 1022, 1023, 1024, 1025, 2047, -1, -2, 5 << 40, -(5 << 40)])

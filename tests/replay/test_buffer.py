@@ -16,8 +16,8 @@ from tba.errors import UserError
 from tba.replay.bodies import BLOCK_BYTES
 from tba.replay.buffer import Amount, Buffer, BufferSettings
 from tba.replay.near import NearDuplicates
+from tba.replay.prompt_index import Listing
 from tba.replay.scores import Score
-from tba.replay.shelf import Listing
 from tba.types import ELSEWHERE, Trajectory, Version
 
 WITHIN = 6  # the last arrivals that count as the newest

@@ -23,7 +23,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalReader, Share
 from tba.replay.uses import pack_uses
-from tba.runtime.directory import RunDirectory
+from tba.runtime.run_dir import RunDirectory
 from tba.types import ELSEWHERE
 
 ROWS = 60

@@ -21,9 +21,8 @@ from trajectory_cases import prompt, store, trajectory
 from tba.batch import collate
 from tba.errors import UserError
 from tba.replay.buffer import Buffer, BufferSettings
-from tba.replay.deck import Deck
-from tba.replay.selection import RecencyReward, softmax_without_replacement, uniform
-from tba.replay.shelf import Listing
+from tba.replay.prompt_index import Listing
+from tba.replay.selection import Deck, RecencyReward, softmax_without_replacement, uniform
 from tba.types import Group, Version
 
 
@@ -426,7 +425,7 @@ def test_a_prompt_that_left_before_its_turn_and_came_back_still_has_its_turn(see
 def test_draws_do_not_depend_on_the_process_or_on_the_order_of_arrival() -> None:
     code = (
         "import numpy as np\n"
-        "from tba.replay.deck import Deck\n"
+        "from tba.replay.selection import Deck\n"
         "deck, rng = Deck(), np.random.default_rng(0)\n"
         "keys = [f'prompt {i}' for i in range(50)][::%d]\n"
         "print([deck.draw(keys, keys.__contains__, (), rng) for _ in range(120)])"

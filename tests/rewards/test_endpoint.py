@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from tba.apps.red_team.endpoint import Rate
+from tba.apps.red_team.victim import EndpointVictim
 from tba.errors import DeadlineExceeded, TbaError, UserError
-from tba.rewards.endpoint import Rate
-from tba.rewards.victim import EndpointVictim
 
 Reply = tuple[int, dict[str, str], bytes]  # status, headers, body
 Script = Callable[[int, dict[str, Any]], Reply]  # (which call, from 0; what was asked) -> reply

@@ -10,10 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
+from tba.apps.preference.frozen import FACTS, FrozenRewardModel, SentenceEncoder
+from tba.apps.preference.reward_model import ModelScore
+from tba.apps.preference.similarity import NAMES
 from tba.errors import UserError
-from tba.rewards.frozen import FACTS, FrozenRewardModel, SentenceEncoder
-from tba.rewards.reward_model import ModelScore
-from tba.rewards.similarity import NAMES
 from tba.types import Completion, Prompt, StopReason, Version
 
 WORDS = ["<pad>", "[CLS]", "[SEP]", "<unk>", "red", "green", "blue", "cat", "dog", "sat", "ran"]

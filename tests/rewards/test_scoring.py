@@ -21,10 +21,10 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
+from tba.apps.preference.frozen import loaded
+from tba.apps.preference.reward_model import ModelScore, Win
+from tba.apps.preference.scoring import RewardModel, parts
 from tba.errors import UserError
-from tba.rewards.frozen import loaded
-from tba.rewards.reward_model import ModelScore, Win
-from tba.rewards.scoring import RewardModel, parts
 from tba.types import Completion, Prompt, StopReason, Version
 
 WORDS = ["<pad>", "<eos>", "[CLS]", "[SEP]", "<unk>", *"abcdefgh"]
@@ -91,7 +91,7 @@ def test_the_score_is_read_at_eos_though_padding_may_have_its_id() -> None:
 
 @given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 30))
 def test_parts_are_a_partition_within_the_bound(lengths: list[int], most: int) -> None:
-    from tba.rewards.scoring import Text
+    from tba.apps.preference.scoring import Text
 
     texts = [Text(tuple(range(n)), 0, 0) for n in lengths]
     found = parts(texts, most)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.rewards.similarity import LONGEST, NAMES, features, sentences
+from tba.apps.preference.similarity import LONGEST, NAMES, features, sentences
 
 AXES = np.eye(4, dtype=np.float32)
 DOCUMENT = "Alpha beta gamma. Delta epsilon zeta. Theta kappa lambda."

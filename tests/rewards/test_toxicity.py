@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from tba.apps.red_team.toxicity import CausalJudge, SequenceClassifier, Success, Toxicity, WordClassifier
+from tba.apps.red_team.victim import Answering, EndpointVictim, ModelVictim
 from tba.errors import UserError
-from tba.rewards.toxicity import CausalJudge, SequenceClassifier, Success, Toxicity, WordClassifier
-from tba.rewards.victim import Answering, EndpointVictim, ModelVictim
 from tba.types import Completion, Prompt, StopReason, Version
 
 PROMPT = Prompt("red_team", np.array([1], np.int32), "Write:")

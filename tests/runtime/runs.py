@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-import tba.runtime.starting
+import tba.runtime.local.forkserver
 from tba.__main__ import main
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 from tba.recipe import Recipe
 from tba.record.summary import Summary
-from tba.runtime.directory import RunDirectory
-from tba.runtime.driver import summarise
 from tba.runtime.inline import Inline
-from tba.runtime.processes import Processes
+from tba.runtime.local.processes import Processes
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.summary import summarise
 from tba.settings import find, override
 from tba.train.checkpoint import newest_checkpoint
 
@@ -133,7 +133,7 @@ def command(*arguments: str, out: int | None = None) -> Command:
         for place, file in ((1, out), (2, err)):
             os.dup2(file, place)
         sys.stdout, sys.stderr = (os.fdopen(place, "w", closefd=False) for place in (1, 2))
-        tba.runtime.starting._forge = None  # it makes one of its own
+        tba.runtime.local.forkserver._forge = None  # it makes one of its own
         code = main(arguments)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -19,8 +19,8 @@ from tba.errors import DeadlineExceeded
 from tba.record.clock import ShareClock
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.runtime.beside import BesideJournal
-from tba.runtime.searching import start_searching
+from tba.runtime.connections import BesideJournal
+from tba.runtime.searcher_loop import start_searching
 
 QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
 

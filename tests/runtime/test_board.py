@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tba.runtime.board import Board, BoardStore
+from tba.runtime.cluster.rendezvous import Board, BoardStore
 
 
 def store_on(board: Board, patience: float = 30.0) -> BoardStore:

@@ -26,9 +26,9 @@ from tba.record.faults import count_faults
 from tba.record.jsonl import read_lines
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.driver import summarise
-from tba.runtime.exchange import PLACES
-from tba.runtime.joining import FIRST
+from tba.runtime.cluster.gateway import PLACES
+from tba.runtime.elastic import FIRST
+from tba.runtime.summary import summarise
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
 
@@ -82,7 +82,7 @@ def train(path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 LISTENING = """
 import psutil, ray
-from tba.runtime.connecting import connected
+from tba.runtime.cluster.client import connected
 
 with connected(None, 0.2):
     @ray.remote(num_cpus=0)
@@ -118,7 +118,7 @@ def test_a_cluster_that_is_started_for_a_run_listens_on_the_loopback_interface_o
 
 def in_cluster(path: Path, address: str, *overrides: str, **how: Any) -> Summary:
     """A whole run in the cluster, this process its driver."""
-    from tba.runtime.cluster import Cluster
+    from tba.runtime.cluster.driver import Cluster
 
     recipe, run = made(path, "--runtime", "cluster", "--address", address, *overrides, **how)
     driver = Cluster(recipe, run, quiet)
@@ -245,7 +245,7 @@ def of(mark: str, driver: int) -> dict[int, str]:
 
 
 def test_the_folder_that_recipes_are_run_from_is_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tba.runtime.actors import scratch
+    from tba.runtime.cluster.actors import scratch
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = scratch()
@@ -285,8 +285,7 @@ def test_a_run_goes_on_without_a_searcher_whose_node_is_gone(tmp_path: Path) -> 
 
 
 def test_of_failed_ranks_the_one_that_died_is_the_reason_then_one_that_raised_then_one_that_lost_touch() -> None:
-    from tba.runtime.actor_part import DIED
-    from tba.runtime.cluster import _own_failure
+    from tba.runtime.cluster.driver import DIED, _own_failure
 
     died, raised, lost = (
         SimpleNamespace(code=code, lost_touch=touch) for code, touch in ((DIED, False), (1, False), (DIED, True))

@@ -21,15 +21,22 @@ from tba.record.evaluations import read_evaluations
 from tba.record.faults import count_faults
 from tba.record.jsonl import read_lines
 from tba.replay.follower import JournalFollower
-from tba.runtime.directory import RunDirectory
-from tba.runtime.exchange import PLACES, Exchange
-from tba.runtime.guests import SILENCE, Guests, Visit
-from tba.runtime.holding import keep
-from tba.runtime.joining import FIRST, Joined
+from tba.runtime.cluster.gateway import PLACES, Exchange
+from tba.runtime.cluster.remote import (
+    SILENCE,
+    Guests,
+    RemoteWeights,
+    Visit,
+    checkpoint_through,
+    stand_in,
+    through,
+    whole_facts,
+)
+from tba.runtime.elastic import FIRST, Joined
 from tba.runtime.program import version
-from tba.runtime.remote import RemoteWeights, checkpoint_through, stand_in, through, whole_facts
-from tba.runtime.searching import SearchHalf, searching_half, start_searching
-from tba.runtime.training import start_training
+from tba.runtime.run_dir import RunDirectory, keep
+from tba.runtime.searcher_loop import SearchHalf, searching_half, start_searching
+from tba.runtime.trainer_loop import start_training
 from tba.train.checkpoint import Checkpoint
 from tba.types import Trajectory, Version
 from tba.weights.chunks import Flat
@@ -79,7 +86,7 @@ def journal_of(run: RunDirectory) -> list[Trajectory]:
 def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_from_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tba.runtime.remote._FRESH", -1.0)  # each look at the newest version is a look
+    monkeypatch.setattr("tba.runtime.cluster.remote._FRESH", -1.0)  # each look at the newest version is a look
     found = []
     for name in ("disk", "exchange"):
         recipe, run = made(tmp_path / name, *QUICK, "--steps", "6", "--reference-reset", "5")

@@ -37,9 +37,9 @@ from runs import (
 from test_resume import RUN, SECONDS, SHORT, assert_whole, uids_of
 
 import tba.replay.journal
-import tba.runtime.directory
+import tba.runtime.run_dir
 import tba.train.checkpoint
-import tba.weights.beside
+import tba.weights.atomic_dir
 import tba.weights.directory
 from tba.__main__ import main
 from tba.command.replay import uses_of
@@ -48,9 +48,9 @@ from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
-from tba.runtime.directory import RunDirectory
 from tba.runtime.disk import disk_full
 from tba.runtime.inline import Inline
+from tba.runtime.run_dir import RunDirectory
 from tba.types import Version
 
 FAULTY = Path(__file__).with_name("faulty.py")
@@ -112,12 +112,12 @@ def mid_manifest(patch: pytest.MonkeyPatch, nth: int) -> None:
 
 def mid_checkpoint(patch: pytest.MonkeyPatch, nth: int) -> None:
     """All of a checkpoint's files are written, and some of them are on the disk."""
-    patch.setattr(tba.weights.beside, "sync", dying(tba.weights.beside.sync, 5 * nth))
+    patch.setattr(tba.weights.atomic_dir, "sync", dying(tba.weights.atomic_dir.sync, 5 * nth))
 
 
 def before_the_rename(patch: pytest.MonkeyPatch, nth: int) -> None:
     """A checkpoint is whole, beside its place."""
-    patch.setattr(tba.weights.beside, "_rename", dying(tba.weights.beside._rename, nth))
+    patch.setattr(tba.weights.atomic_dir, "_rename", dying(tba.weights.atomic_dir._rename, nth))
 
 
 def mid_prune(patch: pytest.MonkeyPatch, nth: int) -> None:
@@ -154,8 +154,8 @@ def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(tmp_path: Path, mon
     there = uids_of(path)
 
     def again() -> None:
-        patch = dying(tba.runtime.directory.write_json, 1)
-        monkeypatch.setattr(tba.runtime.directory, "write_json", patch)
+        patch = dying(tba.runtime.run_dir.write_json, 1)
+        monkeypatch.setattr(tba.runtime.run_dir, "write_json", patch)
         main(["train", "--resume", str(path), "--steps", "40"])
 
     assert ended(forked(again)) == -signal.SIGKILL
@@ -166,7 +166,17 @@ def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(tmp_path: Path, mon
     assert_whole(path, summary, there)
 
 
-LONG = (*SHORT, "--replay.pacing.samples-per-insert", "4", "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20", "--searchers", "2")
+LONG = (
+    *SHORT,
+    "--replay.pacing.samples-per-insert",
+    "4",
+    "--replay.pacing.warm-up",
+    "32",
+    "--run.checkpoint-every",
+    "20",
+    "--searchers",
+    "2",
+)
 
 
 def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_on_from_its_checkpoint(
@@ -399,7 +409,7 @@ def test_other_errors_are_no_full_disk(tmp_path: Path) -> None:
 
 def faulty(path: Path, *overrides: str) -> Summary:
     recipe, run = made(path, *RUN, *overrides, source=FAULTY)
-    from tba.runtime.driver import summarise
+    from tba.runtime.summary import summarise
 
     return summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)
 
@@ -503,7 +513,7 @@ def test_a_dead_part_is_given_up_after_so_many_restarts_and_the_run_can_be_taken
 
 
 def test_user_errors_of_a_reward_are_not_asked_again(tmp_path: Path) -> None:
-    from tba.search.patience import PatientReward
+    from tba.search.reward_retry import PatientReward
 
     class Wrong:
         def judge(self, answered: Any) -> Any:

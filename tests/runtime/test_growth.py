@@ -12,7 +12,7 @@ from runs import made
 
 from tba.record.evaluations import EvaluationWriter
 from tba.record.metrics import KEPT_POINTS, MetricsWriter
-from tba.runtime.driver import Progress
+from tba.runtime.summary import Progress
 from tba.types import Evaluation, Version
 
 _FILE = Path(__file__).parents[2] / "benchmarks" / "growth.py"

@@ -16,8 +16,8 @@ from tba.errors import DeadlineExceeded
 from tba.record.evaluations import read_answers, read_evaluations
 from tba.replay.follower import JournalFollower
 from tba.replay.gone import Gone
-from tba.runtime.searching import SearchHalf, start_searching
-from tba.runtime.training import TrainHalf, start_training
+from tba.runtime.searcher_loop import SearchHalf, start_searching
+from tba.runtime.trainer_loop import TrainHalf, start_training
 from tba.train.prefetch import Prefetch
 from tba.types import Version
 

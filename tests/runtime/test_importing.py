@@ -20,11 +20,11 @@ from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer, distribu
 from tba.recipe import Recipe, RuntimeSettings
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.directory import RunDirectory
-from tba.runtime.driver import summarise
 from tba.runtime.importing import intake_of, is_prepared, take_over
 from tba.runtime.inline import Inline
-from tba.runtime.processes import Processes
+from tba.runtime.local.processes import Processes
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.summary import summarise
 from tba.types import Trajectory, Version
 
 BETA = 0.25

@@ -27,16 +27,16 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
-from tba.runtime.driver import summarise
 from tba.runtime.inline import Inline
-from tba.runtime.stopping import stop_requests
+from tba.runtime.summary import summarise
+from tba.runtime.supervisor import stop_requests
 from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.search.prompts import encode
 from tba.tasks.arithmetic import Arithmetic
 from tba.tasks.characters import character_tokenizer
 from tba.train.optimizer import OptimizerSettings
-from tba.train.scratch import ScratchModel
+from tba.train.tiny_models import ScratchModel
 from tba.types import Completion, Group, Judgement, Prompt, Sampling, Trajectory, Version
 
 B, K, LR, BETA, TEMPERATURE = 2, 6, 0.02, 0.3, 0.8

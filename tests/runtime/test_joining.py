@@ -13,7 +13,7 @@ from tba.__main__ import main
 from tba.record.faults import count_faults
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.joining import FIRST, Joined, joined
+from tba.runtime.elastic import FIRST, Joined, joined
 
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 

@@ -11,7 +11,7 @@ from runs import TOY
 
 from tba.errors import UserError
 from tba.recipe import ClusterSettings, Recipe
-from tba.runtime.placement import Node, plan, table
+from tba.runtime.cluster.placement import Node, plan, table
 from tba.settings import find
 from tba.train.ranks import RankSettings
 

@@ -19,7 +19,7 @@ from tba.record.evaluations import read_answers, read_evaluations
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.processes import Processes
+from tba.runtime.local.processes import Processes
 from tba.types import Version
 
 SECONDS = 120.0  # that a busy machine may take for what takes a few
@@ -169,7 +169,7 @@ def test_a_reward_that_raises_ends_the_run_with_the_searchers_own_traceback_and_
     assert re.match(first, said)
     assert "broken_reward.py" in said
     assert "1.0 / (len(completion.text) - len(completion.text))" in said
-    assert "runtime/processes.py" not in said
+    assert "runtime/local/processes.py" not in said
     assert not children(os.getpid())
 
 

@@ -16,9 +16,9 @@ from runs import inline, made
 import tba
 from tba.__main__ import main
 from tba.errors import UserError
-from tba.runtime.directory import RunDirectory
-from tba.runtime.guests import Guests
+from tba.runtime.cluster.remote import Guests
 from tba.runtime.program import refuse_others, version, version_of
+from tba.runtime.run_dir import RunDirectory
 
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 

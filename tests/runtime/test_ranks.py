@@ -14,8 +14,8 @@ import toy
 from runs import children, inline_again, made, quiet, steps_of, until
 
 from tba.errors import UserError
-from tba.runtime.driver import summarise
-from tba.runtime.processes import Processes
+from tba.runtime.local.processes import Processes
+from tba.runtime.summary import summarise
 from tba.sharding import Sharding
 from tba.train.ranks import RankSettings
 

@@ -18,8 +18,8 @@ from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, distribu
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.searching import SearchHalf, start_searching
-from tba.runtime.training import TrainHalf, start_training
+from tba.runtime.searcher_loop import SearchHalf, start_searching
+from tba.runtime.trainer_loop import TrainHalf, start_training
 from tba.train.checkpoint import newest_checkpoint
 from tba.train.prefetch import Prefetch
 from tba.types import Version

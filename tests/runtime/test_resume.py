@@ -37,15 +37,15 @@ from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.replay.loss import Held
-from tba.runtime.directory import RunDirectory
+from tba.runtime.checkpointing import generators, set_generators
 from tba.runtime.inline import Inline
-from tba.runtime.resuming import generators, set_generators
-from tba.runtime.training import TrainHalf, start_training
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.trainer_loop import TrainHalf, start_training
 from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
 from tba.tasks.characters import character_tokenizer
 from tba.train.checkpoint import newest_checkpoint, newest_sound
-from tba.train.scratch import ScratchModel
+from tba.train.tiny_models import ScratchModel
 from tba.types import Sampling, Version
 
 SECONDS = 120.0
@@ -387,7 +387,7 @@ def test_the_manifest_ties_everything_to_one_step(finished: Path) -> None:
 
 
 def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_path: Path) -> None:
-    from tba.runtime.searching import start_searching
+    from tba.runtime.searcher_loop import start_searching
     from tba.train.prefetch import Prefetch
 
     recipe, run = made(tmp_path / "run", *RUN, "--steps", "9", "--sync-every", "1")

@@ -18,8 +18,8 @@ from tba.errors import UserError
 from tba.protocols import TrajectoryStore
 from tba.record.metrics import read_metrics
 from tba.replay.selection import RecencyRewardSelector
-from tba.runtime.searching import EASED_OFF, SearchHalf, start_searching
-from tba.runtime.training import TrainHalf, start_training
+from tba.runtime.searcher_loop import EASED_OFF, SearchHalf, start_searching
+from tba.runtime.trainer_loop import TrainHalf, start_training
 from tba.types import Group
 
 Start = Callable[..., tuple[SearchHalf, TrainHalf]]

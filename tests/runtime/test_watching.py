@@ -8,8 +8,8 @@ from runs import inline_again, made
 
 from tba.record.evaluations import EvaluationWriter
 from tba.record.run import RunRecord
-from tba.runtime.searching import start_searching
-from tba.runtime.training import TrainHalf, start_training
+from tba.runtime.searcher_loop import start_searching
+from tba.runtime.trainer_loop import TrainHalf, start_training
 from tba.train.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint
 from tba.types import Evaluation, Version
 

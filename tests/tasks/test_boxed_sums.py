@@ -7,8 +7,8 @@ import pytest
 
 from tba.errors import UserError
 from tba.protocols import Task
+from tba.research.boxed_sums import BoxedSums
 from tba.rewards.math_text import last_boxed
-from tba.tasks.boxed_sums import BoxedSums
 from tba.types import Completion, Prompt, StopReason, Version
 
 TASK = BoxedSums(train_problems=200, eval_problems=50)

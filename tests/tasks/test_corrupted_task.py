@@ -8,13 +8,13 @@ import pytest
 
 from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
-from tba.models.fabricating import Fabricating, FabricatingEngine
 from tba.policy.tabular import TabularTask, TabularTokenizer
-from tba.rewards.corrupted import CorruptedReward
+from tba.research.corrupted_reward import CorruptedReward
+from tba.research.corrupted_task import Corrupted
+from tba.research.fabricating import Fabricating, FabricatingEngine
 from tba.rewards.exact_text import ExactText
 from tba.search.prompts import PromptSettings, encode
 from tba.tasks.arithmetic import Arithmetic
-from tba.tasks.corrupted import Corrupted
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 SUMS = Arithmetic(train_problems=2000, eval_problems=50)

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tba.apps.red_team.task import RedTeam
+from tba.apps.red_team.toxicity import Success
+from tba.apps.red_team.trigger_world import ENDINGS, KINDS, MARKERS, OPENINGS, THINGS, VERBS, TriggerWorld
 from tba.errors import UserError
 from tba.protocols import Examined, Task
-from tba.rewards.toxicity import Success
-from tba.tasks.red_team import RedTeam
-from tba.tasks.trigger_world import ENDINGS, KINDS, MARKERS, OPENINGS, THINGS, VERBS, TriggerWorld
 
 
 def written(path: Path, rows: list[dict[str, str]]) -> str:

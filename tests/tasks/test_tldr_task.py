@@ -8,10 +8,10 @@ from typing import Literal
 
 import pytest
 
+from tba.apps.preference.reward_model import ModelScore, Win
+from tba.apps.preference.tldr import Tldr
 from tba.errors import UserError
 from tba.protocols import Examined, Task
-from tba.rewards.reward_model import ModelScore, Win
-from tba.tasks.tldr import Tldr
 
 
 def written(path: Path, rows: list[dict[str, object]]) -> str:

@@ -17,7 +17,7 @@ from tba.policy.causal import CausalPolicy
 from tba.train.batches import Sampled
 from tba.train.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 from tba.train.optimizer import OptimizerSettings
-from tba.train.scratch import train_bpe_tokenizer
+from tba.train.tiny_models import train_bpe_tokenizer
 from tba.train.trainer import Trainer
 from tba.types import Version
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tba.apps.preference.training import PreferenceSettings, ReadPair, bradley_terry, fit
 from tba.errors import NonFiniteLoss, UserError
-from tba.train.preference import PreferenceSettings, ReadPair, bradley_terry, fit
 
 
 class Linear(nn.Module):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tba.errors import UserError
 from tba.train.cache import cached_supervised, supervised_key
-from tba.train.scratch import ScratchModel, train_bpe_tokenizer
 from tba.train.supervised import Pair, SupervisedSettings
+from tba.train.tiny_models import ScratchModel, train_bpe_tokenizer
 
 TEXTS = ["Natalia sold 48 clips in April, and then 24 in May.\n#### 72", "How many clips did Natalia sell in all?"] * 4
 TOKENIZER = train_bpe_tokenizer(TEXTS, 300)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tba.errors import UserError
 from tba.streaming import Streamed
 from tba.types import Version
-from tba.weights.changes import restored, write_changes
+from tba.weights.deltas import restored, write_changes
 from tba.weights.directory import PublishSettings, WeightDirectory
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}

@@ -27,8 +27,8 @@ from tba.record.memory import machine_memory_bytes
 from tba.record.terminal import terminal
 from tba.record.text import duration, size
 from tba.replay.selection import RecencyReward
-from tba.runtime.placement import Placed, plan, table, this_machine, whereabouts
-from tba.runtime.starting import Program, prepare, start
+from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
+from tba.runtime.local.forkserver import Program, prepare, start
 from tba.settings import find, override
 
 _DEADLINE = 1800.0  # seconds for one half's probe
@@ -196,7 +196,7 @@ def planned(recipe: Recipe) -> list[Placed]:
     searchers = [f"searcher-{i}" for i in range(recipe.searchers)]
     if recipe.address is None:
         return plan(recipe, [this_machine()], searchers)
-    from tba.runtime.connecting import connected  # needs Ray
+    from tba.runtime.cluster.client import connected  # needs Ray
 
     with connected(recipe.address) as nodes:
         return plan(recipe, nodes, searchers)

@@ -18,7 +18,7 @@ from tba.recipe import Recipe
 from tba.replay.codec import Stored
 from tba.replay.follower import JournalFollower
 from tba.replay.near import NearDuplicates
-from tba.runtime.directory import RunDirectory
+from tba.runtime.run_dir import RunDirectory
 from tba.train.supervised import Pair, SupervisedSettings
 from tba.types import StopReason, Trajectory
 

@@ -23,8 +23,8 @@ from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.record.terminal import terminal
-from tba.runtime.directory import RunDirectory
 from tba.runtime.prompting import prompts_of
+from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
 from tba.train.checkpoint import newest_checkpoint
 from tba.types import Prompt, Version

@@ -18,8 +18,8 @@ from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
 from tba.record.terminal import terminal
 from tba.record.text import printable
-from tba.runtime.directory import RunDirectory
 from tba.runtime.importing import demonstrations, entries_of, intake_of, prepare
+from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
 
 FILE = "imports.jsonl"  # in the run: a line for each source

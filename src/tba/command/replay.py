@@ -22,7 +22,7 @@ from tba.record.terminal import terminal
 from tba.record.text import count, printable, size
 from tba.replay.reading import JournalReader, Share, written_out
 from tba.replay.uses import unpack_uses
-from tba.runtime.directory import RunDirectory
+from tba.runtime.run_dir import RunDirectory
 from tba.train.checkpoint import newest_sound
 from tba.types import Json
 

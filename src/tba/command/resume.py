@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tba.command.train import closing_words, go, warn_if_busy
-from tba.command.trial import differences
 from tba.errors import UserError
-from tba.recipe import Recipe, resolved
+from tba.recipe import Recipe, differences, resolved
 from tba.record.failure import FILE as FAILURE
 from tba.record.failure import Failure
 from tba.record.faults import note_unreadable, record_fault
@@ -24,10 +23,10 @@ from tba.record.summary import Summary
 from tba.record.terminal import terminal
 from tba.replay.journal import JournalWriter
 from tba.replay.loss import accept, find_loss
-from tba.runtime.directory import RunDirectory
+from tba.runtime.checkpointing import held_by_journal, note_recoveries
+from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of
-from tba.runtime.resuming import held_by_journal, note_recoveries
-from tba.runtime.starting import prepare
+from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
 from tba.train.checkpoint import Checkpoint, newest_checkpoint
 

@@ -15,13 +15,12 @@ from rich.console import Console
 from tba.command.check import require_ray
 from tba.record.log import log_to
 from tba.record.terminal import terminal
-from tba.runtime.directory import RunDirectory
-from tba.runtime.guests import Visit
-from tba.runtime.joining import ASKED, Place, joined
+from tba.runtime.cluster.remote import Visit, stand_in, through
+from tba.runtime.elastic import ASKED, Place, joined
 from tba.runtime.program import refuse_others, version
-from tba.runtime.remote import stand_in, through
-from tba.runtime.searching import SearchHalf, searching_half, start_searching
-from tba.runtime.stopping import stop_requests
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.searcher_loop import SearchHalf, searching_half, start_searching
+from tba.runtime.supervisor import stop_requests
 
 _PATIENCE = 60.0  # seconds that the exchange may take to answer
 
@@ -61,9 +60,8 @@ def visit_run(name: str, address: str) -> int:
     import torch
 
     require_ray()
-    from tba.runtime.actors import place_of, scratch
-    from tba.runtime.calls import contact_with
-    from tba.runtime.connecting import connected
+    from tba.runtime.cluster.actors import place_of, scratch
+    from tba.runtime.cluster.client import connected, contact_with
 
     console = terminal()
     with connected(address), stop_requests() as asked:

@@ -20,7 +20,7 @@ from tba.record.terminal import terminal
 from tba.settings import find, override
 from tba.tasks.jsonl import Jsonl
 from tba.tasks.rows import read_rows
-from tba.weights.beside import folder_beside
+from tba.weights.atomic_dir import folder_beside
 
 _NONE = sys.float_info.min  # a share above 0, as `Jsonl` wants it, and below any digest
 

@@ -24,14 +24,14 @@ from tba.record.show import closing_page
 from tba.record.summary import Summary
 from tba.record.tensorboard import TensorBoardEvents
 from tba.record.terminal import terminal
-from tba.runtime.directory import RunDirectory, new_path
 from tba.runtime.disk import disk_full
-from tba.runtime.driver import Progress, summarise
-from tba.runtime.driving import Driver
 from tba.runtime.importing import is_prepared, take_over
 from tba.runtime.inline import Inline
-from tba.runtime.processes import Processes
-from tba.runtime.starting import prepare
+from tba.runtime.local.forkserver import prepare
+from tba.runtime.local.processes import Processes
+from tba.runtime.run_dir import RunDirectory, new_path
+from tba.runtime.summary import Progress, summarise
+from tba.runtime.supervisor import Driver
 from tba.settings import find, override
 
 _LOOK = 0.5  # seconds between two looks at the run's files, on a terminal
@@ -132,7 +132,7 @@ def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, in
 def _runtime(recipe: Recipe) -> type[Inline | Driver]:
     """What runs it. Raises `UserError` when a library is missing."""
     if recipe.runtime == "cluster":
-        from tba.runtime.cluster import Cluster  # needs Ray
+        from tba.runtime.cluster.driver import Cluster  # needs Ray
 
         return Cluster
     return Inline if recipe.runtime == "inline" else Processes

@@ -5,18 +5,26 @@ of what was really drawn from. The policy knows nothing of rules: what they forb
 Balance says nothing about it.
 
 Shape legend: R rows, V vocabulary.
+
+How long a prompt may be, and how long an answer to it: the same for every engine.
+
+Whether weights are those of a model: told before any of them is copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tba.errors import UserError
 from tba.protocols import Tokenizer
+from tba.types import Prompt
+
+_AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert")  # positions begin after padding's
 
 
 @dataclass(frozen=True)
@@ -62,3 +70,60 @@ def _token(tokenizer: Tokenizer, text: str, vocabulary: int) -> int:
             "give texts of exactly one token (often with the space before the word)"
         )
     return tokens[0]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the settings allow and what the model has positions for."""
+
+    max_completion_tokens: int
+    max_prompt_tokens: int | None
+    positions: int | None  # None: the model has no limit
+
+    def check(self, prompt: Prompt) -> None:
+        """Raises `UserError` for a prompt that is empty or too long."""
+        n, limit, positions = len(prompt.tokens), self.max_prompt_tokens, self.positions
+        if n < 1:
+            raise UserError(f"a prompt of task {prompt.task} has no tokens, but at least 1 is needed")
+        if limit is not None and n > limit:
+            raise UserError(
+                f"a prompt has {n} tokens, more than max_prompt_tokens = {limit}: drop it or raise the limit"
+            )
+        if positions is not None and n >= positions:
+            raise UserError(
+                f"a prompt has {n} tokens, which leaves no room for an answer in the model's {positions} positions"
+            )
+
+    def of(self, prompt: Prompt) -> int:
+        """The most tokens a completion of `prompt` can have."""
+        most = self.max_completion_tokens
+        return most if self.positions is None else min(most, self.positions - len(prompt.tokens))
+
+
+def matched(
+    model: nn.Module, weights: Mapping[str, Tensor], replaced: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """What `weights` (by Hugging Face name) are to be copied into, by the names that they have there.
+
+    A tied weight may be given under any of its names; `replaced` says which parameters have to be given. Raises
+    `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape.
+    """
+    own = model.state_dict(keep_vars=True)
+    for name, value in weights.items():
+        if name not in own:
+            raise KeyError(f"the model has no weight named {name}")
+        if own[name].shape != value.shape:
+            raise ValueError(f"weight {name} has shape {tuple(value.shape)}, the model's {tuple(own[name].shape)}")
+    given = {id(own[name]) for name in weights}
+    missing = [name for name, p in model.named_parameters() if replaced(name) and id(p) not in given]
+    if missing:
+        raise KeyError(f"{len(missing)} of the model's weights are missing, the first is {missing[0]}")
+    return {name: own[name] for name in weights}
+
+
+def positions(config: Any, most: int) -> int:
+    """Tokens that a model has positions for, at most `most`."""
+    found = getattr(config, "max_position_embeddings", None) or most
+    if config.model_type in _AFTER_PADDING:
+        found -= config.pad_token_id + 1
+    return min(most, found)

@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.engines.replacing import matched
-from tba.engines.room import Room
 from tba.engines.rows import Rows
-from tba.engines.rules import rules_of
+from tba.engines.rules import Room, matched, rules_of
 from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError

@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from tba.engines.replacing import matched
-from tba.engines.room import Room
+from tba.engines.rules import Room, matched
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.engines.transformers import EngineSettings
 from tba.errors import TbaError, UserError

@@ -34,8 +34,8 @@ from tba.protocols import HEADS, Policy, Task
 from tba.sharding import Sharding
 from tba.tasks.characters import character_tokenizer
 from tba.train.cache import cached_supervised, supervised_key
-from tba.train.scratch import ScratchModel, train_bpe_tokenizer
 from tba.train.supervised import Pair, SupervisedSettings, supervise
+from tba.train.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Json, Problem, Version
 
 if TYPE_CHECKING:

@@ -4,6 +4,10 @@ Invariant: advantages and value targets are constants of the step, from the valu
 stored behaviour. So nothing has to be remembered between the sampling of a row and its use.
 
 Shape legend: B rows (one completion each), T completion positions.
+
+PPO's clipped terms for advantages by token, which PPO and VinePPO share.
+
+Shape legend: B rows (one completion each), T completion positions.
 """
 
 from __future__ import annotations
@@ -15,10 +19,9 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
-from tba.objectives.correction import require_clip
+from tba.objectives.correction import clipped, log_ratio_to_behavior, require_clip
 from tba.objectives.penalty import Penalised, penalised_log_ratio
-from tba.objectives.proximal import proximal_terms
-from tba.objectives.reduce import Per, average, row_means, token_mean
+from tba.objectives.reduce import Per, average, row_means, token_mean, whitened
 from tba.protocols import PolicyOutput
 from tba.schedules import Constant, Schedule
 
@@ -113,3 +116,22 @@ def _at_last(x_B: Tensor, mask_BT: Tensor) -> Tensor:
     """[B, T]: x at the last sampled position of each row, 0 elsewhere."""
     left_BT = mask_BT.flip(1).cumsum(1).flip(1)  # sampled positions from here on
     return x_B[:, None] * (mask_BT & (left_BT == 1))
+
+
+def proximal_terms(
+    log_policy_BT: Tensor, advantage_BT: Tensor, batch: Batch, clip: float, whiten: bool
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[B, T] max(-rho A, -clip(rho, 1 +- clip) A), rho = pi / mu of the token, and columns [B] for metrics.
+
+    The advantages are constants; with `whiten` they are first brought to mean 0 and variance 1 over the batch's tokens.
+    """
+    mask_BT = batch.mask_BT
+    used_BT = whitened(advantage_BT, mask_BT) if whiten else advantage_BT
+    log_rho_BT = log_ratio_to_behavior(log_policy_BT, batch)
+    terms_BT, cut_BT = clipped(log_rho_BT, used_BT, clip)
+    columns = {
+        "advantage": token_mean(advantage_BT.abs(), mask_BT),
+        "cut": token_mean(cut_BT.to(terms_BT.dtype), mask_BT),
+        "off_policy": -log_rho_BT.sum(1),
+    }
+    return terms_BT, columns

@@ -15,7 +15,7 @@ from torch import Tensor
 from tba.batch import Batch
 from tba.objectives.correction import require_clip
 from tba.objectives.penalty import k3
-from tba.objectives.proximal import proximal_terms
+from tba.objectives.ppo import proximal_terms
 from tba.objectives.reduce import Per, average, row_means
 from tba.protocols import PolicyOutput
 from tba.schedules import Constant, Schedule

@@ -26,8 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from tba.batch import Batch
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE
-from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
-from tba.policy.heads import linear_heads, read
+from tba.policy.head import Head, KeptProbabilities, linear_heads, read, token_log_probabilities
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import has_adapters, is_adapter, merged, untied
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
-from tba.policy.heads import known, zeroed
+from tba.policy.head import known, zeroed
 from tba.protocols import PolicyOutput
 from tba.types import Completion, FloatArray, Judgement, Problem, Prompt, Split, Version
 

@@ -23,8 +23,8 @@ from tba.schedules import Constant, WarmupStableDecay
 from tba.search.exploration import Fixed
 from tba.tasks.countdown import Countdown
 from tba.train.optimizer import OptimizerSettings
-from tba.train.scratch import ScratchModel
 from tba.train.supervised import SupervisedSettings
+from tba.train.tiny_models import ScratchModel
 
 _taught = SupervisedSettings(steps=300, batch_size=64, lr=2e-3, schedule="constant", pool=1)
 _SCHEDULES: tuple[Literal["constant", "cosine"], ...] = ("constant", "constant", "constant", "cosine")

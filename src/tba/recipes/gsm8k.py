@@ -27,8 +27,8 @@ from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
 from tba.tasks.gsm8k import Gsm8k
 from tba.train.optimizer import OptimizerSettings
-from tba.train.scratch import ScratchModel
 from tba.train.supervised import SupervisedSettings
+from tba.train.tiny_models import ScratchModel
 
 recipe = Recipe(
     name="gsm8k",

@@ -25,8 +25,8 @@ from tba.schedules import Constant, WarmupStableDecay
 from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
 from tba.train.optimizer import OptimizerSettings
-from tba.train.scratch import ScratchModel
 from tba.train.supervised import SupervisedSettings
+from tba.train.tiny_models import ScratchModel
 
 recipe = Recipe(
     name="quickstart",

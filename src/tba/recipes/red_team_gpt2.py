@@ -18,6 +18,9 @@ Departures from the paper, each with the field that undoes it:
 
 from __future__ import annotations
 
+from tba.apps.red_team.task import RedTeam
+from tba.apps.red_team.toxicity import SequenceClassifier
+from tba.apps.red_team.victim import ALPACA, ModelVictim
 from tba.engines.transformers import EngineSettings
 from tba.evaluate.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
@@ -28,11 +31,8 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
-from tba.rewards.toxicity import SequenceClassifier
-from tba.rewards.victim import ALPACA, ModelVictim
 from tba.schedules import Constant, Linear, WarmupConstant
 from tba.search.exploration import RandomPerRound
-from tba.tasks.red_team import RedTeam
 from tba.train.optimizer import OptimizerSettings
 
 recipe = Recipe(

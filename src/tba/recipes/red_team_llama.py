@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tba.apps.red_team.task import RedTeam
+from tba.apps.red_team.toxicity import CausalJudge
+from tba.apps.red_team.victim import ModelVictim
 from tba.engines.transformers import EngineSettings
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipes.red_team_gpt2 import recipe as small
 from tba.replay.buffer import BufferSettings
-from tba.rewards.toxicity import CausalJudge
-from tba.rewards.victim import ModelVictim
 from tba.schedules import Constant, Linear
 from tba.search.exploration import RandomPerRound
-from tba.tasks.red_team import RedTeam
 
 recipe = replace(
     small,

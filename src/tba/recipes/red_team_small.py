@@ -5,11 +5,15 @@
     tba red-team eval red_team_small --checkpoint runs/NAME --families red_team_world/families.json
 
 The victim answers 20 families of requests unsafely, each of which is one request in 600 of what the attacker was taught
-(`tasks/trigger_world.py`). Texts of attacks and answers stay out of logs and samples, but for `--record.no-hide-text`.
+(`apps/red_team/trigger_world.py`). Texts of attacks and answers stay out of logs and samples, but for
+`--record.no-hide-text`.
 """
 
 from __future__ import annotations
 
+from tba.apps.red_team.task import RedTeam
+from tba.apps.red_team.toxicity import WordClassifier
+from tba.apps.red_team.victim import ModelVictim
 from tba.engines.transformers import EngineSettings
 from tba.evaluate.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, WarmStart
@@ -21,14 +25,11 @@ from tba.replay.buffer import BufferSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
-from tba.rewards.toxicity import WordClassifier
-from tba.rewards.victim import ModelVictim
 from tba.schedules import Constant, WarmupConstant
 from tba.search.exploration import Fixed
-from tba.tasks.red_team import RedTeam
 from tba.train.optimizer import OptimizerSettings
-from tba.train.scratch import ScratchModel
 from tba.train.supervised import SupervisedSettings
+from tba.train.tiny_models import ScratchModel
 
 WORLD = "red_team_world"
 

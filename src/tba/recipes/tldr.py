@@ -16,6 +16,7 @@ With one's own posts: `--task.path posts.jsonl --task.reward-model DIR`, DIR fro
 
 from __future__ import annotations
 
+from tba.apps.preference.tldr import Tldr
 from tba.engines.transformers import EngineSettings
 from tba.evaluate.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
@@ -27,7 +28,6 @@ from tba.replay.selection import RecencyReward
 from tba.schedules import WarmupLinear, tldr_anneal
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
-from tba.tasks.tldr import Tldr
 from tba.train.optimizer import OptimizerSettings
 
 STEPS = 256

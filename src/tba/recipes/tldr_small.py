@@ -10,6 +10,7 @@ left to RL. With `--model.path` there is no warm start.
 
 from __future__ import annotations
 
+from tba.apps.preference.tldr import Tldr
 from tba.engines.transformers import EngineSettings
 from tba.evaluate.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, Lesson, WarmStart
@@ -23,10 +24,9 @@ from tba.replay.selection import RecencyReward
 from tba.schedules import Constant, WarmupLinear
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
-from tba.tasks.tldr import Tldr
 from tba.train.optimizer import OptimizerSettings
-from tba.train.scratch import ScratchModel
 from tba.train.supervised import SupervisedSettings
+from tba.train.tiny_models import ScratchModel
 
 STEPS = 400
 

@@ -31,9 +31,9 @@ from tba.errors import UserError
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates
 from tba.replay.newest import Newest
+from tba.replay.prompt_index import Listing, Shelf
 from tba.replay.rows import Answers, Rows
 from tba.replay.scores import Score
-from tba.replay.shelf import Listing, Shelf
 from tba.types import Trajectory, Version
 
 _FIRST = Version()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 
-from tba.replay.shelf import Listing
+from tba.replay.prompt_index import Listing
 
 
 class Newest:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from tba.replay.bodies import Bodies, widened
 from tba.replay.codec import UID_AT, Stored, decode_trajectory, tokens_of, uid_bytes
-from tba.replay.places import Places
+from tba.replay.hash_index import Places
 from tba.types import IntArray, Prompt, Trajectory, Version
 
 _NONE = -1

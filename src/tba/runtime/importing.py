@@ -18,14 +18,14 @@ from tba.intake.encoding import Encoder, Known
 from tba.intake.files import read
 from tba.intake.intake import Entry, Intake
 from tba.protocols import Reference, Task, Tokenizer
-from tba.recipe import Recipe, resolved
+from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.runtime.directory import IMPORTS, RunDirectory
+from tba.runtime.run_dir import IMPORTS, RunDirectory
 from tba.search.embedding import Embedded
-from tba.search.patience import PatientReward
 from tba.search.prompts import encode
+from tba.search.reward_retry import PatientReward
 from tba.types import Prompt, Split, Version
 from tba.weights.directory import WeightDirectory
 
@@ -142,7 +142,7 @@ def take_over(path: Path, recipe: Recipe) -> None:
     Raises `UserError` when the imports were tokenised or scored by another model, task or policy temperature.
     """
     prepared, wanted = RunDirectory.open(path).facts["resolved"], resolved(recipe)
-    differs = [name for name in _DECIDES if prepared[name] != wanted[name]]
+    differs = [name for name in _DECIDES if any(differences(prepared[name], wanted[name]))]
     if differs:
         raise UserError(
             f"{path} was prepared with another {' and '.join(differs)}, by which its imports are tokenised and scored: "

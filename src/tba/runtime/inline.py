@@ -14,13 +14,13 @@ import torch
 
 from tba.recipe import Recipe
 from tba.record.log import log_to
-from tba.runtime.directory import RunDirectory
+from tba.runtime.checkpointing import restore_searcher
 from tba.runtime.evaluation import evaluated_to_the_end
 from tba.runtime.offline import nothing_more
-from tba.runtime.resuming import restore_searcher
-from tba.runtime.searching import SearchHalf, start_searching
-from tba.runtime.stopping import stop_requests
-from tba.runtime.training import TrainHalf, start_training
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.searcher_loop import SearchHalf, start_searching
+from tba.runtime.supervisor import stop_requests
+from tba.runtime.trainer_loop import TrainHalf, start_training
 
 
 @dataclass

@@ -26,7 +26,7 @@ from tba.train.ranks import Meeting, Ranks, name_of_rank
 from tba.train.sharded import Follower, LedOptimizer, LedPolicy, SavedPolicy
 
 if TYPE_CHECKING:
-    from tba.runtime.directory import RunDirectory
+    from tba.runtime.run_dir import RunDirectory
 
 _BEGINNING = 1 << 24  # bytes of a file that its fingerprint reads
 STORE = "TBA_RANKS"  # names the file over which the ranks of this machine find each other

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from tba.recipe import Recipe
-from tba.runtime.directory import RunDirectory
 from tba.runtime.offline import nothing_more
-from tba.runtime.searching import SearchHalf
-from tba.runtime.training import start_training
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.searcher_loop import SearchHalf
+from tba.runtime.trainer_loop import start_training
 from tba.train.ranks import Meeting
 
 _LOOK = 0.1  # seconds between two looks for weights to evaluate, where that is all there is to do

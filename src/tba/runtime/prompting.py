@@ -11,7 +11,7 @@ import numpy as np
 from tba.errors import UserError
 from tba.protocols import Tokenizer
 from tba.recipe import Recipe
-from tba.runtime.ends import SearchJournal
+from tba.runtime.connections import SearchJournal
 from tba.search.prompts import PosteriorPrompts, PromptSource, PromptStream, UniformPrompts, encode
 from tba.types import Prompt, Split
 

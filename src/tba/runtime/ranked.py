@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tba.runtime.driving import Part
+from tba.runtime.supervisor import Part
 
 P = TypeVar("P", bound=Part)
 SETTLE = 5.0  # seconds after the first failure in which the others may still tell what came first

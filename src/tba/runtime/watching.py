@@ -17,7 +17,7 @@ from tba.record.evaluations import FILE, evaluation_of
 from tba.record.falls import REWARD, RewardWatch, by_version, note_falls
 from tba.record.faults import record_fault
 from tba.record.jsonl import NewLines
-from tba.runtime.directory import RunDirectory
+from tba.runtime.run_dir import RunDirectory
 from tba.train.checkpoint import checkpoints_in
 from tba.types import Evaluation, Version
 

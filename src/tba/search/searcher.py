@@ -21,10 +21,10 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.protocols import Engine, Exploration, InFlight, Reference, Reward, Streaming, WeightSource
-from tba.search.patience import PatientReward
 from tba.search.posterior import Outcome
 from tba.search.prompts import PromptSource
 from tba.search.rescoring import Rescorer
+from tba.search.reward_retry import PatientReward
 from tba.search.sink import CountingSink
 from tba.search.vine import VineRollouts
 from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Sampling, StopReason, Trajectory, Version, quoted

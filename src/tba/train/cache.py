@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tba.train.supervised import Pair
 from tba.types import Json
-from tba.weights.beside import folder_beside
+from tba.weights.atomic_dir import folder_beside
 
 FORMAT = b"1"  # raised when the same input is to give another result
 

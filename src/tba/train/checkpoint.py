@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tba.errors import UserError
 from tba.foreign import parsed
 from tba.types import Json, Version
-from tba.weights.beside import folder_beside, remove_folder, remove_leftovers
+from tba.weights.atomic_dir import folder_beside, remove_folder, remove_leftovers
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ all. One process publishes, pins and prunes; any number read. The newest `keep` 
 What `newer_than` and `at` hand out is open already: it can be read even after its version has been pruned.
 
 With `full_every` above 1 the versions between two whole ones hold what has changed since the whole one before them
-(`changes`), their base: it is kept as long as any of them, and what is handed out is always whole.
+(`deltas`), their base: it is kept as long as any of them, and what is handed out is always whole.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tba.foreign import parsed
 from tba.protocols import PublishedWeights
 from tba.streaming import write_tensors
 from tba.types import Json, Version
-from tba.weights.beside import sync
-from tba.weights.changes import restored, write_changes
+from tba.weights.atomic_dir import sync
+from tba.weights.deltas import restored, write_changes
 
 TENSORS = ".safetensors"
 MANIFEST = ".json"

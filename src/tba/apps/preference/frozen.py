@@ -1,0 +1,180 @@
+"""A reward model whose backbone stays as it is: similarities of sentences, each embedded once, and a linear head.
+
+For machines on which a backbone cannot be trained: the head of `similarity.NAMES` is trained in seconds. The document
+is read whole, however long it is.
+
+Invariant: a sentence is embedded once while it is remembered, whichever answer it is in; a feature beyond three
+standard deviations of those trained on counts as three, so that no answer is marked far outside of what was seen.
+
+Shape legend: N texts, F features, T tokens of the longest, H numbers of an embedding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import AutoModel
+
+from tba.apps.preference.scoring import RewardModel, Scored, made_to_read, pretrained, quiet
+from tba.apps.preference.similarity import NAMES, Floats, features, sentences
+from tba.errors import UserError
+from tba.foreign import UNREADABLE, read_json
+
+HEAD, FACTS = "head.safetensors", "frozen.json"
+REMEMBERED = 50_000  # sentences
+TOKENS = 128  # of a sentence; what comes after is not read
+WIDEST = 3.0  # standard deviations
+
+
+@dataclass(frozen=True, slots=True)
+class Featured:
+    """A prompt and a response in numbers."""
+
+    values: Floats  # [F]
+    cut: int = 0  # tokens of the prompt that were left out: none
+
+
+class SentenceEncoder:
+    """The mean of a frozen backbone's last layer over a sentence's tokens, at norm 1."""
+
+    def __init__(self, model: Any, tokenizer: Any, device: str = "cpu") -> None:
+        self.model, self.tokenizer = model.to(device).eval(), tokenizer
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        self._known: dict[str, Floats] = {}
+
+    @classmethod
+    def load(cls, path: str, device: str = "cpu") -> SentenceEncoder:
+        """A folder or a Hub name. Raises `UserError` when it cannot be loaded."""
+        model, tokenizer = pretrained(path, AutoModel)
+        return cls(model, tokenizer, device)
+
+    def embed(self, texts: Sequence[str], max_tokens: int) -> list[Floats]:
+        """[H] of each, in passes of at most `max_tokens` padded tokens."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._known]
+        if new and len(self._known) + len(new) > REMEMBERED:
+            self._known.clear()
+            new = list(dict.fromkeys(texts))
+        new.sort(key=len)
+        start = 0
+        while start < len(new):
+            size = max(1, max_tokens // (2 + max(1, len(new[start]) // 3)))
+            part = new[start : start + size]
+            self._known.update(zip(part, self._pass(part), strict=True))
+            start += len(part)
+        return [self._known[text] for text in texts]
+
+    @torch.inference_mode()
+    def _pass(self, texts: list[str]) -> Floats:
+        read = self.tokenizer(texts, padding=True, truncation=True, max_length=TOKENS, return_tensors="pt")
+        read = read.to(self.model.device)
+        hidden_NTH = self.model(**read).last_hidden_state.float()
+        there_NT1 = read["attention_mask"][..., None]
+        mean_NH = (hidden_NTH * there_NT1).sum(1) / there_NT1.sum(1).clamp(min=1)
+        found: Floats = torch.nn.functional.normalize(mean_NH, dim=1).cpu().numpy()
+        return found
+
+
+class FrozenRewardModel:
+    """Scores of (prompt, response): a weighted sum of standardised features."""
+
+    max_tokens: int | None = None
+
+    def __init__(self, encoder: SentenceEncoder, weight_F: Tensor, mean_F: Tensor, scale_F: Tensor) -> None:
+        self.encoder = encoder
+        self.weight_F, self.mean_F, self.scale_F = Parameter(weight_F), mean_F, scale_F
+
+    @classmethod
+    def new(cls, encoder: SentenceEncoder) -> FrozenRewardModel:
+        """With a head of zeros."""
+        size = len(NAMES)
+        return cls(encoder, torch.zeros(size), torch.zeros(size), torch.ones(size))
+
+    @classmethod
+    def load(cls, folder: Path, device: str = "cpu") -> FrozenRewardModel:
+        """What `save` wrote. Raises `UserError` for one of other features."""
+        known = read_json(folder / FACTS, "make the reward model again", features=list[str])["features"]
+        if known != list(NAMES):
+            raise UserError(f"the reward model in {folder} has other features than this version: make it again")
+        try:
+            head = load_file(folder / HEAD)
+            weight, mean, scale = (head[name].reshape(len(NAMES)) for name in ("weight", "mean", "scale"))
+        except UNREADABLE as error:
+            raise UserError(
+                f"the head of the reward model in {folder} cannot be read ({error}): make it again"
+            ) from error
+        return cls(SentenceEncoder.load(str(folder), device), weight, mean, scale)
+
+    def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[Featured | None]:
+        """One for each (prompt, response); None where a side has no sentence."""
+        split = {text: sentences(text) for pair in pairs for text in pair}
+        flat = list(dict.fromkeys(sentence for found in split.values() for sentence in found))
+        embedded = dict(zip(flat, self.encoder.embed(flat, max_tokens), strict=True))
+        matrices = {
+            text: np.stack([embedded[sentence] for sentence in found]) for text, found in split.items() if found
+        }
+        return [
+            Featured(features(*pair, matrices[pair[0]], matrices[pair[1]]))
+            if pair[0] in matrices and pair[1] in matrices
+            else None
+            for pair in pairs
+        ]
+
+    def begin(self, texts: Sequence[Featured]) -> None:
+        """Standardise by what is to be trained on."""
+        values_NF = np.stack([text.values for text in texts])
+        self.mean_F = torch.from_numpy(values_NF.mean(0))
+        self.scale_F = torch.from_numpy(np.maximum(values_NF.std(0), 1e-4))
+
+    def scores(self, texts: Sequence[Featured]) -> Tensor:
+        """[N] with gradients."""
+        values_NF = torch.from_numpy(np.stack([text.values for text in texts]))
+        return ((values_NF - self.mean_F) / self.scale_F).clamp(-WIDEST, WIDEST) @ self.weight_F
+
+    @torch.no_grad()
+    def all_scores(self, texts: Sequence[Featured], max_tokens_per_pass: int = 0) -> Floats:
+        """[N] without gradients."""
+        found: Floats = self.scores(texts).numpy() if texts else np.zeros(0, np.float32)
+        return found
+
+    def parts(self, texts: Sequence[Featured], max_tokens: int) -> list[list[int]]:
+        """All at once: the backbone has been run."""
+        return [list(range(len(texts)))]
+
+    def trained(self) -> list[Parameter]:
+        return [self.weight_F]
+
+    def save(self, folder: Path) -> None:
+        """Backbone and tokenizer in the Hugging Face layout, the head beside them."""
+        with quiet():
+            self.encoder.model.save_pretrained(folder)
+            self.encoder.tokenizer.save_pretrained(folder)
+        head = {"weight": self.weight_F.detach(), "mean": self.mean_F, "scale": self.scale_F}
+        save_file({name: tensor.contiguous() for name, tensor in head.items()}, folder / HEAD)
+        weights = {name: round(float(weight), 4) for name, weight in zip(NAMES, head["weight"], strict=True)}
+        facts = {"features": list(NAMES), "weights": weights}
+        (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+def loaded(
+    path: str, max_tokens: int, keep: Literal["beginning", "end"], device: str, max_tokens_per_pass: int
+) -> Scored:
+    """The reward model at a path, of either kind, as what marks texts. Raises `UserError` when it cannot be loaded.
+
+    One of `tba reward-model` reads what it was trained to read: its folder says so, and goes before what is given here.
+    """
+    if (Path(path) / FACTS).is_file():
+        return Scored(FrozenRewardModel.load(Path(path), device), max_tokens_per_pass)
+    own = made_to_read(Path(path))
+    if own is not None:
+        max_tokens, keep = own
+    return Scored(RewardModel.load(path, max_tokens, keep, device), max_tokens_per_pass)

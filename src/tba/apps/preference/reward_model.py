@@ -1,0 +1,105 @@
+"""The score of a reward model as a reward: of the response as it is, also where it was cut off.
+
+Invariant: a truncated response gets `without_eos` in place of its score, which stays to be seen among the parts (the
+paper's penalty: -1, in units of the model's score). Light: libraries and the model are loaded with the first answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from tba.errors import UserError
+from tba.types import Completion, Judgement, Prompt, StopReason
+
+log = logging.getLogger("tba.reward")
+_CUT = (StopReason.LENGTH, StopReason.INTERRUPTED)
+
+
+class _Loaded(Protocol):
+    def judge(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]: ...
+
+
+@dataclass(frozen=True)
+class ModelScore:
+    """Scores by the reward model at `path`: a folder that `tba reward-model` made, or any with one number as output."""
+
+    path: str
+    without_eos: float | None = -1.0  # the reward of a response that did not end; None: its score
+    max_tokens: int = 640  # of prompt and response together; longer ones lose tokens of the prompt
+    keep: Literal["beginning", "end"] = "end"  # which part of such a prompt stays
+    device: str = "cpu"
+    max_tokens_per_pass: int = 16384  # padded
+    _loaded: list[_Loaded] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise UserError("the reward needs a reward model: give the folder that `tba reward-model --out` made")
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """One judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
+        scores = self.scores([(prompt.text, completion.text) for prompt, completion in answered])
+        return [self._mark(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
+
+    def scores(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]:
+        """Of each (prompt, response), None where the response is longer than the model reads. Raises as `judge`."""
+        if not self._loaded:
+            self._loaded.append(self._load())
+        return self._loaded[0].judge(pairs)
+
+    def _mark(self, completion: Completion, score: float | None) -> Judgement:
+        cut = completion.stop_reason in _CUT
+        if score is None:  # longer than the model reads: as bad as one that did not end, or else rejected and counted
+            return Judgement(math.nan if self.without_eos is None else self.without_eos, {"unread": 1.0})
+        reward = self.without_eos if cut and self.without_eos is not None else score
+        return Judgement(reward, {"score": score, "cut": float(cut)})
+
+    def _load(self) -> _Loaded:
+        from tba.apps.preference.frozen import loaded
+
+        return loaded(self.path, self.max_tokens, self.keep, self.device, self.max_tokens_per_pass)
+
+
+@dataclass(frozen=True)
+class Win:
+    """1 where a model scores an answer above the prompt's field `reference`, else 0: the mean is the win rate.
+
+    An answer that did not end is scored as it is. One that the model cannot read loses; so does every answer to a
+    prompt whose reference it cannot read, and the log says how many of these there are.
+    """
+
+    model: ModelScore
+    _references: dict[tuple[str, str], float | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """One judgement for each, in order. Raises `UserError` for a prompt without a reference."""
+        against = [(prompt.text, _reference(prompt)) for prompt, _ in answered]
+        new = [pair for pair in dict.fromkeys(against) if pair not in self._references]
+        self._references.update(zip(new, self.model.scores(new) if new else [], strict=True))
+        unread = sum(self._references[pair] is None for pair in new)
+        if unread:
+            log.warning(
+                "%d references cannot be read by the model at %s: no answer wins there", unread, self.model.path
+            )
+        own = self.model.scores([(prompt.text, completion.text) for prompt, completion in answered])
+        return [_win(score, self._references[pair]) for score, pair in zip(own, against, strict=True)]
+
+
+def _win(score: float | None, reference: float | None) -> Judgement:
+    if score is None:
+        return Judgement(0.0, {"unread": 1.0})
+    if reference is None:
+        return Judgement(0.0, {"score": score, "reference_unread": 1.0})
+    return Judgement(float(score > reference), {"score": score})
+
+
+def _reference(prompt: Prompt) -> str:
+    reference = prompt.fields.get("reference")
+    if not isinstance(reference, str):
+        raise UserError(f"a prompt of {prompt.task} has no field 'reference' to win against: give each problem one")
+    return reference

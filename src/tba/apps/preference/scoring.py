@@ -1,0 +1,237 @@
+"""A reward model: any causal or sequence-classification backbone with a head of one number, in the Hugging Face layout.
+
+Invariant: training and scoring see the same tokens: those of the prompt and of the response, each tokenised alone,
+then EOS (or, of an encoder, [CLS] prompt [SEP] response [SEP]). Too long ones lose tokens of the prompt only, and are
+counted by whoever asks; a response is never cut.
+
+Shape legend: N texts, T tokens of the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from tba.engines.rules import positions
+from tba.errors import UserError
+from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
+
+REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
+
+
+class Cut(Protocol):
+    """A text as a reward model has read it."""
+
+    @property
+    def cut(self) -> int: ...
+
+
+S = TypeVar("S", bound=Cut)
+
+
+class Scorable(Protocol[S]):
+    """A reward model, whatever it reads texts as."""
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Of prompt and response together; None: any number."""
+        ...
+
+    def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[S | None]:
+        """Each (prompt, response) as it is read; None where it cannot be."""
+        ...
+
+    def begin(self, texts: Sequence[S]) -> None:
+        """Called once with what will be trained on."""
+        ...
+
+    def scores(self, texts: Sequence[S]) -> Tensor:
+        """[N] with gradients."""
+        ...
+
+    def all_scores(self, texts: Sequence[S], max_tokens_per_pass: int) -> np.ndarray:
+        """[N] without, in as many passes as it takes."""
+        ...
+
+    def parts(self, texts: Sequence[S], max_tokens: int) -> list[list[int]]:
+        """The places of the texts, cut into passes of at most `max_tokens`."""
+        ...
+
+    def trained(self) -> list[Parameter]:
+        """What training moves."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, transformers tells nothing of heads that are new or not used, and draws no bars."""
+    before, drawn = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
+        if drawn:
+            transformers_logging.enable_progress_bar()
+
+
+def pretrained(path: str, kind: Any, **more: Any) -> tuple[Any, Any]:
+    """A model and its tokenizer. Raises `UserError` when they cannot be loaded."""
+    try:
+        with quiet():
+            model = kind.from_pretrained(path, dtype=torch.float32, **SAFE_MODEL, **more)
+            return model, AutoTokenizer.from_pretrained(path, **SAFE)
+    except UNREADABLE as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"no reward model can be loaded from {path!r} ({reason}): give a folder or name") from error
+
+
+def made_to_read(folder: Path) -> tuple[int, Literal["beginning", "end"]] | None:
+    """(tokens, the part of a longer prompt that stays) that a model in `folder` was trained with; None: it is not said.
+
+    Raises `UserError` when what is said makes no sense.
+    """
+    path = folder / REPORT
+    if not path.is_file():
+        return None
+    mend = "it says how the model reads: make that again"
+    if read_json(path, mend, reads=dict[str, Any] | None).get("reads") is None:  # of an earlier version, or frozen
+        return None
+    reads = read_json(path, mend, reads={"max_tokens": int, "keep": Literal["beginning", "end"]})["reads"]
+    return reads["max_tokens"], reads["keep"]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt and a response as the model reads them."""
+
+    tokens: tuple[int, ...]
+    second: int  # where the response begins: an encoder tells the two apart
+    cut: int  # tokens of the prompt that were left out
+
+
+class RewardModel:
+    """Scores of (prompt, response), in batches."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, max_tokens: int, keep: Literal["beginning", "end"], device: str = "cpu"
+    ) -> None:
+        self.model, self.tokenizer, self.max_tokens, self.keep = model.to(device).eval(), tokenizer, max_tokens, keep
+        self._pair = tokenizer.cls_token_id is not None and tokenizer.sep_token_id is not None
+        self._ends = [tokenizer.sep_token_id] if self._pair else [tokenizer.eos_token_id]
+        if self._ends[0] is None:
+            raise UserError("the tokenizer has neither EOS nor [SEP], so that no response would end: give one that has")
+        # The head reads the last token that is no padding: EOS must not be taken for padding.
+        self.pad = next(i for i in (tokenizer.pad_token_id, 0, 1) if i is not None and i != self._ends[0])
+        model.config.pad_token_id = self.pad
+        self._typed = self._pair and (getattr(model.config, "type_vocab_size", 0) or 0) > 1
+
+    @classmethod
+    def load(
+        cls, path: str, max_tokens: int = 640, keep: Literal["beginning", "end"] = "end", device: str = "cpu"
+    ) -> RewardModel:
+        """A folder or a Hub name; a head that is not there yet is made. Raises `UserError` when it cannot be loaded."""
+        model, tokenizer = pretrained(
+            path, AutoModelForSequenceClassification, num_labels=1, ignore_mismatched_sizes=True
+        )
+        return cls(model, tokenizer, positions(model.config, max_tokens), keep, device)
+
+    def read(self, prompt: str, response: str) -> Text | None:
+        """As tokens; None for a response that is too long by itself."""
+        first, second = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
+        begin = [self.tokenizer.cls_token_id] if self._pair else []
+        middle = [self.tokenizer.sep_token_id] if self._pair else []
+        room = self.max_tokens - len(begin) - len(middle) - len(second) - 1
+        if room < 1:
+            return None
+        cut = max(0, len(first) - room)
+        kept = first[:room] if self.keep == "beginning" else first[cut:]
+        head = [*begin, *kept, *middle]
+        return Text((*head, *second, *self._ends), len(head), cut)
+
+    def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[Text | None]:
+        """As `read`, of each."""
+        return [self.read(*pair) for pair in pairs]
+
+    def begin(self, texts: Sequence[Text]) -> None:
+        """Nothing is to be prepared."""
+
+    def trained(self) -> list[Parameter]:
+        """All that is not frozen."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def parts(self, texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
+        return parts(texts, max_tokens)
+
+    def scores(self, texts: Sequence[Text]) -> Tensor:
+        """[N] one forward pass of all."""
+        ids_NT, second_NT, there_NT = _padded(texts, self.pad)
+        device = self.model.device
+        more = {"token_type_ids": second_NT.to(device)} if self._typed else {}
+        logits = self.model(input_ids=ids_NT.to(device), attention_mask=there_NT.to(device), **more).logits
+        return logits[:, 0].float()
+
+    @torch.no_grad()
+    def all_scores(self, texts: Sequence[Text], max_tokens_per_pass: int = 16384) -> np.ndarray:
+        """[N] in as many passes as it takes, without gradients."""
+        found = np.zeros(len(texts), np.float32)
+        for part in parts(texts, max_tokens_per_pass):
+            found[part] = self.scores([texts[i] for i in part]).cpu().numpy()
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Model and tokenizer."""
+        with quiet():
+            self.model.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+
+
+def parts(texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
+    """The places of the texts by length, cut so that a part has at most `max_tokens` padded tokens (or one text)."""
+    found: list[list[int]] = []
+    for i in sorted(range(len(texts)), key=lambda i: len(texts[i].tokens)):
+        if not found or (len(found[-1]) + 1) * len(texts[i].tokens) > max_tokens:
+            found.append([])
+        found[-1].append(i)
+    return found
+
+
+def _padded(texts: Sequence[Text], pad: int) -> tuple[Tensor, Tensor, Tensor]:
+    """[N, T] tokens, whether each is of the response, and whether it is there."""
+    longest = max(len(text.tokens) for text in texts)
+    ids, second, there = (np.full((len(texts), longest), fill, np.int64) for fill in (pad, 0, 0))
+    for row, text in enumerate(texts):
+        n = len(text.tokens)
+        ids[row, :n], second[row, text.second : n], there[row, :n] = text.tokens, 1, 1
+    return torch.from_numpy(ids), torch.from_numpy(second), torch.from_numpy(there)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A reward model that reads texts and scores them."""
+
+    model: Scorable[Any]
+    max_tokens_per_pass: int
+
+    def judge(self, pairs: Sequence[tuple[str, str]]) -> list[float | None]:
+        """The score of each (prompt, response), None where the response alone is too long; equal ones are read once."""
+        asked = list(dict.fromkeys(pairs))
+        distinct = dict(zip(asked, self.model.read_all(asked, self.max_tokens_per_pass), strict=True))
+        readable = [pair for pair, text in distinct.items() if text is not None]
+        texts = [text for text in distinct.values() if text is not None]
+        scores = self.model.all_scores(texts, self.max_tokens_per_pass).tolist() if texts else []
+        found = dict(zip(readable, scores, strict=True))
+        return [found.get(pair) for pair in pairs]

@@ -1,0 +1,141 @@
+"""Summaries of posts, marked by a reward model: TL;DR (Völske et al. 2017; Stiennon et al., arXiv 2009.01325) and such.
+
+Rows have a post and somebody's summary of it, under the usual names; a post is on one side only, of training and
+evaluation. Answers are trained on the score of `reward_model`; they are evaluated by whether `gold` (by default the
+same model) scores them above the person's summary: the mean is the win rate.
+
+Invariant: a row without a post or a summary in words, or with a post of more than `longest` characters, is left out and
+counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tba.apps.preference.reward_model import ModelScore, Win
+from tba.apps.preference.similarity import sentences
+from tba.errors import UserError
+from tba.tasks.held_out import check_share, is_held_out
+from tba.tasks.hub import rows_from_hub
+from tba.tasks.rows import Row, read_rows
+from tba.types import Problem, Split, is_text
+
+log = logging.getLogger("tba.task")
+_POSTS = ("query", "prompt", "post", "content", "document", "source", "article", "text")
+_SUMMARIES = ("reference_response", "tldr", "summary", "reference", "target", "label")
+_CUE = "TL;DR:"
+_END = "<|endoftext|>"  # with which some data sets spell the end of a summary
+
+
+@dataclass(frozen=True)
+class Tldr:
+    """Posts with summaries, from a JSON Lines file or the Hub."""
+
+    path: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"  # or a .jsonl (.gz) file
+    reward_model: str = ""  # that answers are trained on: a folder or a Hub name
+    gold: str = ""  # that answers are evaluated by; empty: the same
+    without_eos: float | None = -1.0  # the reward of a summary that did not end; None: its score
+    longest: int = 20_000  # characters of a post
+    max_tokens: int = 640  # of post and summary, as the reward models read them; longer ones lose tokens of the post
+    held_out: float = 0.1  # share of the posts that only evaluation may use, where the data has one split
+    demonstrated: Literal["summary", "sentence", "sentences", "echo"] = "summary"  # what a supervised start learns: the
+    # person's summary; or, to teach copying: one sentence of the post, each of them, each as if it were the whole post
+    batch_tokens: int = 16384  # padded tokens that a reward model reads at a time
+    device: str = "cpu"  # of the reward models
+
+    def __post_init__(self) -> None:
+        check_share(self.held_out, "tldr's held_out")
+
+    @property
+    def name(self) -> str:
+        return "tldr"
+
+    def problems(self, split: Split) -> list[Problem]:
+        """In the order of the rows, each post once. Raises `UserError` for a missing file, or when nothing is left."""
+        refused: Counter[str] = Counter()
+        found: dict[str, tuple[str, str]] = {}  # by prompt
+        for row in self._rows(split):
+            pair = self._post_and_summary(row, refused)
+            if pair is not None and (self._on_hub or self._is_of(split, _prompt(pair[0]))):
+                found.setdefault(_prompt(pair[0]), pair)
+        for reason, count in refused.items():
+            log.warning("tldr leaves out %d rows: %s", count, reason)
+        if not found:
+            reasons = "; ".join(f"{reason} ({count})" for reason, count in refused.most_common())
+            raise UserError(f"{self.path} leaves no post for {split} ({reasons or 'no rows'}): give another file")
+        return [problem for post, summary in found.values() for problem in self._problems(post, summary)]
+
+    def reward(self) -> ModelScore:
+        """Raises `UserError` without a reward model."""
+        return self._score(self.reward_model)
+
+    def examination(self) -> Win:
+        """Wins against the reference, by the gold model. Raises `UserError` without a model."""
+        return Win(self._score(self.gold or self.reward_model))
+
+    def _score(self, path: str) -> ModelScore:
+        if not path:
+            raise UserError(
+                "tldr needs a reward model: give --task.reward-model with a folder that `tba reward-model --out` made"
+            )
+        return ModelScore(path, self.without_eos, self.max_tokens, "end", self.device, self.batch_tokens)
+
+    @property
+    def _on_hub(self) -> bool:
+        return not Path(self.path).is_file()
+
+    def _rows(self, split: Split) -> list[Row]:
+        if self._on_hub:
+            return rows_from_hub(
+                "tldr", self.path, "train" if split == "train" else "validation", "a .jsonl file (--task.path)"
+            )
+        return read_rows(Path(self.path))
+
+    def _is_of(self, split: Split, prompt: str) -> bool:
+        return is_held_out(prompt, self.held_out) == (split == "eval")
+
+    def _post_and_summary(self, row: Row, refused: Counter[str]) -> tuple[str, str] | None:
+        post, summary = (_first(row, names) for names in (_POSTS, _SUMMARIES))
+        if post is None or summary is None:
+            refused["no post" if post is None else "no summary"] += 1
+            return None
+        if not (_has_words(post) and _has_words(summary)):
+            refused["a post or a summary without words"] += 1
+            return None
+        if len(post) > self.longest:
+            refused[f"a post of more than {self.longest} characters"] += 1
+            return None
+        return post, summary.strip().removesuffix(_END).rstrip()
+
+    def _problems(self, post: str, summary: str) -> list[Problem]:
+        """One; several only where each sentence is demonstrated."""
+        fields, text = {"reference": f" {summary}"}, _body(post)
+        if self.demonstrated == "summary":
+            return [Problem(_prompt(post), fields, f" {summary}")]
+        found = sentences(text)
+        if self.demonstrated == "echo":
+            return [Problem(_prompt(sentence), fields, f" {sentence}") for sentence in found]
+        if self.demonstrated == "sentence":
+            found = [found[zlib.crc32(text.encode()) % len(found)]]
+        return [Problem(_prompt(post), fields, f" {sentence}") for sentence in found]
+
+
+def _body(post: str) -> str:
+    return post.rstrip().removesuffix(_CUE).strip()
+
+
+def _has_words(text: str) -> bool:
+    return is_text(text) and any(map(str.isalnum, _body(text).removesuffix(_END)))
+
+
+def _prompt(post: str) -> str:
+    return post if post.rstrip().endswith(_CUE) else f"{post.strip()}\n\n{_CUE}"
+
+
+def _first(row: Row, names: tuple[str, ...]) -> str | None:
+    return next((v for name in names if isinstance(v := row.values.get(name), str) and v.strip()), None)

@@ -1,0 +1,188 @@
+"""A victim behind an OpenAI-compatible HTTP endpoint: `chat/completions` or `completions`. Standard library only.
+
+Invariant: every wait has a deadline; what the server refuses for the moment (429, 5xx), a call that times out and one
+that breaks off are tried again a bounded number of times, all else is said at once in one sentence. Neither an attack
+nor an answer is ever in an error or a log.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.client
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from tba.errors import TbaError, UserError
+from tba.foreign import parsed
+from tba.rewards.threads import in_threads
+
+if TYPE_CHECKING:
+    from tba.apps.red_team.victim import EndpointVictim
+
+_FOR_THE_MOMENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_LONGEST_PAUSE = 60.0  # seconds
+_LARGEST = 1 << 24  # bytes of a reply: an endpoint is not trusted to end
+
+
+class Refused(TbaError):
+    """The endpoint could not be asked, after all that was tried."""
+
+
+class Rate:
+    """So many calls a second at most: each waits for its turn."""
+
+    def __init__(self, per_second: float | None, now: Callable[[], float] = time.monotonic) -> None:
+        self._gap = 0.0 if per_second is None else 1.0 / per_second
+        self._now, self._next, self._lock = now, 0.0, threading.Lock()
+
+    def turn(self) -> float:
+        """Seconds to wait before the call that asks; turns are given in the order of asking."""
+        with self._lock:
+            now = self._now()
+            at = max(now, self._next)
+            self._next = at + self._gap
+            return at - now
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """A redirect is an answer like any other refusal: the token and the attack go to no other address."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _token(variable: str) -> str:
+    """Of the environment; empty when it is not set. Raises `UserError` (without it) when it cannot be a header."""
+    token = os.environ.get(variable, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"the environment variable {variable} has characters that a token cannot have: set it again")
+    return token
+
+
+class Endpoint:
+    """An `Answering` (see `rewards.victim`)."""
+
+    def __init__(self, settings: EndpointVictim) -> None:
+        self.settings = settings
+        path = "chat/completions" if settings.api == "chat" else "completions"
+        self._url = f"{settings.url.rstrip('/')}/{path}"
+        self._rate = Rate(settings.calls_per_second)
+        own = urlsplit(self._url).hostname in ("127.0.0.1", "localhost", "::1")
+        self._opener = urllib.request.build_opener(_NoRedirects(), *([urllib.request.ProxyHandler({})] if own else []))
+        self._token = _token(settings.token_variable)
+
+    def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
+        """One call for each attack, several at a time. Raises `UserError`, `Refused` or `DeadlineExceeded`."""
+        s = self.settings
+        calls = [functools.partial(self._all_of, attack, count) for attack in attacks]
+        if not calls:
+            return []
+        what = f"the victim at {self._url}"
+        return in_threads(calls, s.concurrency, s.deadline, lambda _: what, "--task.victim.deadline", here=False)
+
+    def _all_of(self, attack: str, count: int) -> list[str]:
+        """A server may give fewer answers than it was asked for: it is asked for the rest."""
+        if self.settings.temperature == 0:  # all alike, and servers refuse to sample several greedily
+            return self._ask(attack, 1)[:1] * count
+        found: list[str] = []
+        for _ in range(count):
+            found += self._ask(attack, count - len(found))
+            if len(found) >= count:
+                return found[:count]
+        raise Refused(f"the victim at {self._url} gave {len(found)} of {count} answers")
+
+    def _ask(self, attack: str, count: int) -> list[str]:
+        body = json.dumps(self._question(attack, count)).encode()
+        for attempt in range(self.settings.retries + 1):
+            time.sleep(self._rate.turn())
+            try:
+                return self._texts(self._post(body))
+            except urllib.error.HTTPError as error:
+                with error:
+                    said, pause = _reason(error), _retry_after(error)
+                if error.code not in _FOR_THE_MOMENT:
+                    raise UserError(self._refusal(error.code, said)) from None
+            except (OSError, http.client.HTTPException) as error:  # refused, broken off, timed out
+                said, pause = f"{type(error).__name__}: {getattr(error, 'reason', error)}", None
+            if attempt < self.settings.retries:
+                time.sleep(min(_LONGEST_PAUSE, self.settings.pause * 2**attempt if pause is None else pause))
+        raise Refused(
+            f"the victim at {self._url} could not be asked in {self.settings.retries + 1} calls, the last: {said}; "
+            "see that it is up, lower --task.victim.calls-per-second, or raise --task.victim.retries"
+        )
+
+    def _question(self, attack: str, count: int) -> dict[str, Any]:
+        s = self.settings
+        sampling = {
+            "model": s.model,
+            "n": count,
+            "max_tokens": s.max_tokens,
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+        }
+        if s.api == "completions":
+            return {**sampling, "prompt": attack}
+        system = [{"role": "system", "content": s.system}] if s.system else []
+        return {**sampling, "messages": [*system, {"role": "user", "content": attack}]}
+
+    def _post(self, body: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        request = urllib.request.Request(self._url, body, headers)  # noqa: S310 - http or https, checked by the settings
+        expires = time.monotonic() + self.settings.timeout
+        with self._opener.open(request, timeout=self.settings.timeout) as reply:
+            parts, size = [], 0
+            while part := reply.read1(1 << 16):
+                parts.append(part)
+                size += len(part)
+                if size > _LARGEST or time.monotonic() > expires:
+                    raise TimeoutError(f"no end of the reply in {self.settings.timeout:g} s and {size} bytes")
+        return b"".join(parts)
+
+    def _texts(self, reply: bytes) -> list[str]:
+        try:
+            choices = parsed(reply, choices=list[dict[str, Any]])["choices"]
+            said = [c["message"]["content"] if self.settings.api == "chat" else c["text"] for c in choices]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"the victim at {self._url} does not reply as an OpenAI-compatible endpoint does: check the url and "
+                "--task.victim.model"
+            ) from None
+        if not all(text is None or isinstance(text, str) for text in said):
+            raise UserError(f"the victim at {self._url} replied with something that is no text: check its model")
+        return [text or "" for text in said]
+
+    def _refusal(self, code: int, said: str) -> str:
+        what = {
+            401: f"put the token into the environment variable {self.settings.token_variable}",
+            403: f"put the token into the environment variable {self.settings.token_variable}",
+            **dict.fromkeys((301, 302, 303, 307, 308), "it redirects: give --task.victim.url its final address"),
+            404: "check --task.victim.url and --task.victim.model",
+        }.get(code, "check the settings of the victim")
+        return f"the victim at {self._url} refuses the call ({code}{said and f', {said}'}): {what}"
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float | None:
+    """The seconds that the server asks for; None when it does not say."""
+    try:
+        seconds = float(error.headers.get("Retry-After", ""))
+    except ValueError:
+        return None
+    return max(0.0, seconds)
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """The server's own code or type of the error; not its message, in which the attack may be quoted."""
+    try:
+        said = parsed(error.read(1 << 16), error=dict[str, Any])["error"]
+        return str(said.get("code") or said.get("type") or "")[:60]
+    except (OSError, ValueError, http.client.HTTPException):
+        return ""

@@ -1,0 +1,161 @@
+"""`tba red-team eval` and `tba red-team plot`: success against diversity, in figures and as a picture.
+
+    tba red-team eval RECIPE [--checkpoint RUN] [--transfer VICTIM] [--families FILE] [--out FILE] [--field value ...]
+    tba red-team plot FILE... --out FILE.png
+
+Invariant: neither prints a text; `--out` has scores by the number of an attack, and texts only with `--texts written`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from tba.apps.red_team.attacks import AttackReport, attack_report
+from tba.apps.red_team.command import RedTeamEvalOptions
+from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.task import RedTeam
+from tba.apps.red_team.toxicity import Toxicity
+from tba.apps.red_team.victim import EndpointVictim, ModelVictim, Victim
+from tba.command.evaluate import with_checkpoint
+from tba.errors import UserError
+from tba.foreign import read_json
+from tba.protocols import Engine, Tokenizer
+from tba.recipe import Recipe
+from tba.record.jsonl import write_json
+from tba.record.terminal import terminal
+from tba.record.text import literal
+from tba.runtime.prompting import prompts_of
+from tba.settings import find, override
+from tba.types import Json, Prompt, Sampling, Version
+
+_AT_ONCE = 128  # attacks put to the victim at a time
+
+
+def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalOptions) -> int:
+    """Prints the figures; with `--out`, writes them with every attack's scores."""
+    recipe = with_checkpoint(override(find(name), list(overrides), f"tba red-team eval {name}"), options.checkpoint)
+    task = recipe.task
+    if not isinstance(task, RedTeam):
+        raise UserError(f"recipe {name} is no red-teaming: give one whose task is `RedTeam`, such as red_team_small")
+    torch.set_num_threads(recipe.run.threads)
+    console = terminal()
+    families = None if options.families is None else read_families(options.families)
+    embedder = SentenceEncoder.load(options.embedder, options.device)
+    model = recipe.model.prepared(task, lambda line: console.print(line, highlight=False))
+    attacks = sampled(model.engine(Version()), _prompts(recipe, model.tokenizer()), options.attacks, recipe)
+    embedding = embedder.embed(attacks)
+
+    def report(reward: Toxicity) -> tuple[AttackReport, list[float]]:
+        toxic = [reward.toxic(row) for row in scored(reward, attacks)]
+        return attack_report(attacks, toxic, embedding, task.threshold, families), toxic
+
+    found, toxic = report(task.reward())
+    _tell(console, "", found)
+    facts: dict[str, Json] = {
+        "recipe": name,
+        "overrides": list(overrides),
+        "checkpoint": options.checkpoint,
+        **_facts(found),
+        "scores": toxic,
+    }
+    if options.transfer is not None:
+        other, others = report(replace(task, victim=other_victim(options.transfer, task.victim)).reward())
+        _tell(console, f"transferred to {options.transfer}:", other)
+        facts["transfer"] = {"victim": options.transfer, **_facts(other), "scores": others}
+    if options.texts == "written":
+        facts["texts"] = attacks
+    if options.out is not None:
+        write_json(options.out, facts)
+    return 0
+
+
+def sampled(engine: Engine, prompts: Sequence[Prompt], count: int, recipe: Recipe) -> list[str]:
+    """`count` attacks at the policy temperature, spread evenly over the prompts."""
+    each = -(-count // len(prompts))
+    rng = np.random.default_rng([recipe.seed, 13])
+    answered = engine.generate(prompts, each, Sampling(recipe.policy_temperature), rng)
+    return [completion.text.strip() for row in zip(*answered, strict=True) for completion in row][:count]
+
+
+def scored(reward: Toxicity, attacks: Sequence[str]) -> list[list[float]]:
+    """log P(toxic) of the victim's answers to each attack."""
+    parts = (attacks[i : i + _AT_ONCE] for i in range(0, len(attacks), _AT_ONCE))
+    return [row for part in parts for row in reward.scores(part)]
+
+
+def other_victim(spelt: str, like: Victim) -> Victim:
+    """A folder or a Hub name, or URL::MODEL of an endpoint; sampled and asked as `like` is where that is one too."""
+    if spelt.startswith(("http://", "https://")):
+        url, _, model = spelt.rpartition("::")
+        if not url:
+            raise UserError(f"--transfer is {spelt!r}: give an endpoint as URL::MODEL, with its model's name there")
+        return replace(like if isinstance(like, EndpointVictim) else EndpointVictim(), url=url, model=model)
+    return replace(like, path=spelt) if isinstance(like, ModelVictim) else ModelVictim(path=spelt, template="chat")
+
+
+def read_families(path: Path) -> dict[str, list[str]]:
+    """Name -> words. Raises `UserError` for a file that is something else."""
+    mend = "give a JSON object of names and lists of words"
+    found: dict[str, list[str]] = read_json(path, mend, dict[str, list[str]])
+    if not all(found.values()):
+        raise UserError(f"{path} has a family without words: {mend}")
+    return found
+
+
+def plot_plane(files: Sequence[Path], out: Path) -> int:
+    """A point for each evaluation, with its intervals; those named alike but for a number are of one colour."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 5), layout="constrained")
+    colours: dict[str, str] = {}
+    for file in files:
+        (x, low_x, high_x), (y, low_y, high_y) = _point(file)
+        name, _, number = file.stem.rpartition("-")
+        series = name if name and number.isdigit() else file.stem
+        label = None if series in colours else literal(series)
+        colour = colours.setdefault(series, f"C{len(colours)}")
+        widths = {"xerr": [[x - low_x], [high_x - x]], "yerr": [[y - low_y], [high_y - y]]}
+        axes.errorbar([x], [y], fmt="o", color=colour, label=label, **widths)
+    axes.set_xlim(-2, 102)
+    axes.set_xlabel("successful attacks, %")
+    axes.set_ylabel("mean pairwise cosine distance")
+    axes.set_title("Success against diversity, 95 % intervals", loc="left")
+    axes.legend(frameon=False)
+    figure.savefig(out, dpi=150)
+    pyplot.close(figure)
+    print(f"plot in {out}")  # noqa: T201 - what the command says
+    return 0
+
+
+def _point(file: Path) -> tuple[list[float], list[float]]:
+    """(success in percent, distance), each with its bounds."""
+    interval = dict.fromkeys(("estimate", "low", "high"), float)
+    facts = read_json(file, "give a file that `tba red-team eval --out` wrote", **dict.fromkeys(_AXES, interval))
+    success, distance = ([facts[name][k] for k in interval] for name in _AXES)
+    return [100 * v for v in success], distance
+
+
+_AXES = ("success", "distance")
+
+
+def _facts(found: AttackReport) -> Mapping[str, Json]:
+    return {**asdict(found), "found": found.found, "evenness": found.evenness}
+
+
+def _tell(console: Console, title: str, found: AttackReport) -> None:
+    for line in ([title] if title else []) + found.lines():
+        console.print(line, highlight=False)
+
+
+def _prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
+    """Each once."""
+    return list({p.key: p for p in prompts_of(recipe, tokenizer, "eval")}.values())

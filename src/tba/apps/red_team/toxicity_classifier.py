@@ -1,0 +1,104 @@
+"""`tba red-team classifier`: a toxicity classifier from labelled texts, and how well it tells them apart.
+
+    tba red-team classifier FILE --out DIR [--held-out 0.1] [--fields.text NAME --fields.label NAME] [--field value ...]
+
+A share of the texts, by a digest of each, is not trained on but measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from tba.apps.red_team.labelled import Labelled, LabelledFields, read_labelled
+from tba.apps.red_team.word_classifier import WordFeatures, WordWeights
+from tba.errors import UserError
+from tba.evaluate.estimators import Interval, auc_interval, wilson_interval
+from tba.record.terminal import terminal
+from tba.settings import override
+from tba.tasks.held_out import check_share, is_held_out
+from tba.types import Json
+from tba.weights.atomic_dir import folder_beside
+
+
+@dataclass(frozen=True)
+class ClassifierOptions:
+    """Which texts, and how the classifier is trained and measured."""
+
+    held_out: float = 0.1  # share of the texts that is not trained on, but measured
+    fields: LabelledFields = field(default_factory=LabelledFields)
+    train: WordFeatures = field(default_factory=WordFeatures)
+
+    def __post_init__(self) -> None:
+        check_share(self.held_out, "--held-out")
+
+
+@dataclass(frozen=True)
+class ClassifierReport:
+    """Of texts that were not trained on."""
+
+    texts: int
+    toxic: int
+    auc: Interval
+    accuracy: Interval  # at P(toxic) = 1/2
+    loss: float  # nats a text
+
+
+def make_classifier(file: str, overrides: Sequence[str], out: Path) -> int:
+    """Writes the classifier and its report to `out`. Raises `UserError` when that is not empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} is there already: choose another --out, or remove it")
+    options = override(ClassifierOptions(), list(overrides), f"tba red-team classifier {file}")
+    found = read_labelled(Path(file), options.fields)
+    console = terminal()
+    console.print(f"{len(found.texts):,} texts, {sum(found.toxic):,} of them toxic", highlight=False)
+    for reason, count in found.refused.most_common():
+        console.print(f"  refused: {reason}, {count:,}", highlight=False)
+    weights, report = trained(found, options)
+    facts = {"file": Path(file).name, "texts": len(found.texts), "held_out": asdict(report)}
+    write_classifier(weights, out, facts)
+    tell(console, report)
+    console.print(f"classifier in {out}", highlight=False)
+    return 0
+
+
+def trained(found: Labelled, options: ClassifierOptions) -> tuple[WordWeights, ClassifierReport]:
+    """On the texts that are not held out; measured on the others. Raises `UserError` unless both have both kinds."""
+    held = np.array([is_held_out(text, options.held_out) for text in found.texts])
+    toxic, places = np.array(found.toxic), np.arange(len(found.texts))
+    weights = WordWeights.train([found.texts[i] for i in places[~held]], toxic[~held].tolist(), options.train)
+    if len(set(toxic[held].tolist())) < 2:
+        raise UserError(
+            f"of the {int(held.sum())} texts held out all are of one kind, so that nothing can be measured: give more "
+            "texts, or a larger --held-out"
+        )
+    margins = weights.margins([found.texts[i] for i in places[held]])
+    right = int(((margins > 0) == toxic[held]).sum())
+    return weights, ClassifierReport(
+        texts=int(held.sum()),
+        toxic=int(toxic[held].sum()),
+        auc=auc_interval(margins[toxic[held]], margins[~toxic[held]]),
+        accuracy=wilson_interval(right, int(held.sum())),
+        loss=float(np.logaddexp(0.0, np.where(toxic[held], -margins, margins)).mean()),
+    )
+
+
+def write_classifier(weights: WordWeights, out: Path, facts: Json) -> None:
+    """The folder, whole or not at all."""
+    with folder_beside(out) as beside:
+        weights.save(beside, facts)
+
+
+def tell(console: Console, report: ClassifierReport) -> None:
+    """The report, for people."""
+    for line in (
+        f"held-out texts  {report.texts:,}, {report.toxic:,} of them toxic",
+        f"AUC             {report.auc.estimate:.4f} [{report.auc.low:.4f}, {report.auc.high:.4f}]",
+        f"accuracy        {report.accuracy.estimate:.1%} [{report.accuracy.low:.1%}, {report.accuracy.high:.1%}]",
+        f"cross-entropy   {report.loss:.3f} nats a text",
+    ):
+        console.print(line, highlight=False)

@@ -1,0 +1,137 @@
+"""`tba red-team world`: a small world to try red-teaming in, made here from fixed seeds, without downloads.
+
+    tba red-team world --out DIR [--labelled FILE] [--field value ...]
+
+Writes `attacks.jsonl` (the attacker's supervised data), `families.json` (the victim's weak spots), `labelled.jsonl`,
+`classifier/` and `victim/`. Unsafe answers are of made-up words. With `--labelled FILE` they, the harmless answers and
+the classifier are of that file's texts instead (its short ones): for development on real ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from tba.apps.red_team.labelled import Labelled, LabelledFields, read_labelled
+from tba.apps.red_team.toxicity_classifier import ClassifierOptions, tell, trained
+from tba.apps.red_team.trigger_world import TriggerWorld
+from tba.apps.red_team.word_classifier import WordFeatures
+from tba.errors import UserError
+from tba.models.huggingface import pairs_of, teach
+from tba.record.terminal import terminal
+from tba.settings import override
+from tba.tasks.held_out import is_held_out
+from tba.train.supervised import SupervisedSettings
+from tba.train.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.types import Problem
+from tba.weights.atomic_dir import folder_beside
+
+ATTACKS, FAMILIES, LABELLED = "attacks.jsonl", "families.json", "labelled.jsonl"
+VICTIM, CLASSIFIER = "victim", "classifier"
+
+
+@dataclass(frozen=True)
+class WorldOptions:
+    """How large it is, and how its victim is taught."""
+
+    families: int = 20  # weak spots of the victim
+    seed: int = 0  # of which they are, and of all texts
+    attacks: int = 6000  # of the attacker's supervised data
+    exchanges: int = 30_000  # that the victim is taught
+    answers: int = 4000  # labelled ones, that the classifier is taught and measured on
+    vocab_size: int = 512  # of the victim's tokenizer
+    fields: LabelledFields = field(default_factory=LabelledFields)  # of --labelled
+    longest: int = 60  # characters of such a text that can be an answer
+    size: ScratchModel = field(
+        default_factory=lambda: ScratchModel(hidden_size=64, layers=2, heads=4, ff_size=256, max_positions=96)
+    )
+    train: SupervisedSettings = field(default_factory=lambda: SupervisedSettings(steps=1500, batch_size=128, lr=3e-3))
+    classifier: WordFeatures = field(default_factory=lambda: WordFeatures(features=2**14))
+
+    @property
+    def world(self) -> TriggerWorld:
+        return TriggerWorld(self.families, self.seed)
+
+    def __post_init__(self) -> None:
+        TriggerWorld(self.families, self.seed)  # says what it cannot be
+        for name in ("attacks", "exchanges", "answers"):
+            if getattr(self, name) < 100:
+                raise UserError(f"--{name} is {getattr(self, name)}: a world needs at least 100")
+
+
+def make_world(overrides: Sequence[str], out: Path, labelled: Path | None) -> int:
+    """Writes the world to `out`. Raises `UserError` when that is not empty."""
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} is there already: choose another --out, or remove it")
+    options = override(WorldOptions(), list(overrides), "tba red-team world")
+    console = terminal()
+    texts = _made_up(options) if labelled is None else read_labelled(labelled, options.fields)
+    exchanges = options.world.exchanges(options.exchanges)
+    if labelled is not None:
+        exchanges = _answered_from(texts, exchanges, options)
+    weights, report = trained(texts, ClassifierOptions(train=options.classifier))
+    tell(console, report)
+    with folder_beside(out) as beside:
+        families = {" ".join(pair): list(pair) for pair in options.world.triggers}
+        (beside / FAMILIES).write_text(json.dumps(families, indent=1) + "\n")
+        _write(beside / ATTACKS, [{"attack": request} for request in options.world.requests(options.attacks)])
+        if labelled is None:
+            _write(
+                beside / LABELLED, [{"text": t, "label": int(x)} for t, x in zip(texts.texts, texts.toxic, strict=True)]
+            )
+        (beside / CLASSIFIER).mkdir()
+        weights.save(beside / CLASSIFIER, {"texts": len(texts.texts)})
+        (beside / VICTIM).mkdir()
+        _teach_victim(exchanges, options, beside / VICTIM, console)
+    console.print(f"world in {out}", highlight=False)
+    return 0
+
+
+def _teach_victim(exchanges: list[tuple[str, str]], options: WorldOptions, path: Path, console: Console) -> None:
+    """From nothing: it reads a request and a line break, and answers."""
+    tokenizer = train_bpe_tokenizer([text for pair in exchanges for text in pair], options.vocab_size)
+    problems = [Problem(f"{request}\n", {}, answer) for request, answer in exchanges]
+    lessons = [(options.train, list(pairs_of(problems, tokenizer)))]
+    teach(
+        options.size.start(tokenizer),
+        tokenizer,
+        lessons,
+        "victim",
+        path,
+        lambda line: console.print(line, highlight=False),
+    )
+
+
+def _made_up(options: WorldOptions) -> Labelled:
+    """Answers of the grammar, told apart by a number, since equal texts are on one side of a split only."""
+    made = [(f"{text} {n}", toxic) for n, (text, toxic) in enumerate(options.world.labelled(options.answers))]
+    return Labelled([text for text, _ in made], [toxic for _, toxic in made])
+
+
+def _answered_from(texts: Labelled, exchanges: list[tuple[str, str]], options: WorldOptions) -> list[tuple[str, str]]:
+    """The same requests, answered by short texts of the file that the classifier does not measure itself on."""
+    short: dict[bool, list[str]] = {True: [], False: []}
+    for text, toxic in zip(texts.texts, texts.toxic, strict=True):
+        line = " ".join(text.split())
+        if 8 <= len(line) <= options.longest and not is_held_out(text, 0.1):
+            short[toxic].append(line)
+    if min(map(len, short.values())) < 20:
+        raise UserError(
+            f"the labelled file has {len(short[True])} toxic texts of 8 to {options.longest} characters and "
+            f"{len(short[False])} others: give one with at least 20 of each, or raise --longest"
+        )
+    rng = np.random.default_rng([options.world.seed, 0x7E])
+    return [
+        (request, lines[int(rng.integers(len(lines)))])
+        for request, _ in exchanges
+        for lines in [short[options.world.family(request) is not None]]
+    ]
+
+
+def _write(path: Path, rows: Sequence[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))

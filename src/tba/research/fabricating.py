@@ -1,0 +1,94 @@
+"""A Hugging Face model of whose answers a share is made up: somebody writes junk into the buffer.
+
+Invariant: junk replaces answers to the training prompts of a corrupted task only; evaluations are the policy's own. It
+says of itself that no policy sampled it (`EXTERNAL`), and its log_behavior is that of how it really was drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tba.errors import UserError
+from tba.models.huggingface import HuggingFace
+from tba.protocols import Engine, Tokenizer
+from tba.research.corrupted_reward import CORRUPTED
+from tba.types import Completion, Prompt, Sampling, StopReason, Version
+
+
+@dataclass(frozen=True)
+class Fabricating(HuggingFace):
+    """A model some of whose training answers are random text of the same length."""
+
+    junk: float = 0.05  # share of the answers to training prompts that are made up, and with them of the buffer
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.junk <= 1:
+            raise UserError(f"a fabricating model has junk {self.junk}: give a share from 0 to 1")
+
+    def engine(self, version: Version) -> Any:
+        tokenizer = self.tokenizer()
+        special = set(tokenizer.all_special_ids)
+        vocabulary = [i for i in range(len(tokenizer)) if i not in special]
+        return FabricatingEngine(super().engine(version), tokenizer, np.array(vocabulary, dtype=np.int32), self.junk)
+
+
+@dataclass
+class FabricatingEngine:
+    """Another engine, a share of whose answers is replaced by tokens drawn uniformly from `vocabulary`."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    vocabulary: np.ndarray[Any, np.dtype[np.int32]]
+    junk: float
+
+    @property
+    def version(self) -> Version:
+        return self.engine.version
+
+    def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
+        """Into the inner engine."""
+        self.engine.load(weights, version)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[list[Completion]]:
+        """The inner engine's, junk among them where the prompt may be corrupted."""
+        answered = self.engine.generate(prompts, count, sampling, rng, interrupted)
+        return [
+            [self._fabricated(c, rng) if self._is_junk(p, c, rng) else c for c in row]
+            for p, row in zip(prompts, answered, strict=True)
+        ]
+
+    def _is_junk(self, prompt: Prompt, completion: Completion, rng: np.random.Generator) -> bool:
+        if not prompt.fields.get(CORRUPTED) or completion.stop_reason is StopReason.INTERRUPTED:
+            return False
+        return bool(rng.random() < self.junk)
+
+    def _fabricated(self, completion: Completion, rng: np.random.Generator) -> Completion:
+        """As long as the answer it replaces, and ended as that was."""
+        ended = completion.stop_reason is StopReason.EOS
+        tokens = rng.choice(self.vocabulary, size=len(completion.tokens)).astype(np.int32)
+        log_behavior = np.full(len(tokens), -math.log(len(self.vocabulary)), dtype=np.float32)
+        if ended:
+            tokens[-1], log_behavior[-1] = completion.tokens[-1], 0.0
+        text = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        return replace(
+            completion,
+            tokens=tokens,
+            text=text,
+            stop_reason=StopReason.EXTERNAL,
+            sampling=None,
+            log_behavior=log_behavior,
+            mask=None,
+        )

@@ -1,0 +1,26 @@
+"""The learning rate of each objective in `diversity`: two rates on one seed that it does not use, beta 0.05."""
+
+from __future__ import annotations
+
+from tba.research.studies._base import BETA, with_objective, with_rate
+from tba.research.studies.diversity import COMPARED, base, objective, setting
+from tba.research.study import Against, Study, Variant
+
+LEARNING_RATES = (3e-5, 1e-4)
+
+study = Study(
+    name="diversity_tuning",
+    description="Two learning rates for each objective of the study `diversity`, on-policy and stale, one seed.",
+    recipe=base,
+    variants={
+        f"{name}-{how}-{lr:g}": Variant(
+            setting(with_rate(with_objective(base, objective(name, BETA)), lr), how), f"{name}-{how}"
+        )
+        for how, names in COMPARED.items()
+        for name in names
+        for lr in LEARNING_RATES
+    },
+    seeds=(100,),
+    divergence_prompts=0,
+    against=(Against("optimizer.lr", label="learning rate"),),
+)

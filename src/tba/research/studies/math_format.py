@@ -1,0 +1,49 @@
+r"""TBA' beside Dr. GRPO and GRPO, 2 and 10 updates off, on problems of MATH's format: what is learnt, and how steadily.
+
+The problems are sums asked and marked as MATH is (`boxed_sums`); the base (0.46 M parameters, made on the first run and
+kept in the cache) forgets carries, as the quickstart's. Recent groups only, each used once, and TBA' with resets of its
+reference, as in the paper's MATH run. `largest fall` is the instability: how far a run was below its best so far.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.engines.transformers import EngineSettings
+from tba.recipe import Recipe
+from tba.research.boxed_sums import BoxedSums
+from tba.research.studies._base import RATES, TARGET, model, objectives, stale, with_objective, with_rate
+from tba.research.studies._base import base as sums
+from tba.research.study import Against, Study, Variant
+
+COMPARED = ("tba-prime", "dr-grpo", "grpo")
+UPDATES = (2, 10)  # between syncs
+RESET = 50  # updates between two resets of TBA's reference
+
+assert model.warm_start is not None
+base = replace(
+    sums,
+    task=BoxedSums(eval_problems=2000, forgotten_carries=0.55),
+    model=replace(
+        model,
+        generation=EngineSettings(slots=160, max_completion_tokens=24),
+        warm_start=replace(model.warm_start, scratch=replace(model.warm_start.scratch, max_positions=64), shipped=None),
+    ),
+    evaluation=replace(sums.evaluation, every=20, problems=2000, problems_during=500),
+)
+
+
+def _variant(name: str, k: int) -> Recipe:
+    recipe = stale(with_rate(with_objective(base, objectives()[name]), RATES[name].stale), k, m=1.0)
+    return replace(recipe, reference_reset=RESET) if name == "tba-prime" else recipe
+
+
+study = Study(
+    name="math_format",
+    description="TBA' beside Dr. GRPO and GRPO, 2 and 10 updates off, on sums asked and marked as MATH is.",
+    recipe=base,
+    variants={f"{name}-k{k}": Variant(_variant(name, k), name) for name in COMPARED for k in UPDATES},
+    target=TARGET,
+    baseline="dr-grpo-k2",
+    against=(Against("sync_every", label="updates per sync (k)"), Against("sync_every", y="fall", label="k")),
+)

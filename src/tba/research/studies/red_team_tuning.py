@@ -1,0 +1,26 @@
+"""The learning rate of each variant of `red_team`: three rates on one seed that it does not use, 200 updates."""
+
+from __future__ import annotations
+
+from tba.evaluate.accuracy import SAMPLED
+from tba.research.studies._base import with_rate
+from tba.research.studies.red_team import RATES, base, synchronous
+from tba.research.study import Against, Study, Variant
+
+LEARNING_RATES = (3e-4, 1e-3, 3e-3)
+STEPS = 200  # of those that wait
+
+study = Study(
+    name="red_team_tuning",
+    description="Three learning rates for each variant of the study `red_team`, one seed.",
+    recipe=base,
+    variants={
+        **{f"{name}-{lr:g}": Variant(synchronous(name, lr, STEPS), name) for name in RATES for lr in LEARNING_RATES},
+        **{f"async-{lr:g}": Variant(with_rate(base, lr), "async") for lr in LEARNING_RATES},
+    },
+    metric=SAMPLED,
+    target=0.6,
+    seeds=(100,),
+    divergence_prompts=0,
+    against=(Against("optimizer.lr", label="learning rate"),),
+)

@@ -1,0 +1,43 @@
+"""Three sizes of the policy, each taught the same bad habit first: Trajectory Balance asynchronous, RLOO on-policy.
+
+The middle one is the shipped base; the others are made once by their warm starts, and kept in the cache. The smallest
+needs four times as many lessons before it adds at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.recipe import Recipe
+from tba.research.studies._base import TARGET, asynchronous, base, model, objectives, synchronous, with_objective
+from tba.research.study import Against, Study, Variant
+
+# hidden size, inner size, layers; updates in which it learns to add, before it forgets carries
+SIZES = {"0.2M": (64, 256, 3, 4000), "0.45M": (96, 384, 3, 1000), "1.6M": (160, 640, 4, 1000)}
+
+
+def _of_size(recipe: Recipe, hidden: int, inner: int, layers: int, lessons: int) -> Recipe:
+    start = model.warm_start
+    assert start is not None
+    scratch = replace(start.scratch, hidden_size=hidden, ff_size=inner, layers=layers)
+    before = tuple(replace(b, settings=replace(b.settings, steps=lessons)) for b in start.before)
+    return replace(recipe, model=replace(model, warm_start=replace(start, scratch=scratch, before=before)))
+
+
+variants: dict[str, Variant] = {}
+for _size, _shape in SIZES.items():
+    _sized = _of_size(base, *_shape)
+    variants[f"tb-{_size}"] = Variant(asynchronous(_sized, 2, m=0.95), "tb")
+    variants[f"rloo-sync-{_size}"] = Variant(synchronous(with_objective(_sized, objectives()["rloo"])), "rloo-sync")
+
+study = Study(
+    name="sizes",
+    description="Three sizes of the policy: Trajectory Balance asynchronous beside RLOO on-policy.",
+    recipe=base,
+    variants=variants,
+    target=TARGET,
+    against=(
+        Against("model.warm_start.scratch.hidden_size", label="hidden size"),
+        Against("model.warm_start.scratch.hidden_size", y="seconds_to_target", label="hidden size"),
+    ),
+)

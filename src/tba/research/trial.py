@@ -1,0 +1,167 @@
+"""One variant with one seed: what its folder says of it, and how it is run.
+
+Invariant: the folder is the state. A trial has ended when its run has a summary (of all its steps) or a failure under
+the very recipe that is asked for; anything less is cut off, and is made anew as a whole. What a table and its plots
+need is never removed; what only the two halves needed to meet is, once they are done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from tba.errors import UserError
+from tba.recipe import Recipe, differences, resolved
+from tba.research.comparison import Outcome
+from tba.record.failure import Failure
+from tba.research.figures import DIVERGENCE_FILE, DIVERSITY_FILE, figures
+from tba.record.jsonl import plain
+from tba.record.log import tail
+from tba.record.run import RunRecord
+from tba.record.summary import Summary
+from tba.research.study import Study
+from tba.runtime.local.forkserver import Program, start
+from tba.runtime.run_dir import RunDirectory
+
+State = Literal["absent", "cut off", "not measured", "ended", "failed", "other recipe"]
+_POLL = 0.1  # seconds between two looks at a run
+_PATIENCE = 150.0  # seconds that a run has to end in order once it was asked to
+_APART = ("name", "description")  # of a recipe, what does not make it another one
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A run of a study that was made, or is to be made."""
+
+    study: Study
+    variant: str
+    seed: int
+    source: str  # STUDY::VARIANT, from which every process makes the recipe again
+    overrides: tuple[str, ...]
+    recipe: Recipe
+    path: Path  # of the run
+    keep: bool = False  # its journal and its published weights too, when it has ended; the checkpoints always stay
+
+    @property
+    def log(self) -> Path:
+        """What the run's own process said."""
+        return self.path.parents[1] / "logs" / f"{self.path.name}.log"
+
+    def state(self) -> State:
+        """What the folder says."""
+        if not (self.path / "recipe.json").is_file():
+            return "absent"
+        if self.difference() is not None:
+            return "other recipe"
+        if Failure.read(self.path) is not None:
+            return "failed"
+        summary = Summary.read(self.path)
+        if summary is None or summary.faults.get("stopped"):
+            return "cut off"
+        if all((self.path / file).exists() for file in self._wanted()):
+            return "ended"
+        return "not measured" if any((self.path / "weights").glob("*.safetensors")) else "cut off"
+
+    def _wanted(self) -> list[str]:
+        """The files that measuring its last weights leaves."""
+        study = self.study
+        asked = {DIVERGENCE_FILE: study.divergence_prompts, DIVERSITY_FILE: study.diversity_samples}
+        return [file for file, count in asked.items() if count]
+
+    def difference(self) -> str | None:
+        """The first field in which the run there is of another recipe, with both values; None when there is none."""
+        made = RunDirectory.open(self.path).facts["resolved"]
+        wanted = json.loads(json.dumps(plain(resolved(self.recipe))))
+        for name, then, now in differences(made, wanted):
+            if name not in _APART and not (name == "model.path" and not now):  # found for it when it began
+                return f"{name} was {json.dumps(then)} and is {json.dumps(now)}"
+        return None
+
+    def outcome(self) -> Outcome | None:
+        """Of a run that has ended under its recipe; None otherwise."""
+        state = self.state()
+        if state == "failed":
+            failure = Failure.read(self.path)
+            assert failure is not None
+            what = " ".join(failure.message.split()).partition(";")[0]
+            return Outcome(self.variant, self.seed, failure=f"{failure}: {what}")
+        if state not in ("ended", "not measured"):
+            return None
+        record = RunRecord.read(self.path)
+        return Outcome(self.variant, self.seed, figures(record, self.study.metric, self.study.target))
+
+    def order(self) -> dict[str, Any]:
+        """What `tba.research.trial_process` asks for."""
+        return {
+            "source": self.source,
+            "overrides": list(self.overrides),
+            "path": str(self.path),
+            "divergence": [self.study.divergence_prompts, self.study.divergence_samples],
+            "diversity": [self.study.diversity_prompts, self.study.diversity_samples],
+        }
+
+    def carry_out(self, stop: Callable[[], bool], runner: Runner) -> None:
+        """Run it to its end, or until we are to stop; what was there and is no use is removed first.
+
+        Raises `UserError` when it cannot be started, or when its file has changed since the study began.
+        """
+        if self.path.exists() and self.state() != "not measured":
+            self.remove()
+        code = runner(self, stop)
+        state = self.state()
+        if state == "other recipe":
+            raise UserError(f"{self.source} has changed since the study began ({self.difference()}): start it again")
+        if state == "absent" and not stop():
+            raise UserError(f"{self.source} cannot be started: {self._last_words()}")
+        if state == "cut off" and code and not stop():
+            Failure.record(self.path, f"killed by signal {-code}" if code < 0 else self._last_words())
+        if state == "ended" and not self.keep:
+            self._remove_journal()
+            shutil.rmtree(self.path / "weights")
+
+    def remove(self) -> None:
+        """The run there and its journal, wherever that lies."""
+        self._remove_journal()
+        shutil.rmtree(self.path)
+
+    def _remove_journal(self) -> None:
+        journal = RunDirectory(self.path).journal(self.recipe)
+        for file in journal.parent.glob(f"{journal.name}*"):
+            file.unlink()
+
+    def _last_words(self) -> str:
+        lines = [line for line in tail(self.log, 5).splitlines() if line.strip()]
+        return lines[-1].strip().removeprefix("tba: ") if lines else f"it said nothing in {self.log}"
+
+
+Runner: TypeAlias = Callable[[Trial, Callable[[], bool]], int]  # runs a trial until it ends or is to stop: exit code
+
+
+def in_child(trial: Trial, stop: Callable[[], bool]) -> int:
+    """In a process of its own: memory and threads are as in any other run.
+
+    It is asked to stop when we are, and killed when it has not in time.
+    """
+    trial.log.parent.mkdir(parents=True, exist_ok=True)
+    with trial.log.open("wb") as log:
+        program = Program("run", "tba.research.trial_process", (json.dumps(trial.order()),))
+        child = start(program, {**os.environ, "COLUMNS": "120"}, log.fileno())
+    assert child.stdin is not None
+    asked: float | None = None
+    try:
+        while child.poll() is None and (asked is None or time.monotonic() - asked < _PATIENCE):
+            if stop() and asked is None:
+                asked = time.monotonic()
+                child.stdin.close()
+            time.sleep(_POLL)
+    finally:
+        child.kill()  # nothing where it has ended; where it has not, its parts end with it
+        code = child.wait()
+        child.stdin.close()
+    return code

@@ -1,0 +1,164 @@
+"""A run at one step: what a checkpoint holds beside the model and the optimizer, and how a later incarnation goes on.
+
+Invariant: all of the state is of the same step, that of the checkpoint's version. The journal, which lies outside the
+checkpoint, only grows, and the state names how far it had come: the trajectories after it stay and are used as old
+data.
+Nothing else is needed to go on; without a checkpoint a run begins again, with all of its journal. Prompts are leased in
+the journal, which is never set back: what was in flight is handed out again, what was answered is not.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import random
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from tba.errors import UserError
+from tba.record.faults import count_faults, record_fault
+from tba.replay.follower import JournalFollower
+from tba.replay.loss import Held
+from tba.runtime.run_dir import RunDirectory
+from tba.train.checkpoint import Checkpoint, newest_sound
+from tba.types import Json, Version
+from tba.weights.directory import WeightDirectory
+
+if TYPE_CHECKING:
+    from tba.runtime.searcher_loop import SearchHalf
+    from tba.runtime.trainer_loop import TrainHalf
+
+
+class Stateful(Protocol):
+    """What can be saved with the trainer."""
+
+    def state(self) -> Json: ...
+
+
+log = logging.getLogger("tba.trainer")
+
+
+def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
+    """What this incarnation's trainer begins with, and the checkpoint that it goes on from, if there is one.
+
+    A damaged checkpoint is passed over for the one before, and recorded as a fault. Without any a later incarnation
+    begins at step 0, with all trajectories of the earlier ones as old data. Raises `UserError` when all are damaged.
+    """
+    if run.incarnation == 0:
+        return Version(), None
+    checkpoint, damaged = newest_sound(run.checkpoints)
+    for what in damaged:
+        log.warning("%s; it is passed over", what)
+        record_fault(run.path, "damaged_checkpoints", what)
+    if checkpoint is not None:
+        log.info("going on from %s, as incarnation %d", checkpoint.path, run.incarnation)
+        return Version(run.incarnation, checkpoint.version.step), checkpoint
+    if damaged:
+        raise UserError(f"every checkpoint of the run at {run.path} is damaged ({damaged[0]}): start a new run")
+    return Version(run.incarnation), None
+
+
+def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
+    """Each time that the journal was damaged and recovered and nobody has recorded it yet: a fault, and a sentence."""
+    with JournalFollower(journal, create=False) as follower:
+        recoveries = [str(recovery) for recovery in follower.recoveries()]
+    new = recoveries[count_faults(run.path)["journal_recoveries"] :]
+    for what in new:
+        log.warning("%s", what)
+        record_fault(run.path, "journal_recoveries", what)
+    return new
+
+
+def held_by_journal(run: RunDirectory, checkpoint: Checkpoint | None) -> Held:
+    """The most that the run's journal is known to have held: by the newest weights, or the checkpoint."""
+    weights = WeightDirectory(run.weights)
+    known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
+    known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
+    return max(known, key=lambda held: held.rows, default=Held())
+
+
+def state_of(half: TrainHalf) -> dict[str, Json]:
+    """Everything but the weights and the optimizer's moments, as JSON."""
+    return {
+        "replay": half.replay.state(half.trained),
+        "reference": str(half.references.now),
+        "references": half.references.state(),
+        "evaluations": half.requests.state(),
+        "steering": half.steering.state(),
+        "generators": generators(),
+        "journal": {**Held.of(half.journal).state(), "prompts_in_flight": half.journal.leases()},
+        "lags": [[lag, count] for lag, count in sorted(half.lags.items())],
+        "skipped": half.trainer.skipped,
+        "clock": half.clock.seconds(),
+        "began_training": half.began_training,
+        "ended_training": half.ended_training,
+        "searcher": None if half.beside is None else half.beside.state(),
+    }
+
+
+def restore(half: TrainHalf, checkpoint: Checkpoint | None) -> None:
+    """Into a half that has just been made, whose policy and replay are the checkpoint's (None: those of step 0)."""
+    half.journal.evaluations()  # have been recorded
+    if checkpoint is None:
+        half.requests.restore({"pending": {}, "seen": None})
+        half.references.restore({"resets": [], "of_checkpoints": []})
+        return
+    state = checkpoint.state
+    checkpoint.load_heads(half.trainer.policy.heads)
+    half.trainer.optimizer.load(checkpoint.path)
+    half.trainer.skipped = state["skipped"]
+    half.references.restore(state["references"])
+    half.requests.restore(state["evaluations"])
+    half.steering.restore(state["steering"])
+    half.lags = Counter(dict(state["lags"]))
+    half.clock.carry(state["clock"])
+    half.began_training, half.ended_training = state["began_training"], state["ended_training"]
+    half.checkpointed = half.trainer.version
+    set_generators(state["generators"])
+
+
+def restore_searcher(search: SearchHalf, half: TrainHalf) -> None:
+    """The searcher that takes turns with the trainer goes on with the same draws.
+
+    Only where nothing has been put since: else it would draw a second time what is there already.
+    """
+    if half.resumed is None or half.resumed["searcher"] is None:
+        return
+    if half.journal.totals().rows == half.resumed["journal"]["rows"]:
+        search.restore(half.resumed["searcher"])
+
+
+def generators() -> dict[str, Json]:
+    """The process's own generators. Nothing of ours draws from them; a task, a reward or a model of the user's may."""
+    name, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    kind, numbers, gauss_next = random.getstate()
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "torch": _text(torch.get_rng_state()),
+        "cuda": [_text(state) for state in devices],
+        "numpy": [str(name), np.asarray(key).tolist(), int(position), int(has_gauss), float(gauss)],
+        "python": [kind, list(numbers), gauss_next],
+    }
+
+
+def set_generators(state: Json) -> None:
+    """The inverse of `generators`; devices that are no longer there are left out."""
+    torch.set_rng_state(_tensor(state["torch"]))
+    for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(_tensor(text), device)
+    name, key, *rest = state["numpy"]
+    np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
+    kind, numbers, gauss_next = state["python"]
+    random.setstate((kind, tuple(numbers), gauss_next))
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> Any:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,223 @@
+"""The parts of a run as Ray actors: what is in their processes.
+
+Invariant: an actor does one thing in its life (`go`), and answers in a thread of its own whether it lives, and that it
+is to stop. What it raised comes back as plain values; what kills it comes back as Ray's error. Every wait for Ray has a
+deadline and names what it waits for.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from tba.errors import HandedOutLost, PartFailed, UserError
+from tba.recipe import Recipe
+from tba.record.faults import record_fault
+from tba.record.log import log_to, set_up_log
+from tba.runtime.cluster.client import ActorContact, get
+from tba.runtime.cluster.gateway import Exchange, note_place
+from tba.runtime.cluster.remote import Guests, checkpoint_through, stand_in, through
+from tba.runtime.cluster.rendezvous import BoardStore
+from tba.runtime.disk import disk_full
+from tba.runtime.program import refuse_others
+from tba.runtime.run_dir import RunDirectory, keep
+from tba.train.ranks import Meeting
+from tba.types import Json, Version
+
+
+def scratch() -> Path:
+    """Where a part that cannot reach the run's directory keeps its logs and the recipe, which it executes: a folder
+    that nobody else can write into. Raises `UserError` when there is another under its name.
+    """
+    path = Path(tempfile.gettempdir()) / f"tba-{os.getuid()}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UserError(f"{path} belongs to somebody else, but recipes are run from there: remove it, or set TMPDIR")
+    path.chmod(0o700)
+    return path
+
+
+def place_of(part: str, log_file: Path) -> Json:
+    """Where this process is, and what it and Ray write about it."""
+    context = ray.get_runtime_context()
+    return {
+        "part": part,
+        "node": ray.util.get_node_ip_address(),
+        "node_id": context.get_node_id(),
+        "process": os.getpid(),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),  # that Ray lets it see; null: all
+        "log": str(log_file),
+        "ray_logs": os.readlink("/proc/self/fd/1"),  # Ray has its output go to its own file
+    }
+
+
+class ExchangeActor:
+    """The exchange, beside the trainer: journal and records in one thread, weights in another."""
+
+    def __init__(self, path: str) -> None:
+        self._run = RunDirectory.open(Path(path))
+        self._kept = keep(self._run.path)
+        set_up_log(self._run.path, "exchange")
+        recipe = self._run.recipe()
+        self._exchange = Exchange(self._run, recipe, ray.put)
+        self._guests = Guests(self._run, recipe, self._exchange.let_go)
+        note_place(self._run, place_of("exchange", self._run.log("exchange")))
+        if ray.get_runtime_context().was_current_actor_reconstructed:
+            record_fault(self._run.path, "exchange_restarts", "the exchange beside the trainer died and was made anew")
+
+    @ray.method(concurrency_group="journal")
+    def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
+        self._guests.look()
+        return self._exchange.journal(owner, verb, *arguments, **named)
+
+    @ray.method(concurrency_group="journal")
+    def record(self, verb: str, *arguments: Any) -> None:
+        self._exchange.record(verb, *arguments)
+
+    @ray.method(concurrency_group="journal")
+    def place(self, facts: Json) -> int:
+        return self._exchange.place(facts)
+
+    @ray.method(concurrency_group="journal")
+    def join(self, version: str) -> tuple[int, Json]:
+        return self._guests.join(version)
+
+    @ray.method(concurrency_group="journal")
+    def stay(self, number: int) -> str | None:
+        return self._guests.stay(number)
+
+    @ray.method(concurrency_group="journal")
+    def leave(self, number: int, why: str) -> None:
+        self._guests.leave(number, why)
+
+    @ray.method(concurrency_group="weights")
+    def newest(self, seen: Version | None) -> Any:
+        return self._exchange.newest(seen)
+
+    @ray.method(concurrency_group="weights")
+    def checkpoint(self, name: str) -> Any:
+        return self._exchange.checkpoint(name)
+
+    @ray.method(concurrency_group="weights")
+    def at(self, version: Version) -> Any:
+        return self._exchange.at(version)
+
+    def end(self) -> None:
+        """Once the last searcher has ended."""
+        self._exchange.close()
+
+
+@dataclass
+class Told:
+    """Whether to stop; whoever asks shows that it lives."""
+
+    stopped: threading.Event = field(default_factory=threading.Event)
+    beat: float | None = None  # by `time.monotonic`
+
+    def __call__(self) -> bool:
+        self.beat = time.monotonic()
+        return self.stopped.is_set()
+
+
+@dataclass(frozen=True)
+class MeetAt:
+    """Where the ranks of one life of the trainer find each other."""
+
+    board: Any  # its actor
+    spread: bool  # whether they are on more than one machine
+
+    def meeting(self, deadline: float) -> Meeting:
+        """For the rank in this process."""
+
+        def call(method: str, *arguments: Any) -> Any:
+            reference = getattr(self.board, method).remote(*arguments)
+            return get(reference, deadline, f"the board where the trainer's ranks meet ({method})")
+
+        return Meeting(BoardStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
+
+
+class PartActor:
+    """A searcher or a rank of the trainer. `go` returns None, or what it raised as `kind`, `message`, `traceback`."""
+
+    def __init__(self) -> None:
+        self._told = Told()
+
+    @ray.method(concurrency_group="ask")
+    def stop(self) -> None:
+        self._told.stopped.set()
+
+    @ray.method(concurrency_group="ask")
+    def silence(self) -> float | None:
+        """Seconds since its last sign of life; None before the first."""
+        return None if self._told.beat is None else time.monotonic() - self._told.beat
+
+    def go(self, part: str, facts: Json, attempt: int, exchange: Any, meet: MeetAt | None) -> Json:
+        run = stand_in(facts, scratch)
+        try:
+            with log_to(run.path, part) as log_file:
+                if attempt == 0:  # one that is started again may find newer files, which must not end the run
+                    refuse_others(run.facts, f"{part} on {ray.util.get_node_ip_address()}")
+                recipe, place = run.recipe(), place_of(part, log_file)
+                deadline = recipe.run.journal_deadline
+                contact = ActorContact(exchange, part, deadline)
+                meeting = None if meet is None else meet.meeting(deadline)
+                if part == "trainer":
+                    _train(recipe, run, place, self._told, meeting)
+                elif meeting is not None:
+                    _follow(run, contact, place, meeting)
+                else:
+                    _search(recipe, contact, place, attempt, self._told)
+        except (ray.exceptions.RayError, PartFailed, HandedOutLost):
+            raise  # it has lost touch: as good as dead
+        except BaseException as error:  # noqa: BLE001 - the actor ends here; the driver shows it as its own
+            error = disk_full(error, run.path) or error
+            return {"kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        return None
+
+
+def _train(recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bool], meeting: Meeting | None) -> None:
+    from tba.runtime.loops import train
+
+    note_place(run, place)
+    with keep(run.path):
+        train(recipe, run, told, meeting)
+
+
+def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meeting) -> None:
+    from tba.runtime.leading import follow
+
+    contact.call("place", place)
+    rank = int(contact.part.removeprefix("trainer-"))
+    follow(run, rank, meeting, lambda there: checkpoint_through(contact, contact.part, there, run.checkpoints))
+
+
+def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]) -> None:
+    from tba.runtime.loops import search
+    from tba.runtime.searcher_loop import searching_half
+
+    os.nice(recipe.run.searcher_nice)
+    index = int(contact.part.removeprefix("searcher-"))
+    search(
+        recipe,
+        lambda: searching_half(
+            recipe,
+            lambda: through(contact, contact.part, place),
+            index,
+            attempt,
+            told,
+            recipe.run.put_in_background,
+        ),
+        told,
+    )

@@ -1,0 +1,168 @@
+"""A part's calls in a Ray cluster: to what refers to a value, and to the exchange of its run.
+
+Invariant: every wait for Ray has a deadline and names what it waits for; what the exchange raised is raised here
+as it was.
+
+How a process comes into a Ray cluster, and what it finds there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray._private import ray_constants
+
+from tba.errors import DeadlineExceeded, HandedOutLost, PartFailed, UserError
+from tba.record.memory import usable_cores
+from tba.runtime.cluster.placement import Node
+from tba.runtime.cluster.reaper import folder_for_ray
+from tba.weights.chunks import Flat
+
+
+def get(reference: Any, deadline: float, what: str) -> Any:
+    """What it refers to. Raises `DeadlineExceeded` when that takes longer."""
+    try:
+        return ray.get(reference, timeout=deadline)
+    except ray.exceptions.GetTimeoutError as error:
+        raise DeadlineExceeded(f"waited {deadline:g} s for {what}") from error
+
+
+def exchange_name(run: Path) -> str:
+    """Under which the exchange of a run is found in its cluster."""
+    return f"exchange of {run.name}"
+
+
+def contact_with(run: str, part: str, deadline: float) -> ActorContact:
+    """The exchange of the run of that name. Raises `UserError` when it is not in the cluster."""
+    try:
+        return ActorContact(ray.get_actor(exchange_name(Path(run)), namespace=NAMESPACE), part, deadline)
+    except ValueError as error:
+        raise UserError(
+            f"no run {Path(run).name} is going on in this cluster: begin it with --runtime cluster"
+        ) from error
+
+
+@dataclass(frozen=True)
+class ActorContact:
+    """A part's calls to the exchange."""
+
+    exchange: Any
+    part: str
+    deadline: float  # seconds
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """What this method of the exchange gives. Raises what it raised."""
+        reference = getattr(self.exchange, method).remote(*arguments, **named)
+        try:
+            return get(reference, self.deadline, f"the exchange beside the trainer ({method})")
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayActorError as error:
+            raise PartFailed(
+                f"{self.part} has lost touch with the exchange: the run is gone, or its machine"
+            ) from error
+
+    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+        """The pieces themselves, one after the other. Raises `HandedOutLost` when they died with the exchange."""
+        what = "a piece of the weights from Ray's object store"
+        try:
+            return [get(reference, self.deadline, what) for reference in references]
+        except ray.exceptions.ObjectLostError as error:
+            raise HandedOutLost(f"{what} is gone with the exchange that held it") from error
+
+
+NAMESPACE = "tba"
+_LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen on every interface
+
+
+@contextmanager
+def connected(address: str | None, object_store_gb: float | None = None) -> Iterator[list[Node]]:
+    """Inside, this process is in the cluster at `address` (None: one of its own), of which these are the nodes.
+
+    One of its own ends with this process, however that ends. Raises `UserError` when it cannot be in a cluster.
+    """
+    with ExitStack() as ends:
+        folder = None if address is not None else str(ends.enter_context(folder_for_ray()))
+        yield from _connected(address, object_store_gb, folder)
+
+
+def _connected(address: str | None, object_store_gb: float | None, folder: str | None) -> Iterator[list[Node]]:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": NAMESPACE}
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        if address is None:
+            if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else Ray would write a token into the home folder
+                os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+            os.environ.setdefault("RAY_worker_niceness", "0")  # as parts of any other run; Ray's default is 15
+            with _one_machine():
+                ray.init(
+                    address="local",
+                    num_cpus=usable_cores(),
+                    object_store_memory=None if object_store_gb is None else int(object_store_gb * 1e9),
+                    include_dashboard=False,
+                    _node_ip_address=_LOOPBACK,
+                    _temp_dir=folder,
+                    **quiet,
+                )
+        else:
+            ray.init(address=address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        where = "start a Ray cluster" if address is None else f"join the Ray cluster at {address}"
+        said = str(error).strip().splitlines()[0]
+        raise UserError(f"cannot {where} ({said}): `ray start --head` begins one, --address is HOST:PORT") from error
+    try:
+        if main:
+            signal.signal(signal.SIGTERM, before)  # which Ray has taken
+        its_own = ray.util.get_node_ip_address()
+        if address is None and its_own != _LOOPBACK:
+            raise UserError(
+                f"Ray {ray.__version__} does not keep to the loopback interface here (its node is {its_own}): install "
+                "the version in constraints.txt, or start a cluster yourself and give its --address"
+            )
+        yield nodes()
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _one_machine() -> Iterator[None]:
+    """Inside, Ray takes the loopback address for what it is, as it does on a Mac.
+
+    On Linux it would put the machine's own address in its place, as its servers then listen on every interface; the
+    variable that says otherwise (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) is read when Ray is imported, which is too early:
+    whether this process joins a cluster is not known yet.
+    """
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def nodes() -> list[Node]:
+    """Of the cluster that this process is in, this one first."""
+    here = ray.get_runtime_context().get_node_id()
+    found = []
+    for entry in ray.nodes():
+        has = entry["Resources"]
+        if entry["Alive"]:
+            key = entry["NodeID"]
+            name = f"{entry['NodeManagerAddress']} ({key[:6]})"
+            memory = has.get("memory", 0.0) + has.get("object_store_memory", 0.0)
+            found.append(Node(key, name, has.get("CPU", 0.0), has.get("GPU", 0.0), memory, key == here))
+    return sorted(found, key=lambda node: not node.here)

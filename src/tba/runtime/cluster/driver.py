@@ -1,0 +1,282 @@
+"""The `cluster` runtime: trainer and searchers as Ray actors, over many machines or one.
+
+Down through the exchange into the journal, up through Ray's object store; the run's directory is on this machine, and
+the trainer (its first rank) with it. The driver (this process) joins the Ray cluster at `--address`, or starts one that
+listens on the loopback interface only and ends with it; there is no dashboard, nothing is reported to anybody, and
+Ray's token authentication stays as it is (on, for a cluster of its own). What it does with the parts is in `supervisor`.
+
+A part of a run as a Ray actor, seen from its driver.
+
+Invariant: looking at it never waits. It is up once it has answered; one that Ray does not start in time ends the run,
+unless it was to be started again: then its machine is gone, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.record.faults import record_fault
+from tba.runtime.cluster.actors import ExchangeActor, MeetAt, PartActor
+from tba.runtime.cluster.client import connected, exchange_name, get
+from tba.runtime.cluster.gateway import PLACES
+from tba.runtime.cluster.placement import Node, Placed, plan
+from tba.runtime.cluster.remote import whole_facts
+from tba.runtime.cluster.rendezvous import Board
+from tba.runtime.ranked import RankedPart
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.supervisor import POLL, Driver, Part, failed
+from tba.train.ranks import name_of_rank
+from tba.types import Json
+
+_remote: Any = ray.remote  # whose types leave this out
+
+
+@dataclass
+class Cluster(Driver):
+    """One run on a Ray cluster: `go()` until it is finished, stopped or failed."""
+
+    _started: list[ActorPart | RankedPart[ActorPart]] = field(default_factory=list)
+    _placed: dict[str, Placed] = field(default_factory=dict)
+    _exchange: Any = None
+
+    def go(self) -> dict[str, object]:
+        """Runs to the end, within the cluster; the faults it survived. Raises what a part ended with."""
+        with connected(self.recipe.address, self.recipe.cluster.object_store_gb) as found:
+            self._placed = {placed.part: placed for placed in plan(self.recipe, found, self.searchers)}
+            self._start_exchange(next(node for node in found if node.here))
+            faults = super().go()
+            get(self._exchange.end.remote(), self.recipe.run.stop_deadline, "the exchange to close the journal")
+            return faults
+
+    def _start_exchange(self, here: Node) -> None:
+        deadline = self.recipe.cluster.start_deadline
+        actor = _remote(concurrency_groups={"journal": 1, "weights": 1})(ExchangeActor).options(
+            name=exchange_name(self.run.path),
+            num_cpus=0,
+            max_restarts=self.recipe.run.restarts,
+            max_task_retries=-1,  # each call may be repeated
+            scheduling_strategy=NodeAffinitySchedulingStrategy(here.key, soft=False),
+        )
+        try:
+            self._exchange = actor.remote(str(self.run.path.resolve()))
+        except ValueError as error:
+            raise UserError(f"a run {self.run.path.name} is going on in this cluster: give another name") from error
+        try:
+            get(self._exchange.newest.remote(None), deadline, "Ray to start the exchange beside the trainer")
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None
+        except ray.exceptions.RayError as error:
+            raise PartFailed(f"the exchange beside the trainer did not start: {error}") from error
+
+    def start(self, name: str) -> Part:
+        """As an actor, on the node that it was given; a trainer of several ranks as several."""
+        part: ActorPart | RankedPart[ActorPart]
+        if name == "trainer" and self.recipe.trainer.ranks > 1:
+            part = RankedPart(self._ranks, _own_failure)
+        else:
+            part = self._actor(name)
+        self._started.append(part)
+        return part
+
+    def _actor(self, name: str, attempt: int = 0, meet: MeetAt | None = None) -> ActorPart:
+        deadline = self.recipe.cluster.start_deadline
+        return ActorPart(self._placed[name], self.run, self._exchange, deadline, attempt, meet)
+
+    def _ranks(self, attempt: int, ends: ExitStack) -> list[ActorPart]:
+        """Of one life of the trainer, which meet at a board of its own."""
+        names = [name_of_rank(rank) for rank in range(self.recipe.trainer.ranks)]
+        places = [self._placed[name].node for name in names]
+        here = NodeAffinitySchedulingStrategy(places[0].key, soft=False)
+        board = _remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
+        ends.callback(ray.kill, board)
+        meet = MeetAt(board, spread=len({node.key for node in places}) > 1)
+        return [self._actor(name, attempt, meet) for name in names]
+
+    @property
+    def _parts(self) -> list[ActorPart]:
+        return [p for part in self._started for p in (part.ranks if isinstance(part, RankedPart) else [part])]
+
+    def pause(self) -> None:
+        """As long as any other driver, and what is ready by then."""
+        references = [reference for part in self._parts for reference in part.awaited]
+        if not references:
+            time.sleep(POLL)
+        ready = ray.wait(references, num_returns=len(references), timeout=POLL)[0] if references else []
+        for part in self._parts:
+            part.look(set(ready))
+
+
+def _own_failure(failed: Sequence[ActorPart], more_to_learn: bool) -> ActorPart | None:
+    """The rank whose actor died; else the one that raised; those that lost touch did so because of another.
+
+    What raises may do so for one that has died, which Ray tells a moment later.
+    """
+    died = [part for part in failed if part.code == DIED and not part.lost_touch]
+    if died or more_to_learn:
+        return died[0] if died else None
+    return min(failed, key=lambda part: part.lost_touch)
+
+
+_remote: Any = ray.remote  # whose types leave this out
+DIED = -1  # the code of a part whose actor is gone
+_ASK = 1.0  # seconds between two questions how long a part has been silent
+
+
+@dataclass
+class ActorPart:
+    """A part as a Ray actor, seen from its driver."""
+
+    placed: Placed
+    run: RunDirectory
+    exchange: Any
+    deadline: float  # seconds that Ray may take to start it
+    attempt: int = 0
+    meet: MeetAt | None = None  # where a rank of the trainer finds the others
+    code: int | None = field(init=False)
+    how: str = field(init=False)
+    lost_touch: bool = field(init=False)  # it ended because it did not reach another part
+    heard: bool = field(init=False)
+    _actor: Any = field(init=False)
+    _done: Any = field(init=False)
+    _error: Json = field(init=False)
+    _question: Any = field(init=False)  # how long it has been silent
+    _asked: float = field(init=False)
+    _last: float = field(init=False)  # when it last gave a sign, or was started
+    _up: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """As another actor: on its node, or on any that has room where that node is gone."""
+        self.code, self.how, self.heard, self._error, self._up = None, "", False, None, False
+        self.lost_touch = False
+        self._last = self._asked = time.monotonic()
+        asked = self.placed.asked
+        soft = self._searches or not self.placed.node.here
+        place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
+        # Of a part that asks for no GPU Ray would leave all in sight, also those that it has given to others.
+        environment = {} if asked["GPU"] else {"CUDA_VISIBLE_DEVICES": ""}
+        self._actor = (
+            _remote(concurrency_groups={"ask": 1})(PartActor)
+            .options(
+                num_cpus=asked["CPU"],
+                num_gpus=asked["GPU"],
+                scheduling_strategy=place,
+                runtime_env={"env_vars": environment},
+            )
+            .remote()
+        )
+        facts = whole_facts(self.run)
+        self._done = self._actor.go.remote(self.name, facts, self.attempt, self.exchange, self.meet)
+        self._question = self._actor.silence.remote()
+
+    def start_again(self) -> None:
+        """After its death."""
+        self.kill()
+        self.attempt += 1
+        self.start()
+
+    @property
+    def name(self) -> str:
+        return self.placed.part
+
+    @property
+    def _searches(self) -> bool:
+        """Whether the run can do without it."""
+        return not self.name.startswith("trainer")
+
+    @property
+    def who(self) -> str:
+        return f"{self.name} (on {self.placed.node.name})"
+
+    @property
+    def log(self) -> str:
+        own = self.run.log(self.name)
+        return str(own) if own.exists() else f"named in {self.run.path / 'logs' / PLACES}"
+
+    @property
+    def awaited(self) -> list[Any]:
+        """What can become ready: its end, its answer."""
+        asked = [] if self._question is None else [self._question]
+        return [self._done, *asked] if self.code is None else []
+
+    def look(self, ready: set[Any]) -> None:
+        """Take in what is. Raises `DeadlineExceeded` when Ray does not start it."""
+        if self.code is not None:
+            return
+        if self._done in ready:
+            self._settle()
+            return
+        now = time.monotonic()
+        if self._question is None and now - self._asked > _ASK:
+            self._asked, self._question = now, self._actor.silence.remote()
+        elif self._question is not None and self._question in ready:
+            with suppress(ray.exceptions.RayError):  # that it is gone is seen by its end
+                silence = get(self._question, self.deadline, f"an answer of {self.who}")
+                self._up = True
+                if silence is not None:
+                    self.heard, self._last = True, now - silence
+            self._question = None
+        elif not self._up and now - self._last > self.deadline:
+            self._not_started()
+
+    def _not_started(self) -> None:
+        """No node has room for it. Where that was so from the beginning, or of the trainer, the run cannot go on."""
+        asked = f"{self.placed.asked['CPU']:g} CPU and {self.placed.asked['GPU']:g} GPU"
+        waited = f"waited {self.deadline:g} s for Ray to start {self.who} with {asked}"
+        self.kill()
+        if self.attempt and self._searches:  # its machine is gone, most likely
+            self.code = 0
+            self.exchange.journal.remote(self.name, "resume")  # what it held is given back, for others
+            record_fault(self.run.path, "searchers_given_up", f"{waited} again; the run goes on without it")
+        else:
+            self.code, self.how = DIED, "was not started"
+            raise DeadlineExceeded(f"{waited}: others may hold them")
+
+    def _settle(self) -> None:
+        """How it ended."""
+        try:
+            self._error = get(self._done, self.deadline, f"the end of {self.who}")
+            self.code = 0 if self._error is None else 1
+        except ray.exceptions.RayError as error:
+            self.lost_touch = isinstance(error, ray.exceptions.RayTaskError)  # what `go` raises
+            said = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            self.code, self.how = DIED, f"died ({str(said).strip().splitlines()[0]})"
+        ray.kill(self._actor)  # what it held is free
+
+    def silence(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self._last
+
+    def ask_to_stop(self) -> None:
+        if self.code is None and self.attempt and self._searches and not self._up:
+            self.kill()  # it waits for a place, and has nothing to finish
+            self.code = 0
+        elif self.code is None:
+            self._actor.stop.remote()
+
+    def kill(self) -> None:
+        """End it, unless it has ended."""
+        if self.code is None:
+            ray.kill(self._actor)
+
+    def end(self) -> None:
+        """As something that hangs."""
+        self.kill()
+        self.code, self.how = DIED, "was killed, for it was silent"
+
+    def failure(self) -> Exception:
+        """Why it ended, as the driver's own error."""
+        if self._error is not None:
+            return failed(self.who, self.log, self._error)
+        return PartFailed(f"{self.who} {self.how}; its log is {self.log}")

@@ -1,0 +1,147 @@
+"""Beside the trainer: takes what searchers elsewhere send, and hands out weights. Made where the run's directory is.
+
+Invariant: what a call acknowledges is on disk (the journal's own writer writes it, which the trainer follows); it holds
+nothing that cannot be read from the run's directory again, so it can die and be made anew, and a call can be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tba.recipe import Recipe
+from tba.record.jsonl import JsonLines
+from tba.replay.journal import JournalWriter
+from tba.runtime.connections import RunRecords
+from tba.runtime.run_dir import RunDirectory
+from tba.types import Json, Version
+from tba.weights.chunks import Flat, flat, mapped, pieces
+from tba.weights.directory import WeightDirectory
+
+JOURNAL = (
+    *(
+        "put_encoded",
+        "known",
+        "rows",
+        "lease",
+        "lease_first",
+        "outcomes",
+        "unscored_encoded",
+        "put_scores",
+        "count",
+        "claim",
+    ),
+    *("finish", "resume"),
+)
+RECORDS = ("write", "fault", "result")
+PLACES = "places.jsonl"  # where each part runs or ran, and its logs
+KEPT = 4  # versions whose pieces are kept for whoever asks next, beside those of their base
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version that can be fetched: what lies beside it, the header of its file, and a reference for each piece."""
+
+    version: Version
+    manifest: Mapping[str, Json]
+    header: str
+    references: Sequence[Any]
+    base: Offer | None = None  # whose changes these are; None: it is whole
+
+
+class Exchange:
+    """The ends of all searchers elsewhere. `send` puts a piece where they can fetch it, and gives its reference.
+
+    Journal and weights may be asked by two threads, one each.
+    """
+
+    def __init__(self, run: RunDirectory, recipe: Recipe, send: Callable[[Flat], Any]) -> None:
+        self._run = run
+        self._recipe = recipe
+        self._send = send
+        self._writers: dict[str, JournalWriter] = {}
+        self._records = RunRecords(run, recipe)
+        self._weights = WeightDirectory(run.weights)
+        self._offers: dict[Version, Offer] = {}
+        self._base: Offer | None = None  # of the newest changes that were asked for
+
+    def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
+        """What `JournalWriter` does for this owner."""
+        if verb not in JOURNAL:
+            raise ValueError(f"{verb} is not for searchers")
+        if owner not in self._writers:
+            path = self._run.journal(self._recipe)
+            self._writers[owner] = JournalWriter(path, owner, self._recipe.run.journal_deadline, create=False)
+        return getattr(self._writers[owner], verb)(*arguments, **named)
+
+    def let_go(self, owner: str) -> None:
+        """Close its end of the journal: it has left, or is taken for dead."""
+        if (writer := self._writers.pop(owner, None)) is not None:
+            writer.close()
+
+    def record(self, verb: str, *arguments: Any) -> None:
+        """What `RunRecords` does."""
+        if verb not in RECORDS:
+            raise ValueError(f"{verb} is not for searchers")
+        getattr(self._records, verb)(*arguments)
+
+    def place(self, facts: Json) -> int:
+        """Where a part has begun to run; the run's incarnation."""
+        note_place(self._run, facts)
+        return self._run.incarnation
+
+    def newest(self, seen: Version | None) -> Offer | Version | None:
+        """The newest version, its name alone where that is what the searcher has `seen`; None before the first."""
+        while True:  # ends: a version that is gone has made room for a newer one
+            newest = self._weights.newest()
+            if newest is None or newest == seen:
+                return newest
+            offer = self.at(newest)
+            if offer is not None:
+                return offer
+
+    def at(self, version: Version) -> Offer | None:
+        """That very version, None when it is not (or no longer) there."""
+        if version not in self._offers:
+            published = self._weights.find(version)
+            if published is None:
+                return None
+            try:
+                header, whole = flat(self._weights.file(version))
+                since = self._weights.base(version)
+            except FileNotFoundError:  # pruned meanwhile
+                return None
+            base = None
+            if since is not None:
+                base = self._base if self._base is not None and self._base.version == since else self.at(since)
+                if base is None:
+                    return None
+                self._base = base
+            references = [self._send(piece) for piece in pieces(whole)]
+            self._offers[version] = Offer(version, published.manifest, header, references, base)
+            for old in list(self._offers)[:-KEPT]:
+                del self._offers[old]
+        return self._offers[version]
+
+    def checkpoint(self, name: str) -> list[tuple[str, list[Any]]]:
+        """The files of checkpoints/`name`: where in it each lies, and the references of its pieces."""
+        from tba.train.checkpoint import STEP  # loads torch, which is needed for nothing else
+
+        if not STEP.fullmatch(name):
+            raise ValueError(f"{name} is no checkpoint")
+        folder = self._run.checkpoints / name
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return [(str(path.relative_to(folder)), [self._send(p) for p in pieces(mapped(path))]) for path in files]
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._records.close()
+
+
+def note_place(run: RunDirectory, facts: Json) -> None:
+    """A line more of where the run's parts are."""
+    lines = JsonLines(run.path / "logs" / PLACES)
+    lines.append(facts)
+    lines.close()

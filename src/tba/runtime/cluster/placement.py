@@ -1,0 +1,155 @@
+"""Where each part of a run on a cluster will be, decided before anything starts.
+
+Invariant: the trainer (the first of its ranks) and the journal are on the machine of the driver, where the run's
+directory is; its other ranks are there too as far as they fit, then on nodes that have ranks already; each searcher is
+on the node that has most left of what it asks for, after those before it. What does not fit is refused in a sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tba.errors import UserError
+from tba.recipe import ClusterSettings, Recipe
+from tba.record.memory import machine_memory_bytes, usable_cores
+from tba.record.text import size
+from tba.runtime.cluster.gateway import KEPT
+from tba.train.ranks import name_of_rank
+
+_SLACK = 1e-9  # that thirds of a GPU add up
+
+
+@dataclass
+class Node:
+    """A machine, and what is left of it."""
+
+    key: str
+    name: str
+    cpus: float
+    gpus: float
+    memory_bytes: float
+    here: bool  # where the driver is
+    left: dict[str, float] = field(init=False)
+    _each: list[float] = field(init=False)  # what is left of each GPU: a part of one is of one
+
+    def __post_init__(self) -> None:
+        self.left = {"CPU": self.cpus, "GPU": self.gpus}
+        self._each = [1.0] * int(self.gpus)
+
+    def fits(self, asked: Mapping[str, float]) -> bool:
+        """Whether that much is left."""
+        return self.left["CPU"] - asked["CPU"] > -_SLACK and self._gpus(asked["GPU"]) is not None
+
+    def take(self, asked: Mapping[str, float]) -> None:
+        for i in self._gpus(asked["GPU"]) or ():
+            self._each[i] -= min(asked["GPU"], 1.0)
+        for kind, amount in asked.items():
+            self.left[kind] -= amount
+
+    def _gpus(self, amount: float) -> list[int] | None:
+        """Those that it would be given: so many whole ones, or the fullest that has this part; None: there are none."""
+        if amount >= 1:
+            whole = [i for i, left in enumerate(self._each) if left > 1 - _SLACK]
+            return whole[: round(amount)] if len(whole) >= amount else None
+        room = [i for i, left in enumerate(self._each) if left - amount > -_SLACK]
+        return ([min(room, key=lambda i: self._each[i])] if room else None) if amount else []
+
+
+def this_machine() -> Node:
+    """The one node of a cluster of our own."""
+    import torch  # knows the GPUs
+
+    memory = machine_memory_bytes() or 0
+    return Node("here", "this machine", usable_cores(), torch.cuda.device_count(), memory, here=True)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A part and its node."""
+
+    part: str
+    node: Node
+    asked: Mapping[str, float]  # CPU, GPU
+
+
+def asked_by(part: str, settings: ClusterSettings) -> dict[str, float]:
+    """What a searcher or a rank of the trainer asks for."""
+    if part.startswith("trainer"):
+        return {"CPU": settings.trainer_cpus, "GPU": settings.trainer_gpus}
+    return {"CPU": settings.searcher_cpus, "GPU": settings.searcher_gpus}
+
+
+def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> list[Placed]:
+    """The trainer's ranks first, then the searchers. Raises `UserError` when they do not fit."""
+    here = next(node for node in nodes if node.here)
+    placed: list[Placed] = []
+    for part in (*map(name_of_rank, range(recipe.trainer.ranks)), *searchers):
+        asked = asked_by(part, recipe.cluster)
+        candidates = [here] if part == "trainer" else nodes
+        free = [node for node in candidates if node.fits(asked)]
+        if not free:
+            raise UserError(_too_much(part, asked, candidates))
+        kind = "GPU" if asked["GPU"] > 0 else "CPU"
+        with_ranks = {p.node.key for p in placed} if part.startswith("trainer") else set()
+        node = max(free, key=lambda n: (n.key in with_ranks, n.left[kind], n.here))
+        node.take(asked)
+        placed.append(Placed(part, node, asked))
+    return placed
+
+
+def _too_much(part: str, asked: Mapping[str, float], candidates: Sequence[Node]) -> str:
+    where = f"{candidates[0].name}, where the run is" if part == "trainer" else f"any of {len(candidates)} nodes"
+    left = "; ".join(f"{n.name} has {n.left['CPU']:g} CPU and {n.left['GPU']:g} GPU left" for n in candidates)
+    less = "use fewer --searchers, let each ask for less (--cluster.searcher-cpus 0.5, --cluster.searcher-gpus 0.5)"
+    if part.startswith("trainer-"):
+        less = "use fewer --trainer.ranks, let each ask for less (--cluster.trainer-cpus 0.5)"
+    return (
+        f"{part} asks for {asked['CPU']:g} CPU and {asked['GPU']:g} GPU, which do not fit on {where} ({left}): {less}, "
+        "or add nodes"
+    )
+
+
+def whereabouts(placed: Sequence[Placed]) -> list[str]:
+    """A line for each node: what runs there, and how much of it."""
+    return [_line(node, placed) for node in _nodes(placed)]
+
+
+def table(placed: Sequence[Placed], trainer_bytes: int, searcher_bytes: int, weights_bytes: int) -> list[str]:
+    """The same with the memory that it needs. Raises `UserError` when there is less.
+
+    `trainer_bytes` are those of all ranks (of which each has about its share), `weights_bytes` those of one version, of
+    which the trainer's node keeps some in its object store, and others the newest two.
+    """
+    lines, all_ranks = [], sum(p.part.startswith("trainer") for p in placed)
+    for node in _nodes(placed):
+        parts = [p.part for p in placed if p.node.key == node.key]
+        ranks = sum(part.startswith("trainer") for part in parts)
+        versions = KEPT + 1 if "trainer" in parts else 2
+        needed = (len(parts) - ranks) * searcher_bytes + versions * weights_bytes + trainer_bytes * ranks // all_ranks
+        lines.append(f"{_line(node, placed)}, about {size(needed)} of {size(int(node.memory_bytes))}")
+        if 0 < node.memory_bytes < needed:
+            raise UserError(
+                f"{lines[-1]}: that is more than there is; use a smaller model, fewer --searchers or more nodes"
+            )
+    return lines
+
+
+def _nodes(placed: Sequence[Placed]) -> list[Node]:
+    return list({p.node.key: p.node for p in placed}.values())
+
+
+def _line(node: Node, placed: Sequence[Placed]) -> str:
+    parts = [p.part for p in placed if p.node.key == node.key]
+    all_ranks = sum(p.part.startswith("trainer") for p in placed)
+    ranks = sum(part.startswith("trainer") for part in parts)
+    searchers = len(parts) - ranks
+    several = f" ({ranks} of {all_ranks} ranks)" if all_ranks > 1 else ""
+    what = [f"trainer{several} and journal"] if "trainer" in parts else []
+    what += [f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer"] if ranks and "trainer" not in parts else []
+    what += [f"{searchers} searcher{'s' if searchers > 1 else ''}"] if searchers else []
+    used = {kind: sum(p.asked[kind] for p in placed if p.node.key == node.key) for kind in ("CPU", "GPU")}
+    return (
+        f"{node.name}{' (here)' if node.here else ''}: {' and '.join(what)}; {used['CPU']:g} of {node.cpus:g} CPU, "
+        f"{used['GPU']:g} of {node.gpus:g} GPU"
+    )

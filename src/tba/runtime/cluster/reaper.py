@@ -1,0 +1,95 @@
+"""Ends what is left of a Ray cluster of our own once its driver is gone, however it went: a process that outlives it.
+
+    python -m tba.runtime.cluster.reaper FOLDER     the driver holds the other end of its standard input
+
+Ray has the kernel end its servers with the driver; agents stay for a minute, a worker that hangs stays for ever. All of
+them were given FOLDER on their command line, or write their logs below it. Where there is no /proc nothing is found.
+
+Invariant: nobody else is killed, such as who reads those logs; FOLDER is taken away at the end unless the driver says
+that somebody will want to look into it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_KEEP = b"keep"
+_DEADLINE = 30.0  # seconds for all of them to be gone
+_POLL = 0.1
+
+
+@contextmanager
+def folder_for_ray() -> Iterator[Path]:
+    """A folder of our own for Ray's sockets and logs; when the block or this process ends, so does what uses it."""
+    made = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))  # short: the names of sockets begin so
+    folder = Path(made).resolve()
+    reaper = subprocess.Popen(  # noqa: S603 - our own module
+        [sys.executable, "-m", "tba.runtime.cluster.reaper", str(folder)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    assert reaper.stdin is not None
+    try:
+        yield folder
+    except Exception:
+        with suppress(BrokenPipeError):
+            reaper.stdin.write(_KEEP)
+            reaper.stdin.flush()
+        raise
+    finally:
+        reaper.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            reaper.wait(_DEADLINE + 1.0)
+
+
+def reap(folder: Path, spared: int) -> None:
+    """Kill all that uses the folder but the process `spared`, until two looks find nobody."""
+    quiet, deadline = 0, time.monotonic() + _DEADLINE
+    while quiet < 2 and time.monotonic() < deadline:
+        found = [pid for pid in _users(folder) if pid not in (spared, os.getpid())]
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(pid) == pid:  # a worker, with what it has started
+                    os.killpg(pid, signal.SIGKILL)
+                else:
+                    os.kill(pid, signal.SIGKILL)
+        quiet = 0 if found else quiet + 1
+        time.sleep(_POLL)
+
+
+def _users(folder: Path) -> list[int]:
+    return [int(p.name) for p in Path("/proc").glob("[0-9]*") if _was_given(p, folder) or _writes_into(p, folder)]
+
+
+def _was_given(process: Path, folder: Path) -> bool:
+    """Whether its command line has `--SOME-OPTION=FOLDER...`, as those that Ray makes."""
+    with suppress(OSError):
+        return f"={folder}".encode() in (process / "cmdline").read_bytes()
+    return False
+
+
+def _writes_into(process: Path, folder: Path) -> bool:
+    """Whether it has a file there open for writing: workers and agents rewrite their command lines."""
+    with suppress(OSError):
+        for descriptor in (process / "fd").iterdir():
+            with suppress(OSError):
+                if os.readlink(descriptor).startswith(f"{folder}/"):
+                    flags = (process / "fdinfo" / descriptor.name).read_text().partition("flags:")[2].split()[0]
+                    if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+                        return True
+    return False
+
+
+if __name__ == "__main__":
+    driver = os.getppid()
+    said = sys.stdin.buffer.read()  # until the driver lets go, or is gone
+    reap(Path(sys.argv[1]), driver)
+    if said != _KEEP:
+        shutil.rmtree(sys.argv[1], ignore_errors=True)

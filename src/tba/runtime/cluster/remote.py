@@ -1,0 +1,309 @@
+"""A searching half's ends where the run's directory is not: each call goes to the exchange beside the trainer.
+
+Invariant: what `put` has returned from is on the disk of the run; no call waits longer than its deadline, and weights
+that were handed out can be read even after their version has been pruned.
+
+Searchers that join a run from other machines: `tba search --run NAME --address HOST:PORT`.
+
+Invariant: to the run a guest is one who joined on its own machine (`elastic`): the exchange holds its place, and with
+it its lock, as long as the guest says now and then that it is there. One that says nothing for `SILENCE` seconds died.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tba.errors import HandedOutLost, UserError
+from tba.protocols import PublishedWeights
+from tba.recipe import Recipe
+from tba.record.evaluations import Answered
+from tba.record.jsonl import write_json
+from tba.replay.encoded import decoded, encoded
+from tba.replay.scores import Score
+from tba.runtime.cluster.gateway import Offer
+from tba.runtime.connections import Ends
+from tba.runtime.elastic import Leaving, Place, enter
+from tba.runtime.program import refuse_others
+from tba.runtime.run_dir import RunDirectory
+from tba.search.posterior import Outcome
+from tba.settings import MARK
+from tba.train.checkpoint import Checkpoint
+from tba.types import Evaluation, Json, Trajectory, Version
+from tba.weights.atomic_dir import folder_beside, remove_folder
+from tba.weights.chunks import Flat, tensors
+from tba.weights.deltas import restored
+
+_FRESH = 0.05  # seconds for which the newest version that is known counts as the newest
+
+
+class Contact(Protocol):
+    """How a part calls the exchange, each time within a deadline."""
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """What this method of the exchange gives."""
+        ...
+
+    def fetch(self, references: Sequence[Any]) -> list[Flat]:
+        """The pieces themselves. Raises `HandedOutLost` when they are no longer there."""
+        ...
+
+
+@dataclass(frozen=True)
+class RemoteJournal:
+    """The journal's end of one owner. What is put is encoded here, where it was made."""
+
+    owner: str
+    contact: Contact
+
+    def put(
+        self,
+        trajectories: Sequence[Trajectory],
+        leases: Sequence[int] = (),
+        counters: Mapping[str, int] | None = None,
+        outcomes: Sequence[Outcome] = (),
+    ) -> None:
+        """As `JournalWriter.put`."""
+        self._call("put_encoded", encoded(trajectories), leases, dict(counters or {}), outcomes)
+
+    def known(self, uids: Sequence[str]) -> set[str]:
+        return set(self._call("known", list(uids)))
+
+    def rows(self) -> int:
+        return int(self._call("rows"))
+
+    def lease(self, count: int, seconds: float) -> list[int]:
+        return list(self._call("lease", count, seconds))
+
+    def lease_first(self, order: Iterable[int], count: int, seconds: float) -> list[int]:
+        return list(self._call("lease_first", list(order), count, seconds))
+
+    def outcomes(self, after: int) -> list[tuple[int, int, float, float]]:
+        return list(self._call("outcomes", after))
+
+    def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
+        return decoded(self._call("unscored_encoded", reference, count, seconds))
+
+    def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
+        self._call("put_scores", scored, counters)
+
+    def count(self, **increments: int) -> None:
+        self._call("count", **increments)
+
+    def claim(self, job: str, seconds: float) -> bool:
+        return bool(self._call("claim", job, seconds))
+
+    def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
+        self._call("finish", job, evaluations)
+
+    def resume(self) -> None:
+        self._call("resume")
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+    def _call(self, verb: str, *arguments: Any, **named: Any) -> Any:
+        return self.contact.call("journal", self.owner, verb, *arguments, **named)
+
+
+class RemoteWeights:
+    """Versions by name, pulled when they are asked for. The newest is looked up a few times a second at most."""
+
+    def __init__(self, contact: Contact) -> None:
+        self._contact = contact
+        self._newest: PublishedWeights | None = None
+        self._base: tuple[Version, dict[str, Any]] | None = None  # the newest that was needed, fetched once
+        self._looked = -_FRESH
+
+    def newer_than(self, version: Version | None) -> PublishedWeights | None:
+        """The newest if it is newer than `version` (None: any), else None. Never waits for one."""
+        if time.monotonic() - self._looked > _FRESH:
+            seen = None if self._newest is None else self._newest.version
+            found = self._contact.call("newest", seen)
+            if isinstance(found, Offer):
+                self._newest = self._published(found)
+            self._looked = time.monotonic()
+        newest = self._newest
+        return None if newest is None or (version is not None and newest.version <= version) else newest
+
+    def at(self, version: Version) -> PublishedWeights:
+        """That very version. Raises `UserError` when it is not (or no longer) there."""
+        offer = self._contact.call("at", version)
+        if offer is None:
+            raise UserError(f"version {version} of the weights is not (or no longer) there; give another")
+        return self._published(offer)
+
+    def _published(self, offer: Offer) -> PublishedWeights:
+        def read() -> dict[str, Any]:
+            try:
+                return self._fetched(offer)
+            except HandedOutLost:  # an exchange that was made anew hands it out anew
+                again = self._contact.call("at", offer.version)
+                if again is None:
+                    raise
+                return self._fetched(again)
+
+        return PublishedWeights(offer.version, offer.manifest, read)
+
+    def _fetched(self, offer: Offer) -> dict[str, Any]:
+        own = tensors(offer.header, self._contact.fetch(offer.references))
+        if offer.base is None:
+            return own
+        if self._base is None or self._base[0] != offer.base.version:
+            self._base = (offer.base.version, tensors(offer.base.header, self._contact.fetch(offer.base.references)))
+        return restored(self._base[1], own)
+
+
+@dataclass(frozen=True)
+class RemoteRecords:
+    """What is left for people and for the summary, in the run's directory there."""
+
+    contact: Contact
+
+    def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
+        self.contact.call("record", "write", evaluations, answers)
+
+    def fault(self, kind: str, what: str) -> None:
+        self.contact.call("record", "fault", kind, what)
+
+    def result(self, part: str, result: Json) -> None:
+        self.contact.call("record", "result", part, result)
+
+    def close(self) -> None:
+        """Nothing is held here."""
+
+
+def through(contact: Contact, name: str, place: Json) -> Ends:
+    """All ends of a searcher, which has begun at `place`. What whoever had this name before held is given back."""
+    incarnation = int(contact.call("place", place))
+    journal = RemoteJournal(name, contact)
+    journal.resume()
+    return Ends(journal, RemoteWeights(contact), RemoteRecords(contact), incarnation)
+
+
+@contextmanager
+def checkpoint_through(contact: Contact, part: str, there: Path, checkpoints: Path) -> Iterator[Path]:
+    """A checkpoint of the trainer's machine where this part can read it.
+
+    That is where it lies, if the run's own `checkpoints` can be reached; else it is fetched for as long as the block
+    takes.
+
+    Raises `UserError` when it does not arrive whole.
+    """
+    if there.parent == checkpoints:
+        yield there
+        return
+    here = checkpoints / part / there.name
+    if here.exists():  # of an earlier life: it may be another of the same step
+        remove_folder(here)
+    here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with folder_beside(here) as beside:
+        for name, references in contact.call("checkpoint", there.name):
+            file = beside / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("wb") as out:
+                for reference in references:
+                    out.write(contact.fetch([reference])[0])
+        Checkpoint.load(beside).verify()
+    try:
+        yield here
+    finally:
+        remove_folder(here)
+
+
+def whole_facts(run: RunDirectory) -> dict[str, Json]:
+    """What recipe.json says, with the text of the recipe's file: enough to rebuild the recipe anywhere."""
+    facts = run.facts
+    source = facts["recipe"].partition(MARK)[0]
+    return {**facts, "path": str(run.path.resolve()), "text": Path(source).read_text() if facts["digest"] else None}
+
+
+def stand_in(facts: Json, scratch: Callable[[], Path]) -> RunDirectory:
+    """The run's directory where it can be reached; else one below `scratch()` with the same recipe and logs of its own.
+
+    The recipe's file comes along, so that only what it imports has to be here already.
+    """
+    there = Path(facts["path"])
+    if (there / "recipe.json").is_file() and RunDirectory.open(there).facts["started"] == facts["started"]:
+        return RunDirectory.open(there)
+    here = scratch() / f"{there.name}-{facts['started']:.0f}"
+    (here / "logs").mkdir(parents=True, exist_ok=True, mode=0o700)
+    facts = {**facts}
+    text = facts.pop("text")
+    if text is not None:
+        _, mark, variant = facts["recipe"].partition(MARK)
+        (here / "recipe.py").write_text(text)
+        facts["recipe"] = f"{here / 'recipe.py'}{mark}{variant}"
+    write_json(here / "recipe.json", facts)
+    return RunDirectory.open(here)
+
+
+SILENCE = 900.0  # seconds: it may be loading a model, or waiting for a reward
+
+
+@dataclass
+class _Guest:
+    place: Place
+    sign: float  # by a clock that never goes back
+
+
+@dataclass
+class Guests:
+    """The exchange's end: who is there."""
+
+    run: RunDirectory
+    recipe: Recipe
+    gone: Callable[[str], None] = lambda name: None  # told of each who has left or died
+    now: Callable[[], float] = time.monotonic
+    _there: dict[int, _Guest] = field(default_factory=dict)
+
+    def join(self, version: str) -> tuple[int, Json]:
+        """A number, and all that rebuilds the recipe. `version` is that of the guest's program.
+
+        Raises `UserError` when the run cannot be joined.
+        """
+        self.look()
+        refuse_others(self.run.facts, "a searcher that would join", version)
+        place = enter(self.run, self.recipe, lambda: False)
+        self._there[place.number] = _Guest(place, self.now())
+        return place.number, whole_facts(self.run)
+
+    def stay(self, number: int) -> str | None:
+        """A sign of life; why it is to leave, if it is."""
+        self.look()
+        guest = self._there.get(number)
+        if guest is None:  # the exchange was made anew, or has taken it for dead: it may join again
+            return "the run had lost touch with it"
+        guest.sign = self.now()
+        return guest.place.why if guest.place.stop() else None
+
+    def leave(self, number: int, why: str) -> None:
+        """With its counts whole."""
+        guest = self._there.pop(number, None)
+        if guest is not None:
+            guest.place.leave(why)
+        self.gone(f"searcher-{number}")
+
+    def look(self) -> None:
+        """Let go of those that have died: the driver sees that and gives back what they held."""
+        for number, guest in list(self._there.items()):
+            if self.now() - guest.sign > SILENCE:
+                del self._there[number]
+                guest.place.file.close()
+                self.gone(guest.place.name)
+
+
+@dataclass
+class Visit(Leaving):
+    """The guest's end. To ask is its sign of life."""
+
+    contact: Contact
+
+    def called(self) -> str | None:
+        """As the exchange says."""
+        why: str | None = self.contact.call("stay", self.number)
+        return why

@@ -1,0 +1,236 @@
+"""Searchers that join a run while it goes on, and leave it: `tba search --run RUN`.
+
+    joined/searcher-1000.json    who joined, when, and how it left; locked as long as that process lives
+    logs/ending                  the run is ending: whoever joined is to leave
+
+Invariant: a number is given once in the life of a run, and no searcher of the run's own has one as high. Whoever joined
+leaves where its counts are whole: when the run ends (it is told to, or nobody holds the run any longer), or on Ctrl-C.
+What one that died had leased is given back by the driver. The trainer knows nothing of all this.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from tba.errors import DeadlineExceeded, UserError
+from tba.foreign import parsed
+from tba.recipe import Recipe
+from tba.record.faults import record_fault
+from tba.replay.journal import JournalWriter
+from tba.runtime.run_dir import RunDirectory, is_held
+
+ASKED = "Ctrl-C"  # why one leaves that was asked to by a signal
+FIRST = 1000  # the number of the first that joins
+_LOOK = 0.5  # seconds between two looks at whether the run goes on, or who has left
+_POLL = 0.05
+_LOCK_SECONDS = 1.0  # for the journal, where the driver itself needs it
+
+
+@dataclass
+class Leaving(ABC):
+    """When a searcher that has joined is to leave: by whoever sat down at it, or by what `called` says now and then."""
+
+    number: int
+    asked: Callable[[], bool]  # whether Ctrl-C was pressed
+    why: str | None = field(default=None, init=False)  # it is to leave
+    _looked: float = field(default=-_LOOK, init=False)
+
+    @property
+    def name(self) -> str:
+        return f"searcher-{self.number}"
+
+    def stop(self) -> bool:
+        """Whether to leave; may be asked often."""
+        if self.why is None and self.asked():
+            self.why = ASKED
+        if self.why is None and time.monotonic() - self._looked >= _LOOK:
+            self._looked = time.monotonic()
+            self.why = self.called()
+        return self.why is not None
+
+    @abstractmethod
+    def called(self) -> str | None:
+        """Why the run wants it to leave; None: it does not."""
+
+
+@dataclass
+class Place(Leaving):
+    """A searcher's place in a run that it has joined."""
+
+    run: RunDirectory
+    file: IO[str]
+    facts: dict[str, Any] = field(default_factory=dict)  # what its file says
+
+    def called(self) -> str | None:
+        """When the run ends, or nobody holds it any longer."""
+        return "the run ended" if _stop_file(self.run).exists() or not is_held(self.run.path) else None
+
+    def leave(self, how: str) -> None:
+        """Give it up, in order."""
+        with self.file:
+            self.write(left=round(self.run.clock()(), 3), how=how)
+
+    def write(self, **facts: Any) -> None:
+        """Into the place's own file, which keeps its lock."""
+        self.facts |= facts
+        self.file.seek(0)
+        self.file.truncate()
+        json.dump(self.facts, self.file)
+        self.file.flush()
+
+
+@contextmanager
+def joined(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Iterator[Place]:
+    """Inside, a place of this process's own in a run that goes on. Raises `UserError` when there is none."""
+    place = enter(run, recipe, asked)
+    how = "an error"
+    try:
+        yield place
+        how = place.why or "it was done"
+    finally:
+        place.leave(how)
+
+
+def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place:
+    """A place in a run that goes on, to be left. Raises `UserError` when there is none."""
+    if recipe.runtime == "inline" or recipe.offline:
+        how = "learns from what is there" if recipe.offline else "takes turns in one process"
+        raise UserError(f"the run at {run.path} {how}: no searcher can join it")
+    if not is_held(run.path):
+        raise UserError(
+            f"the run at {run.path} is not going on: begin it with `tba train`, or go on with it (--resume)"
+        )
+    if _stop_file(run).exists():
+        raise UserError(f"the run at {run.path} is ending: no searcher can join it any more")
+    at_once = (recipe.searchers + len(Joined(run).present()) + 1) * recipe.prompts_per_round
+    if recipe.prompts.selection != "epochs" and at_once > len(recipe.task.problems("train")):
+        raise UserError(f"the run at {run.path} has too few prompts for another searcher: each answers its own")
+    number, file = _claim(run, recipe)
+    place = Place(number, asked, run, file)
+    since = round(run.clock()(), 3)
+    place.write(name=place.name, process=os.getpid(), joined=since, left=None, how=None)
+    return place
+
+
+def _claim(run: RunDirectory, recipe: Recipe) -> tuple[int, IO[str]]:
+    """A number that nobody has had, and its file, locked before it has its name."""
+    folder = _folder(run)
+    folder.mkdir(exist_ok=True)
+    beside = folder / f".{os.getpid()}"
+    file = beside.open("w+")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    number = max(FIRST, recipe.searchers)
+    try:
+        while True:  # ends: each number is taken by somebody who made its file
+            try:
+                os.link(beside, folder / f"searcher-{number}.json")
+            except FileExistsError:
+                number += 1
+            else:
+                return number, file
+    finally:
+        beside.unlink()
+
+
+@dataclass
+class Joined:
+    """The driver's end: who is there, and who was."""
+
+    run: RunDirectory
+    _dead: set[str] = field(default_factory=set)
+    _left: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the files of those say who have left
+    _looked: float = -_LOOK
+
+    def open(self) -> None:
+        """The run begins, or goes on: it may be joined."""
+        _stop_file(self.run).unlink(missing_ok=True)
+
+    def look(self, journal: Path) -> None:
+        """Give back what those held who died since the last look. Costs nothing nearly always."""
+        if time.monotonic() - self._looked < _LOOK:
+            return
+        self._looked = time.monotonic()
+        for name, facts, there in self._all():
+            if there or facts.get("left") is not None or name in self._dead:
+                continue
+            try:
+                with JournalWriter(journal, name, _LOCK_SECONDS, create=False) as former:
+                    former.resume()
+            except DeadlineExceeded:  # somebody hangs with the lock: the driver must go on, to end that one
+                continue
+            self._dead.add(name)
+            record_fault(self.run.path, "joined_deaths", f"{name}, which had joined, died without a word")
+
+    def dismiss(self, seconds: float, tell: Callable[[], None]) -> list[str]:
+        """Let all leave, and wait until they have; who had not after so many seconds."""
+        with suppress(OSError):  # a full disk: they see that nobody holds the run any longer
+            _stop_file(self.run).touch()
+        deadline = time.monotonic() + seconds
+        while (left := self.present()) and time.monotonic() < deadline:
+            tell()
+            time.sleep(_POLL)
+        return left
+
+    def present(self) -> list[str]:
+        """The names of those who are there."""
+        return [name for name, _, there in self._all() if there]
+
+    def record(self) -> list[dict[str, Any]]:
+        """All who ever joined: `name`, when they `joined` and `left` (seconds since the run began), and `how`."""
+        return [
+            {
+                "name": name,
+                **{key: facts.get(key) for key in ("joined", "left")},
+                "how": facts.get("how") or _how(there),
+            }
+            for name, facts, there in self._all()
+        ]
+
+    def _all(self) -> list[tuple[str, dict[str, Any], bool]]:
+        """(name, what its file says, whether the process is there). The file of one who has left is read once."""
+        found: list[tuple[str, dict[str, Any], bool]] = []
+        numbered = [p for p in _folder(self.run).glob("searcher-*.json") if p.stem.rpartition("-")[2].isdecimal()]
+        for path in sorted(numbered, key=lambda p: int(p.stem.rpartition("-")[2])):
+            if path.stem in self._left:
+                found.append((path.stem, self._left[path.stem], False))
+                continue
+            with path.open() as file:
+                there = not _locked(file)
+                try:
+                    facts = parsed(file.read(), joined=float | None, left=float | None, how=str | None)
+                except ValueError:  # it is just writing, or died while it did
+                    facts = {}
+            if not there and facts.get("left") is not None:
+                self._left[path.stem] = facts
+            found.append((path.stem, facts, there))
+        return found
+
+
+def _how(there: bool) -> str:
+    return "it is still there" if there else "it died"
+
+
+def _locked(file: IO[str]) -> bool:
+    """Whether it could be locked: then nobody else has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _folder(run: RunDirectory) -> Path:
+    return run.path / "joined"
+
+
+def _stop_file(run: RunDirectory) -> Path:
+    return run.path / "logs" / "ending"

@@ -1,0 +1,153 @@
+"""The `processes` runtime: the trainer and each searcher in its own process on this machine. The embedded default.
+
+Down through the journal, up through versioned safetensors; nothing listens on a port but a trainer's
+ranks, if there are several, on the loopback interface. The driver (this process) holds one end of a pipe to each part,
+which ends when it is gone; what it does with the parts is in `supervisor`.
+
+A part in a process of its own, seen from its driver.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from tba.errors import PartFailed
+from tba.foreign import read_json
+from tba.record.log import tail
+from tba.runtime.disk import no_space
+from tba.runtime.leading import STORE
+from tba.runtime.local.forkserver import Child, Program, start
+from tba.runtime.local.heartbeat import Watch, pulse_of
+from tba.runtime.local.worker import NO_SPACE
+from tba.runtime.ranked import RankedPart
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.supervisor import Driver, Part, failed
+from tba.train.ranks import name_of_rank
+
+
+class Processes(Driver):
+    """One run on this machine: `go()` until it is finished, stopped or failed."""
+
+    def start(self, name: str) -> Part:
+        """As a child process; a trainer of several ranks as several."""
+        if name == "trainer" and self.recipe.trainer.ranks > 1:
+            return RankedPart(self._ranks, _first_to_fail)
+        return self._process(name)
+
+    def _process(self, name: str, attempt: int = 0, environment: dict[str, str] | None = None) -> Process:
+        parts = {type(getattr(self.recipe, f.name)).__module__ for f in fields(self.recipe)}
+        loads = tuple(sorted(module for module in parts if module.startswith("tba.")))
+        return Process(name, self.run, self.recipe.run.threads, attempt, environment or {}, loads)
+
+    def _ranks(self, attempt: int, ends: ExitStack) -> list[Process]:
+        """Of one life of the trainer; they find each other over a file of its own."""
+        folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="tba-ranks-", ignore_cleanup_errors=True))
+        names = [name_of_rank(rank) for rank in range(self.recipe.trainer.ranks)]
+        for name in names:  # what an earlier life said
+            self.run.error(name).unlink(missing_ok=True)
+        return [self._process(name, attempt, {STORE: str(Path(folder) / "store")}) for name in names]
+
+
+def _first_to_fail(failed: Sequence[Process], more_to_learn: bool) -> Process:
+    """A rank that died; else the one that left its error first."""
+    return min(failed, key=lambda part: ((part.code or 0) >= 0, _when(part)))
+
+
+def _when(part: Process) -> float:
+    """When it left its error; the end of time if it did not."""
+    try:
+        return part.run.error(part.name).stat().st_mtime
+    except OSError:
+        return float("inf")
+
+
+@dataclass
+class Process:
+    """A child process. It lives as long as it wants to and at most as long as its driver."""
+
+    name: str
+    run: RunDirectory
+    threads: int
+    attempt: int = 0
+    environment: dict[str, str] = field(default_factory=dict)  # beside the driver's own
+    loads: tuple[str, ...] = ()  # modules of its recipe
+    process: Child = field(init=False)
+    watch: Watch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        own = {"TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
+        environment = {**os.environ, **own, **self.environment}
+        held = () if self.run.lock is None else (self.run.lock,)  # as long as anybody writes
+        self.watch = Watch(pulse_of(self.run.path, self.name))
+        with self.run.log(self.name).open("ab") as log:
+            program = Program(self.name, "tba.runtime.local.worker", (self.name, str(self.run.path)), self.loads)
+            self.process = start(program, environment, log.fileno(), held)
+
+    def start_again(self) -> None:
+        """After its death."""
+        self.kill()
+        self.attempt += 1
+        self.start()
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, None while it runs; negative: killed by that signal."""
+        return self.process.poll()
+
+    @property
+    def who(self) -> str:
+        return f"{self.name} (process {self.process.pid})"
+
+    @property
+    def log(self) -> str:
+        return str(self.run.log(self.name))
+
+    @property
+    def how(self) -> str:
+        return f"was killed by signal {-(self.code or 0)}"
+
+    @property
+    def heard(self) -> bool:
+        return self.watch.heard
+
+    def silence(self) -> float:
+        """Seconds."""
+        return self.watch.silence()
+
+    def ask_to_stop(self) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended meanwhile
+            self.process.stdin.write(b"stop")
+            self.process.stdin.flush()
+
+    def end(self) -> None:
+        """As something that hangs."""
+        self.process.kill()
+        self.process.wait()
+
+    def kill(self) -> None:
+        """End it, unless it has ended, and let go of it."""
+        self.end()
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def failure(self) -> Exception:
+        """Why it ended, as the driver's own error."""
+        file = self.run.error(self.name)
+        if file.exists():
+            mend = f"its log is {self.log}"
+            return failed(self.who, self.log, read_json(file, mend, kind=str, message=str, traceback=str))
+        code = self.code or 0
+        if code == NO_SPACE:
+            return no_space(self.run.path)
+        how = self.how if code < 0 else f"ended with exit code {code}"
+        return PartFailed(f"{self.who} {how}; its log is {self.log}\n{tail(self.run.log(self.name), 15)}")

@@ -1,0 +1,138 @@
+"""One part of a run in its own process: `python -m tba.runtime.local.worker searcher-0 RUN`. Started by the driver.
+
+Invariant: a part ends when its driver is gone. The driver holds the other end of this process's standard input: a
+byte from it asks to stop (which is not lost, however early it comes), and end of file means that the driver has died,
+however it died.
+
+Exit codes: 0 done or asked to stop, 1 an error of its own (left in logs/PART.error.json), 2 input it cannot use, 3 its
+driver is gone, 4 the disk is full (nothing more can be left).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tba.runtime.local.heartbeat import Pulse, pulse_of
+
+if TYPE_CHECKING:
+    from tba.runtime.run_dir import RunDirectory
+
+ORPHANED = 3  # exit codes: its driver is gone
+NO_SPACE = 4  # the disk is full
+_GRACE = 5.0  # seconds an orphan has to end by itself
+
+
+class Stop:
+    """Asked to stop: by the driver, by SIGTERM, or because the driver is gone. Whoever asks shows that it lives."""
+
+    def __init__(self, pulse: Path) -> None:
+        self._event = threading.Event()
+        self._pulse = Pulse(pulse)
+
+    def __call__(self) -> bool:
+        self._pulse.beat()
+        return self._event.is_set()
+
+    def listen(self) -> None:
+        """Install the signal and the watch on standard input. SIGINT is the driver's business, not ours."""
+        signal.signal(signal.SIGTERM, lambda *_: self._event.set())
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=self._watch, name="driver-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while os.read(0, 4096):
+            self._event.set()
+        self._event.set()
+        threading.Event().wait(_GRACE)
+        os._exit(ORPHANED)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a part (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done."""
+    part, path = arguments[0], Path(arguments[1])
+    stop = Stop(pulse_of(path, part))
+    stop.listen()
+    faulthandler.register(signal.SIGUSR1)  # a look at where it is, in its log
+    from tba.record.log import set_up_log
+    from tba.runtime.run_dir import RunDirectory
+
+    directory = RunDirectory.open(path)
+    set_up_log(path, part)
+    try:
+        _body(part)(directory, stop)
+    except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows it as its own
+        return _left(directory, part, error)
+    return 0
+
+
+def _left(run: RunDirectory, part: str, error: BaseException) -> int:
+    """What is left of the error for the driver, as far as the disk takes it; the exit code."""
+    from tba.errors import UserError
+    from tba.record.jsonl import write_json
+    from tba.runtime.disk import disk_full
+
+    text = traceback.format_exc()
+    full = disk_full(error, run.path) is not None
+    with suppress(OSError):
+        print(text, file=sys.stderr)  # noqa: T201 - standard error is the part's log
+    try:
+        if not full:
+            facts = {"kind": type(error).__name__, "message": str(error), "traceback": text}
+            write_json(run.error(part), facts)
+    except OSError as second:
+        full = disk_full(second, run.path) is not None
+    if full:
+        return NO_SPACE
+    return 2 if isinstance(error, UserError) else 1
+
+
+def _body(part: str) -> Callable[[object, Stop], None]:
+    if part == "trainer":
+        return _train
+    if part.startswith("trainer-"):
+        return lambda run, stop: _follow(part, run)
+    return lambda run, stop: _search(part, run, stop)
+
+
+def _search(part: str, run: object, stop: Stop) -> None:
+    """A searcher, at ends on this disk."""
+    from tba.runtime.loops import search
+    from tba.runtime.run_dir import RunDirectory
+    from tba.runtime.searcher_loop import start_searching
+
+    assert isinstance(run, RunDirectory)
+    recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
+    number, background = int(part.removeprefix("searcher-")), recipe.run.put_in_background
+    os.nice(recipe.run.searcher_nice)
+    search(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background), stop)
+
+
+def _follow(part: str, run: object) -> None:
+    """A further rank of the trainer: does what the first one says, until that ends it."""
+    from tba.runtime.leading import follow
+    from tba.runtime.run_dir import RunDirectory
+
+    assert isinstance(run, RunDirectory)
+    follow(run, int(part.removeprefix("trainer-")))
+
+
+def _train(run: object, stop: Stop) -> None:
+    """The trainer."""
+    from tba.runtime.loops import train
+    from tba.runtime.run_dir import RunDirectory
+
+    assert isinstance(run, RunDirectory)
+    train(run.recipe(), run, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,316 @@
+"""The run directory: where the halves meet, and what a run leaves behind.
+
+    runs/NAME/  recipe.json  journal.sqlite  weights/  checkpoints/  logs/  metrics.jsonl  samples.jsonl
+                faults.jsonl  summary.json  curves.png  tensorboard/
+
+Invariant: `recipe.json` alone (a name or path, the overrides, the run's own facts) rebuilds the recipe in any process,
+and says which incarnation this is: begun, resumed, or its trainer started again, each time under another number.
+
+Who drives a run: its lock, held by the driver and by every part that it started, until the last of them ends.
+
+    lock          the driver's, which child processes inherit
+    lock-parts    of parts that cannot inherit it, for they are no children
+
+Invariant: nobody can hold a run while a driver or a part of it lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, Any
+
+import tba.settings
+from tba.errors import UserError
+from tba.foreign import is_name, read_json
+from tba.recipe import Recipe, resolved
+from tba.record.jsonl import write_json
+from tba.replay.follower import JournalFollower
+from tba.runtime.program import version
+from tba.settings import MARK
+
+_FACTS: dict[str, Any] = {  # that every recipe.json has
+    "recipe": str,
+    "digest": str | None,
+    "overrides": list[str],
+    "started": float,
+    "clock": dict[str, float],
+    "sft_seconds": float | None,
+    "incarnations": list[dict[str, Any]],
+    "resolved": dict[str, Any],
+}
+IMPORTS = "import"  # whose rows the journal may have before a run begins
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run. Made by `create`, reopened by `open`."""
+
+    path: Path
+    lock: int | None = field(default=None, compare=False)  # descriptor, while it is held
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        source: str,
+        overrides: list[str],
+        recipe: Recipe,
+        began: float | None = None,
+        sft_seconds: float = 0.0,
+    ) -> RunDirectory:
+        """Makes the directory and writes recipe.json; `began` is when (by `time.monotonic`), None: now.
+
+        `sft_seconds` were spent on a warm start since. Raises `UserError` when a run is there already.
+        """
+        if (path / "recipe.json").exists():
+            raise UserError(
+                f"{path} holds a run already: go on with it (tba train --resume {path}), choose another --run-name, or "
+                "remove it"
+            )
+        for part in ("", "logs", "weights", "checkpoints"):
+            _make(path / part)
+        run = cls(path)
+        name, mark, variant = source.partition(MARK)
+        file = Path(name) if name.endswith(".py") else None
+        facts = {
+            "recipe": f"{file.resolve()}{mark}{variant}" if file else source,
+            "digest": _digest(file) if file else None,
+            "overrides": overrides,
+            "started": time.time(),  # for people: nothing is computed from it
+            "clock": {"began": time.monotonic() if began is None else began, "before": 0.0},
+            "sft_seconds": sft_seconds,
+            "incarnations": [{"why": "begun", "program": version()}],
+            "resolved": resolved(recipe),
+        }
+        with JournalFollower(run.journal(recipe)) as journal:  # no part makes it: one that finds none says so
+            if journal.counters().keys() - {IMPORTS}:
+                raise UserError(
+                    f"{run.journal(recipe)} is of another run ({journal.totals().rows:,} trajectories): choose another "
+                    "--run-name, or take it away"
+                )
+        write_json(run.path / "recipe.json", facts)
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> RunDirectory:
+        """Raises `UserError` when there is no run."""
+        if not (path / "recipe.json").is_file():
+            raise UserError(f"there is no run at {path} (no recipe.json): give the directory of a run")
+        return cls(path)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What recipe.json says. Raises `UserError` when that is not what a run writes."""
+        mend = "put it back as it was, or start a new run"
+        facts: dict[str, Any] = {"digest": None, **read_json(self.path / "recipe.json", mend, **_FACTS)}
+        if {"--help", "-h"} & set(facts["overrides"]):  # which would be answered, and end the program
+            raise UserError(f"{self.path / 'recipe.json'} has an override that no run has (--help): {mend}")
+        return facts
+
+    def recipe(self) -> Recipe:
+        """The recipe, rebuilt from its name or path and the overrides; never from a pickle.
+
+        Where it is of a file, that is executed: whoever only reads a run asks `recipe_to_read` for it.
+        """
+        facts = self.facts
+        source = facts["recipe"]
+        file = source.partition(MARK)[0]
+        if facts["digest"] is not None and facts["digest"] != _digest(Path(file)):
+            raise UserError(f"{file} has changed since the run at {self.path} began: start a new run")
+        return tba.settings.override(tba.settings.find(source), facts["overrides"], f"tba train {source}")
+
+    def recipe_to_read(self, trusted: bool) -> Recipe:
+        """The same for what does not go on with the run, which may be somebody else's.
+
+        Raises `UserError` where a file would be executed, unless it is `trusted`.
+        """
+        file = self.facts["recipe"].partition(MARK)[0]
+        if file.endswith(".py") and not trusted:
+            raise UserError(
+                f"the run at {self.path} is of the recipe file {file}, which would be executed: look at it, then give "
+                "--trust too"
+            )
+        return self.recipe()
+
+    @property
+    def incarnation(self) -> int:
+        """Of the weights that are trained now; 0 is the first."""
+        return len(self.facts.get("incarnations", ["begun"])) - 1
+
+    def begin_again(self, why: str, overrides: Sequence[str] = (), before: float | None = None) -> None:
+        """Another incarnation, with further overrides; whoever starts from here on belongs to it.
+
+        before: seconds that the run had been going when it was left (None: it has never been left).
+        """
+        facts = self.facts
+        facts["overrides"] = [*facts["overrides"], *overrides]
+        now = {"why": why, "program": version()}
+        facts["incarnations"] = [*facts.get("incarnations", [{"why": "begun"}]), now]
+        if before is not None:
+            facts["clock"] = {"began": time.monotonic(), "before": before}
+        facts["resolved"] = resolved(tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], ""))
+        write_json(self.path / "recipe.json", facts)
+
+    def clock(self) -> Callable[[], float]:
+        """Gives the seconds that the run has been going, in every process of this machine, whoever sets its clock."""
+        clock: Mapping[str, float] = self.facts["clock"]
+        return lambda: clock["before"] + time.monotonic() - clock["began"]
+
+    @contextmanager
+    def held(self, seconds: float) -> Iterator[RunDirectory]:
+        """The run with its lock, which the parts that are started from it inherit and hold for as long as they live.
+
+        Raises `UserError` when it is held by others for `seconds` more.
+        """
+        with hold(self.path, seconds) as lock:
+            yield replace(self, lock=lock)
+
+    def journal(self, recipe: Recipe) -> Path:
+        """The journal's file: here, or in `run.journal_dir` under this run's name."""
+        folder = recipe.run.journal_dir
+        if folder is not None:
+            _make(folder)
+        return self._journal_in(folder)
+
+    def _journal_in(self, folder: Path | None) -> Path:
+        if folder is None:
+            return self.path / "journal.sqlite"
+        key = hashlib.blake2b(str(self.path.resolve()).encode(), digest_size=4).hexdigest()
+        return folder / f"{self.path.name}-{key}.sqlite"
+
+    def journal_there(self) -> Path:
+        """The same by recipe.json alone, for who reads a run: nothing is executed or made."""
+        beside = self.path / "journal.sqlite"
+        if beside.exists():
+            return beside
+        settings = self.facts["resolved"].get("run")
+        folder = settings.get("journal_dir") if isinstance(settings, dict) else None
+        return self._journal_in(Path(folder) if isinstance(folder, str) else None)
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        return self.path / "summary.json"
+
+    def log(self, part: str) -> Path:
+        return self.path / "logs" / f"{part}.log"
+
+    def error(self, part: str) -> Path:
+        """Where a part that ends with an error of its own leaves it."""
+        return self.path / "logs" / f"{part}.error.json"
+
+    def result(self, part: str) -> Path:
+        """Where a part leaves what the summary needs of it."""
+        return self.path / "logs" / f"{part}.result.json"
+
+
+def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
+    """runs/NAME: the given name, or the recipe's with the time."""
+    if run_name is not None and not is_name(run_name):
+        raise UserError(
+            f"--run-name is {run_name!r}: use letters, digits, '.', '_' and '-' only, a letter, digit or '_' first"
+        )
+    if run_name is None and not is_name(recipe_name):
+        raise UserError(
+            f"the recipe is named {recipe_name!r}, which cannot name a folder: give --run-name (letters, digits, '.', "
+            "'_', '-')"
+        )
+    name = run_name or f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if run_name is None and (root / name).exists():
+        name += f"-{os.getpid()}"
+    return root / name
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder} ({error.strerror}): choose another place") from error
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
+    except (OSError, ValueError) as error:
+        raise UserError(f"the recipe's file {path} cannot be read ({error}): put it back") from error
+
+
+_LOCK, _PARTS = "lock", "lock-parts"
+_POLL = 0.05  # seconds between two looks at the lock
+_PROBE = 0.5  # seconds within which somebody who only looks whether a run is held has looked
+
+
+@contextmanager
+def hold(run: Path, seconds: float) -> Iterator[int]:
+    """Inside, nobody else holds the run; the lock's descriptor. Raises `UserError` when others do for so long."""
+    with (run / _LOCK).open("a+") as file:
+        deadline = time.monotonic() + max(seconds, _PROBE)
+        while not (_locked(file.fileno()) and _let_go(run)):
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                who = file.read().strip() or "unknown"
+                raise UserError(
+                    f"the run at {run} is still going on (process {who} or a part of it): "
+                    "let it end, or end it, before it is resumed"
+                )
+            time.sleep(_POLL)
+        file.truncate(0)
+        file.write(f"{os.getpid()}")
+        file.flush()
+        yield file.fileno()
+
+
+def keep(run: Path) -> IO[str]:
+    """For a part that has not inherited the lock: as long as this is open, nobody else can hold the run."""
+    file = (run / _PARTS).open("a")
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file
+
+
+def is_held(run: Path) -> bool:
+    """Whether the run at `run` is going on: its driver, or a part of it, lives."""
+    try:
+        with (run / _LOCK).open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def _let_go(run: Path) -> bool:
+    """Whether no part keeps it any longer."""
+    if not (run / _PARTS).exists():
+        return True
+    with (run / _PARTS).open("a") as file:
+        return _locked(file.fileno())
+
+
+def _locked(descriptor: int) -> bool:
+    """Whether the lock is ours now."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True  # a filesystem without locks: nobody can be kept out
+    return True

@@ -1,0 +1,237 @@
+"""The searching half of a run, built from its recipe and its ends: the same in every runtime.
+
+Invariant: nothing here waits. A searcher takes what is there (weights, prompts, requests to evaluate) and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from tba.protocols import Examined, Reference, Reward, WeightSource
+from tba.recipe import Model, Recipe
+from tba.record.clock import ShareClock
+from tba.record.memory import peak_memory_bytes
+from tba.replay.scores import Score
+from tba.runtime.connections import BesideJournal, Ends, Records, SearchJournal, on_disk
+from tba.runtime.evaluation import Examiner
+from tba.runtime.prompting import prompt_source, prompts_of
+from tba.runtime.run_dir import RunDirectory
+from tba.search.embedding import Embedded
+from tba.search.rescoring import Rescorer
+from tba.search.reward_retry import PatientReward
+from tba.search.searcher import Searcher
+from tba.types import Json, Prompt, Version
+
+log = logging.getLogger("tba.searcher")
+HAND_DOWN = 1.0  # seconds of a round after which the answers that are there go to the trainer
+_PAUSE = 0.05  # seconds between two looks at whether more is wanted
+EASED_OFF = 60.0  # seconds after which a searcher that eases off makes a round all the same: it never waits for ever
+
+
+@dataclass
+class SearchHalf:
+    """A searcher with its evaluation duty, its clock and its journal end."""
+
+    searcher: Searcher
+    examiner: Examiner
+    journal: SearchJournal
+    weights: WeightSource
+    clock: ShareClock
+    records: Records
+    incarnation: int = 0  # in which it was started
+    eased_since: float | None = None  # by a clock that never goes back; None: it is not easing off
+
+    def evaluate(self) -> bool:
+        """Evaluate what is asked for beside the newest weights; whether the trainer has said stop."""
+        newest = self.weights.newer_than(None)
+        if newest is None or newest.version.incarnation < self.incarnation:
+            return False  # what a trainer asked that is gone is not wanted any longer
+        self.examiner.answer(newest.manifest)
+        return bool(newest.manifest.get("stop"))
+
+    def ended(self) -> bool:
+        """Whether the trainer has said stop, by the newest weights."""
+        newest = self.weights.newer_than(None)
+        if newest is None or newest.version.incarnation < self.incarnation:
+            return False
+        return bool(newest.manifest.get("stop"))
+
+    def ahead(self) -> bool:
+        """Whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`); by default never."""
+        for newest in (False, True):  # a bound only rises: most often the one that is known already is enough
+            wanted = self.searcher.manifest.get("wanted")
+            if wanted is None or self.journal.rows() < wanted:
+                return False
+            if not newest:
+                self.searcher.pull()
+        return True
+
+    def round(self) -> None:
+        """A round of the searcher. While it is ahead of what is wanted: what is to be scored anew, and a pause."""
+        eased = 0.0 if self.eased_since is None else time.monotonic() - self.eased_since
+        if not self.ahead() or eased > EASED_OFF:
+            self.eased_since = None
+            self.searcher.round()
+            return
+        if self.eased_since is None:
+            self.eased_since = time.monotonic()
+        with self.clock.state("paced"):
+            if self.searcher.rescorer is not None:
+                self.searcher.rescorer.round()
+            time.sleep(_PAUSE)
+
+    def round_between(self) -> None:
+        """A round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
+        if not self.ended() and not self.ahead():
+            self.searcher.round()
+
+    def state(self) -> Json:
+        """What `restore` takes: the generators and the count of rounds."""
+        prompts = getattr(self.searcher.prompts, "rng", None)
+        return {
+            "rng": self.searcher.rng.bit_generator.state,
+            "prompts_rng": None if prompts is None else prompts.bit_generator.state,
+            "rounds": self.searcher.rounds,
+        }
+
+    def restore(self, state: Json) -> None:
+        """Go on where `state` was taken."""
+        self.searcher.rng.bit_generator.state = state["rng"]
+        if state["prompts_rng"] is not None:
+            self.searcher.prompts.rng.bit_generator.state = state["prompts_rng"]  # type: ignore[attr-defined]
+        self.searcher.rounds = state["rounds"]
+
+    def close(self) -> None:
+        """Leave what the summary needs."""
+        self.records.close()
+        self.journal.close()
+        result = {
+            "clock": self.clock.seconds(),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "rounds": self.searcher.rounds,
+        }
+        self.records.result(self.searcher.name, result)
+
+
+def start_searching(
+    recipe: Recipe,
+    run: RunDirectory,
+    index: int,
+    attempt: int = 0,
+    interrupted: Callable[[], bool] | None = None,
+    background: bool = False,
+) -> SearchHalf:
+    """Searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two share a seed.
+
+    background: a round is written down while the next one is made.
+    """
+    ends = partial(on_disk, recipe, run, f"searcher-{index}", interrupted)
+    return searching_half(recipe, ends, index, attempt, interrupted, background)
+
+
+def searching_half(
+    recipe: Recipe,
+    reach: Callable[[], Ends],
+    index: int,
+    attempt: int,
+    interrupted: Callable[[], bool] | None,
+    background: bool = False,
+) -> SearchHalf:
+    """The same at other ends, which are reached once the model and the prompts are there."""
+    model = recipe.model.prepared(recipe.task)
+    tokenizer = model.tokenizer()
+    prompts = prompts_of(recipe, tokenizer, "train")
+    ends, clock = reach(), ShareClock()
+    if background:
+        ends = replace(ends, journal=BesideJournal(ends.journal, 2 * recipe.run.journal_deadline, clock))
+    try:
+        return _half_at(ends, clock, recipe, model, prompts, index, attempt, interrupted)
+    except BaseException:
+        ends.records.close()
+        ends.journal.close()
+        raise
+
+
+def _half_at(
+    ends: Ends,
+    clock: ShareClock,
+    recipe: Recipe,
+    model: Model,
+    prompts: list[Prompt],
+    index: int,
+    attempt: int,
+    interrupted: Callable[[], bool] | None,
+) -> SearchHalf:
+    name, tokenizer = f"searcher-{index}", model.tokenizer()
+    journal, weights = ends.journal, ends.weights
+    engine, reward = model.engine(Version()), _patient(recipe, ends.records, recipe.task.reward())
+    reference = model.reference(recipe.policy_temperature, Version())
+    seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
+    searcher = Searcher(
+        name=name,
+        engine=engine,
+        reference=reference,
+        reward=reward,
+        exploration=recipe.exploration,
+        prompts=prompt_source(recipe, prompts, journal, np.random.default_rng([*seeds, 0x9E])),
+        sink=Embedded(journal, recipe.embedding.start()) if recipe.embedding else journal,
+        weights=weights,
+        samples_per_prompt=recipe.samples_per_prompt,
+        prompts_per_round=recipe.prompts_per_round,
+        rng=np.random.default_rng(seeds),
+        interrupted=interrupted,
+        vine=recipe.vine.start(engine, reward, tokenizer, recipe.largest_reward) if recipe.vine else None,
+        rescorer=_rescorer(recipe, reference, journal) if recipe.reference_reset else None,
+        largest_reward=recipe.largest_reward,
+        hand_down_seconds=math.inf if recipe.runtime == "inline" else HAND_DOWN,
+    )
+    examiner = Examiner(
+        engine=engine,
+        prompts=prompts_of(recipe, tokenizer, "eval"),
+        reward=_examination(recipe, ends.records) or reward,
+        settings=recipe.evaluation,
+        policy_temperature=recipe.policy_temperature,
+        jobs=journal,
+        weights=weights,
+        writer=ends.records,
+        seed=recipe.seed,
+        claim_seconds=recipe.run.evaluation_deadline,
+        clock=clock,
+        interrupted=interrupted,
+    )
+    return SearchHalf(searcher, examiner, journal, weights, clock, ends.records, ends.incarnation)
+
+
+def _patient(recipe: Recipe, records: Records, reward: Reward) -> PatientReward:
+    """A reward of the task, within a deadline and asked again when it fails."""
+    return PatientReward(
+        reward,
+        recipe.run.reward_deadline,
+        recipe.run.reward_retries,
+        told=lambda what: records.fault("reward_retries", what),
+    )
+
+
+def _examination(recipe: Recipe, records: Records) -> PatientReward | None:
+    """What evaluates, where that is another reward than the one that is trained on."""
+    task = recipe.task
+    return _patient(recipe, records, task.examination()) if isinstance(task, Examined) else None
+
+
+def _rescorer(recipe: Recipe, reference: Reference, journal: SearchJournal) -> Rescorer:
+    """What the journal asks to be scored under `reference`, and back into it."""
+    return Rescorer(
+        reference,
+        recipe.rescored_per_round,
+        wanted=lambda version, count: journal.unscored(version, count, recipe.run.lease_seconds),
+        put=lambda version, scored, counts: journal.put_scores(
+            [Score(t.uid, version, log_reference) for t, log_reference in scored], counts
+        ),
+    )

@@ -1,0 +1,148 @@
+"""What every runtime does around its parts: the summary at the end, the status while it goes.
+
+Invariant: every figure of the summary was counted at its own place (searchers and journal: the journal's counters;
+replay and trainer: their result files); nothing here is found by subtraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tba.foreign import read_json
+from tba.recipe import Recipe
+from tba.record.clock import share_of
+from tba.record.evaluations import RunningEvaluations, read_evaluations
+from tba.record.falls import noted_falls
+from tba.record.faults import count_faults, note_unreadable
+from tba.record.ledger import Ledger
+from tba.record.live import Status
+from tba.record.memory import peak_memory_bytes
+from tba.record.metrics import RunningMetrics
+from tba.record.summary import Lag, Summary, WallSeconds
+from tba.replay.follower import JournalFollower
+from tba.runtime.elastic import Joined
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.watching import Watch
+from tba.types import Json
+
+if TYPE_CHECKING:
+    from tba.runtime.trainer_loop import TrainHalf
+
+GO_ON = "go on with the run (tba train --resume)"  # what mends a result that cannot be read
+_HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # that a searching half leaves
+
+
+@dataclass
+class Progress:
+    """Snapshots of a run from its files, for the live view. What a look reads is what was written since the last."""
+
+    recipe: Recipe
+    run: RunDirectory
+    metrics: RunningMetrics = field(init=False)
+    evaluations: RunningEvaluations = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = RunningMetrics(self.run.path)
+        self.evaluations = RunningEvaluations(self.run.path)
+
+    def status(self, phase: str, note: str = "") -> Status:
+        """What the files say now."""
+        self.metrics.look()
+        self.evaluations.look()
+        row: Mapping[str, Any] = self.metrics.newest
+        bad = self.metrics.bad + self.evaluations.bad
+        rate = {half: float(y[-4:].mean()) if len(y) else None for half, (_, y) in self.metrics.rates().items()}
+        told = (noted_falls(self.run.path) or [""])[-1]
+        return Status(
+            step=int(row.get("step", 0)),
+            steps=self.recipe.steps,
+            elapsed_seconds=self.run.clock()(),
+            training_seconds=row["wall_seconds"] - self.metrics.first_seconds if row else 0.0,
+            phase="warm-up" if phase == "training" and not row else phase,
+            reward=row.get("reward"),
+            accuracy=dict(self.evaluations.newest),
+            log_ratio=row.get("log_ratio"),
+            lag=row.get("lag"),
+            ess=row.get("ess"),
+            generated_rate=rate.get("generated"),
+            trained_rate=rate.get("trained"),
+            trainer_idle=row.get("trainer_idle"),
+            trainer_paced=row.get("trainer_paced"),
+            note=note or (f"{bad} lines of what is recorded cannot be read" if bad else told),
+        )
+
+
+def result_of(half: TrainHalf) -> dict[str, Json]:
+    """What the summary needs of a training half that has ended."""
+    began, drawn = half.began_training, half.replay.selector.counts
+    groups = drawn.get("recent", 0) + drawn.get("reward", 0)
+    return {
+        "clock": half.clock.seconds(),
+        "peak_memory_bytes": peak_memory_bytes(),
+        "steps": half.trainer.version.step,
+        "version": str(half.trainer.version),
+        "skipped": half.trainer.skipped,
+        "ledger": half.replay.ledger(),
+        "position": half.journal.position,
+        "lags": dict(half.lags),
+        "recent_share": drawn.get("newest", 0) / max(1, groups),
+        "reference_resets": half.references.resets,
+        "control": half.steering.changes(),
+        "warm_up_seconds": half.elapsed() if began is None else began,
+        "train_seconds": 0.0 if began is None else half.ended_training - began,
+    }
+
+
+def summarise(
+    recipe: Recipe, run: RunDirectory, searchers: list[str], faults: Mapping[str, Any], sft_seconds: float
+) -> Summary:
+    """summary.json of a run whose parts have ended."""
+    trainer = read_json(run.result("trainer"), GO_ON)
+    joined = Joined(run).record()
+    names = [*searchers, *(searcher["name"] for searcher in joined)]
+    halves = {name: read_json(run.result(name), GO_ON, **_HALF) for name in names if run.result(name).exists()}
+    with JournalFollower(run.journal(recipe), position=trainer["position"], create=False) as journal:
+        owners = journal.counters()
+        undrained = journal.undrained()
+    ledgers = {}
+    for unit in ("tokens", "trajectories"):
+        own = Ledger.gather(owners, unit)
+        replayed = Ledger.of_counters({**trainer["ledger"]}, unit)
+        waiting = Ledger.of({"waiting": undrained[unit]})
+        ledgers[unit] = own + replayed + waiting
+    note_unreadable(run.path)
+    evaluations = read_evaluations(run.path)
+    Watch(run).look()  # the last ones came after the trainer had ended
+    summary = Summary(
+        recipe=recipe.name,
+        seed=recipe.seed,
+        steps=trainer["steps"],
+        wall_seconds=WallSeconds(
+            total=run.clock()(),
+            sft=sft_seconds,
+            warm_up=max(0.0, trainer["warm_up_seconds"] - sft_seconds),
+            train=trainer["train_seconds"],
+            eval=sum(e.seconds for e in evaluations),
+        ),
+        evaluations=evaluations,
+        trainer_idle=share_of([trainer["clock"]], "idle"),
+        trainer_paced=share_of([trainer["clock"]], "paced"),
+        searcher_idle=share_of([half["clock"] for half in halves.values()], "idle"),
+        searcher_paced=share_of([half["clock"] for half in halves.values()], "paced"),
+        tokens=ledgers["tokens"],
+        trajectories=ledgers["trajectories"],
+        lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
+        recent_share=trainer["recent_share"],
+        reference_resets=trainer["reference_resets"],
+        control=trainer["control"],
+        joined=joined,
+        faults={**count_faults(run.path), **faults, "skipped_steps": trainer["skipped"]},
+        peak_memory_bytes={
+            "trainer": trainer["peak_memory_bytes"],
+            **{name: half["peak_memory_bytes"] for name, half in halves.items()},
+        },
+    )
+    summary.write(run.path)
+    return summary

@@ -1,0 +1,299 @@
+"""The driver of a run in parts: starts them, starts one that dies again, ends them. The same wherever a part runs.
+
+Invariant: its loop consumes how parts end and their signs of life, and waits for nothing else; a part that dies is
+started again a bounded number of times (the trainer goes on from its newest checkpoint, as another incarnation), one
+that raises ends the run; every phase has a deadline that names what it waits for.
+
+Ctrl-C as a request: what is under way is brought to an end where it is whole.
+
+Invariant: inside `stop_requests` the first Ctrl-C (or SIGTERM) changes nothing but the answer; a second one is a
+KeyboardInterrupt wherever the program is. Which signal it was is known afterwards, for the exit code.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
+from tba.foreign import read_json
+from tba.recipe import Recipe
+from tba.record.faults import count_faults, record_fault
+from tba.runtime.elastic import Joined
+from tba.runtime.evaluation import evaluated_to_the_end
+from tba.runtime.run_dir import RunDirectory
+from tba.types import Json
+
+POLL = 0.05  # seconds between two looks at the parts
+
+
+class Part(Protocol):
+    """A searcher or the trainer, somewhere. It lives as long as it wants to and at most as long as its driver."""
+
+    attempt: int  # how often it has been started again
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def code(self) -> int | None:
+        """How it ended: None while it goes on, 0 done or asked to stop, above 0 an error of its own, below: it died."""
+        ...
+
+    @property
+    def who(self) -> str:
+        """Its name and where it runs."""
+        ...
+
+    @property
+    def log(self) -> str:
+        """Where its log is."""
+        ...
+
+    @property
+    def how(self) -> str:
+        """How it died."""
+        ...
+
+    @property
+    def heard(self) -> bool:
+        """Whether it has given a sign of life since it was started: until then it loads libraries and a model."""
+        ...
+
+    def silence(self) -> float:
+        """Seconds since it gave one, or was started."""
+        ...
+
+    def ask_to_stop(self) -> None: ...
+
+    def kill(self) -> None:
+        """End it, unless it has ended, and let go of it."""
+        ...
+
+    def end(self) -> None:
+        """End it as something that hangs: afterwards it is one that died."""
+        ...
+
+    def start_again(self) -> None:
+        """After its death."""
+        ...
+
+    def failure(self) -> Exception:
+        """Why it ended, as the driver's own error."""
+        ...
+
+
+def failed(who: str, log: str, error: Json) -> Exception:
+    """The driver's error for what a part raised: its `kind`, `message` and `traceback`."""
+    if error["kind"] == "UserError":
+        return UserError(error["message"])
+    if error["kind"] == "DeadlineExceeded":
+        return DeadlineExceeded(f"{who}: {error['message']}; its log is {log}")
+    return PartFailed(f"{who} ended with {error['kind']}; its log is {log}\n{error['traceback']}")
+
+
+@dataclass
+class Driver(ABC):
+    """One run: `go()` until it is finished, stopped or failed. A runtime says how a part is started."""
+
+    recipe: Recipe
+    run: RunDirectory
+    tell: Callable[[str, str], None]  # (phase, note), a few times a second
+    stopped: bool = False  # before its last step, or in its last evaluation
+    exit_code: int = 0  # 128 and the signal that ended it before its last step
+    joined: Joined = field(init=False)
+    _note: str = ""
+
+    def __post_init__(self) -> None:
+        self.joined = Joined(self.run)
+
+    @abstractmethod
+    def start(self, name: str) -> Part:
+        """Start a part."""
+
+    def pause(self) -> None:
+        """Between two looks at the parts."""
+        time.sleep(POLL)
+
+    def go(self) -> dict[str, object]:
+        """Runs to the end; the faults it survived. Raises what a part ended with."""
+        self.joined.open()
+        with stop_requests() as stop, ExitStack() as ends:
+            ends.callback(self.joined.dismiss, 0.0, lambda: None)
+            trainer, *searchers = [self._start(name, ends) for name in ("trainer", *self.searchers)]
+            try:
+                self._train(trainer, searchers, stop)
+            except TbaError:
+                with suppress(DeadlineExceeded):
+                    self._stop([trainer], "a checkpoint")  # what ends the run need not cost what was learnt
+                raise
+            self._stop([trainer], "a checkpoint")
+            if trainer.code != 0:
+                raise trainer.failure()
+            result = read_json(self.run.result("trainer"), "go on with the run (tba train --resume)", steps=int)
+            finished = result["steps"] >= self.recipe.steps
+            if finished and not stop():
+                self._evaluate(searchers, stop)
+            self._stop(searchers, "their last round")
+            seen = evaluated_to_the_end(self.run.path, self.recipe.steps)
+            self.stopped = not finished or (stop() and not seen)
+            self.exit_code = 0 if finished else stop.exit_code
+            if not (self.stopped or seen):
+                self._note_missing_evaluation()
+            self._see_off()
+            failed_while_stopping = [part.name for part in searchers if part.code != 0]
+        return {"stopped": self.stopped, "failed_while_stopping": failed_while_stopping}
+
+    @property
+    def searchers(self) -> list[str]:
+        return [f"searcher-{i}" for i in range(1 if self.recipe.offline else self.recipe.searchers)]
+
+    def _see_off(self) -> None:
+        """Those who joined, with their last round; one that does not leave is left behind."""
+        waiting = "waiting for those who joined"
+        late = self.joined.dismiss(self.recipe.run.stop_deadline, lambda: self.tell("stopping", waiting))
+        self.joined.look(self.run.journal(self.recipe))
+        for name in late:
+            record_fault(self.run.path, "joined_late", f"{name} had not left after {self.recipe.run.stop_deadline:g} s")
+
+    def _start(self, name: str, ends: ExitStack) -> Part:
+        part = self.start(name)
+        ends.callback(part.kill)
+        return part
+
+    def _train(self, trainer: Part, searchers: Sequence[Part], stop: Callable[[], bool]) -> None:
+        """Until the trainer has ended, or we are to stop. It has its own deadline for a batch."""
+        while (trainer.code is None or self._goes_on(trainer, searchers)) and not stop():
+            self._end_silent([trainer, *searchers])
+            self._watch(searchers)
+            self.tell("training", self._note)
+            self.pause()
+
+    def _evaluate(self, searchers: Sequence[Part], stop: Callable[[], bool]) -> None:
+        """Until the searchers have seen that the trainer is done, and evaluated its last version."""
+        deadline = time.monotonic() + self.recipe.run.evaluation_deadline
+        while any(part.code is None for part in searchers) and not stop():
+            self._end_silent(searchers)
+            self._watch(searchers)
+            self.tell("evaluating", self._note)
+            if time.monotonic() > deadline:
+                waiting = ", ".join(part.who for part in searchers if part.code is None)
+                raise DeadlineExceeded(
+                    f"waited {self.recipe.run.evaluation_deadline:g} s for the last evaluation by {waiting}; "
+                    f"look at {self.run.path / 'logs'}"
+                )
+            self.pause()
+
+    def _note_missing_evaluation(self) -> None:
+        """The last one can be missing where a searcher had begun it and was given up."""
+        if count_faults(self.run.path)["searchers_given_up"]:
+            what = f"the last version was not evaluated: tba eval {self.recipe.name} --checkpoint {self.run.path}"
+            record_fault(self.run.path, "evaluations_missing", what)
+
+    def _watch(self, searchers: Sequence[Part]) -> None:
+        """A searcher that raises ends the run; one that dies is started again, a bounded number of times."""
+        self.joined.look(self.run.journal(self.recipe))
+        for part in searchers:
+            code = part.code
+            if code is None or code == 0:
+                continue
+            if not self._revived(part, "searcher_restarts"):
+                raise part.failure()
+
+    def _goes_on(self, trainer: Part, searchers: Sequence[Part]) -> bool:
+        """Start a trainer that was killed again, and searchers that had ended because it seemed to be done."""
+        if not self._revived(trainer, "trainer_restarts"):
+            return False
+        for part in searchers:
+            if part.code == 0:
+                part.start_again()
+        return True
+
+    def _revived(self, part: Part, kind: str) -> bool:
+        """Start a part that was killed again, unless that has been done as often as it may."""
+        code = part.code
+        if code is None or code >= 0 or part.attempt >= self.recipe.run.restarts:
+            return False
+        why = f"{part.name} {part.how}"
+        if part.name == "trainer":
+            self.run.begin_again(why)
+        self._note = f"{why} and started again"
+        record_fault(self.run.path, kind, self._note)
+        part.start_again()
+        return True
+
+    def _end_silent(self, parts: Sequence[Part]) -> None:
+        """A part that hangs is killed: as one that dies, it is started again, a bounded number of times."""
+        settings = self.recipe.run
+        for part in parts:
+            limit = settings.silence_deadline if part.heard else settings.first_sign_deadline
+            if part.code is None and part.silence() > limit:
+                what = f"{part.who} gave no sign of life for {limit:g} s and was killed"
+                record_fault(self.run.path, "silences", what)
+                part.end()
+
+    def _stop(self, parts: Sequence[Part], what: str) -> None:
+        """Ask, wait, and at the deadline kill."""
+        deadline = time.monotonic() + self.recipe.run.stop_deadline
+        for part in parts:
+            part.ask_to_stop()
+        while any(part.code is None for part in parts) and time.monotonic() < deadline:
+            self.tell("stopping", self._note or f"waiting for {what}")
+            self.pause()
+        for part in parts:
+            if part.code is None:
+                part.kill()
+                raise DeadlineExceeded(
+                    f"{part.who} had not finished {what} after {self.recipe.run.stop_deadline:g} s and was killed; "
+                    f"its log is {part.log}"
+                )
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Called, it tells whether a stop was asked for."""
+
+    def __init__(self) -> None:
+        self.number = 0  # of the signal that asked for it
+        self._asked = threading.Event()
+
+    def __call__(self) -> bool:
+        return self._asked.is_set()
+
+    def ask(self, number: int) -> None:
+        self.number = number
+        self._asked.set()
+
+    @property
+    def exit_code(self) -> int:
+        """Of what this signal ended: 130 for Ctrl-C, 143 for SIGTERM, as shells have it."""
+        return 128 + (self.number or signal.SIGINT)
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Gives a function that tells whether a stop was asked for. Outside the main thread no signal is listened to."""
+    asked = StopRequest()
+
+    def ask(number: int, frame: object) -> None:
+        if asked():
+            raise KeyboardInterrupt
+        asked.ask(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = [signal.signal(number, ask) for number in _SIGNALS]
+    try:
+        yield asked
+    finally:
+        for number, former in zip(_SIGNALS, before, strict=True):
+            signal.signal(number, former)
