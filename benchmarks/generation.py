@@ -9,7 +9,7 @@ side; what is counted are the tokens up to and with EOS.
 
 `generate` is given batches of as many rows as the engine has slots, prompts of equal length (no padding), its cache,
 and stops when the last row of a batch has ended. Repeats are interleaved, so that a machine that changes speed changes
-both. Ends with 1 when the median ratio of the 5M case is below 2.0 (not with --quick).
+both. Connections with 1 when the median ratio of the 5M case is below 2.0 (not with --quick).
 """
 
 from __future__ import annotations

@@ -59,9 +59,9 @@ from tba.replay.selection import RecencyReward
 from tba.runtime.elastic import Joined
 from tba.runtime.prompting import prompts_of
 from tba.runtime.run_dir import RunDirectory, is_held
-from tba.runtime.searcher_loop import SearchHalf, start_searching
+from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.summary import Progress
-from tba.runtime.trainer_loop import TrainHalf, start_training
+from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
@@ -218,8 +218,8 @@ def _evaluation(step: int) -> Evaluation:
 class Halves:
     """A searcher and a trainer that take turns, and who looks at them."""
 
-    search: SearchHalf
-    train: TrainHalf
+    search: SearcherLoop
+    train: TrainerLoop
     progress: Progress
     joined: Joined
 
@@ -244,7 +244,7 @@ def halves(own: Recipe, run: RunDirectory) -> Iterator[Halves]:
     with ExitStack() as ends:
         search = start_searching(own, run, 0)
         ends.callback(search.close)
-        train = start_training(own, run, stop=lambda: False, prefetch=False, fill=search.round)
+        train = start_training(own, run, stop=lambda: False, ahead=False, fill=search.round)
         ends.callback(train.close)
         train.replay.drain()
         yield Halves(search, train, Progress(own, run), Joined(run))

@@ -243,7 +243,6 @@ class Synchronous:
         self.trainer = Trainer(
             policy=self.policy,
             objective=recipe.objective,
-            batches=self,
             weights=self,
             optimizer=self.optimizer,
             sync_every=recipe.sync_every,
@@ -261,7 +260,9 @@ class Synchronous:
             rounds.append(self.newest)
         for i in range(updates):
             self.batch = rounds[i % len(rounds)]
-            self.trainer.step()
+            self.trainer.step(self.next())
+            if self.trainer.due:
+                self.trainer.publish()
 
     def accuracy(self) -> float:
         """Sampled, on held-out problems."""

@@ -13,7 +13,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 import torch
 from hypothesis import HealthCheck, settings
 
-from tba.runtime import starting
+from tba.runtime.local import forkserver
 
 torch.set_num_threads(1)
 # how long an example takes on a busy machine says nothing about it
@@ -40,5 +40,5 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def own_forge() -> None:
     """Parts of runs are forked from a copy of this process: to load the libraries once more takes seconds of a core."""
-    if starting._CAN_FORK:
-        starting._forge = starting.Forge.forked()
+    if forkserver._CAN_FORK:
+        forkserver._forge = forkserver.Forge.forked()

@@ -18,12 +18,12 @@ from PIL import Image
 from tests.runtime.runs import command
 
 from tba.__main__ import main
-from tba.command import trial_process
 from tba.errors import UserError
 from tba.evaluate.estimators import bootstrap_interval
 from tba.recipe import Recipe
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
+from tba.research import trial_process
 from tba.research.command import StudyOptions, run_study
 from tba.research.study import Study, Variant, find_study, positions, varying
 from tba.research.trial import Trial

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.record.failure import Failure
+from tba.record.metrics import MetricsWriter
+from tba.record.run import RunRecord
 from tba.research.figures import (
     COLUMNS,
     DATA,
@@ -21,8 +23,6 @@ from tba.research.figures import (
     seconds_to,
     shown,
 )
-from tba.record.metrics import MetricsWriter
-from tba.record.run import RunRecord
 from tba.types import Version
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tba.rewards import exact_answer, math_text, number_text, similarity, units
+from tba.apps.preference import similarity
+from tba.rewards import exact_answer, math_text, number_text, units
 from tba.rewards.exact_answer import ExactAnswer
 from tba.rewards.exact_text import ExactText
 from tba.rewards.expression import Expression

@@ -19,7 +19,7 @@ from tba.errors import DeadlineExceeded
 from tba.record.clock import ShareClock
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.runtime.connections import BesideJournal
+from tba.runtime.connections import BackgroundJournal
 from tba.runtime.searcher_loop import start_searching
 
 QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
@@ -31,9 +31,9 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def beside(path: Path) -> Iterator[BesideJournal]:
+def beside(path: Path) -> Iterator[BackgroundJournal]:
     with ExitStack() as ends:
-        journal = BesideJournal(JournalWriter(path, "searcher-0"), 60.0, ShareClock())
+        journal = BackgroundJournal(JournalWriter(path, "searcher-0"), 60.0, ShareClock())
         ends.callback(journal.close)
         yield journal
 
@@ -63,7 +63,7 @@ def test_a_run_written_beside_its_rounds_is_the_one_written_between_them(tmp_pat
 
 def test_what_is_put_is_on_its_way_while_another_process_holds_the_file_and_there_once_it_is_closed(path: Path) -> None:
     clock = ShareClock()
-    beside = BesideJournal(JournalWriter(path, "searcher-0"), 60.0, clock)
+    beside = BackgroundJournal(JournalWriter(path, "searcher-0"), 60.0, clock)
     with JournalFollower(path) as follower, closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         beside.put([trajectory(uid="a")])  # returns although nothing can be written
@@ -77,7 +77,7 @@ def test_what_is_put_is_on_its_way_while_another_process_holds_the_file_and_ther
 
 def test_what_cannot_be_written_is_raised_by_the_next_put_or_by_closing_and_the_rest_is_written(path: Path) -> None:
     wrong = replace(trajectory(uid="wrong"), log_reference=np.zeros(9, dtype=np.float32))
-    beside = BesideJournal(JournalWriter(path, "searcher-0"), 60.0, ShareClock())
+    beside = BackgroundJournal(JournalWriter(path, "searcher-0"), 60.0, ShareClock())
     beside.put([trajectory(uid="a")])
     beside.put([wrong])
     with pytest.raises(ValueError, match=r"array of shape \(9,\)"):
@@ -90,7 +90,7 @@ def test_what_cannot_be_written_is_raised_by_the_next_put_or_by_closing_and_the_
 
 def test_a_wait_for_the_journal_has_a_deadline_and_counts_as_such(path: Path) -> None:
     clock = ShareClock()
-    beside = BesideJournal(JournalWriter(path, "searcher-0"), 0.2, clock)
+    beside = BackgroundJournal(JournalWriter(path, "searcher-0"), 0.2, clock)
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         beside.put([trajectory(uid="a")])
@@ -102,7 +102,7 @@ def test_a_wait_for_the_journal_has_a_deadline_and_counts_as_such(path: Path) ->
     assert uids(path) == ["a"]
 
 
-def test_questions_are_answered_with_what_was_put_before_them(beside: BesideJournal) -> None:
+def test_questions_are_answered_with_what_was_put_before_them(beside: BackgroundJournal) -> None:
     for n in range(1, 6):
         assert beside.lease_first(range(10), 1, 60.0) == [0]  # given back by the round before
         beside.put([trajectory(uid=f"t{n}")], [0], {"rounds": 1}, [(0, 1.0, 0.0)])
@@ -118,7 +118,7 @@ def test_questions_are_answered_with_what_was_put_before_them(beside: BesideJour
 def test_positions_come_in_order_each_once_however_many_are_asked_for(
     tmp_path_factory: pytest.TempPathFactory, counts: list[int]
 ) -> None:
-    journal = BesideJournal(
+    journal = BackgroundJournal(
         JournalWriter(tmp_path_factory.mktemp("leases") / "journal.sqlite", "searcher-0"), 60.0, ShareClock()
     )
     taken = [position for count in counts for position in journal.lease(count, 600.0)]
@@ -127,7 +127,7 @@ def test_positions_come_in_order_each_once_however_many_are_asked_for(
 
 
 def test_what_was_leased_ahead_is_for_others_once_it_is_given_up_and_leased_anew_when_it_may_have_run_out(
-    path: Path, beside: BesideJournal
+    path: Path, beside: BackgroundJournal
 ) -> None:
     assert beside.lease(3, 600.0) == [0, 1, 2]  # and 3, 4, 5 ahead
     beside.put([trajectory()], [0, 1, 2])

@@ -35,7 +35,7 @@ from tba.runtime.cluster.remote import (
 from tba.runtime.elastic import FIRST, Joined
 from tba.runtime.program import version
 from tba.runtime.run_dir import RunDirectory, keep
-from tba.runtime.searcher_loop import SearchHalf, searching_half, start_searching
+from tba.runtime.searcher_loop import SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.trainer_loop import start_training
 from tba.train.checkpoint import Checkpoint
 from tba.types import Trajectory, Version
@@ -72,10 +72,10 @@ class Mortal(Direct):
         return list(references)
 
 
-def elsewhere(recipe: Recipe, run: RunDirectory) -> tuple[SearchHalf, Exchange]:
+def elsewhere(recipe: Recipe, run: RunDirectory) -> tuple[SearcherLoop, Exchange]:
     exchange = Exchange(run, recipe, lambda piece: piece)
     contact = Direct(exchange)
-    return searching_half(recipe, lambda: through(contact, "searcher-0", PLACE), 0, 0, None), exchange
+    return searcher_loop_at(recipe, lambda: through(contact, "searcher-0", PLACE), 0, 0, None), exchange
 
 
 def journal_of(run: RunDirectory) -> list[Trajectory]:
@@ -91,7 +91,7 @@ def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_f
     for name in ("disk", "exchange"):
         recipe, run = made(tmp_path / name, *QUICK, "--steps", "6", "--reference-reset", "5")
         search, exchange = (start_searching(recipe, run, 0), None) if name == "disk" else elsewhere(recipe, run)
-        train = start_training(recipe, run, stop=lambda: False, prefetch=False)
+        train = start_training(recipe, run, stop=lambda: False, ahead=False)
         for _ in range(4):
             search.round()
         for _ in range(5):
@@ -189,7 +189,7 @@ def test_of_versions_that_are_changes_their_base_is_fetched_once(tmp_path: Path)
 
 def test_a_checkpoint_comes_to_a_rank_elsewhere_whole_or_not_at_all(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *QUICK)
-    half = start_training(recipe, run, lambda: False, prefetch=False)
+    half = start_training(recipe, run, lambda: False, ahead=False)
     half.checkpoint()
     half.close()
     exchange = Exchange(run, recipe, lambda piece: piece)

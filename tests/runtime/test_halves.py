@@ -16,12 +16,11 @@ from tba.errors import DeadlineExceeded
 from tba.record.evaluations import read_answers, read_evaluations
 from tba.replay.follower import JournalFollower
 from tba.replay.gone import Gone
-from tba.runtime.searcher_loop import SearchHalf, start_searching
-from tba.runtime.trainer_loop import TrainHalf, start_training
-from tba.train.prefetch import Prefetch
+from tba.runtime.searcher_loop import SearcherLoop, start_searching
+from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.types import Version
 
-Start = Callable[..., tuple[SearchHalf, TrainHalf]]
+Start = Callable[..., tuple[SearcherLoop, TrainerLoop]]
 QUICK = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
 
 
@@ -30,11 +29,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Both halves of a run of the toy in this process, as a runtime would start them."""
     with ExitStack() as ends:
 
-        def started(*overrides: str, prefetch: bool = True, close: bool = True) -> tuple[SearchHalf, TrainHalf]:
+        def started(*overrides: str, ahead: bool = True, close: bool = True) -> tuple[SearcherLoop, TrainerLoop]:
             recipe, run = made(tmp_path / "run", *QUICK, *overrides)
             search = start_searching(recipe, run, 0)
             ends.callback(search.close)
-            train = start_training(recipe, run, stop=lambda: False, prefetch=prefetch)
+            train = start_training(recipe, run, stop=lambda: False, ahead=ahead)
             if close:
                 ends.callback(train.close)
             return search, train
@@ -42,26 +41,23 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield started
 
 
-def rounds(search: SearchHalf, count: int) -> None:
+def rounds(search: SearcherLoop, count: int) -> None:
     for _ in range(count):
         search.searcher.round()
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
-def test_a_trainer_trains_exactly_what_it_is_given_with_and_without_fetching_ahead(
-    start: Start, prefetch: bool
-) -> None:
-    search, train = start("--steps", "9", prefetch=prefetch, close=False)
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_trainer_trains_exactly_what_it_is_given_with_and_without_fetching_ahead(start: Start, ahead: bool) -> None:
+    search, train = start("--steps", "9", ahead=ahead, close=False)
     rounds(search, 5)
     while not train.finished:
         train.step()
-    if isinstance(train.source.source, Prefetch):
-        assert train.source.source.ready(30.0)
+    train.batches.settle()
     fetched = train.replay.buffer.trained_total
     train.close()
     result = json.loads(train.run.result("trainer").read_text())
     assert result["ledger"]["trained_total_trajectories"] == 9 * 2 * 8 == sum(result["lags"].values())
-    assert fetched == (10 if prefetch else 9) * 2 * 8  # one batch ahead of the last was taken back
+    assert fetched == (10 if ahead else 9) * 2 * 8  # one batch ahead of the last was taken back
 
 
 def test_fetching_ahead_ends_at_once_even_while_it_is_held_by_the_limit_on_reuse(start: Start) -> None:
@@ -77,7 +73,7 @@ def test_fetching_ahead_ends_at_once_even_while_it_is_held_by_the_limit_on_reuse
 
 
 def test_mean_uses_stay_within_the_limit_and_the_waiting_is_called_paced(start: Start) -> None:
-    limit, search, train = 0.5, *start("--replay.pacing.max-mean-uses", "0.5", "--steps", "40", prefetch=False)
+    limit, search, train = 0.5, *start("--replay.pacing.max-mean-uses", "0.5", "--steps", "40", ahead=False)
     train.source.wait.fill = lambda: rounds(search, 1)
     reasons = set()
     while not train.finished:
@@ -93,7 +89,7 @@ def test_a_trainer_whose_searcher_stands_still_is_held_after_a_few_steps_says_wh
     start: Start,
 ) -> None:
     """64 trajectories a round, 16 a batch: 8 uses of the newest round are 32 batches, of 640 they would be 320."""
-    search, train = start("--run.idle-deadline", "0.2", prefetch=False)
+    search, train = start("--run.idle-deadline", "0.2", ahead=False)
     for _ in range(10):
         rounds(search, 1)
         train.step()
@@ -109,7 +105,7 @@ def test_a_trainer_whose_searcher_stands_still_is_held_after_a_few_steps_says_wh
 
 
 def test_a_searcher_makes_rounds_between_the_chunks_of_an_evaluation_and_finds_the_same(start: Start) -> None:
-    search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", prefetch=False)
+    search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", ahead=False)
     rounds(search, 3)
     before = search.searcher.rounds
     search.examiner.between = search.round_between
@@ -125,7 +121,7 @@ def test_a_searcher_makes_rounds_between_the_chunks_of_an_evaluation_and_finds_t
 
 
 def test_between_the_chunks_of_an_older_versions_evaluation_rounds_have_the_newest_weights(start: Start) -> None:
-    search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", "--sync-every", "1", prefetch=False)
+    search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", "--sync-every", "1", ahead=False)
     train.source.wait.fill = lambda: rounds(search, 1)
     for _ in range(4):
         train.step()
@@ -139,12 +135,12 @@ def test_between_the_chunks_of_an_older_versions_evaluation_rounds_have_the_newe
     assert set(made) == {Version(0, 4)}
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(("warm_up", "reason"), [("1000000", "warm_up"), ("0", "empty")])
 def test_waiting_for_a_batch_that_never_comes_ends_with_the_reason(
-    start: Start, prefetch: bool, warm_up: str, reason: str
+    start: Start, ahead: bool, warm_up: str, reason: str
 ) -> None:
-    _, train = start("--run.idle-deadline", "0.1", "--replay.pacing.warm-up", warm_up, prefetch=prefetch)
+    _, train = start("--run.idle-deadline", "0.1", "--replay.pacing.warm-up", warm_up, ahead=ahead)
     with pytest.raises(DeadlineExceeded, match=rf"waited 0.1 s for a batch \({reason}\): look at logs/searcher"):
         train.step()
 
@@ -168,7 +164,7 @@ def test_time_held_by_the_limit_on_reuse_is_counted_as_paced_and_not_as_idle(sta
 
 
 def test_with_take_in_at_syncs_new_data_are_seen_when_weights_go_out_and_not_before(start: Start) -> None:
-    search, train = start("--replay.take-in", "sync", "--sync-every", "3", "--steps", "6", prefetch=False)
+    search, train = start("--replay.take-in", "sync", "--sync-every", "3", "--steps", "6", ahead=False)
     rounds(search, 1)
     seen = []
     while not train.finished:
@@ -179,7 +175,7 @@ def test_with_take_in_at_syncs_new_data_are_seen_when_weights_go_out_and_not_bef
 
 
 def test_the_journal_keeps_to_the_size_it_is_told_and_what_leaves_is_counted(start: Start) -> None:
-    search, train = start("--replay.keep-gb", "0.0006", "--steps", "30", prefetch=False)
+    search, train = start("--replay.keep-gb", "0.0006", "--steps", "30", ahead=False)
     train.source.wait.fill = lambda: rounds(search, 1)
     for _ in range(20):
         rounds(search, 1)
@@ -194,7 +190,7 @@ def test_the_journal_keeps_to_the_size_it_is_told_and_what_leaves_is_counted(sta
 
 
 def test_an_evaluation_is_asked_for_at_the_start_every_so_often_and_at_the_end_and_done_once(start: Start) -> None:
-    search, train = start("--steps", "10", "--sync-every", "2", "--evaluation.every", "4", prefetch=False)
+    search, train = start("--steps", "10", "--sync-every", "2", "--evaluation.every", "4", ahead=False)
     other = start_searching(train.recipe, train.run, 1)
     train.source.wait.fill = lambda: rounds(search, 1)
     while not train.finished:
@@ -212,7 +208,7 @@ def test_an_evaluation_is_asked_for_at_the_start_every_so_often_and_at_the_end_a
 
 
 def test_what_is_to_be_evaluated_is_kept_until_it_has_been(start: Start) -> None:
-    search, train = start("--steps", "12", "--sync-every", "1", prefetch=False)
+    search, train = start("--steps", "12", "--sync-every", "1", ahead=False)
     train.source.wait.fill = lambda: rounds(search, 1)
     for _ in range(6):
         train.step()
@@ -247,7 +243,7 @@ def test_a_restarted_searcher_draws_other_numbers_than_its_former_self(start: St
 @pytest.mark.parametrize("hidden", [True, False])
 def test_hidden_text_is_written_nowhere_but_in_the_journal(start: Start, hidden: bool) -> None:
     flag = "--record.hide-text" if hidden else "--record.no-hide-text"
-    search, train = start("--record.samples", "4", "--record.samples-every", "1", flag, prefetch=False)
+    search, train = start("--record.samples", "4", "--record.samples-every", "1", flag, ahead=False)
     rounds(search, 1)
     train.step()
     search.evaluate()

@@ -18,10 +18,9 @@ from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, distribu
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.runtime.searcher_loop import SearchHalf, start_searching
-from tba.runtime.trainer_loop import TrainHalf, start_training
+from tba.runtime.searcher_loop import SearcherLoop, start_searching
+from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.train.checkpoint import newest_checkpoint
-from tba.train.prefetch import Prefetch
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
 
@@ -100,7 +99,7 @@ def test_processes_sharpen_alike_and_their_account_closes(tmp_path: Path) -> Non
     assert_scored_afresh(path, [Version(0, 150)])
 
 
-Start = Callable[..., tuple[SearchHalf, TrainHalf]]
+Start = Callable[..., tuple[SearcherLoop, TrainerLoop]]
 
 
 @pytest.fixture
@@ -108,12 +107,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Both halves of a run in this process: the reference is reset after every 3rd step."""
     with ExitStack() as ends:
 
-        def started(*overrides: str, prefetch: bool = False, close: bool = True) -> tuple[SearchHalf, TrainHalf]:
+        def started(*overrides: str, ahead: bool = False, close: bool = True) -> tuple[SearcherLoop, TrainerLoop]:
             quick = ("--evaluation.problems", "1", "--replay.pacing.warm-up", "64", "--group-size", "8")
             recipe, run = made(tmp_path / "run", *quick, "--reference-reset", "3", "--steps", "12", *overrides)
             search = start_searching(recipe, run, 0)
             ends.callback(search.close)
-            train = start_training(recipe, run, stop=lambda: False, prefetch=prefetch)
+            train = start_training(recipe, run, stop=lambda: False, ahead=ahead)
             if close:
                 ends.callback(train.close)
             train.source.wait.fill = search.searcher.round
@@ -122,21 +121,20 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield started
 
 
-def steps(train: TrainHalf, count: int) -> None:
+def steps(train: TrainerLoop, count: int) -> None:
     for _ in range(count):
         train.step()
 
 
-@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
 def test_the_step_after_a_reset_trains_under_the_new_reference_also_when_a_batch_was_fetched_ahead(
-    start: Start, prefetch: bool
+    start: Start, ahead: bool
 ) -> None:
-    search, train = start("--replay.pacing.max-mean-uses", "100", prefetch=prefetch, close=False)
+    search, train = start("--replay.pacing.max-mean-uses", "100", ahead=ahead, close=False)
     search.searcher.round()
     found = []
     while not train.finished:
-        if isinstance(train.source.source, Prefetch):
-            assert train.source.source.ready(30.0)  # at each reset but the last a batch of the old one is there
+        train.batches.settle()  # at each reset but the last a batch of the old one is there
         steps(train, 1)
         found.append({g.reference for g in train.trainer.groups})
     assert found == [{Version(0, 3 * (step // 3))} for step in range(12)]
@@ -157,7 +155,7 @@ def test_a_reset_between_two_syncs_sends_its_weights_out_and_names_itself_beside
     assert named == [(step, f"0.{min(9, 3 * (step // 3))}") for step in expected]
 
 
-def pinned(train: TrainHalf) -> list[int]:
+def pinned(train: TrainerLoop) -> list[int]:
     return [v.step for v in train.weights.versions() if "reference" in train.weights.pins(v)]
 
 

@@ -40,7 +40,7 @@ from tba.replay.loss import Held
 from tba.runtime.checkpointing import generators, set_generators
 from tba.runtime.inline import Inline
 from tba.runtime.run_dir import RunDirectory
-from tba.runtime.trainer_loop import TrainHalf, start_training
+from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
 from tba.tasks.characters import character_tokenizer
@@ -186,7 +186,7 @@ def test_what_was_sampled_after_the_checkpoint_stays_and_counts_as_older_than_al
     assert uses(path).sum() == 20 * 16
     run = RunDirectory.open(path)
     run.begin_again("resumed")
-    half = start_training(run.recipe(), run, stop=lambda: False, prefetch=False)
+    half = start_training(run.recipe(), run, stop=lambda: False, ahead=False)
     assert half.trainer.version == half.trainer.published == Version(1, 20)
     assert half.replay.buffer.trained_total == 20 * 16
     half.replay.drain()
@@ -388,34 +388,32 @@ def test_the_manifest_ties_everything_to_one_step(finished: Path) -> None:
 
 def test_what_was_fetched_ahead_of_a_checkpoint_is_not_counted_as_trained(tmp_path: Path) -> None:
     from tba.runtime.searcher_loop import start_searching
-    from tba.train.prefetch import Prefetch
 
     recipe, run = made(tmp_path / "run", *RUN, "--steps", "9", "--sync-every", "1")
     search = start_searching(recipe, run, 0)
     for _ in range(9):
         search.searcher.round()
     search.close()
-    half = start_training(recipe, run, stop=lambda: False, prefetch=True)
+    half = start_training(recipe, run, stop=lambda: False, ahead=True)
     for _ in range(3):
         half.step()
-    assert isinstance(half.source.source, Prefetch)
-    assert half.source.source.ready(30.0)
+    half.batches.settle()
     assert half.replay.buffer.trained_total == 4 * 16
     half.checkpoint()
-    half.source.close()
+    half.batches.close()
     half.recorder.close()
     half.journal.close()  # as a kill would leave it
     run.begin_again("resumed")
-    again = start_training(recipe, run, stop=lambda: False, prefetch=False)
+    again = start_training(recipe, run, stop=lambda: False, ahead=False)
     assert again.replay.ledger()["trained_total_trajectories"] == 3 * 16 == sum(again.lags.values())
     assert again.replay.buffer.used().sum() == uses(run.path).sum() == 3 * 16
     again.close()
 
 
-def restarted(path: Path) -> TrainHalf:
+def restarted(path: Path) -> TrainerLoop:
     run = RunDirectory.open(path)
     run.begin_again("trainer was killed by signal 9")
-    return start_training(run.recipe(), run, stop=lambda: False, prefetch=False)
+    return start_training(run.recipe(), run, stop=lambda: False, ahead=False)
 
 
 def test_without_a_checkpoint_a_trainer_begins_again_with_all_there_is_as_old_data(tmp_path: Path) -> None:

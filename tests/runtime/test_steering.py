@@ -18,11 +18,11 @@ from tba.errors import UserError
 from tba.protocols import TrajectoryStore
 from tba.record.metrics import read_metrics
 from tba.replay.selection import RecencyRewardSelector
-from tba.runtime.searcher_loop import EASED_OFF, SearchHalf, start_searching
-from tba.runtime.trainer_loop import TrainHalf, start_training
+from tba.runtime.searcher_loop import EASED_OFF, SearcherLoop, start_searching
+from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.types import Group
 
-Start = Callable[..., tuple[SearchHalf, TrainHalf]]
+Start = Callable[..., tuple[SearcherLoop, TrainerLoop]]
 SMALL = (
     "--evaluation.problems",
     "1",
@@ -43,11 +43,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Both halves of a run of the toy in this process, as a runtime would start them."""
     with ExitStack() as ends:
 
-        def started(*overrides: str) -> tuple[SearchHalf, TrainHalf]:
+        def started(*overrides: str) -> tuple[SearcherLoop, TrainerLoop]:
             recipe, run = made(tmp_path / "run", *SMALL, *overrides)
             search = start_searching(recipe, run, 0)
             ends.callback(search.close)
-            train = start_training(recipe, run, stop=lambda: False, prefetch=False)
+            train = start_training(recipe, run, stop=lambda: False, ahead=False)
             ends.callback(train.close)
             return search, train
 

@@ -9,7 +9,7 @@ from runs import inline_again, made
 from tba.record.evaluations import EvaluationWriter
 from tba.record.run import RunRecord
 from tba.runtime.searcher_loop import start_searching
-from tba.runtime.trainer_loop import TrainHalf, start_training
+from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.train.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint
 from tba.types import Evaluation, Version
 
@@ -20,7 +20,7 @@ SETTINGS = (
 FOUND = {0: 0.1, 10: 0.5, 20: 0.9, 30: 0.8, 40: 0.2, 50: 0.3, 60: 0.3}  # accuracy by step
 
 
-def evaluated(train: TrainHalf, step: int) -> None:
+def evaluated(train: TrainerLoop, step: int) -> None:
     """As a searcher would, with the figure above over 500 problems."""
     version = Version(train.trainer.version.incarnation, step)
     found = [Evaluation(version, 0.0, "pass@1/sampled", FOUND[step], 500)]
@@ -35,7 +35,7 @@ def evaluated(train: TrainHalf, step: int) -> None:
 def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_newest(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, prefetch=False, fill=search.searcher.round)
+    train = start_training(recipe, run, lambda: False, ahead=False, fill=search.searcher.round)
     train.beside = search
     there, best = {}, {}
     try:
@@ -72,7 +72,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
 def test_a_run_goes_on_from_its_newest_checkpoint_with_the_best_beside_it(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, prefetch=False, fill=search.searcher.round)
+    train = start_training(recipe, run, lambda: False, ahead=False, fill=search.searcher.round)
     train.beside = search
     while not train.finished:
         train.step()

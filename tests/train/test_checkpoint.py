@@ -31,16 +31,16 @@ def save(trainer: Trainer, folder: Path, keep: int = 2, **state: object) -> Chec
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     trainer = trainer_of(llama_policy(dtype=dtype), TrajectoryBalance(BETA), tmp_path)
-    trainer.step()
-    trainer.step()
+    trainer.go()
+    trainer.go()
     rng = np.random.default_rng(5)
     rng.random(7)
     source = trainer.batches
     assert isinstance(source, Sampled)
     assert isinstance(source.replay, Recycled)
     save(trainer, tmp_path / "checkpoints", asked=source.replay.asked, rng=rng.bit_generator.state)
-    trainer.step()
-    trainer.step()
+    trainer.go()
+    trainer.go()
 
     checkpoint = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None
@@ -56,8 +56,8 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, dtyp
         version=checkpoint.version,
         batches=Sampled(replay, 2, 5),
     )
-    resumed.step()
-    resumed.step()
+    resumed.go()
+    resumed.go()
     assert resumed.version == trainer.version == Version(0, 4)
     through, again = trainer.policy.weights(), resumed.policy.weights()
     assert all(torch.equal(again[name], through[name]) for name in through)

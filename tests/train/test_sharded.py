@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from toys import BETA, TASK, LearnedBalance, Published, Recycled, groups_of, llama, llama_policy
+from toys import BETA, TASK, ByHand, LearnedBalance, Published, Recycled, groups_of, llama, llama_policy
 from transformers import AutoModelForCausalLM
 
 from tba.batch import collate, deal
@@ -80,8 +80,8 @@ def ranks_of(count: int, store: Path, life: Callable[[Ranks], None], patience: f
     assert codes == [0] * (count - 1)
 
 
-def trainer_of(policy: object, optimizer: Optimizer, objective: Objective, path: Path, limit: int) -> Trainer:
-    return Trainer(
+def trainer_of(policy: object, optimizer: Optimizer, objective: Objective, path: Path, limit: int) -> ByHand:
+    return ByHand(
         policy=policy,  # type: ignore[arg-type]
         objective=objective,
         batches=Sampled(Recycled(groups_of(SIZES * 3)), len(SIZES), 5),
@@ -94,7 +94,7 @@ def trainer_of(policy: object, optimizer: Optimizer, objective: Objective, path:
     )
 
 
-def alone(objective: Objective, path: Path, limit: int = WHOLE, saved: Checkpoint | None = None) -> Trainer:
+def alone(objective: Objective, path: Path, limit: int = WHOLE, saved: Checkpoint | None = None) -> ByHand:
     """One process and no shards."""
     policy = llama_policy(heads=HEADS)
     optimizer = SETTINGS.start(policy.parameters(), list(policy.heads.parameters()))
@@ -112,7 +112,7 @@ def spread(
     limit: int,
     saved: Checkpoint | None = None,
     compute: torch.dtype = torch.float32,
-) -> Trainer:
+) -> ByHand:
     """The same over `ranks`, of which this process is the first."""
     policy = shard_of(ranks, saved, compute)
     optimizer = LedOptimizer(ranks, SETTINGS, policy.parameters(), list(policy.heads.parameters()))
@@ -160,7 +160,7 @@ def difference(mine: Trainer, its: Trainer) -> float:
 
 def step_both(one: Trainer, several: Trainer, steps: int) -> None:
     for _ in range(steps):
-        expected, found = one.step(), several.step()
+        expected, found = one.go(), several.go()
         for name in ("loss", "grad_norm", "log_ratio", "reward"):
             assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
 
@@ -269,7 +269,7 @@ def test_computing_in_bfloat16_leaves_weights_and_moments_in_float32(tmp_path: P
     one = alone(balance, tmp_path)
     with ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks:
         half = spread(ranks, balance, tmp_path, WHOLE, compute=torch.bfloat16)
-        expected, found = one.step(), half.step()
+        expected, found = one.go(), half.go()
         assert found["loss"] == pytest.approx(expected["loss"], rel=0.05)
         assert found["loss"] != expected["loss"]
         assert {p.dtype for p in half.policy.parameters()} == {torch.float32}

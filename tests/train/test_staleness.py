@@ -165,7 +165,7 @@ def test_a_step_on_its_own_samples_is_on_policy_and_on_anothers_is_not(tmp_path:
     groups = sample_groups(TASK, tabular_prompts(TASK), 64, Sampling(), rng)
     source = Scripted([Fetched(groups, collate(groups))] * 12)
     trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(BETA), tmp_path, batches=source)
-    metrics = [trainer.step() for _ in range(12)]
+    metrics = [trainer.go() for _ in range(12)]
     assert metrics[0]["off_policy"] == pytest.approx(0.0, abs=1e-5)
     assert metrics[0]["ess"] == pytest.approx(1.0, abs=1e-5)
     assert metrics[0]["residual_relative"] == pytest.approx(1.0, abs=1e-5)

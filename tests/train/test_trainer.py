@@ -42,7 +42,7 @@ def fetched(reward: float | None = None, versions: tuple[Version, ...] = (Versio
 def test_a_step_is_the_plain_loop_written_out(tmp_path: Path) -> None:
     trainer = trainer_of(llama_policy(), TrajectoryBalance(BETA), tmp_path)
     for _ in range(4):
-        trainer.step()
+        trainer.go()
 
     policy, groups = llama_policy(), groups_of([5] * 12)
     adamw = torch.optim.AdamW(policy.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
@@ -70,7 +70,7 @@ def test_weights_are_published_every_k_updates_as_they_are_then(tmp_path: Path) 
     )
     snapshots = []
     for _ in range(5):
-        trainer.step()
+        trainer.go()
         snapshots.append(trainer.policy.weights()[WEIGHT].clone())
     assert [version for version, _, _ in published.sent] == [Version(3, 2), Version(3, 4)]
     assert [manifest for _, _, manifest in published.sent] == [{"reference": "3.0"}, {}]
@@ -94,7 +94,7 @@ def test_metrics_say_what_the_step_did(tmp_path: Path) -> None:
         optimizer=optimizer.start(policy.parameters()),
     )
     batch = source.fetched[0].batch
-    metrics = trainer.step()
+    metrics = trainer.go()
     lags = [3, 7, 11] * 2 + [3, 7]  # of 1.7, 1.3 and an earlier incarnation, seen from 1.10
     assert metrics["lag"] == pytest.approx(sum(lags) / 8)
     assert metrics["lag_max"] == 11
@@ -112,7 +112,7 @@ def test_metrics_say_what_the_step_did(tmp_path: Path) -> None:
 
 def test_training_lowers_the_loss_on_stale_uniform_data(tmp_path: Path) -> None:
     trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(BETA), tmp_path)
-    losses = [trainer.step()["loss"] for _ in range(60)]  # each group ten times
+    losses = [trainer.go()["loss"] for _ in range(60)]  # each group ten times
     assert sum(losses[-6:]) < 0.1 * sum(losses[:6])
 
 
@@ -121,7 +121,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted_and_a_good_one_starts_
     trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(BETA), tmp_path, batches=Scripted(script))
     versions, skipped, weights = [], [], []
     for _ in range(len(script)):
-        skipped.append(trainer.step()["skipped"])
+        skipped.append(trainer.go()["skipped"])
         versions.append(trainer.version.step)
         weights.append(trainer.policy.weights()[WEIGHT].clone())
     assert versions == [1, 1, 1, 2, 2, 2]
@@ -137,10 +137,10 @@ def test_the_third_in_a_row_saves_its_batch_and_ends_the_run_with_the_weights_un
     policy = TabularPolicy(TASK)
     before = policy.weights()[WEIGHT].clone()
     trainer = trainer_of(policy, TrajectoryBalance(BETA), tmp_path, batches=Scripted(bad.copy()))
-    trainer.step()
-    trainer.step()
+    trainer.go()
+    trainer.go()
     with pytest.raises(NonFiniteLoss, match="3 steps in a row") as caught:
-        trainer.step()
+        trainer.go()
     (saved,) = tmp_path.glob("*.safetensors")
     assert str(saved) in str(caught.value)
     assert torch.equal(load_batch(saved).completion_BT, bad[2].batch.completion_BT)
@@ -152,7 +152,7 @@ def test_a_finite_loss_with_a_gradient_that_is_not_is_skipped_too(tmp_path: Path
     policy.logits_QNV.register_hook(lambda gradient: gradient * math.inf)
     trainer = trainer_of(policy, TrajectoryBalance(BETA), tmp_path)
     before = policy.weights()[WEIGHT].clone()
-    metrics = trainer.step()
+    metrics = trainer.go()
     assert math.isfinite(metrics["loss"])
     assert not math.isfinite(metrics["grad_norm"])
     assert metrics["skipped"] == 1
@@ -166,7 +166,7 @@ def test_the_size_of_a_pass_does_not_change_what_is_learned(tmp_path: Path) -> N
         for tokens in (10**6, 8)
     )
     for _ in range(3):
-        a, b = whole.step(), cut.step()
+        a, b = whole.go(), cut.go()
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-4)
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
 
@@ -175,13 +175,13 @@ def test_an_objective_that_needs_a_head_the_policy_lacks_is_refused_at_once(tmp_
     with pytest.raises(UserError, match="LearnedBalance needs log_z and value of the policy, but TabularPolicy"):
         trainer_of(TabularPolicy(TASK), LearnedBalance(), tmp_path)
     trainer: Trainer = trainer_of(tabular_policy_with_heads(), LearnedBalance(), tmp_path)
-    assert math.isfinite(trainer.step()["loss"])
+    assert math.isfinite(trainer.go()["loss"])
 
 
 def test_data_without_behaviour_log_probabilities_is_refused_when_the_objective_needs_them(tmp_path: Path) -> None:
     trainer = trainer_of(TabularPolicy(TASK), Reinforce(BETA, penalised="behavior"), tmp_path)
     with pytest.raises(UserError, match="Reinforce needs the log-probabilities of the behaviour"):
-        trainer.step()
+        trainer.go()
 
 
 def test_who_reads_the_weights_is_waited_for_before_they_change(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_who_reads_the_weights_is_waited_for_before_they_change(tmp_path: Path) 
 
     trainer = trainer_of(policy, TrajectoryBalance(BETA), tmp_path, weights=published, settle=settle, sync_every=1)
     for _ in range(3):
-        trainer.step()
+        trainer.go()
     assert [count for count, _ in seen] == [0, 1, 2]  # each before the update that follows it
     for (_, weights, _), (_, as_settled) in zip(published.sent, seen[1:], strict=False):
         assert torch.equal(weights[WEIGHT], as_settled)

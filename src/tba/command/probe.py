@@ -93,16 +93,20 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
         trainer = Trainer(
             policy=policy,
             objective=recipe.objective,
-            batches=_Answered(recipe, prompts, answers, np.random.default_rng(0)),
             weights=WeightDirectory(Path(scratch) / "weights"),  # to publish is part of every k-th step
             optimizer=recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters())),
             sync_every=recipe.sync_every,
             max_tokens_per_pass=recipe.max_tokens_per_pass,
             directory=Path(scratch),
         )
+        batches = _Answered(recipe, prompts, answers, np.random.default_rng(0))
         while not _enough(seconds, at_least):
-            metrics = trainer.step()
-            seconds.append(metrics["seconds"] - metrics["wait_seconds"])  # a run fetches batches ahead
+            fetched = batches.next()  # a run samples its batches ahead
+            began = time.perf_counter()
+            trainer.step(fetched)
+            if trainer.due:
+                trainer.publish()
+            seconds.append(time.perf_counter() - began)
     peak = peak_memory_bytes()
     return {
         "step_seconds": statistics.mean(seconds[1:]),

@@ -19,7 +19,7 @@ from tba.runtime.cluster.remote import Visit, stand_in, through
 from tba.runtime.elastic import ASKED, Place, joined
 from tba.runtime.program import refuse_others, version
 from tba.runtime.run_dir import RunDirectory
-from tba.runtime.searcher_loop import SearchHalf, searching_half, start_searching
+from tba.runtime.searcher_loop import SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.supervisor import stop_requests
 
 _PATIENCE = 60.0  # seconds that the exchange may take to answer
@@ -75,7 +75,7 @@ def visit_run(name: str, address: str) -> int:
         with log_to(run.path, visit.name) as log:
             console.print(f"{visit.name} joins {name}; its log is {log}; Ctrl-C leaves", highlight=False)
             here = place_of(visit.name, log)
-            half = searching_half(
+            half = searcher_loop_at(
                 recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop, recipe.run.put_in_background
             )
             try:
@@ -88,7 +88,7 @@ def visit_run(name: str, address: str) -> int:
     return asked.exit_code if visit.why == ASKED else 0
 
 
-def _search(half: SearchHalf, place: Place | Visit, console: Console, every: float) -> None:
+def _search(half: SearcherLoop, place: Place | Visit, console: Console, every: float) -> None:
     """Rounds, each put down whole. It does not evaluate: a job that others wait for is not for one who may leave."""
     said = time.monotonic()
     while not place.stop() and not half.ended():

@@ -22,12 +22,12 @@ from rich.console import Console
 
 from tba.command.check import validate
 from tba.errors import UserError
-from tba.research.comparison import Outcome
-from tba.research.figures import accuracy_curve, heading, pass_of, read_diversity, shown
 from tba.record.run import RunRecord
 from tba.record.terminal import terminal
 from tba.record.text import duration
-from tba.research.study import MARK, Study, check_seeds, find_study, positions, varying
+from tba.research.comparison import Outcome
+from tba.research.figures import accuracy_curve, heading, pass_of, read_diversity, shown
+from tba.research.study import Study, check_seeds, find_study, positions, varying
 from tba.research.study_plots import (
     Curve,
     Line,
@@ -41,7 +41,7 @@ from tba.research.study_table import TABLE_FILE, Comparison, view, write_tables
 from tba.research.trial import Runner, Trial, in_child
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.supervisor import stop_requests
-from tba.settings import override
+from tba.settings import MARK, override
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tba.record.text import printable
 from tba.research.comparison import Outcome, Row, Statistic, Versus, rows, versus
 from tba.research.figures import COLUMNS, DATA, MACHINE, heading, shown
-from tba.record.text import printable
 
 TABLE_FILE, DATA_FILE, RUNS_FILE = "table.md", "table.csv", "runs.csv"
 

@@ -18,13 +18,13 @@ from typing import Any, Literal, TypeAlias
 
 from tba.errors import UserError
 from tba.recipe import Recipe, differences, resolved
-from tba.research.comparison import Outcome
 from tba.record.failure import Failure
-from tba.research.figures import DIVERGENCE_FILE, DIVERSITY_FILE, figures
 from tba.record.jsonl import plain
 from tba.record.log import tail
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
+from tba.research.comparison import Outcome
+from tba.research.figures import DIVERGENCE_FILE, DIVERSITY_FILE, figures
 from tba.research.study import Study
 from tba.runtime.local.forkserver import Program, start
 from tba.runtime.run_dir import RunDirectory

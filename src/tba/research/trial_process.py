@@ -25,10 +25,10 @@ from tba.errors import TbaError, UserError
 from tba.evaluate.divergence import divergence
 from tba.protocols import Engine
 from tba.recipe import Recipe
-from tba.research.figures import DIVERGENCE_FILE, DIVERSITY_FILE
 from tba.record.jsonl import write_json
 from tba.record.summary import Summary
 from tba.research.diversity import diversity
+from tba.research.figures import DIVERGENCE_FILE, DIVERSITY_FILE
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.prompting import prompts_of
 from tba.runtime.run_dir import RunDirectory

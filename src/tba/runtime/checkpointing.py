@@ -12,9 +12,8 @@ from __future__ import annotations
 import base64
 import logging
 import random
-from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,10 +26,6 @@ from tba.runtime.run_dir import RunDirectory
 from tba.train.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version
 from tba.weights.directory import WeightDirectory
-
-if TYPE_CHECKING:
-    from tba.runtime.searcher_loop import SearchHalf
-    from tba.runtime.trainer_loop import TrainHalf
 
 
 class Stateful(Protocol):
@@ -79,57 +74,6 @@ def held_by_journal(run: RunDirectory, checkpoint: Checkpoint | None) -> Held:
     known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
     known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
     return max(known, key=lambda held: held.rows, default=Held())
-
-
-def state_of(half: TrainHalf) -> dict[str, Json]:
-    """Everything but the weights and the optimizer's moments, as JSON."""
-    return {
-        "replay": half.replay.state(half.trained),
-        "reference": str(half.references.now),
-        "references": half.references.state(),
-        "evaluations": half.requests.state(),
-        "steering": half.steering.state(),
-        "generators": generators(),
-        "journal": {**Held.of(half.journal).state(), "prompts_in_flight": half.journal.leases()},
-        "lags": [[lag, count] for lag, count in sorted(half.lags.items())],
-        "skipped": half.trainer.skipped,
-        "clock": half.clock.seconds(),
-        "began_training": half.began_training,
-        "ended_training": half.ended_training,
-        "searcher": None if half.beside is None else half.beside.state(),
-    }
-
-
-def restore(half: TrainHalf, checkpoint: Checkpoint | None) -> None:
-    """Into a half that has just been made, whose policy and replay are the checkpoint's (None: those of step 0)."""
-    half.journal.evaluations()  # have been recorded
-    if checkpoint is None:
-        half.requests.restore({"pending": {}, "seen": None})
-        half.references.restore({"resets": [], "of_checkpoints": []})
-        return
-    state = checkpoint.state
-    checkpoint.load_heads(half.trainer.policy.heads)
-    half.trainer.optimizer.load(checkpoint.path)
-    half.trainer.skipped = state["skipped"]
-    half.references.restore(state["references"])
-    half.requests.restore(state["evaluations"])
-    half.steering.restore(state["steering"])
-    half.lags = Counter(dict(state["lags"]))
-    half.clock.carry(state["clock"])
-    half.began_training, half.ended_training = state["began_training"], state["ended_training"]
-    half.checkpointed = half.trainer.version
-    set_generators(state["generators"])
-
-
-def restore_searcher(search: SearchHalf, half: TrainHalf) -> None:
-    """The searcher that takes turns with the trainer goes on with the same draws.
-
-    Only where nothing has been put since: else it would draw a second time what is there already.
-    """
-    if half.resumed is None or half.resumed["searcher"] is None:
-        return
-    if half.journal.totals().rows == half.resumed["journal"]["rows"]:
-        search.restore(half.resumed["searcher"])
 
 
 def generators() -> dict[str, Json]:

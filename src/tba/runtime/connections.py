@@ -101,7 +101,7 @@ class RunRecords:
 
 
 @dataclass(frozen=True)
-class Ends:
+class Connections:
     """All of them. incarnation: of the run, when the half was started."""
 
     journal: SearchJournal
@@ -110,19 +110,19 @@ class Ends:
     incarnation: int
 
 
-def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[[], bool] | None = None) -> Ends:
+def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[[], bool] | None = None) -> Connections:
     """Those of the run at `run`, on this machine. What whoever had this name before held is given back."""
     journal = JournalWriter(
         run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None), create=False
     )
     journal.resume()
-    return Ends(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)
+    return Connections(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)
 
 
 T = TypeVar("T")
 
 
-class BesideJournal:
+class BackgroundJournal:
     """Another `SearchJournal`, to which `put` and the leasing of the next prompts go in a thread of its own.
 
     deadline_s: that a call waits for what was asked before it; more than the journal itself waits for its lock.

@@ -14,13 +14,12 @@ import torch
 
 from tba.recipe import Recipe
 from tba.record.log import log_to
-from tba.runtime.checkpointing import restore_searcher
+from tba.runtime.batch_queue import nothing_more
 from tba.runtime.evaluation import evaluated_to_the_end
-from tba.runtime.offline import nothing_more
 from tba.runtime.run_dir import RunDirectory
-from tba.runtime.searcher_loop import SearchHalf, start_searching
+from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.supervisor import stop_requests
-from tba.runtime.trainer_loop import TrainHalf, start_training
+from tba.runtime.trainer_loop import TrainerLoop, start_training
 
 
 @dataclass
@@ -45,13 +44,13 @@ class Inline:
                 self.recipe,
                 self.run,
                 stop=stop,
-                prefetch=False,
+                ahead=False,
                 fill=nothing_more if self.recipe.offline else lambda: _round(search, train),
                 elapsed=lambda: clock() - search.clock.seconds().get("eval", 0.0),
             )
             ends.callback(train.close)
             train.beside = search
-            restore_searcher(search, train)
+            _restore(search, train)
             self._turns(search, train, stop)
             train.finish()
             self.tell("evaluating", "")
@@ -60,7 +59,7 @@ class Inline:
             self.exit_code = 0 if train.finished else stop.exit_code
         return {"stopped": self.stopped}
 
-    def _turns(self, search: SearchHalf, train: TrainHalf, stop: Callable[[], bool]) -> None:
+    def _turns(self, search: SearcherLoop, train: TrainerLoop, stop: Callable[[], bool]) -> None:
         _evaluate(search, train)
         while not train.finished and not stop():
             for _ in range(0 if self.recipe.offline else self.recipe.run.inline_rounds_per_sync):
@@ -74,13 +73,22 @@ class Inline:
             _evaluate(search, train)
 
 
-def _round(search: SearchHalf, train: TrainHalf) -> None:
+def _restore(search: SearcherLoop, train: TrainerLoop) -> None:
+    """The searcher goes on with the same draws as the checkpoint's, where it has put nothing since: else it would draw
+    a second time what is there already.
+    """
+    state = train.resumed
+    if state and state["searcher"] is not None and train.journal.totals().rows == state["journal"]["rows"]:
+        search.restore(state["searcher"])
+
+
+def _round(search: SearcherLoop, train: TrainerLoop) -> None:
     """A searcher's round, on the trainer's clock counted as idle: it is what async saves."""
     with train.clock.state("idle"), search.clock.state("busy"):
         search.searcher.round()
 
 
-def _evaluate(search: SearchHalf, train: TrainHalf) -> None:
+def _evaluate(search: SearcherLoop, train: TrainerLoop) -> None:
     """What the newest weights ask for, if anything; nobody trains meanwhile."""
     with train.clock.state("eval"):
         search.evaluate()

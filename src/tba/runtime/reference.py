@@ -42,10 +42,6 @@ class References:
             0 < version.step < self.steps and self.every > 0 and version.step % self.every == 0 and self.now != version
         )
 
-    def at(self, version: Version) -> Version:
-        """The reference to be named beside `version`: itself, where a reset falls on it."""
-        return version if self.due(version) else self.now
-
     @property
     def now(self) -> Version:
         """The reference under which the trainer trains."""

@@ -1,6 +1,8 @@
-"""The searching half of a run, built from its recipe and its ends: the same in every runtime.
+"""The searcher's loop: newest weights -> evaluate what is asked for -> a round of prompts, answers, rewards -> journal.
 
-Invariant: nothing here waits. A searcher takes what is there (weights, prompts, requests to evaluate) and goes on.
+Consumes prompts (leased in the journal) and weights (the newest there are). Waits for nothing: it takes what is there
+and goes on. It eases off only where the recipe bounds how far it may be ahead of the trainer, and then never for ever.
+The same in every runtime, at other `Connections`: to this disk, or to a trainer on another machine.
 """
 
 from __future__ import annotations
@@ -8,18 +10,19 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
+import torch
 
 from tba.protocols import Examined, Reference, Reward, WeightSource
 from tba.recipe import Model, Recipe
 from tba.record.clock import ShareClock
 from tba.record.memory import peak_memory_bytes
 from tba.replay.scores import Score
-from tba.runtime.connections import BesideJournal, Ends, Records, SearchJournal, on_disk
+from tba.runtime.connections import BackgroundJournal, Connections, Records, SearchJournal, on_disk
 from tba.runtime.evaluation import Examiner
 from tba.runtime.prompting import prompt_source, prompts_of
 from tba.runtime.run_dir import RunDirectory
@@ -31,13 +34,30 @@ from tba.types import Json, Prompt, Version
 
 log = logging.getLogger("tba.searcher")
 HAND_DOWN = 1.0  # seconds of a round after which the answers that are there go to the trainer
+_LOOK = 0.1  # seconds between two looks for weights to evaluate, where that is all there is to do
 _PAUSE = 0.05  # seconds between two looks at whether more is wanted
 EASED_OFF = 60.0  # seconds after which a searcher that eases off makes a round all the same: it never waits for ever
 
 
+def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[], bool]) -> None:
+    """A searcher's whole life, in a process or an actor of its own: rounds until told to stop; offline it evaluates."""
+    torch.set_num_threads(recipe.run.threads)
+    loop = start()
+    if not recipe.offline:
+        loop.examiner.between = loop.round_between
+    try:
+        while not stop() and not loop.evaluate():
+            if recipe.offline:
+                time.sleep(_LOOK)
+            else:
+                loop.round()
+    finally:
+        loop.close()
+
+
 @dataclass
-class SearchHalf:
-    """A searcher with its evaluation duty, its clock and its journal end."""
+class SearcherLoop:
+    """A searcher with its duty to evaluate, its clock and its connections to the run."""
 
     searcher: Searcher
     examiner: Examiner
@@ -50,18 +70,14 @@ class SearchHalf:
 
     def evaluate(self) -> bool:
         """Evaluate what is asked for beside the newest weights; whether the trainer has said stop."""
-        newest = self.weights.newer_than(None)
-        if newest is None or newest.version.incarnation < self.incarnation:
-            return False  # what a trainer asked that is gone is not wanted any longer
-        self.examiner.answer(newest.manifest)
-        return bool(newest.manifest.get("stop"))
+        asked = self.told()
+        self.examiner.answer(asked)
+        return bool(asked.get("stop"))
 
-    def ended(self) -> bool:
-        """Whether the trainer has said stop, by the newest weights."""
+    def told(self) -> Mapping[str, Json]:
+        """What lies beside the newest weights; nothing where a trainer that is gone had sent them."""
         newest = self.weights.newer_than(None)
-        if newest is None or newest.version.incarnation < self.incarnation:
-            return False
-        return bool(newest.manifest.get("stop"))
+        return {} if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
 
     def ahead(self) -> bool:
         """Whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`); by default never."""
@@ -89,7 +105,7 @@ class SearchHalf:
 
     def round_between(self) -> None:
         """A round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
-        if not self.ended() and not self.ahead():
+        if not self.told().get("stop") and not self.ahead():
             self.searcher.round()
 
     def state(self) -> Json:
@@ -127,30 +143,30 @@ def start_searching(
     attempt: int = 0,
     interrupted: Callable[[], bool] | None = None,
     background: bool = False,
-) -> SearchHalf:
+) -> SearcherLoop:
     """Searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two share a seed.
 
     background: a round is written down while the next one is made.
     """
     ends = partial(on_disk, recipe, run, f"searcher-{index}", interrupted)
-    return searching_half(recipe, ends, index, attempt, interrupted, background)
+    return searcher_loop_at(recipe, ends, index, attempt, interrupted, background)
 
 
-def searching_half(
+def searcher_loop_at(
     recipe: Recipe,
-    reach: Callable[[], Ends],
+    reach: Callable[[], Connections],
     index: int,
     attempt: int,
     interrupted: Callable[[], bool] | None,
     background: bool = False,
-) -> SearchHalf:
+) -> SearcherLoop:
     """The same at other ends, which are reached once the model and the prompts are there."""
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     prompts = prompts_of(recipe, tokenizer, "train")
     ends, clock = reach(), ShareClock()
     if background:
-        ends = replace(ends, journal=BesideJournal(ends.journal, 2 * recipe.run.journal_deadline, clock))
+        ends = replace(ends, journal=BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock))
     try:
         return _half_at(ends, clock, recipe, model, prompts, index, attempt, interrupted)
     except BaseException:
@@ -160,7 +176,7 @@ def searching_half(
 
 
 def _half_at(
-    ends: Ends,
+    ends: Connections,
     clock: ShareClock,
     recipe: Recipe,
     model: Model,
@@ -168,7 +184,7 @@ def _half_at(
     index: int,
     attempt: int,
     interrupted: Callable[[], bool] | None,
-) -> SearchHalf:
+) -> SearcherLoop:
     name, tokenizer = f"searcher-{index}", model.tokenizer()
     journal, weights = ends.journal, ends.weights
     engine, reward = model.engine(Version()), _patient(recipe, ends.records, recipe.task.reward())
@@ -206,7 +222,7 @@ def _half_at(
         clock=clock,
         interrupted=interrupted,
     )
-    return SearchHalf(searcher, examiner, journal, weights, clock, ends.records, ends.incarnation)
+    return SearcherLoop(searcher, examiner, journal, weights, clock, ends.records, ends.incarnation)
 
 
 def _patient(recipe: Recipe, records: Records, reward: Reward) -> PatientReward:

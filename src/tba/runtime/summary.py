@@ -1,4 +1,4 @@
-"""What every runtime does around its parts: the summary at the end, the status while it goes.
+"""What is told of a run: the summary at its end, the status while it goes.
 
 Invariant: every figure of the summary was counted at its own place (searchers and journal: the journal's counters;
 replay and trainer: their result files); nothing here is found by subtraction.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tba.foreign import read_json
 from tba.recipe import Recipe
@@ -18,17 +18,12 @@ from tba.record.falls import noted_falls
 from tba.record.faults import count_faults, note_unreadable
 from tba.record.ledger import Ledger
 from tba.record.live import Status
-from tba.record.memory import peak_memory_bytes
 from tba.record.metrics import RunningMetrics
 from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.follower import JournalFollower
 from tba.runtime.elastic import Joined
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch
-from tba.types import Json
-
-if TYPE_CHECKING:
-    from tba.runtime.trainer_loop import TrainHalf
 
 GO_ON = "go on with the run (tba train --resume)"  # what mends a result that cannot be read
 _HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # that a searching half leaves
@@ -72,27 +67,6 @@ class Progress:
             trainer_paced=row.get("trainer_paced"),
             note=note or (f"{bad} lines of what is recorded cannot be read" if bad else told),
         )
-
-
-def result_of(half: TrainHalf) -> dict[str, Json]:
-    """What the summary needs of a training half that has ended."""
-    began, drawn = half.began_training, half.replay.selector.counts
-    groups = drawn.get("recent", 0) + drawn.get("reward", 0)
-    return {
-        "clock": half.clock.seconds(),
-        "peak_memory_bytes": peak_memory_bytes(),
-        "steps": half.trainer.version.step,
-        "version": str(half.trainer.version),
-        "skipped": half.trainer.skipped,
-        "ledger": half.replay.ledger(),
-        "position": half.journal.position,
-        "lags": dict(half.lags),
-        "recent_share": drawn.get("newest", 0) / max(1, groups),
-        "reference_resets": half.references.resets,
-        "control": half.steering.changes(),
-        "warm_up_seconds": half.elapsed() if began is None else began,
-        "train_seconds": 0.0 if began is None else half.ended_training - began,
-    }
 
 
 def summarise(

@@ -1,11 +1,14 @@
-"""The training half of a run, built from its directory: the same in every runtime.
+"""The trainer's loop: batch -> update -> reference reset -> weights out -> record -> checkpoint, until the last step.
 
-Invariant: it waits for one thing only, its next batch; `ready` says why (warm-up, empty, paced), a searcher's round
-unblocks it, and the wait has a deadline. Trajectories come up from the journal, weights go out to the directory.
+Consumes batches of trajectories (`batch_queue`), which come up through the journal. Waits for its next batch only;
+that is unblocked by a searcher's round. Sends weights out every k steps, to a folder that searchers look into, and
+waits for nobody to take them. The same in every runtime: `inline` calls `step` in turns with a searcher's round.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -13,54 +16,77 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
+
+from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
+from tba.record.memory import peak_memory_bytes
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
 from tba.replay.loss import Held
 from tba.replay.replay import Replay
-from tba.runtime.checkpointing import Stateful, beginning, restore, state_of
+from tba.replay.selection import SMALLEST_GROUP
+from tba.runtime.batch_queue import BatchQueue, Stopped, nothing_more, pause
+from tba.runtime.checkpointing import Stateful, beginning, generators, set_generators
 from tba.runtime.evaluation import Requests
 from tba.runtime.leading import start_policy, start_ranks
-from tba.runtime.offline import require_enough
 from tba.runtime.reference import References
 from tba.runtime.run_dir import RunDirectory
-from tba.runtime.steering import Steering
-from tba.runtime.summary import result_of
-from tba.runtime.waiting import ReplayWait, Stopped, Timed
 from tba.runtime.watching import Watch, rewards_watched
-from tba.train.batches import Sampled
-from tba.train.checkpoint import save_checkpoint
-from tba.train.prefetch import Prefetch
+from tba.train.batches import Fetched
+from tba.train.checkpoint import Checkpoint, save_checkpoint
+from tba.train.control import Controller
 from tba.train.ranks import Meeting, Ranks
-from tba.train.trainer import Trainer
-from tba.types import Json, Version
+from tba.train.trainer import Metrics, Trainer
+from tba.types import Json, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
-_POLL = 0.004  # seconds between two looks at the journal while there is no batch
+log = logging.getLogger("tba.trainer")
 _COUNTERS = 1.0  # seconds between two looks at the searchers' counts
 
 
+def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
+    """A trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
+    torch.set_num_threads(recipe.run.threads)
+    settings = recipe.run
+    loop = start_training(
+        recipe,
+        run,
+        stop,
+        ahead=settings.prefetch,
+        background=settings.publish_in_background,
+        fill=nothing_more if recipe.offline else pause,
+        meeting=meeting,
+    )
+    try:
+        while not loop.finished and not stop():
+            loop.step()
+        loop.finish()
+    finally:
+        loop.close()
+
+
 @dataclass
-class TrainHalf:
-    """A trainer with its replay, its journal end, its records and its clock."""
+class TrainerLoop:
+    """A trainer with what it consumes, what it sends out and what is recorded of it."""
 
     recipe: Recipe
     run: RunDirectory
     trainer: Trainer
     replay: Replay
+    batches: BatchQueue
     journal: JournalFollower
     weights: WeightDirectory | BackgroundPublisher
     references: References
     requests: Requests
-    steering: Steering
+    controller: Controller
     recorder: Recorder
     watch: Watch
     clock: ShareClock
-    source: Timed
     elapsed: Callable[[], float]  # seconds since the run began, evaluation apart
     resumed: Mapping[str, Json] | None = None  # the state of the checkpoint that it goes on from
     beside: Stateful | None = None  # the searcher that takes turns with it, to be saved at the same step
@@ -78,71 +104,46 @@ class TrainHalf:
         return self.trainer.version.step >= self.recipe.steps
 
     def step(self) -> None:
-        """One optimizer step and what is recorded of it."""
-        before = self.trainer.version
+        """One optimizer step: a batch in, an update, weights out if they are due, and what is recorded of it."""
+        trainer, began = self.trainer, time.perf_counter()
         try:
-            metrics = self.trainer.step()
+            fetched = self.batches.next(trainer.version, trainer.published)
         except Stopped:
             return
-        self.trained += 1
-        self.requests.pin()
-        if self.references.due(self.trainer.version):
+        waited, before, working = time.perf_counter() - began, trainer.version, time.thread_time()
+        metrics = trainer.step(fetched)
+        reset = self.references.due(trainer.version)
+        if reset or trainer.due:
+            self.publish(reset)
+        if reset:
             self._reset_reference()
-        self.ended_training = self.elapsed()
-        if self.began_training is None:
-            self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
-        trajectories = [t for group in self.trainer.groups for t in group.trajectories]
-        self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
-        self._look()
-        own = {
-            "trainer_idle": self.clock.share("idle"),
-            "trainer_paced": self.clock.share("paced"),
-            **self.replay.metrics(),
-            **self.references.metrics(),
-            **self.steering.after(self.trainer.version.step, metrics),
-            **self._searched,
-        }
-        self.recorder.step(self.trainer.version, self.ended_training, metrics | own, trajectories)
+        cpu, seconds = time.thread_time() - working, time.perf_counter() - began
+        metrics |= {"wait_seconds": waited, "seconds": seconds, "cpu_seconds": cpu}
+        self.trained += 1
+        self._record(before, fetched, metrics)
         if self._checkpoint_due():
             self.checkpoint()
 
-    def _checkpoint_due(self) -> bool:
-        """At the first weight sync from every so many steps on: a run that goes on begins with one too."""
-        version, every = self.trainer.version, self.recipe.run.checkpoint_every
-        before = 0 if self.checkpointed is None else self.checkpointed.step
-        return every > 0 and version == self.trainer.published and version.step // every > before // every
-
-    def notes(self, version: Version) -> Mapping[str, Json]:
-        """What lies beside a published version: the reference, which are to be evaluated, whether to stop, and how much
-        the journal held.
-        """
-        requests = self.requests.beside(version, self.elapsed())
-        own = {
-            "evaluate": requests,
+    def publish(self, reset: bool = False) -> None:
+        """Send the weights out as they are; with `reset` they are the reference from here on."""
+        version = self.trainer.version
+        notes: dict[str, Json] = {
+            "evaluate": self.requests.beside(version, self.elapsed()),
             "stop": self.finished,
-            "reference": str(self.references.at(version)),
+            "reference": str(version if reset else self.references.now),
             "journal": Held.of(self.journal).state(),
         }
-        return own | self.steering.notes()
-
-    def publish(self) -> None:
-        """The weights as they are."""
-        self.trainer.publish()
+        batch = self.recipe.groups_per_step * self.recipe.group_size
+        if (wanted := self.replay.wanted(batch, self.trainer.sync_every)) is not None:
+            notes["wanted"] = wanted  # trajectories in all, before searchers ease off
+        self.trainer.publish(notes)
         self.requests.pin()
-
-    def _reset_reference(self) -> None:
-        """The policy as it is now is the reference of the steps to come."""
-        if self.trainer.published != self.trainer.version:
-            self.publish()
-        self.references.reset(self.trainer.version, self.elapsed())
-        if self.recipe.reset_optimizer:
-            self.trainer.optimizer.forget()
 
     def checkpoint(self) -> None:
         """Model and optimizer in the Hugging Face layout, and all else at this step (`checkpointing`)."""
         self.weights.settle()  # what it was made under is there
         self.references.checkpointed()
-        at, keep, state = self.trainer, self.recipe.run.checkpoints, state_of(self)
+        at, keep, state = self.trainer, self.recipe.run.checkpoints, self.state()
         save, kept = partial(self.recipe.model.save, at.policy), self.watch.worth_keeping(self.requests.pending)
         save_checkpoint(self.run.checkpoints, at.version, save, at.optimizer, state, keep, at.policy.heads, kept)
         self.checkpointed = self.trainer.version
@@ -162,12 +163,119 @@ class TrainHalf:
             ranks = [] if self.ranks is None else [self.ranks]
             for part in (*ranks, self.weights, self.journal, self.recorder):
                 ends.callback(part.close)
-            ahead = self.source.close()
-            if ahead is not None:
-                self.replay.take_back(ahead.groups)
+            self.batches.close()
             self.replay.drain()
             self._look_at_evaluations()
-            write_json(self.run.result("trainer"), result_of(self))
+            write_json(self.run.result("trainer"), self.result())
+
+    def state(self) -> dict[str, Json]:
+        """Everything but the weights and the optimizer's moments, as JSON: what `restore` takes."""
+        return {
+            "replay": self.replay.state(self.trained),
+            "reference": str(self.references.now),
+            "references": self.references.state(),
+            "evaluations": self.requests.state(),
+            "steering": self.controller.state() if self.controller.on else None,
+            "generators": generators(),
+            "journal": {**Held.of(self.journal).state(), "prompts_in_flight": self.journal.leases()},
+            "lags": [[lag, count] for lag, count in sorted(self.lags.items())],
+            "skipped": self.trainer.skipped,
+            "clock": self.clock.seconds(),
+            "began_training": self.began_training,
+            "ended_training": self.ended_training,
+            "searcher": None if self.beside is None else self.beside.state(),
+        }
+
+    def restore(self, checkpoint: Checkpoint | None) -> None:
+        """Go on from a checkpoint (None: step 0), with the policy and the replay that were made of it."""
+        self.journal.evaluations()  # have been recorded
+        if checkpoint is None:
+            self.requests.restore({"pending": {}, "seen": None})
+            self.references.restore({"resets": [], "of_checkpoints": []})
+            return
+        state = checkpoint.state
+        checkpoint.load_heads(self.trainer.policy.heads)
+        self.trainer.optimizer.load(checkpoint.path)
+        self.trainer.skipped = state["skipped"]
+        self.references.restore(state["references"])
+        self.requests.restore(state["evaluations"])
+        if self.controller.on and state["steering"] is not None:
+            self.controller.restore(state["steering"])
+            self._apply_control()
+        self.lags = Counter(dict(state["lags"]))
+        self.clock.carry(state["clock"])
+        self.began_training, self.ended_training = state["began_training"], state["ended_training"]
+        self.checkpointed = self.trainer.version
+        set_generators(state["generators"])
+
+    def result(self) -> dict[str, Json]:
+        """What the summary needs of a loop that has ended."""
+        began, drawn = self.began_training, self.replay.selector.counts
+        groups = drawn.get("recent", 0) + drawn.get("reward", 0)
+        return {
+            "clock": self.clock.seconds(),
+            "peak_memory_bytes": peak_memory_bytes(),
+            "steps": self.trainer.version.step,
+            "version": str(self.trainer.version),
+            "skipped": self.trainer.skipped,
+            "ledger": self.replay.ledger(),
+            "position": self.journal.position,
+            "lags": dict(self.lags),
+            "recent_share": drawn.get("newest", 0) / max(1, groups),
+            "reference_resets": self.references.resets,
+            "control": [change.to_json() for change in self.controller.changes],
+            "warm_up_seconds": self.elapsed() if began is None else began,
+            "train_seconds": 0.0 if began is None else self.ended_training - began,
+        }
+
+    def _reset_reference(self) -> None:
+        """The policy as it was just published is the reference of the steps to come."""
+        self.references.reset(self.trainer.version, self.elapsed())
+        if self.recipe.reset_optimizer:
+            self.trainer.optimizer.forget()
+
+    def _record(self, before: Version, fetched: Fetched, metrics: Metrics) -> None:
+        """A line of metrics. before: the version that the batch was drawn for."""
+        trajectories: list[Trajectory] = [t for group in fetched.groups for t in group.trajectories]
+        self.ended_training = self.elapsed()
+        if self.began_training is None:
+            self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
+        self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
+        self._look()
+        own = {
+            "trainer_idle": self.clock.share("idle"),
+            "trainer_paced": self.clock.share("paced"),
+            **self.replay.metrics(),
+            **self.references.metrics(),
+            **self._steer(metrics),
+            **self._searched,
+        }
+        self.recorder.step(self.trainer.version, self.ended_training, metrics | own, trajectories)
+
+    def _steer(self, metrics: Metrics) -> dict[str, float]:
+        """Show the controller of staleness a step's metrics, and do what it wants; what held during the step."""
+        controller = self.controller
+        if not controller.on:
+            return {}
+        held = {"sync_every": float(controller.sync_every), "m": controller.m}
+        if (change := controller.observe(self.trainer.version.step, metrics)) is not None:
+            self._apply_control()
+            log.info(
+                "%s was %.3g: k = %d and m = %g from step %d on",
+                change.signal, change.value, change.sync_every, change.m, change.step,
+            )  # fmt: skip
+        return held
+
+    def _apply_control(self) -> None:
+        """From the next batch that is drawn on, and for the sync interval from the next update on."""
+        self.trainer.sync_every = self.controller.sync_every
+        self.replay.steer(self.controller.m, self.controller.sync_every)
+
+    def _checkpoint_due(self) -> bool:
+        """At the first weight sync from every so many steps on: a run that goes on begins with one too."""
+        version, every = self.trainer.version, self.recipe.run.checkpoint_every
+        before = 0 if self.checkpointed is None else self.checkpointed.step
+        return every > 0 and version == self.trainer.published and version.step // every > before // every
 
     def _look(self) -> None:
         """The searchers' own counts, now and then."""
@@ -190,13 +298,17 @@ def start_training(
     recipe: Recipe,
     run: RunDirectory,
     stop: Callable[[], bool],
-    prefetch: bool,
-    fill: Callable[[], object] | None = None,
+    ahead: bool,
+    fill: Callable[[], object] = pause,
     elapsed: Callable[[], float] | None = None,
     background: bool = False,
     meeting: Meeting | None = None,
-) -> TrainHalf:
-    """The trainer of the run at `run`, its first version published. A later incarnation goes on where it can."""
+) -> TrainerLoop:
+    """The loop of the run at `run`, its first version published. A later incarnation goes on where it can.
+
+    ahead: sample a batch while the one before is trained on. fill: what to do while there is none. background: write
+    weights while the next step is made.
+    """
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
     version, checkpoint = beginning(run)
     ranks = start_ranks(recipe, 0, meeting)
@@ -214,53 +326,87 @@ def start_training(
     if recipe.offline:
         require_enough(recipe, replay, journal)
     directory = WeightDirectory(run.weights, settings=recipe.publish)
-    behind = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else None
-    weights = behind or directory
+    weights = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else directory
     clock = ShareClock(warming_up=True)
-    wait = ReplayWait(
-        replay=replay,
-        source=Sampled(replay, recipe.groups_per_step, recipe.group_size),
-        version=lambda: trainer.version,
-        stop=stop,
-        deadline=recipe.run.idle_deadline,
-        fill=fill or (lambda: time.sleep(_POLL)),
-        published=lambda: trainer.published,
-    )
-    trainer = Trainer(
-        policy=policy,
-        objective=recipe.objective,
-        batches=wait,
-        weights=weights,
-        optimizer=optimizer,
-        sync_every=recipe.sync_every,
-        max_tokens_per_pass=recipe.max_tokens_per_pass,
-        directory=run.path,
-        version=version,
-        notes=lambda version: half.notes(version),
-        ranks=recipe.trainer.ranks,
-        settle=weights.settle,
-    )
-    ahead = Prefetch(wait, recipe.run.idle_deadline, wait.close) if prefetch else wait
-    trainer.batches = source = Timed(ahead, wait, clock)
-    half = TrainHalf(
+    m = getattr(recipe.replay.selection, "m", math.nan)  # with control on the recipe has seen to it that there is one
+    loop = TrainerLoop(
         recipe=recipe,
         run=run,
-        trainer=trainer,
+        trainer=Trainer(
+            policy=policy,
+            objective=recipe.objective,
+            weights=weights,
+            optimizer=optimizer,
+            sync_every=recipe.sync_every,
+            max_tokens_per_pass=recipe.max_tokens_per_pass,
+            directory=run.path,
+            version=version,
+            ranks=recipe.trainer.ranks,
+            settle=weights.settle,
+        ),
         replay=replay,
+        batches=BatchQueue(
+            replay,
+            recipe.groups_per_step,
+            recipe.group_size,
+            clock=clock,
+            stop=stop,
+            deadline=recipe.run.idle_deadline,
+            fill=fill,
+            ahead=ahead,
+        ),
         journal=journal,
         weights=weights,
         references=References(recipe.reference_reset, recipe.steps, recipe.run.checkpoints, replay, weights),
         requests=Requests(recipe.evaluation.every, recipe.steps, weights, journal.job_done),
-        steering=Steering.of(recipe, trainer, replay),
+        controller=recipe.control.start(recipe.sync_every, m),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         watch=Watch(run),
         clock=clock,
-        source=source,
         elapsed=elapsed or run.clock(),
         resumed=None if checkpoint is None else checkpoint.state,
         ranks=ranks,
     )
     if version.incarnation:
-        restore(half, checkpoint)
-    half.publish()
-    return half
+        loop.restore(checkpoint)
+    loop.publish()
+    return loop
+
+
+def require_enough(recipe: Recipe, replay: Replay, journal: JournalFollower) -> None:
+    """Takes in what there is. Raises `UserError`, with the journal closed, when that is too little for all steps."""
+    try:
+        replay.drain()
+        _require_enough(recipe, replay)
+    except UserError:
+        journal.close()
+        raise
+
+
+def _require_enough(recipe: Recipe, replay: Replay) -> None:
+    received = replay.buffer.received
+    if not replay.buffer.prompts(SMALLEST_GROUP):
+        raise UserError(
+            f"--offline learns from groups of answers to one prompt, but of the {received} trajectories that are there "
+            f"no {SMALLEST_GROUP} answer the same prompt: import several answers to each"
+        )
+    pacing = recipe.replay.pacing
+    if received < pacing.warm_up:
+        raise UserError(
+            f"--offline there are {received} trajectories and no more will come, but --replay.pacing.warm-up is "
+            f"{pacing.warm_up}: set it to 0, or import more"
+        )
+    batch = recipe.groups_per_step * recipe.group_size
+    uses = recipe.steps * batch / received
+    if uses > pacing.max_mean_uses:
+        most = math.floor(pacing.max_mean_uses * received / batch)
+        raise UserError(
+            f"--offline {recipe.steps} steps would use each of {received} trajectories {uses:.1f} times on average, "
+            f"but --replay.pacing.max-mean-uses is {pacing.max_mean_uses:g}: set it to {math.ceil(uses)}, or "
+            f"--steps to at most {most}"
+        )
+    if pacing.held(received, (recipe.steps - 1) * batch, batch):
+        raise UserError(
+            f"--offline nothing more is received, but --replay.pacing.samples-per-insert is "
+            f"{pacing.samples_per_insert}, which {recipe.steps} steps go beyond: set it to None"
+        )

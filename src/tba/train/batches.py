@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tba.batch import Batch, collate
 from tba.protocols import Replay
@@ -17,14 +16,6 @@ class Fetched:
 
     groups: Sequence[Group]
     batch: Batch
-
-
-class BatchSource(Protocol):
-    """What the trainer asks for."""
-
-    def next(self) -> Fetched:
-        """The next batch. May wait, as long as its own deadline allows."""
-        ...
 
 
 @dataclass(frozen=True)

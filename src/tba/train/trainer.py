@@ -1,8 +1,8 @@
-"""The trainer: one `step()` takes one batch in, makes one update, and every k steps sends weights out.
+"""The trainer: `step(batch)` makes one update, and every k steps weights are due to be sent out by `publish()`.
 
 Invariant: the version counts updates that were made. A step whose loss or gradient is not finite makes none: it is
 skipped, counted and reported; the third in a row saves its batch and ends the run with the weights untouched. The
-trainer holds no reference policy, and waits for nothing but its next batch.
+trainer holds no reference policy, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from tba.batch import Batch
 from tba.errors import NonFiniteLoss, UserError
 from tba.protocols import HEADS, Objective, Policy, WeightPublisher
-from tba.train.batches import BatchSource
+from tba.train.batches import Fetched
 from tba.train.gradients import backward
 from tba.train.optimizer import Optimizer
 from tba.train.staleness import Staleness
@@ -31,32 +31,25 @@ Metrics: TypeAlias = dict[str, float]
 NON_FINITE_IN_A_ROW = 3
 
 
-def no_notes(version: Version) -> Mapping[str, Json]:
-    """Nothing beside the weights."""
-    return {}
-
-
 def _nothing() -> None:
     """Nobody reads the weights while they change."""
 
 
 @dataclass
 class Trainer:
-    """Call `step()` by hand in a REPL, or let a runtime do it. `version` is of the weights as they are now.
+    """Call `step` by hand in a REPL, or let a runtime do it. `version` is of the weights as they are now.
 
     Raises `UserError` when the objective needs a head that the policy does not have.
     """
 
     policy: Policy
     objective: Objective
-    batches: BatchSource
     weights: WeightPublisher
     optimizer: Optimizer
     sync_every: int  # k, updates between two publications
     max_tokens_per_pass: int  # of one forward and backward pass, on each rank
     directory: Path  # where a batch that ended the run is saved
     version: Version = Version()
-    notes: Callable[[Version], Mapping[str, Json]] = no_notes  # what lies beside a published version
     groups: Sequence[Group] = ()  # those of the last step
     published: Version | None = None  # the newest that was sent out
     skipped: int = 0  # steps without an update
@@ -75,19 +68,18 @@ class Trainer:
             )
         self._device = self.policy.parameters()[0].device
 
-    def step(self) -> Metrics:
-        """One batch in, one update; every `sync_every` updates, weights out. Waits for the batch only."""
-        began = time.perf_counter()
-        fetched = self.batches.next()
-        waited, began_work = time.perf_counter() - began, time.thread_time()
+    def step(self, fetched: Fetched) -> Metrics:
+        """One batch in, one update made of it."""
         self.groups, batch = fetched.groups, fetched.batch.to(self._device)
         metrics = self._counts(batch)
         metrics |= self.backward(batch)
         metrics |= self.update(batch, metrics["loss"])
-        if self.version != self.published and self.version.step % self.sync_every == 0:
-            self.publish()
-        cpu = time.thread_time() - began_work
-        return metrics | {"wait_seconds": waited, "seconds": time.perf_counter() - began, "cpu_seconds": cpu}
+        return metrics
+
+    @property
+    def due(self) -> bool:
+        """Whether weights are to be sent out: every `sync_every` updates, once per version."""
+        return self.version != self.published and self.version.step % self.sync_every == 0
 
     def backward(self, batch: Batch) -> Metrics:
         """Evaluate, objective, backpropagate: in one pass or slice by slice (`train.gradients`)."""
@@ -123,9 +115,9 @@ class Trainer:
             self._skip(batch, loss, grad_norm)
         return metrics | {"skipped": float(self.skipped)}
 
-    def publish(self) -> None:
-        """Send the weights out as they are, once per version; whoever resumes calls it at once."""
-        self.weights.publish(self.policy.weights(), self.version, self.notes(self.version))
+    def publish(self, notes: Mapping[str, Json] | None = None) -> None:
+        """Send the weights out as they are, with `notes` in their manifest; whoever resumes calls it at once."""
+        self.weights.publish(self.policy.weights(), self.version, notes or {})
         self.published = self.version
 
     def _counts(self, batch: Batch) -> Metrics:

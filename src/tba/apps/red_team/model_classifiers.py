@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tba.engines.rules import positions
 from tba.apps.red_team.victim_model import chosen_device, loaded
+from tba.engines.rules import positions
 from tba.errors import UserError
 from tba.foreign import templated
 

@@ -188,7 +188,7 @@ class PartActor:
 
 
 def _train(recipe: Recipe, run: RunDirectory, place: Json, told: Callable[[], bool], meeting: Meeting | None) -> None:
-    from tba.runtime.loops import train
+    from tba.runtime.trainer_loop import train
 
     note_place(run, place)
     with keep(run.path):
@@ -204,14 +204,13 @@ def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meet
 
 
 def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]) -> None:
-    from tba.runtime.loops import search
-    from tba.runtime.searcher_loop import searching_half
+    from tba.runtime.searcher_loop import search, searcher_loop_at
 
     os.nice(recipe.run.searcher_nice)
     index = int(contact.part.removeprefix("searcher-"))
     search(
         recipe,
-        lambda: searching_half(
+        lambda: searcher_loop_at(
             recipe,
             lambda: through(contact, contact.part, place),
             index,

@@ -3,7 +3,8 @@
 Down through the exchange into the journal, up through Ray's object store; the run's directory is on this machine, and
 the trainer (its first rank) with it. The driver (this process) joins the Ray cluster at `--address`, or starts one that
 listens on the loopback interface only and ends with it; there is no dashboard, nothing is reported to anybody, and
-Ray's token authentication stays as it is (on, for a cluster of its own). What it does with the parts is in `supervisor`.
+Ray's token authentication stays as it is (on, for a cluster of its own). What it does with the parts is in
+`supervisor`.
 
 A part of a run as a Ray actor, seen from its driver.
 

@@ -26,7 +26,7 @@ from tba.record.jsonl import write_json
 from tba.replay.encoded import decoded, encoded
 from tba.replay.scores import Score
 from tba.runtime.cluster.gateway import Offer
-from tba.runtime.connections import Ends
+from tba.runtime.connections import Connections
 from tba.runtime.elastic import Leaving, Place, enter
 from tba.runtime.program import refuse_others
 from tba.runtime.run_dir import RunDirectory
@@ -177,12 +177,12 @@ class RemoteRecords:
         """Nothing is held here."""
 
 
-def through(contact: Contact, name: str, place: Json) -> Ends:
+def through(contact: Contact, name: str, place: Json) -> Connections:
     """All ends of a searcher, which has begun at `place`. What whoever had this name before held is given back."""
     incarnation = int(contact.call("place", place))
     journal = RemoteJournal(name, contact)
     journal.resume()
-    return Ends(journal, RemoteWeights(contact), RemoteRecords(contact), incarnation)
+    return Connections(journal, RemoteWeights(contact), RemoteRecords(contact), incarnation)
 
 
 @contextmanager

@@ -105,9 +105,8 @@ def _body(part: str) -> Callable[[object, Stop], None]:
 
 def _search(part: str, run: object, stop: Stop) -> None:
     """A searcher, at ends on this disk."""
-    from tba.runtime.loops import search
     from tba.runtime.run_dir import RunDirectory
-    from tba.runtime.searcher_loop import start_searching
+    from tba.runtime.searcher_loop import search, start_searching
 
     assert isinstance(run, RunDirectory)
     recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
@@ -127,8 +126,8 @@ def _follow(part: str, run: object) -> None:
 
 def _train(run: object, stop: Stop) -> None:
     """The trainer."""
-    from tba.runtime.loops import train
     from tba.runtime.run_dir import RunDirectory
+    from tba.runtime.trainer_loop import train
 
     assert isinstance(run, RunDirectory)
     train(run.recipe(), run, stop)

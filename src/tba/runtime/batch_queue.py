@@ -1,0 +1,148 @@
+"""The queue of batches between replay and the trainer: the one thing that a trainer waits for.
+
+Consumes trajectories, through replay. Waits until replay has a batch to give (`Replay.ready` says why not: warm-up,
+empty, paced, unscored), with a deadline. Unblocked by new trajectories: another process's, or, where searcher and
+trainer take turns, those of a round that `fill` makes.
+
+Invariant: at most one batch is sampled ahead, in one thread, while the one before it is trained on; so a batch is older
+by at most one update than one that is sampled on demand. All batches are of the reference that is current when they are
+handed out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from tba.errors import DeadlineExceeded, UserError
+from tba.record.clock import ShareClock
+from tba.replay.replay import NotReady, Replay
+from tba.train.batches import Fetched, Sampled
+from tba.types import Version
+
+_POLL = 0.004  # seconds between two looks at the journal while there is no batch
+_LOOK = 0.02  # seconds between two looks at why there is none
+_WHY: dict[NotReady, str] = {  # what is behind a reason that no look at the searchers tells
+    "paced": "; those that came have been used as often as --replay.pacing.max-mean-uses or samples-per-insert allows",
+}
+
+
+class Stopped(Exception):
+    """Told to stop while waiting for a batch."""
+
+
+def pause() -> None:
+    """What to do while there is no batch: look again soon, for somebody else brings one."""
+    time.sleep(_POLL)
+
+
+def nothing_more() -> None:
+    """The same where nobody will bring one. Raises `UserError`."""
+    raise UserError(
+        "--offline there is no further batch to learn from, and no searcher brings one: set --replay.pacing."
+        "max-mean-uses higher, import more, or train with searchers"
+    )
+
+
+class BatchQueue:
+    """Batches of B prompts with K trajectories each.
+
+    deadline: seconds that a batch may take. fill: what to do while there is none. ahead: sample the next batch while
+    this one is trained on. clock: the trainer's, on which waiting counts as idle or paced.
+    """
+
+    def __init__(
+        self,
+        replay: Replay,
+        groups_per_step: int,
+        group_size: int,
+        *,
+        clock: ShareClock,
+        stop: Callable[[], bool],
+        deadline: float,
+        fill: Callable[[], object] = pause,
+        ahead: bool = False,
+    ) -> None:
+        self._replay = replay
+        self._source = Sampled(replay, groups_per_step, group_size)
+        self._clock = clock
+        self._stop = stop
+        self._deadline = deadline
+        self._fill = fill
+        self._thread = ThreadPoolExecutor(1, "batches") if ahead else None
+        self._ahead: Future[Fetched] | None = None
+        self._reason: NotReady | None = "warm_up"
+        self._synced: Version | None = None
+        self._closed = False
+
+    def next(self, version: Version, published: Version | None) -> Fetched:
+        """The next batch, for a trainer at `version` whose newest weights that are out are `published`.
+
+        Raises `Stopped`, or `DeadlineExceeded` when searchers bring nothing for too long.
+        """
+        if self._thread is None:
+            fetched = self._sampled(version, published)
+        else:
+            fetched = self._awaited(self._thread, version, published)
+            if fetched.groups[0].reference != self._replay.reference:  # sampled before a reset
+                self._replay.take_back(fetched.groups)
+                fetched = self._awaited(self._thread, version, published)
+            self._ahead = self._thread.submit(self._sampled, version, published)
+        self._clock.end_warm_up()
+        return fetched
+
+    @property
+    def ahead(self) -> Fetched | None:
+        """The batch that was sampled ahead, if it is there."""
+        there = self._ahead is not None and self._ahead.done() and self._ahead.exception() is None
+        return self._ahead.result() if there and self._ahead is not None else None
+
+    def settle(self) -> None:
+        """Wait until the batch that is sampled ahead is there."""
+        if self._ahead is not None:
+            wait([self._ahead], self._deadline)
+
+    def close(self) -> None:
+        """End the wait and the thread; what was sampled ahead goes back. Raises `DeadlineExceeded` when that hangs."""
+        self._closed = True
+        if self._thread is None:
+            return
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._ahead is not None and not self._ahead.cancelled():
+            if wait([self._ahead], self._deadline).not_done:
+                raise DeadlineExceeded(f"replay did not let go of a batch in {self._deadline:g} s")
+            if self.ahead is not None:
+                self._replay.take_back(self.ahead.groups)
+
+    def _awaited(self, thread: ThreadPoolExecutor, version: Version, published: Version | None) -> Fetched:
+        """The batch that was sampled ahead; one that is sampled now where none was. The wait is on the clock."""
+        asked, self._ahead = self._ahead or thread.submit(self._sampled, version, published), None
+        if not asked.done():
+            began = time.monotonic()
+            with self._clock.state("idle"):
+                while wait([asked], _LOOK).not_done:
+                    self._clock.reclassify("paced" if self._reason == "paced" else "idle")
+                    if time.monotonic() - began > 2 * self._deadline:  # it has one of its own
+                        raise DeadlineExceeded(f"replay gave no batch and no reason in {2 * self._deadline:g} s")
+        return asked.result()
+
+    def _sampled(self, version: Version, published: Version | None) -> Fetched:
+        """A batch, as soon as replay has one to give."""
+        began = time.monotonic()
+        if self._synced != published:
+            self._synced = published
+            self._replay.sync()
+        self._replay.now = version
+        while True:
+            self._reason = self._replay.ready(self._source.groups_per_step, self._source.group_size)
+            if self._reason is None:
+                return self._source.next()
+            if self._closed or self._stop():
+                raise Stopped
+            if time.monotonic() - began > self._deadline:
+                raise DeadlineExceeded(
+                    f"the trainer waited {self._deadline:g} s for a batch ({self._reason}): "
+                    f"look at logs/searcher-*.log for why no trajectories come{_WHY.get(self._reason, '')}"
+                )
+            self._fill()
