@@ -74,7 +74,7 @@ def test_fetching_ahead_ends_at_once_even_while_it_is_held_by_the_limit_on_reuse
 
 def test_mean_uses_stay_within_the_limit_and_the_waiting_is_called_paced(start: Start) -> None:
     limit, search, train = 0.5, *start("--replay.pacing.max-mean-uses", "0.5", "--steps", "40", ahead=False)
-    train.source.wait.fill = lambda: rounds(search, 1)
+    train.batches.fill = lambda: rounds(search, 1)
     reasons = set()
     while not train.finished:
         train.step()
@@ -122,7 +122,7 @@ def test_a_searcher_makes_rounds_between_the_chunks_of_an_evaluation_and_finds_t
 
 def test_between_the_chunks_of_an_older_versions_evaluation_rounds_have_the_newest_weights(start: Start) -> None:
     search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", "--sync-every", "1", ahead=False)
-    train.source.wait.fill = lambda: rounds(search, 1)
+    train.batches.fill = lambda: rounds(search, 1)
     for _ in range(4):
         train.step()
     train.replay.drain()
@@ -155,7 +155,7 @@ def test_time_held_by_the_limit_on_reuse_is_counted_as_paced_and_not_as_idle(sta
         else:
             threading.Event().wait(0.01)
 
-    train.source.wait.fill = fill
+    train.batches.fill = fill
     rounds(search, 1)
     train.step()
     train.step()
@@ -176,7 +176,7 @@ def test_with_take_in_at_syncs_new_data_are_seen_when_weights_go_out_and_not_bef
 
 def test_the_journal_keeps_to_the_size_it_is_told_and_what_leaves_is_counted(start: Start) -> None:
     search, train = start("--replay.keep-gb", "0.0006", "--steps", "30", ahead=False)
-    train.source.wait.fill = lambda: rounds(search, 1)
+    train.batches.fill = lambda: rounds(search, 1)
     for _ in range(20):
         rounds(search, 1)
         train.step()
@@ -192,7 +192,7 @@ def test_the_journal_keeps_to_the_size_it_is_told_and_what_leaves_is_counted(sta
 def test_an_evaluation_is_asked_for_at_the_start_every_so_often_and_at_the_end_and_done_once(start: Start) -> None:
     search, train = start("--steps", "10", "--sync-every", "2", "--evaluation.every", "4", ahead=False)
     other = start_searching(train.recipe, train.run, 1)
-    train.source.wait.fill = lambda: rounds(search, 1)
+    train.batches.fill = lambda: rounds(search, 1)
     while not train.finished:
         train.step()
         stopping = [half.evaluate() for half in (other, search)]
@@ -209,7 +209,7 @@ def test_an_evaluation_is_asked_for_at_the_start_every_so_often_and_at_the_end_a
 
 def test_what_is_to_be_evaluated_is_kept_until_it_has_been(start: Start) -> None:
     search, train = start("--steps", "12", "--sync-every", "1", ahead=False)
-    train.source.wait.fill = lambda: rounds(search, 1)
+    train.batches.fill = lambda: rounds(search, 1)
     for _ in range(6):
         train.step()
     assert train.weights.versions() == [Version(0, s) for s in (0, 5, 6)]
@@ -257,6 +257,6 @@ def test_hidden_text_is_written_nowhere_but_in_the_journal(start: Start, hidden:
 def test_lag_is_counted_before_the_update_so_that_fresh_samples_have_none(start: Start) -> None:
     search, train = start("--sync-every", "1", "--replay.selection.m", "1")
     rounds(search, 1)
-    train.source.wait.fill = lambda: rounds(search, 1)
+    train.batches.fill = lambda: rounds(search, 1)
     train.step()
     assert dict(train.lags) == {0: 16}

@@ -115,7 +115,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             train = start_training(recipe, run, stop=lambda: False, ahead=ahead)
             if close:
                 ends.callback(train.close)
-            train.source.wait.fill = search.searcher.round
+            train.batches.fill = search.searcher.round
             return search, train
 
         yield started

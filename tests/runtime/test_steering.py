@@ -85,28 +85,33 @@ def test_with_the_controller_off_nothing_is_moved_and_nothing_recorded_of_it(sta
     search.round()
     train.step()
     assert not {*MOVED} & read_metrics(train.run.path)[-1].keys()
-    assert train.steering.changes() == []
-    assert train.steering.state() is None
+    assert train.controller.changes == []
+    assert train.state()["steering"] is None
     newest = train.weights.newer_than(None)
     assert newest is not None
     assert "wanted" not in newest.manifest
 
 
-def test_a_move_holds_for_the_trainer_and_the_replay(start: Start) -> None:
-    _, train = start("--sync-every", "4", "--control.signal", "lag", "--control.low", "1", "--control.high", "3",
-                     "--control.every", "1")  # fmt: skip
+def test_a_move_holds_for_the_trainer_and_the_replay_and_after_a_resume(start: Start, tmp_path: Path) -> None:
+    """Any lag is fresh: k doubles up to its bound, while m is at its own from the beginning."""
+    flags = ("--sync-every", "4", "--steps", "100", "--control.signal", "lag", "--control.every", "1")
+    search, train = start(*flags, "--control.low", "1e8", "--control.high", "1e9")
     selector = train.replay.selector
     assert isinstance(selector, RecencyRewardSelector)
     assert (train.trainer.sync_every, selector.sync_every) == (4, 4)
-    train.steering.after(1, {"lag": 5.0})
-    assert (train.trainer.sync_every, selector.sync_every, selector.m) == (2, 2, 0.6)
-    for step in range(2, 12):
-        train.steering.after(step, {"lag": 0.0})
-    assert (train.trainer.sync_every, selector.sync_every, selector.m) == (8, 8, 0.5)
-    state = json.loads(json.dumps(train.steering.state()))
-    train.steering.after(12, {"lag": 5.0})
-    train.steering.restore(state)
-    assert (train.trainer.sync_every, selector.sync_every) == (8, 8)
+    for _ in range(12):
+        search.searcher.round()
+        train.step()
+    moved = train.controller.sync_every, train.controller.m
+    assert moved == (16, 0.5)
+    assert (train.trainer.sync_every, selector.sync_every, selector.m) == (16, 16, 0.5)
+    train.checkpoint()
+    train.run.begin_again("resumed")
+    again = start_training(train.recipe, train.run, stop=lambda: False, ahead=False)
+    assert isinstance(again.replay.selector, RecencyRewardSelector)
+    assert (again.trainer.sync_every, again.replay.selector.sync_every, again.replay.selector.m) == (16, 16, 0.5)
+    assert again.controller.changes == train.controller.changes
+    again.close()
 
 
 def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:

@@ -69,7 +69,7 @@ class BatchQueue:
         self._clock = clock
         self._stop = stop
         self._deadline = deadline
-        self._fill = fill
+        self.fill = fill
         self._thread = ThreadPoolExecutor(1, "batches") if ahead else None
         self._ahead: Future[Fetched] | None = None
         self._reason: NotReady | None = "warm_up"
@@ -145,4 +145,4 @@ class BatchQueue:
                     f"the trainer waited {self._deadline:g} s for a batch ({self._reason}): "
                     f"look at logs/searcher-*.log for why no trajectories come{_WHY.get(self._reason, '')}"
                 )
-            self._fill()
+            self.fill()
