@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from async_speedup import EVALUATION, TARGET, reached, run
 
-from tba.evaluate.estimators import bootstrap_interval
+from tba.evaluation.estimators import bootstrap_interval
 from tba.models.huggingface import HuggingFace
 from tba.recipes.quickstart import recipe
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.evaluate.estimators import bootstrap_interval
+from tba.evaluation.estimators import bootstrap_interval
 
 TARGET = 0.80
 SAMPLED = "pass@1/sampled"

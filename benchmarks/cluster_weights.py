@@ -36,7 +36,7 @@ from tba.runtime.cluster.client import NAMESPACE, ActorContact
 from tba.runtime.cluster.remote import RemoteWeights
 from tba.runtime.run_dir import RunDirectory
 from tba.settings import find
-from tba.train.optimizer import OptimizerSettings
+from tba.training.optimizer import OptimizerSettings
 from tba.types import Version
 from tba.weights.directory import PublishSettings, WeightDirectory
 

@@ -64,7 +64,7 @@ from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.runtime.checkpointing import held_by_journal
 from tba.runtime.run_dir import RunDirectory, is_held
-from tba.train.checkpoint import newest_checkpoint
+from tba.training.checkpoint import newest_checkpoint
 
 SAMPLED = "pass@1/sampled"
 PROBLEMS = 500

@@ -35,7 +35,7 @@ import torch
 
 from tba.batch import Batch, collate
 from tba.engines.transformers import TransformersEngine
-from tba.evaluate.estimators import Interval, relative_variance
+from tba.evaluation.estimators import Interval, relative_variance
 from tba.models.huggingface import HuggingFace
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce

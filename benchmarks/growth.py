@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.tabular import TabularModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularTask, TabularTokenizer
@@ -65,7 +65,7 @@ from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
-from tba.train.optimizer import OptimizerSettings
+from tba.training.optimizer import OptimizerSettings
 from tba.types import Completion, Evaluation, StopReason, Trajectory, Version
 
 task = TabularTask(prompts=12)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.evaluate.estimators import paired_difference
+from tba.evaluation.estimators import paired_difference
 from tba.rewards.exact_answer import MARK
 from tba.tasks.gsm8k import Gsm8k
 from tba.tasks.reasoning_gym import ReasoningGym

@@ -28,7 +28,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.tabular import TabularModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularTask
@@ -43,7 +43,7 @@ from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.schedules import Constant
 from tba.search.exploration import Fixed
-from tba.train.optimizer import OptimizerSettings
+from tba.training.optimizer import OptimizerSettings
 from tba.types import Completion, Prompt, Sampling, Version
 
 _LOOK = 0.05  # seconds between two questions whether to stop

@@ -33,8 +33,8 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.record.memory import resident_memory_bytes
 from tba.schedules import Constant
-from tba.train.gradients import backward
-from tba.train.optimizer import Optimizer, OptimizerSettings
+from tba.training.gradients import backward
+from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import PublishSettings, WeightDirectory

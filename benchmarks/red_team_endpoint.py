@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.victim import EndpointVictim
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.recipes.red_team_small import recipe as small
 from tba.replay.pacing import Pacing
 

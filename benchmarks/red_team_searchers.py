@@ -26,7 +26,7 @@ from slow_endpoint import serve
 
 from tba.apps.red_team.embedding import SentenceEncoder
 from tba.apps.red_team.trigger_world import TriggerWorld
-from tba.evaluate.estimators import mean_distance
+from tba.evaluation.estimators import mean_distance
 from tba.replay.follower import JournalFollower
 
 RECIPE = Path(__file__).parent / "red_team_endpoint.py"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.protocols import Reward
 from tba.recipes.quickstart import recipe as quickstart
 from tba.rewards.delayed import Delayed

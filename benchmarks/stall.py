@@ -41,7 +41,7 @@ from parts import parts_of
 
 from tba.batch import collate
 from tba.command.replay import uses_of
-from tba.evaluate.accuracy import SAMPLED, EvaluationSettings, evaluate
+from tba.evaluation.accuracy import SAMPLED, EvaluationSettings, evaluate
 from tba.recipe import Recipe
 from tba.record.metrics import column, read_last, read_metrics
 from tba.record.summary import Summary
@@ -50,9 +50,9 @@ from tba.runtime.run_dir import RunDirectory
 from tba.search.prompts import PromptStream
 from tba.search.searcher import Searcher
 from tba.settings import find, override
-from tba.train.batches import Fetched
-from tba.train.checkpoint import Checkpoint, save_checkpoint
-from tba.train.trainer import Trainer
+from tba.training.batches import Fetched
+from tba.training.checkpoint import Checkpoint, save_checkpoint
+from tba.training.trainer import Trainer
 from tba.types import Group, Trajectory, Version
 
 SHORT = (

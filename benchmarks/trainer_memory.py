@@ -94,10 +94,10 @@ def measure(case: str, size: Size) -> int:
     from tba.protocols import Policy
     from tba.record.memory import peak_memory_bytes, resident_memory_bytes
     from tba.schedules import Constant
-    from tba.train.gradients import backward
-    from tba.train.optimizer import Optimizer, OptimizerSettings
-    from tba.train.ranks import Meeting, Ranks
-    from tba.train.sharded import Follower, LedOptimizer, LedPolicy
+    from tba.training.gradients import backward
+    from tba.training.optimizer import Optimizer, OptimizerSettings
+    from tba.training.ranks import Meeting, Ranks
+    from tba.training.sharded import Follower, LedOptimizer, LedPolicy
 
     torch.set_num_threads(1)
     batch, settings = batch_of(2, 10, 128), OptimizerSettings(lr=1e-5)

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.evaluate.accuracy import SAMPLED
-from tba.evaluate.estimators import bootstrap_interval, paired_difference
+from tba.evaluation.accuracy import SAMPLED
+from tba.evaluation.estimators import bootstrap_interval, paired_difference
 from tba.record.run import RunRecord
 
 

@@ -10,7 +10,7 @@ A line is one problem, as text or chat messages; its other fields reach the rewa
 from pathlib import Path
 
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
 from tba.objectives.correction import Correction
 from tba.objectives.trajectory_balance import TrajectoryBalance
@@ -21,7 +21,7 @@ from tba.rewards.functions import FunctionReward
 from tba.schedules import Constant, WarmupConstant
 from tba.search.exploration import Fixed
 from tba.tasks.jsonl import Jsonl
-from tba.train.optimizer import OptimizerSettings
+from tba.training.optimizer import OptimizerSettings
 
 
 def begins_with_its_letter(prompt: str, completion: str, letter: str) -> float:

@@ -6,22 +6,9 @@ This one asks for twice a number, `345+345=`, and wants the digits least signifi
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.recipe import Recipe
-from tba.recipes import quickstart
-from tba.replay.buffer import BufferSettings
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.rewards.functions import WeightedFunctions
-from tba.schedules import Constant, WarmupStableDecay
-from tba.search.exploration import Fixed
-from tba.train.optimizer import OptimizerSettings
-from tba.types import Problem, Split
+import tba
+from tba.recipes.quickstart import BASE
 
 # 1. How an answer is marked: plain functions of the two texts and the fields they name. Here `answer`, given below.
 
@@ -43,30 +30,30 @@ class Doubling:
     largest: int = 999  # --task.largest on the command line
     name: str = "doubling"
 
-    def problems(self, split: Split) -> list[Problem]:
+    def problems(self, split: str) -> list[tba.Problem]:
         numbers = [n for n in range(100, self.largest + 1) if (n % 10 == 7) == (split == "eval")]
-        return [Problem(f"{n}+{n}=", {"answer": str(2 * n)[::-1]}) for n in numbers]
+        return [tba.Problem(f"{n}+{n}=", {"answer": str(2 * n)[::-1]}) for n in numbers]
 
-    def reward(self) -> WeightedFunctions:
-        return WeightedFunctions(((right, 0.5), (right_digits, 0.5)))  # 1 when the answer is right
+    def reward(self) -> tba.WeightedFunctions:
+        return tba.WeightedFunctions(((right, 0.5), (right_digits, 0.5)))  # 1 when the answer is right
 
 
 # 3. What a run is made of. Any Hugging Face model will do; here the quickstart's, which can add, but carelessly.
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="my_task",
     description="twice a number, by a small policy that adds carelessly",
     task=Doubling(),
-    model=HuggingFace(
-        path=str(Path(quickstart.__file__).parent / "quickstart_base"),
-        generation=EngineSettings(slots=140, max_completion_tokens=6),
+    model=tba.HuggingFace(
+        path=str(BASE),
+        generation=tba.EngineSettings(slots=140, max_completion_tokens=6),
         device="cpu",  # leave it out to use a GPU
     ),
-    objective=TrajectoryBalance(beta=Constant(0.05)),  # how far the policy may move for its reward
-    exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=1e-4, schedule=WarmupStableDecay(10, 100, 90)),
-    replay=ReplaySettings(pacing=Pacing(warm_up=280), buffer=BufferSettings(distinct=False)),
-    evaluation=EvaluationSettings(problems=0),
+    objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),  # how far the policy may move for its reward
+    exploration=tba.Fixed(temperature=1.0),
+    optimizer=tba.OptimizerSettings(lr=1e-4, schedule=tba.WarmupStableDecay(10, 100, 90)),
+    replay=tba.ReplaySettings(pacing=tba.Pacing(warm_up=280), buffer=tba.BufferSettings(distinct=False)),
+    evaluation=tba.EvaluationSettings(problems=0),
     steps=200,
     samples_per_prompt=20,
     prompts_per_round=7,

@@ -23,7 +23,7 @@ from tba.replay.selection import RecencyReward
 from tba.runtime.leading import start_ranks
 from tba.schedules import Constant
 from tba.settings import find
-from tba.train.ranks import RankSettings
+from tba.training.ranks import RankSettings
 
 RECIPE = str(Path(__file__).parent / "tiny_sums.py")
 

@@ -18,7 +18,7 @@ from tba.record.evaluations import read_evaluations
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
 from tba.settings import names
-from tba.train.checkpoint import newest_checkpoint
+from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 
 SUMS = str(Path(__file__).parent / "tiny_sums.py")

@@ -17,7 +17,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularPolicy, TabularTask
 from tba.protocols import Policy, PolicyOutput
 from tba.schedules import Constant
-from tba.train.gradients import backward
+from tba.training.gradients import backward
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 
 TASK = TabularTask(symbols=2, length=2, prompts=3)

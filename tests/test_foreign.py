@@ -23,8 +23,8 @@ from tba.record.summary import Summary
 from tba.research.study import Study
 from tba.runtime.run_dir import RunDirectory
 from tba.tasks.characters import character_tokenizer
-from tba.train.checkpoint import Checkpoint, newest_checkpoint
-from tba.train.tiny_models import ScratchModel
+from tba.training.checkpoint import Checkpoint, newest_checkpoint
+from tba.training.tiny_models import ScratchModel
 from tba.types import Version
 
 TOY = Path(__file__).with_name("runtime") / "toy.py"

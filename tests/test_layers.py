@@ -19,7 +19,7 @@ GROUND = {"errors", "types", "foreign"}
 TENSORS = {"sharding", "streaming"}  # torch alone
 SEAMS = GROUND | {"protocols", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
-PARTS = {"search", "intake", "train", "replay", "weights", "evaluate", "record"}
+PARTS = {"search", "intake", "training", "replay", "weights", "evaluation", "record"}
 
 CORE = SEAMS | LEAVES | PARTS | TENSORS | {"models", "objectives", "schedules", "recipe", "settings", "runtime"}
 
@@ -41,12 +41,12 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": SEAMS | {"schedules"},
     "replay": GROUND | {"protocols"},
     "weights": GROUND | {"protocols", "streaming"},
-    "evaluate": GROUND | {"protocols"},
-    "record": GROUND | {"protocols", "evaluate"},  # of evaluate the estimators, see below
+    "evaluation": GROUND | {"protocols"},
+    "record": GROUND | {"protocols", "evaluation"},  # of evaluate the estimators, see below
     "search": SEAMS,
     "intake": SEAMS,
-    "train": SEAMS | TENSORS | {"schedules", "weights"},  # of weights what writes a folder beside its place
-    "models": SEAMS | LEAVES | TENSORS | {"train"},
+    "training": SEAMS | TENSORS | {"schedules", "weights"},  # of weights what writes a folder beside its place
+    "models": SEAMS | LEAVES | TENSORS | {"training"},
     "recipe": SEAMS | PARTS | TENSORS,
     "field_comments": set(),
     "settings": GROUND | {"recipe", "field_comments"},  # recipes and studies by name, when they are asked for
@@ -54,10 +54,13 @@ ALLOWED: dict[str, set[str]] = {
     "command": CORE | {"field_comments"},
     "apps.preference": CORE | {"command"},
     "apps.red_team": CORE | {"command"},
+    "apps": set(),
     "recipes": CORE | {"apps.preference", "apps.red_team"},
     "research": CORE | {"command", "recipes", "apps.preference", "apps.red_team"},
     "__main__": GROUND | {"command", "settings", "record", "apps.preference", "apps.red_team", "research"},
-    "__init__": set(),
+    "api": CORE | {"command", "recipe_source"},
+    "recipe_source": GROUND | {"recipe", "settings"},
+    "__init__": CORE | {"api"},  # names that it loads when they are used
 }
 ONLY_IN = {
     "vllm": {"engines/vllm.py"},
@@ -86,13 +89,19 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def module_of(path: Path) -> str:
+    return ".".join(["tba", *path.relative_to(ROOT).with_suffix("").parts])
+
+
 def part_of(path: Path) -> str:
-    return part_named(".".join(["tba", *path.relative_to(ROOT).with_suffix("").parts]))
+    return part_named(module_of(path))
 
 
 def part_named(module: str) -> str:
     """The part that a module, or a name in it, is of: its folder or file, and of applications which."""
     _, *names = module.split(".")
+    if names == ["apps", "__init__"]:
+        return "apps"
     return ".".join(names[: 2 if names[0] == "apps" and len(names) > 1 else 1])
 
 
@@ -120,21 +129,40 @@ def test_the_rule_itself_has_no_cycle() -> None:
         left = {part: below for part, below in left.items() if part not in lowest}
 
 
+def test_the_core_knows_neither_applications_nor_recipes_nor_research() -> None:
+    above = {"apps.preference", "apps.red_team", "recipes", "research", "api", "__main__"}
+    core = [path for path in FILES if part_of(path) in CORE | {"command", "field_comments"}]
+    assert len(core) > 150
+    for path in core:
+        assert not {part_named(name) for name in inside(path)} & above, named(path)
+
+
+def test_no_two_modules_of_the_core_import_each_other_on_any_way_for_type_checkers_neither() -> None:
+    """Taking away what imports nothing that is left, nothing is left: there is no circle, lazy imports included."""
+    modules = {module_of(path): path for path in FILES if part_of(path) in CORE | {"command", "field_comments"}}
+    left = {
+        module: {n for name in inside(path) for n in (name, name.rpartition(".")[0]) if n in modules} - {module}
+        for module, path in modules.items()
+    }
+    while left:
+        lowest = {module for module, below in left.items() if not below & left.keys()}
+        assert lowest, f"these modules import each other: {sorted(left)}"
+        left = {module: below for module, below in left.items() if module not in lowest}
+
+
 def test_record_takes_nothing_but_estimators_from_evaluation_and_training_nothing_but_renames_from_weights() -> None:
     for path in FILES:
         for name in inside(path):
-            if part_of(path) == "record" and name.startswith("tba.evaluate"):
-                assert name.startswith("tba.evaluate.estimators.")
-            if part_of(path) == "train" and name.startswith("tba.weights"):
+            if part_of(path) == "record" and name.startswith("tba.evaluation"):
+                assert name.startswith("tba.evaluation.estimators.")
+            if part_of(path) == "training" and name.startswith("tba.weights"):
                 assert name.startswith("tba.weights.atomic_dir.")
 
 
 def test_replay_search_and_all_below_them_name_no_model_library_anywhere() -> None:
-    """But for rewards that are models: what names them loads them with its first answer."""
     light = ("types", "errors", "schedules", "replay", "search", "intake", "rewards")
-    models = {f"rewards/{name}.py" for name in ("scoring", "frozen", "victim_model", "model_classifiers")}
     for path in FILES:
-        if part_of(path) in light and named(path) not in models:
+        if part_of(path) in light:
             assert not {n.split(".")[0] for n in imported(path)} & {"torch", "transformers"}, named(path)
 
 

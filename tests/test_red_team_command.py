@@ -9,7 +9,7 @@ import pytest
 
 from tba.__main__ import main
 from tba.apps.red_team.trigger_world import MARKERS, THINGS
-from tba.train.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 
 WORLD = (
     *("--attacks", "300", "--exchanges", "400", "--answers", "300", "--train.steps", "20", "--train.batch-size", "32"),

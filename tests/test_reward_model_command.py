@@ -10,7 +10,7 @@ import pytest
 
 from tba.__main__ import main
 from tba.apps.preference.reward_model import ModelScore
-from tba.train.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Completion, Prompt, StopReason, Version
 
 SIZE = ScratchModel(hidden_size=32, layers=2, heads=2, ff_size=64, max_positions=64)

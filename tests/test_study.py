@@ -19,7 +19,7 @@ from tests.runtime.runs import command
 
 from tba.__main__ import main
 from tba.errors import UserError
-from tba.evaluate.estimators import bootstrap_interval
+from tba.evaluation.estimators import bootstrap_interval
 from tba.recipe import Recipe
 from tba.record.run import RunRecord
 from tba.record.summary import Summary

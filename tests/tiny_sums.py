@@ -1,7 +1,7 @@
 """A recipe that is whole and small: one-digit sums, a warm start of a few steps from nothing, four updates."""
 
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
@@ -12,9 +12,9 @@ from tba.replay.replay import ReplaySettings
 from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
-from tba.train.optimizer import OptimizerSettings
-from tba.train.supervised import SupervisedSettings
-from tba.train.tiny_models import ScratchModel
+from tba.training.optimizer import OptimizerSettings
+from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import ScratchModel
 
 recipe = Recipe(
     name="tiny_sums",

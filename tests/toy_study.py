@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.research.study import Study, Variant
 
 sys.path.insert(0, str(Path(__file__).parent / "runtime"))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
-from tba.evaluate.estimators import difference_of_means
+from tba.evaluation.estimators import difference_of_means
 from tba.research.comparison import verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"

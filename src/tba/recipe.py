@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tba.errors import UserError
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.protocols import HEADS, Embedding, Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.search.prompts import PromptSettings
 from tba.search.vine import Vine
 from tba.sharding import Sharding
-from tba.train.control import Control
-from tba.train.optimizer import OptimizerSettings
-from tba.train.ranks import RankSettings
+from tba.training.control import Control
+from tba.training.optimizer import OptimizerSettings
+from tba.training.ranks import RankSettings
 from tba.types import Json, Version
 from tba.weights.directory import PublishSettings
 

@@ -35,6 +35,7 @@ MARK = "::"  # between a study's name or path and a variant's name
 _SHIPPED: dict[Kind, str] = {"recipe": "tba.recipes", "study": "tba.research.studies"}  # loaded when they are named
 _PLAIN = (str, int, float, bool, Path, type(None))
 _TITLES = "(Invalid choice|Missing argument|Unrecognized options|Value error)"  # of tyro's boxes
+_being_loaded: list[Path] = []
 _NO_NUMBER = re.compile(r"(?:invalid literal for int\(\) with base 10|could not convert string to float): (.*)")
 _BOX = "│╭╰─╮╯-| "  # what tyro draws around its messages
 
@@ -80,13 +81,21 @@ def _from_file(path: Path, kind: Kind) -> ModuleType:
         raise UserError(f"{path} cannot be read as a Python module: give a .py file that defines `{kind}`")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
+    _being_loaded.append(path)
     try:
         spec.loader.exec_module(module)
     except UserError:
         raise
     except (Exception, SystemExit) as error:
         raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}; mend the {kind} there") from error
+    finally:
+        _being_loaded.pop()
     return module
+
+
+def being_loaded() -> Path | None:
+    """The file of a recipe or a study that is being loaded now; None where none is."""
+    return _being_loaded[-1] if _being_loaded else None
 
 
 def _place(error: BaseException, path: Path) -> str:

@@ -12,7 +12,7 @@ from tba.intake.answers import Answer
 from tba.intake.encoding import Encoded, Encoder, Known
 from tba.intake.files import Refusal
 from tba.tasks.characters import character_tokenizer
-from tba.train.tiny_models import train_bpe_tokenizer
+from tba.training.tiny_models import train_bpe_tokenizer
 from tba.types import ELSEWHERE, Completion, Prompt, Sampling, StopReason, Trajectory, Version
 
 TOKENIZER = character_tokenizer("0123456789+= Q:uera\n[]sint")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tba.models.huggingface import Lesson, pairs_of
 from tba.tasks.arithmetic import Arithmetic
 from tba.tasks.characters import character_tokenizer
-from tba.train.supervised import SupervisedSettings
+from tba.training.supervised import SupervisedSettings
 
 
 def test_a_lesson_of_prompts_too_learns_every_token_but_the_first() -> None:

@@ -19,8 +19,8 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, is_adapter
 from tba.schedules import Constant
-from tba.train.gradients import backward
-from tba.train.optimizer import OptimizerSettings
+from tba.training.gradients import backward
+from tba.training.optimizer import OptimizerSettings
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory, Version
 
 BASE = Path(tba.recipes.__path__[0]) / "quickstart_base"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from objective_cases import OBJECTIVES, gradient, perturbed, sampled
 
 from tba.protocols import HEADS, Objective, PolicyOutput
-from tba.train.gradients import backward
+from tba.training.gradients import backward
 
 named = pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES.keys())
 sizes_of_groups = st.lists(st.integers(1, 6), min_size=1, max_size=4)

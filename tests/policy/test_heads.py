@@ -25,8 +25,8 @@ from tba.errors import UserError
 from tba.policy.causal import CausalPolicy
 from tba.policy.tabular import TabularPolicy, TabularTask
 from tba.protocols import HEADS
-from tba.train.checkpoint import Checkpoint, save_checkpoint
-from tba.train.optimizer import OptimizerSettings
+from tba.training.checkpoint import Checkpoint, save_checkpoint
+from tba.training.optimizer import OptimizerSettings
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 
 VOCABULARY = 29

@@ -25,7 +25,7 @@ from tba.recipes.tldr_small import recipe as small
 from tba.settings import find, names
 from tba.tasks.gsm8k import Gsm8k
 from tba.tasks.math import Math
-from tba.train.tiny_models import train_bpe_tokenizer
+from tba.training.tiny_models import train_bpe_tokenizer
 
 
 def test_every_recipe_is_found_by_its_own_name_and_says_what_it_is() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tba.evaluate.accuracy import GREEDY, SAMPLED, Answer
+from tba.evaluation.accuracy import GREEDY, SAMPLED, Answer
 from tba.record.evaluations import EvaluationWriter
 from tba.record.ledger import Ledger
 from tba.record.metrics import MetricsWriter

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tba.evaluate.estimators import Interval, bootstrap_interval
+from tba.evaluation.estimators import Interval, bootstrap_interval
 from tba.research.comparison import Outcome, Statistic, rows, verdict, versus
 from tba.research.study_plots import draw_against, draw_frontier, draw_over_time, lines_of, mean_curve
 from tba.research.study_table import Comparison, cell, page, view, write_tables

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tba.errors import UserError
-from tba.evaluate.estimators import wilson_interval
+from tba.evaluation.estimators import wilson_interval
 from tba.record.report import PANELS, curves, draw_curves, smooth
 from tba.record.run import RunRecord
 

@@ -16,8 +16,8 @@ from tba.apps.red_team.trigger_world import MARKERS, TriggerWorld
 from tba.apps.red_team.victim import ModelVictim
 from tba.apps.red_team.word_classifier import WordFeatures, WordWeights
 from tba.errors import UserError
-from tba.evaluate.estimators import auc_interval
-from tba.train.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.evaluation.estimators import auc_interval
+from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 
 SIZE = ScratchModel(hidden_size=16, layers=1, heads=2, ff_size=24, max_positions=64)
 TEXTS = ["a short one", "one that is a good deal longer than that", "", "words"]

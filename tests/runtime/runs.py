@@ -27,7 +27,7 @@ from tba.runtime.local.processes import Processes
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.summary import summarise
 from tba.settings import find, override
-from tba.train.checkpoint import newest_checkpoint
+from tba.training.checkpoint import newest_checkpoint
 
 TOY = Path(__file__).with_name("toy.py")
 TASK = TabularTask()

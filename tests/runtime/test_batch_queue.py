@@ -19,7 +19,7 @@ from tba.replay.selection import RecencyReward
 from tba.runtime.batch_queue import BatchQueue, Stopped, nothing_more
 from tba.types import Trajectory, Version
 
-sys.path.append(str(Path(__file__).parents[1] / "train"))
+sys.path.append(str(Path(__file__).parents[1] / "training"))
 from toys import groups_of
 
 LONG = 60.0

@@ -37,7 +37,7 @@ from tba.runtime.program import version
 from tba.runtime.run_dir import RunDirectory, keep
 from tba.runtime.searcher_loop import SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.trainer_loop import start_training
-from tba.train.checkpoint import Checkpoint
+from tba.training.checkpoint import Checkpoint
 from tba.types import Trajectory, Version
 from tba.weights.chunks import Flat
 from tba.weights.directory import PublishSettings, WeightDirectory

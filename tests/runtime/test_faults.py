@@ -38,7 +38,7 @@ from test_resume import RUN, SECONDS, SHORT, assert_whole, uids_of
 
 import tba.replay.journal
 import tba.runtime.run_dir
-import tba.train.checkpoint
+import tba.training.checkpoint
 import tba.weights.atomic_dir
 import tba.weights.directory
 from tba.__main__ import main
@@ -122,7 +122,7 @@ def before_the_rename(patch: pytest.MonkeyPatch, nth: int) -> None:
 
 def mid_prune(patch: pytest.MonkeyPatch, nth: int) -> None:
     """A checkpoint is in its place, and the one too many is not yet taken away."""
-    patch.setattr(tba.train.checkpoint, "remove_folder", dying(tba.train.checkpoint.remove_folder, nth))
+    patch.setattr(tba.training.checkpoint, "remove_folder", dying(tba.training.checkpoint.remove_folder, nth))
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.search.vine import Vine
 from tba.settings import find
-from tba.train.checkpoint import newest_checkpoint
+from tba.training.checkpoint import newest_checkpoint
 
 BETA = Constant(0.1)
 OBJECTIVES: dict[str, Objective] = {

@@ -13,7 +13,7 @@ from tba.errors import UserError
 from tba.recipe import ClusterSettings, Recipe
 from tba.runtime.cluster.placement import Node, plan, table
 from tba.settings import find
-from tba.train.ranks import RankSettings
+from tba.training.ranks import RankSettings
 
 GB = 2**30
 

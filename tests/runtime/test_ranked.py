@@ -12,7 +12,7 @@ import pytest
 from tba.errors import PartFailed, UserError
 from tba.runtime import ranked
 from tba.runtime.ranked import RankedPart
-from tba.train.ranks import _listen_on
+from tba.training.ranks import _listen_on
 
 
 @dataclass

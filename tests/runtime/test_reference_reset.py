@@ -20,7 +20,7 @@ from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
-from tba.train.checkpoint import newest_checkpoint
+from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
 

@@ -44,8 +44,8 @@ from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
 from tba.tasks.characters import character_tokenizer
-from tba.train.checkpoint import newest_checkpoint, newest_sound
-from tba.train.tiny_models import ScratchModel
+from tba.training.checkpoint import newest_checkpoint, newest_sound
+from tba.training.tiny_models import ScratchModel
 from tba.types import Sampling, Version
 
 SECONDS = 120.0

@@ -15,8 +15,8 @@ from tba.models.huggingface import WarmStart, warm_started
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.tasks.gsm8k import Gsm8k
-from tba.train.supervised import SupervisedSettings
-from tba.train.tiny_models import ScratchModel
+from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import ScratchModel
 from tba.types import Trajectory, Version
 
 pytestmark = pytest.mark.vllm

@@ -10,7 +10,7 @@ from tba.record.evaluations import EvaluationWriter
 from tba.record.run import RunRecord
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
-from tba.train.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint
+from tba.training.checkpoint import Checkpoint, checkpoints_in, newest_checkpoint
 from tba.types import Evaluation, Version
 
 SETTINGS = (

@@ -1,6 +1,6 @@
 """The enumerable toy as a recipe: what every runtime is held against."""
 
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.tabular import TabularModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularTask
@@ -11,7 +11,7 @@ from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.schedules import Constant, WarmupCosine
 from tba.search.exploration import Fixed
-from tba.train.optimizer import OptimizerSettings
+from tba.training.optimizer import OptimizerSettings
 
 task = TabularTask()
 recipe = Recipe(

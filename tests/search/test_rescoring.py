@@ -12,7 +12,7 @@ from tba.engines.transformers import EngineSettings
 from tba.models.huggingface import HuggingFace
 from tba.search.rescoring import Rescorer, Scored
 from tba.tasks.characters import character_tokenizer
-from tba.train.tiny_models import ScratchModel
+from tba.training.tiny_models import ScratchModel
 from tba.types import FloatArray, Prompt, Sampling, Trajectory, Version
 
 LATER = Version(0, 50)

@@ -19,7 +19,7 @@ from tba.replay.codec import Stored
 from tba.replay.follower import JournalFollower
 from tba.replay.near import NearDuplicates
 from tba.runtime.run_dir import RunDirectory
-from tba.train.supervised import Pair, SupervisedSettings
+from tba.training.supervised import Pair, SupervisedSettings
 from tba.types import StopReason, Trajectory
 
 _AT_ONCE = 512  # trajectories of a journal

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from tba.command.options import EvalOptions
 from tba.errors import UserError
-from tba.evaluate.accuracy import Answer, EvaluationSettings, evaluate
-from tba.evaluate.divergence import Divergence, divergence
-from tba.evaluate.estimators import wilson_interval
+from tba.evaluation.accuracy import Answer, EvaluationSettings, evaluate
+from tba.evaluation.divergence import Divergence, divergence
+from tba.evaluation.estimators import wilson_interval
 from tba.models.huggingface import HuggingFace, refuse_missing_folder
 from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
@@ -26,7 +26,7 @@ from tba.record.terminal import terminal
 from tba.runtime.prompting import prompts_of
 from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
-from tba.train.checkpoint import newest_checkpoint
+from tba.training.checkpoint import newest_checkpoint
 from tba.types import Prompt, Version
 
 

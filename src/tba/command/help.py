@@ -12,19 +12,22 @@ from tba.field_comments import comments
 
 # The options of each command that has some, by where they are defined.
 OPTIONS: dict[str, tuple[str, ...]] = {
-    "train": ("options.TrainOptions", "options.ResumeOptions"),
-    "search": ("search.SearchOptions",),
-    "import": ("importing.ImportOptions",),
-    "sft": ("options.OutOptions",),
-    "sample": ("sample.SampleOptions",),
-    "reward-model": ("options.OutOptions", "reward_model.RewardModelOptions"),
-    "red-team world": ("red_team.WorldPlaces", "red_team_world.WorldOptions"),
-    "red-team classifier": ("red_team.ClassifierPlaces", "toxicity_classifier.ClassifierOptions"),
-    "red-team eval": ("red_team.RedTeamEvalOptions",),
-    "red-team plot": ("red_team.PlotOptions",),
-    "eval": ("options.EvalOptions",),
-    "study": ("study.StudyOptions",),
-    "replay": ("replay.ReplayOptions",),
+    "train": ("command.options.TrainOptions", "command.options.ResumeOptions"),
+    "search": ("command.search.SearchOptions",),
+    "import": ("command.importing.ImportOptions",),
+    "sft": ("command.options.OutOptions",),
+    "sample": ("command.sample.SampleOptions",),
+    "reward-model": ("command.options.OutOptions", "apps.preference.command.RewardModelOptions"),
+    "red-team world": ("apps.red_team.command.WorldPlaces", "apps.red_team.world.WorldOptions"),
+    "red-team classifier": (
+        "apps.red_team.command.ClassifierPlaces",
+        "apps.red_team.toxicity_classifier.ClassifierOptions",
+    ),
+    "red-team eval": ("apps.red_team.command.RedTeamEvalOptions",),
+    "red-team plot": ("apps.red_team.command.PlotOptions",),
+    "eval": ("command.options.EvalOptions",),
+    "study": ("research.command.StudyOptions",),
+    "replay": ("command.replay.ReplayOptions",),
 }
 
 
@@ -53,7 +56,7 @@ def _about(command: str, usage: str) -> Iterator[str]:
 
 def _options(place: str) -> type:
     module, _, name = place.rpartition(".")
-    found: type = getattr(importlib.import_module(f"tba.command.{module}"), name)
+    found: type = getattr(importlib.import_module(f"tba.{module}"), name)
     return found
 
 

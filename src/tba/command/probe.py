@@ -29,8 +29,8 @@ from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
-from tba.train.batches import Fetched
-from tba.train.trainer import Trainer
+from tba.training.batches import Fetched
+from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 

@@ -23,7 +23,7 @@ from tba.record.text import count, printable, size
 from tba.replay.reading import JournalReader, Share, written_out
 from tba.replay.uses import unpack_uses
 from tba.runtime.run_dir import RunDirectory
-from tba.train.checkpoint import newest_sound
+from tba.training.checkpoint import newest_sound
 from tba.types import Json
 
 _JSON = ("fields", "reward_parts", "provenance")  # columns that are text in Parquet: their shape is the task's own

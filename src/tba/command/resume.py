@@ -28,7 +28,7 @@ from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of
 from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
-from tba.train.checkpoint import Checkpoint, newest_checkpoint
+from tba.training.checkpoint import Checkpoint, newest_checkpoint
 
 _PATIENCE = 15.0  # seconds that parts of a run whose driver was killed have to end
 _KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir")  # what a run is about

@@ -33,13 +33,13 @@ from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, Policy, Task
 from tba.sharding import Sharding
 from tba.tasks.characters import character_tokenizer
-from tba.train.cache import cached_supervised, supervised_key
-from tba.train.supervised import Pair, SupervisedSettings, supervise
-from tba.train.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.training.cache import cached_supervised, supervised_key
+from tba.training.supervised import Pair, SupervisedSettings, supervise
+from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Json, Problem, Version
 
 if TYPE_CHECKING:
-    from tba.train.sharded import SavedPolicy
+    from tba.training.sharded import SavedPolicy
 
 FACTS = "warm_start.json"
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared

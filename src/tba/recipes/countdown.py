@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, Lesson, WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
@@ -22,9 +22,9 @@ from tba.replay.selection import RecencyReward
 from tba.schedules import Constant, WarmupStableDecay
 from tba.search.exploration import Fixed
 from tba.tasks.countdown import Countdown
-from tba.train.optimizer import OptimizerSettings
-from tba.train.supervised import SupervisedSettings
-from tba.train.tiny_models import ScratchModel
+from tba.training.optimizer import OptimizerSettings
+from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import ScratchModel
 
 _taught = SupervisedSettings(steps=300, batch_size=64, lr=2e-3, schedule="constant", pool=1)
 _SCHEDULES: tuple[Literal["constant", "cosine"], ...] = ("constant", "constant", "constant", "cosine")

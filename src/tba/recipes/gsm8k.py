@@ -15,7 +15,7 @@ For a small policy from nothing on one's own machine see docs/gsm8k.md.
 from __future__ import annotations
 
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
@@ -26,9 +26,9 @@ from tba.schedules import WarmupStableDecay, gsm8k_anneal
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
 from tba.tasks.gsm8k import Gsm8k
-from tba.train.optimizer import OptimizerSettings
-from tba.train.supervised import SupervisedSettings
-from tba.train.tiny_models import ScratchModel
+from tba.training.optimizer import OptimizerSettings
+from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import ScratchModel
 
 recipe = Recipe(
     name="gsm8k",

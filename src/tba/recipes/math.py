@@ -18,7 +18,7 @@ The problems are not shipped: by default they come from the Hub (12,000 and 500,
 from __future__ import annotations
 
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, WarmStart
 from tba.objectives.tba_prime import TbaPrime
 from tba.recipe import Recipe
@@ -29,9 +29,9 @@ from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
 from tba.tasks.math import Math
-from tba.train.optimizer import OptimizerSettings
-from tba.train.supervised import SupervisedSettings
-from tba.train.tiny_models import ScratchModel
+from tba.training.optimizer import OptimizerSettings
+from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import ScratchModel
 
 recipe = Recipe(
     name="math",

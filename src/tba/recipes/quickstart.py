@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, Lesson, WarmStart
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
@@ -24,9 +24,11 @@ from tba.replay.selection import RecencyReward
 from tba.schedules import Constant, WarmupStableDecay
 from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
-from tba.train.optimizer import OptimizerSettings
-from tba.train.supervised import SupervisedSettings
-from tba.train.tiny_models import ScratchModel
+from tba.training.optimizer import OptimizerSettings
+from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import ScratchModel
+
+BASE = Path(__file__).parent / "quickstart_base"  # the shipped base, a folder in the Hugging Face layout
 
 recipe = Recipe(
     name="quickstart",
@@ -44,7 +46,7 @@ recipe = Recipe(
                 Lesson(SupervisedSettings(steps=1000, batch_size=128, lr=2e-3, pool=1), {"forgotten_carries": 0.0}),
             ),
             sft=SupervisedSettings(steps=300, batch_size=128, lr=1e-3, pool=1),
-            shipped=Path(__file__).parent / "quickstart_base",
+            shipped=BASE,
         ),
     ),
     objective=TrajectoryBalance(beta=Constant(0.05)),

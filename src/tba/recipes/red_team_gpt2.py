@@ -22,7 +22,7 @@ from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import SequenceClassifier
 from tba.apps.red_team.victim import ALPACA, ModelVictim
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
@@ -33,7 +33,7 @@ from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.schedules import Constant, Linear, WarmupConstant
 from tba.search.exploration import RandomPerRound
-from tba.train.optimizer import OptimizerSettings
+from tba.training.optimizer import OptimizerSettings
 
 recipe = Recipe(
     name="red_team_gpt2",

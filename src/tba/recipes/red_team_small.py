@@ -15,7 +15,7 @@ from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import WordClassifier
 from tba.apps.red_team.victim import ModelVictim
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, WarmStart
 from tba.objectives.correction import Correction
 from tba.objectives.trajectory_balance import TrajectoryBalance
@@ -27,9 +27,9 @@ from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.schedules import Constant, WarmupConstant
 from tba.search.exploration import Fixed
-from tba.train.optimizer import OptimizerSettings
-from tba.train.supervised import SupervisedSettings
-from tba.train.tiny_models import ScratchModel
+from tba.training.optimizer import OptimizerSettings
+from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import ScratchModel
 
 WORLD = "red_team_world"
 

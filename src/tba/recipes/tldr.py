@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from tba.apps.preference.tldr import Tldr
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
@@ -28,7 +28,7 @@ from tba.replay.selection import RecencyReward
 from tba.schedules import WarmupLinear, tldr_anneal
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
-from tba.train.optimizer import OptimizerSettings
+from tba.training.optimizer import OptimizerSettings
 
 STEPS = 256
 

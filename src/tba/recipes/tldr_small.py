@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tba.apps.preference.tldr import Tldr
 from tba.engines.transformers import EngineSettings
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, Lesson, WarmStart
 from tba.objectives.correction import Correction
 from tba.objectives.trajectory_balance import TrajectoryBalance
@@ -24,9 +24,9 @@ from tba.replay.selection import RecencyReward
 from tba.schedules import Constant, WarmupLinear
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
-from tba.train.optimizer import OptimizerSettings
-from tba.train.supervised import SupervisedSettings
-from tba.train.tiny_models import ScratchModel
+from tba.training.optimizer import OptimizerSettings
+from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import ScratchModel
 
 STEPS = 400
 

@@ -19,7 +19,7 @@ ANSWERS_FILE = "answers.jsonl"
 
 
 class Answered(Protocol):
-    """One problem and how it was answered (`tba.evaluate.accuracy.Answer` is one)."""
+    """One problem and how it was answered (`tba.evaluation.accuracy.Answer` is one)."""
 
     @property
     def prompt(self) -> str: ...

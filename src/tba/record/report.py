@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
-from tba.evaluate.estimators import wilson_interval
+from tba.evaluation.estimators import wilson_interval
 from tba.record import metrics
 from tba.record.metrics import column
 from tba.record.run import SAMPLED, RunRecord

@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tba.evaluate.estimators import wilson_interval
+from tba.evaluation.estimators import wilson_interval
 from tba.record import metrics
 from tba.record.evaluations import RecordedAnswer
 from tba.record.ledger import TERMS, Ledger

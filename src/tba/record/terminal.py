@@ -22,6 +22,6 @@ class Terminal(Console):
         return super().render_str(printable(text, sys.maxsize), **how)
 
 
-def terminal() -> Terminal:
-    """Standard output."""
-    return Terminal(markup=False, emoji=False)
+def terminal(quiet: bool = False) -> Terminal:
+    """Standard output; quiet: nothing is printed."""
+    return Terminal(markup=False, emoji=False, quiet=quiet)

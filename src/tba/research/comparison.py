@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from tba.evaluate.estimators import Interval, bootstrap_interval, difference_of_means
+from tba.evaluation.estimators import Interval, bootstrap_interval, difference_of_means
 
 Verdict: TypeAlias = Literal["yes", "no", "open"]
 

@@ -15,7 +15,7 @@ from itertools import islice
 import numpy as np
 
 from tba.errors import UserError
-from tba.evaluate.estimators import pass_at_k
+from tba.evaluation.estimators import pass_at_k
 from tba.protocols import Engine, Reward
 from tba.types import Prompt, Sampling
 

@@ -17,7 +17,7 @@ from tba.record.run import RunRecord
 from tba.record.text import count, percent
 from tba.types import Evaluation, Json
 
-DIVERGENCE_FILE = "divergence.json"  # what `tba.evaluate.divergence` found, as JSON
+DIVERGENCE_FILE = "divergence.json"  # what `tba.evaluation.divergence` found, as JSON
 DIVERSITY_FILE = "diversity.json"  # what `tba.research.diversity` found, before and after
 _ANEW = "remove it, and have it measured anew (tba study)"
 _MEASURED = {"distinct": float, "differ": float | None, "pass_at": list[float]}  # of the diversity, at least

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from tba.errors import UserError
-from tba.evaluate.accuracy import SAMPLED
+from tba.evaluation.accuracy import SAMPLED
 from tba.foreign import is_name
 from tba.recipe import Recipe, resolved
 from tba.research.comparison import Outcome

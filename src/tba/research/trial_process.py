@@ -22,7 +22,7 @@ import torch
 
 from tba.command.train import run_recipe
 from tba.errors import TbaError, UserError
-from tba.evaluate.divergence import divergence
+from tba.evaluation.divergence import divergence
 from tba.protocols import Engine
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from tba.errors import DeadlineExceeded, UserError
 from tba.record.clock import ShareClock
 from tba.replay.replay import NotReady, Replay
-from tba.train.batches import Fetched, Sampled
+from tba.training.batches import Fetched, Sampled
 from tba.types import Version
 
 _POLL = 0.004  # seconds between two looks at the journal while there is no batch

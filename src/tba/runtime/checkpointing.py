@@ -23,7 +23,7 @@ from tba.record.faults import count_faults, record_fault
 from tba.replay.follower import JournalFollower
 from tba.replay.loss import Held
 from tba.runtime.run_dir import RunDirectory
-from tba.train.checkpoint import Checkpoint, newest_sound
+from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version
 from tba.weights.directory import WeightDirectory
 

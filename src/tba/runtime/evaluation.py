@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from tba.evaluate.accuracy import EvaluationSettings, evaluate
+from tba.evaluation.accuracy import EvaluationSettings, evaluate
 from tba.protocols import Engine, PublishedWeights, Reward
 from tba.record.clock import ShareClock
 from tba.record.evaluations import Answered, read_evaluations

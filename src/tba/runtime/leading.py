@@ -20,10 +20,10 @@ import torch.distributed as dist
 from tba.errors import UserError
 from tba.protocols import HEADS, Policy
 from tba.recipe import Recipe
-from tba.train.checkpoint import Checkpoint
-from tba.train.optimizer import Optimizer
-from tba.train.ranks import Meeting, Ranks, name_of_rank
-from tba.train.sharded import Follower, LedOptimizer, LedPolicy, SavedPolicy
+from tba.training.checkpoint import Checkpoint
+from tba.training.optimizer import Optimizer
+from tba.training.ranks import Meeting, Ranks, name_of_rank
+from tba.training.sharded import Follower, LedOptimizer, LedPolicy, SavedPolicy
 
 if TYPE_CHECKING:
     from tba.runtime.run_dir import RunDirectory

@@ -36,11 +36,11 @@ from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch, rewards_watched
-from tba.train.batches import Fetched
-from tba.train.checkpoint import Checkpoint, save_checkpoint
-from tba.train.control import Controller
-from tba.train.ranks import Meeting, Ranks
-from tba.train.trainer import Metrics, Trainer
+from tba.training.batches import Fetched
+from tba.training.checkpoint import Checkpoint, save_checkpoint
+from tba.training.control import Controller
+from tba.training.ranks import Meeting, Ranks
+from tba.training.trainer import Metrics, Trainer
 from tba.types import Json, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory

@@ -18,7 +18,7 @@ from tba.record.falls import REWARD, RewardWatch, by_version, note_falls
 from tba.record.faults import record_fault
 from tba.record.jsonl import NewLines
 from tba.runtime.run_dir import RunDirectory
-from tba.train.checkpoint import checkpoints_in
+from tba.training.checkpoint import checkpoints_in
 from tba.types import Evaluation, Version
 
 log = logging.getLogger("tba.trainer")

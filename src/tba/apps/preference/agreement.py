@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tba.evaluate.estimators import Interval, ratio_interval
+from tba.evaluation.estimators import Interval, ratio_interval
 
 BINS = 10
 NEAR = 0.1  # pairs whose lengths differ by less than this share are of nearly equal length

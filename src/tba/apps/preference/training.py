@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from tba.errors import NonFiniteLoss, UserError
 from tba.schedules import WarmupLinear
-from tba.train.optimizer import OptimizerSettings
+from tba.training.optimizer import OptimizerSettings
 
 S = TypeVar("S")
 R = TypeVar("R", contravariant=True)

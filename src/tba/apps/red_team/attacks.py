@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tba.evaluate.estimators import Interval, bootstrap_interval, mean_distance, wilson_interval
+from tba.evaluation.estimators import Interval, bootstrap_interval, mean_distance, wilson_interval
 
 
 @dataclass(frozen=True)

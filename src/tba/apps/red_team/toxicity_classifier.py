@@ -17,7 +17,7 @@ from rich.console import Console
 from tba.apps.red_team.labelled import Labelled, LabelledFields, read_labelled
 from tba.apps.red_team.word_classifier import WordFeatures, WordWeights
 from tba.errors import UserError
-from tba.evaluate.estimators import Interval, auc_interval, wilson_interval
+from tba.evaluation.estimators import Interval, auc_interval, wilson_interval
 from tba.record.terminal import terminal
 from tba.settings import override
 from tba.tasks.held_out import check_share, is_held_out

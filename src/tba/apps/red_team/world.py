@@ -26,8 +26,8 @@ from tba.models.huggingface import pairs_of, teach
 from tba.record.terminal import terminal
 from tba.settings import override
 from tba.tasks.held_out import is_held_out
-from tba.train.supervised import SupervisedSettings
-from tba.train.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Problem
 from tba.weights.atomic_dir import folder_beside
 

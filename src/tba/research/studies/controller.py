@@ -12,7 +12,7 @@ from dataclasses import replace
 from tba.recipe import Recipe
 from tba.research.studies._base import TARGET, base, stale, with_rate
 from tba.research.study import Against, Study, Variant
-from tba.train.control import Control
+from tba.training.control import Control
 
 RATE = 1e-4
 CONTROLS = {

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.evaluate.accuracy import EvaluationSettings
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.objectives.policy_gradient import Reinforce
 from tba.protocols import Objective
 from tba.recipe import Recipe

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tba.evaluate.accuracy import SAMPLED, EvaluationSettings
+from tba.evaluation.accuracy import SAMPLED, EvaluationSettings
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.ppo import Ppo
 from tba.objectives.trajectory_balance import TrajectoryBalance

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tba.evaluate.accuracy import SAMPLED
+from tba.evaluation.accuracy import SAMPLED
 from tba.research.studies._base import with_rate
 from tba.research.studies.red_team import RATES, base, synchronous
 from tba.research.study import Against, Study, Variant

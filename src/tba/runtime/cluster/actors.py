@@ -32,7 +32,7 @@ from tba.runtime.cluster.rendezvous import BoardStore
 from tba.runtime.disk import disk_full
 from tba.runtime.program import refuse_others
 from tba.runtime.run_dir import RunDirectory, keep
-from tba.train.ranks import Meeting
+from tba.training.ranks import Meeting
 from tba.types import Json, Version
 
 

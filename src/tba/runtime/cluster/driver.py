@@ -35,7 +35,7 @@ from tba.runtime.cluster.rendezvous import Board
 from tba.runtime.ranked import RankedPart
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.supervisor import POLL, Driver, Part, failed
-from tba.train.ranks import name_of_rank
+from tba.training.ranks import name_of_rank
 from tba.types import Json
 
 _remote: Any = ray.remote  # whose types leave this out

@@ -126,7 +126,7 @@ class Exchange:
 
     def checkpoint(self, name: str) -> list[tuple[str, list[Any]]]:
         """The files of checkpoints/`name`: where in it each lies, and the references of its pieces."""
-        from tba.train.checkpoint import STEP  # loads torch, which is needed for nothing else
+        from tba.training.checkpoint import STEP  # loads torch, which is needed for nothing else
 
         if not STEP.fullmatch(name):
             raise ValueError(f"{name} is no checkpoint")

@@ -15,7 +15,7 @@ from tba.recipe import ClusterSettings, Recipe
 from tba.record.memory import machine_memory_bytes, usable_cores
 from tba.record.text import size
 from tba.runtime.cluster.gateway import KEPT
-from tba.train.ranks import name_of_rank
+from tba.training.ranks import name_of_rank
 
 _SLACK = 1e-9  # that thirds of a GPU add up
 

@@ -32,7 +32,7 @@ from tba.runtime.program import refuse_others
 from tba.runtime.run_dir import RunDirectory
 from tba.search.posterior import Outcome
 from tba.settings import MARK
-from tba.train.checkpoint import Checkpoint
+from tba.training.checkpoint import Checkpoint
 from tba.types import Evaluation, Json, Trajectory, Version
 from tba.weights.atomic_dir import folder_beside, remove_folder
 from tba.weights.chunks import Flat, tensors

@@ -27,7 +27,7 @@ from tba.runtime.local.worker import NO_SPACE
 from tba.runtime.ranked import RankedPart
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.supervisor import Driver, Part, failed
-from tba.train.ranks import name_of_rank
+from tba.training.ranks import name_of_rank
 
 
 class Processes(Driver):

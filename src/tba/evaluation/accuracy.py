@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
-from tba.evaluate.estimators import pass_at_k
+from tba.evaluation.estimators import pass_at_k
 from tba.protocols import Engine, Reward
 from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Version
 

@@ -30,7 +30,7 @@ from tba.weights.atomic_dir import folder_beside, remove_folder, remove_leftover
 if TYPE_CHECKING:
     import torch
 
-    from tba.train.optimizer import Optimizer
+    from tba.training.optimizer import Optimizer
 
 RUN = "run.json"
 HEADS = "heads.safetensors"

@@ -13,7 +13,7 @@ from toys import llama
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from tba.errors import NonFiniteLoss, UserError
-from tba.train.supervised import Pair, SupervisedSettings, supervise
+from tba.training.supervised import Pair, SupervisedSettings, supervise
 
 EOS = 2
 

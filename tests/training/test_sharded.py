@@ -29,12 +29,12 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters
 from tba.protocols import Objective
-from tba.train.batches import Sampled
-from tba.train.checkpoint import Checkpoint, save_checkpoint
-from tba.train.optimizer import Optimizer, OptimizerSettings
-from tba.train.ranks import Meeting, Ranks
-from tba.train.sharded import Follower, LedOptimizer, LedPolicy
-from tba.train.trainer import Trainer
+from tba.training.batches import Sampled
+from tba.training.checkpoint import Checkpoint, save_checkpoint
+from tba.training.optimizer import Optimizer, OptimizerSettings
+from tba.training.ranks import Meeting, Ranks
+from tba.training.sharded import Follower, LedOptimizer, LedPolicy
+from tba.training.trainer import Trainer
 
 WHOLE, BY_GROUPS, BY_SLICES = 10**6, 30, 25  # tokens of a pass; the groups below have up to 40
 SETTINGS = OptimizerSettings(lr=1e-3)

@@ -8,7 +8,7 @@ import torch
 
 from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
-from tba.evaluate.divergence import divergence
+from tba.evaluation.divergence import divergence
 from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask, TabularTokenizer, distribution, ideal
 from tba.search.prompts import PromptSettings, encode
 from tba.types import Version

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from tba.train.supervised import Pair
+from tba.training.supervised import Pair
 from tba.types import Json
 from tba.weights.atomic_dir import folder_beside
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.evaluate.estimators import (
+from tba.evaluation.estimators import (
     Interval,
     bootstrap_interval,
     difference_of_means,
@@ -18,7 +18,7 @@ from tba.evaluate.estimators import (
     relative_variance,
     wilson_interval,
 )
-from tba.evaluate.student_t import quantile
+from tba.evaluation.student_t import quantile
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))

@@ -21,10 +21,10 @@ import torch
 from tba.batch import Batch
 from tba.errors import NonFiniteLoss, UserError
 from tba.protocols import HEADS, Objective, Policy, WeightPublisher
-from tba.train.batches import Fetched
-from tba.train.gradients import backward
-from tba.train.optimizer import Optimizer
-from tba.train.staleness import Staleness
+from tba.training.batches import Fetched
+from tba.training.gradients import backward
+from tba.training.optimizer import Optimizer
+from tba.training.staleness import Staleness
 from tba.types import Group, Json, Trajectory, Version
 
 Metrics: TypeAlias = dict[str, float]

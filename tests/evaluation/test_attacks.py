@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.apps.red_team.attacks import attack_report
-from tba.evaluate.estimators import auc_interval, mean_distance
+from tba.evaluation.estimators import auc_interval, mean_distance
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=9), st.lists(st.integers(0, 5), min_size=1, max_size=9))

@@ -20,10 +20,10 @@ from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularPolicy
 from tba.protocols import PolicyOutput
-from tba.train.batches import Fetched
-from tba.train.gradients import backward
-from tba.train.staleness import Staleness, effective_share, quantile
-from tba.train.trainer import ages
+from tba.training.batches import Fetched
+from tba.training.gradients import backward
+from tba.training.staleness import Staleness, effective_share, quantile
+from tba.training.trainer import ages
 from tba.types import Group, Sampling, Trajectory, Version
 
 LOG_TWO = math.log(2)

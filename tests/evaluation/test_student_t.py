@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.evaluate.student_t import cumulative, quantile, regularised_beta
+from tba.evaluation.student_t import cumulative, quantile, regularised_beta
 
 PROBABILITIES = (0.005, 0.025, 0.3, 0.5, 0.8, 0.975, 0.999)
 

@@ -15,9 +15,9 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
 from tba.protocols import HEADS, Objective, Policy, PolicyOutput
 from tba.schedules import Constant
-from tba.train.batches import Fetched, Sampled
-from tba.train.optimizer import OptimizerSettings
-from tba.train.trainer import Trainer
+from tba.training.batches import Fetched, Sampled
+from tba.training.optimizer import OptimizerSettings
+from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
 
 TASK = TabularTask(symbols=3, length=4, prompts=4)

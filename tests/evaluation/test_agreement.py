@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba.apps.preference.agreement import agreement, calibration_error
-from tba.evaluate.estimators import bootstrap_interval, ratio_interval
+from tba.evaluation.estimators import bootstrap_interval, ratio_interval
 
 
 def test_the_figures_of_four_pairs_by_hand() -> None:

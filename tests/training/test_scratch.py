@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.train.cache import cached_supervised, supervised_key
-from tba.train.supervised import Pair, SupervisedSettings
-from tba.train.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.training.cache import cached_supervised, supervised_key
+from tba.training.supervised import Pair, SupervisedSettings
+from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 
 TEXTS = ["Natalia sold 48 clips in April, and then 24 in May.\n#### 72", "How many clips did Natalia sell in all?"] * 4
 TOKENIZER = train_bpe_tokenizer(TEXTS, 300)

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from tba.errors import NonFiniteLoss, UserError
 from tba.protocols import Tokenizer
 from tba.schedules import RateShape, WarmupConstant, WarmupCosine, WarmupLinear
-from tba.train.optimizer import OptimizerSettings
+from tba.training.optimizer import OptimizerSettings
 
 IGNORED = -100  # torch's label for a position that is not trained
 

@@ -25,9 +25,9 @@ from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import WEIGHT, TabularPolicy
 from tba.schedules import WarmupLinear
-from tba.train.batches import Fetched
-from tba.train.optimizer import OptimizerSettings
-from tba.train.trainer import Trainer, load_batch
+from tba.training.batches import Fetched
+from tba.training.optimizer import OptimizerSettings
+from tba.training.trainer import Trainer, load_batch
 from tba.types import Version
 
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from tba.errors import UserError
 from tba.schedules import WarmupLinear
-from tba.train.optimizer import Optimizer, OptimizerSettings
+from tba.training.optimizer import Optimizer, OptimizerSettings
 
 
 def test_updates_are_those_of_the_equations_with_the_schedule_as_a_factor() -> None:

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tba.errors import UserError
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
-from tba.train.batches import Sampled
-from tba.train.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
-from tba.train.optimizer import OptimizerSettings
-from tba.train.tiny_models import train_bpe_tokenizer
-from tba.train.trainer import Trainer
+from tba.training.batches import Sampled
+from tba.training.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
+from tba.training.optimizer import OptimizerSettings
+from tba.training.tiny_models import train_bpe_tokenizer
+from tba.training.trainer import Trainer
 from tba.types import Version
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tba.engines.tabular import TabularEngine, log_behavior, tabular_prompts
 from tba.errors import UserError
-from tba.evaluate.accuracy import GREEDY, SAMPLED, Assessment, EvaluationSettings, evaluate
+from tba.evaluation.accuracy import GREEDY, SAMPLED, Assessment, EvaluationSettings, evaluate
 from tba.policy.tabular import EOS, TabularTask
 from tba.types import Completion, Judgement, Prompt, Sampling, Version
 

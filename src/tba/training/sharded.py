@@ -26,9 +26,9 @@ from tba.errors import DeadlineExceeded
 from tba.protocols import Policy, PolicyOutput
 from tba.sharding import gathered, is_sharded, own_rows
 from tba.streaming import Streamed
-from tba.train.gradients import Slice, put_together
-from tba.train.optimizer import Optimizer, OptimizerSettings
-from tba.train.ranks import Message, Ranks
+from tba.training.gradients import Slice, put_together
+from tba.training.optimizer import Optimizer, OptimizerSettings
+from tba.training.ranks import Message, Ranks
 
 _PROMPTS = ("prompt_GP", "prompt_length_G")  # these and the answers make a batch that can be evaluated
 _ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_B", "group_B")

@@ -25,7 +25,7 @@ from tba.batch import Batch, collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularPolicy
 from tba.protocols import HEADS, Objective, Policy
-from tba.train.gradients import backward
+from tba.training.gradients import backward
 
 RAGGED = [5, 1, 8, 3]
 WHOLE = 10**6

@@ -1,0 +1,207 @@
+"""What a script or a notebook calls: `tba.train`, `tba.check`, `tba.evaluate`, `tba.open_run`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tba.recipe import Recipe
+from tba.types import Evaluation, Json, Trajectory
+
+if TYPE_CHECKING:
+    from tba.command.check import Estimate
+    from tba.record.summary import Summary
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on disk, while it goes on or after it has ended. All is read when it is asked for."""
+
+    path: Path
+
+    @property
+    def summary(self) -> Summary | None:
+        """What it came to: held-out figures, seconds, shares, lag, faults. None while it has not ended."""
+        from tba.record.summary import Summary
+
+        return Summary.read(self.path)
+
+    @property
+    def evaluations(self) -> Sequence[Evaluation]:
+        """Held-out figures in the order they were made."""
+        from tba.record.run import RunRecord
+
+        return RunRecord.read(self.path).evaluations
+
+    @property
+    def model(self) -> Path | None:
+        """The folder of the newest checkpoint, in the Hugging Face layout; None before the first."""
+        from tba.train.checkpoint import newest_checkpoint
+
+        newest = newest_checkpoint(self.path / "checkpoints")
+        return None if newest is None else newest.path
+
+    def metrics(self) -> Sequence[Mapping[str, Json]]:
+        """One mapping for each optimizer step (docs/run.md says what is in it)."""
+        from tba.record.metrics import read_metrics
+
+        return read_metrics(self.path)
+
+    def trajectories(self) -> Iterator[Trajectory]:
+        """All that searchers have sent down and that is still on disk, oldest first."""
+        from tba.replay.follower import JournalFollower
+        from tba.runtime.run_dir import RunDirectory
+
+        with JournalFollower(RunDirectory.open(self.path).journal_there(), create=False) as journal:
+            while chunk := journal.drain(_AT_ONCE):
+                yield from chunk
+
+
+_AT_ONCE = 512  # trajectories in memory
+
+
+def open_run(path: str | Path) -> Run:
+    """The run in a folder. Raises `UserError` when there is none."""
+    from tba.runtime.run_dir import RunDirectory
+
+    return Run(RunDirectory.open(Path(path)).path)
+
+
+def train(
+    recipe: Recipe | str,
+    *,
+    runs: str | Path = "runs",
+    run_name: str | None = None,
+    quiet: bool = False,
+    **fields: Any,
+) -> Run:
+    """Train, and wait for the end. Raises `UserError` for what cannot run, before anything is made.
+
+    recipe: an object, a name (`"quickstart"`) or the path of a file that defines one. fields: values of its own fields
+    (`steps=50`, `seed=1`, `runtime="inline"`); with `steps` go the lengths of schedules. A recipe object is trained as
+    it is, in any runtime: other processes make it again from `recipe.py` in the run's folder. What they could not make
+    (a class of a notebook's cell) trains with `runtime="inline"` only, and is else refused. A script that calls this
+    does so below `if __name__ == "__main__":`, as with `multiprocessing`.
+
+    After Ctrl-C the run is left whole, with a checkpoint; `tba train --resume` goes on with it.
+    """
+    from tba.command.check import validate
+    from tba.command.train import carry_out
+    from tba.record.terminal import terminal
+    from tba.runtime.run_dir import new_path
+
+    found, name, overrides = _found(recipe, fields)
+    path = new_path(Path(runs), found.name, run_name)
+    console = terminal(quiet=quiet)
+    for warning in validate(found):
+        console.print(f"note: {warning}", style="yellow")
+    if isinstance(recipe, Recipe):
+        name = _written(found, path)
+        overrides = []
+    carry_out(found, name, overrides, path, console)
+    return Run(path)
+
+
+def check(recipe: Recipe | str, **fields: Any) -> Estimate:
+    """Time and memory that a recipe will take here, measured on a few rounds and steps; nothing is learnt.
+
+    Raises `UserError` for what cannot run. Takes a quarter of a minute for the quickstart.
+    """
+    import tempfile
+
+    from tba.command.check import estimate, validate
+
+    found, name, overrides = _found(recipe, fields)
+    validate(found)
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(recipe, Recipe):
+            name, overrides = _written(found, Path(folder)), []
+        return estimate(found, name, overrides)
+
+
+def evaluate(
+    recipe: Recipe | str, checkpoint: str | Path | None = None, *, split: str = "eval", **fields: Any
+) -> list[Evaluation]:
+    """Accuracy of a model on a recipe's problems: greedy, sampled, pass@k, as the recipe's `evaluation` asks.
+
+    checkpoint: a folder in the Hugging Face layout, a run (its newest checkpoint) or a Hub name; None: the recipe's own
+    model. split: `"eval"`, held out, or `"train"`. Raises `UserError` for what cannot be evaluated.
+    """
+    import numpy as np
+
+    from tba.command.evaluate import with_checkpoint
+    from tba.errors import UserError
+    from tba.evaluate.accuracy import evaluate as measured
+    from tba.protocols import Examined
+    from tba.runtime.prompting import prompts_of
+    from tba.types import Version
+
+    if split not in ("train", "eval"):
+        raise UserError(f"split is {split!r}: give train or eval")
+    found, _, _ = _found(recipe, fields)
+    found = with_checkpoint(found, None if checkpoint is None else str(checkpoint))
+    model = found.model.prepared(found.task)
+    return measured(
+        model.engine(Version()),
+        prompts_of(found, model.tokenizer(), "train" if split == "train" else "eval"),
+        found.task.examination() if isinstance(found.task, Examined) else found.task.reward(),
+        found.evaluation,
+        np.random.default_rng([found.seed, 7]),
+        now=time.monotonic,
+        policy_temperature=found.policy_temperature,
+    ).evaluations
+
+
+def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str, list[str]]:
+    """The recipe with the fields set, its name or path, and the fields as on the command line."""
+    from dataclasses import replace
+
+    from tba.errors import UserError
+    from tba.settings import being_loaded, find, override
+
+    if (file := being_loaded()) is not None:
+        raise UserError(
+            f"{file} trains, checks or evaluates while it is loaded, as other processes load it for what it defines: "
+            'put that below `if __name__ == "__main__":`'
+        )
+    known = Recipe.__dataclass_fields__
+    for name in fields:
+        if name not in known:
+            raise UserError(f"a recipe has no field {name!r}: it has {', '.join(known)}")
+    begun = find(recipe) if isinstance(recipe, str) else recipe
+    plain = {k: v for k, v in fields.items() if isinstance(v, bool | int | float | str)}
+    flags = [part for k, v in plain.items() for part in _flag(k, v)]
+    begun = replace(begun, **{k: v for k, v in fields.items() if k not in plain})
+    if isinstance(recipe, str) and len(plain) < len(fields):
+        raise UserError(
+            f"{', '.join(k for k in fields if k not in plain)} of a recipe by name: give the recipe object, "
+            "dataclasses.replace(tba.recipe(name), ...)"
+        )
+    return override(begun, flags, "tba.train"), recipe if isinstance(recipe, str) else "", flags
+
+
+def _flag(name: str, value: bool | float | str) -> list[str]:
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{flag}" if value else f"--no-{flag}"]
+    return [f"--{flag}", str(value)]
+
+
+def _written(recipe: Recipe, folder: Path) -> str:
+    """The file from which other processes make a recipe object; where there are no others, one that says so."""
+    from tba.errors import UserError
+    from tba.recipe_source import write_recipe
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "recipe.py"
+    try:
+        write_recipe(recipe, path)
+    except UserError:
+        if recipe.runtime != "inline":
+            path.unlink(missing_ok=True)
+            raise
+        path.write_text(f'raise RuntimeError("the recipe {recipe.name} was made in a notebook, which has it alone")\n')
+    return str(path)

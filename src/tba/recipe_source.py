@@ -1,0 +1,98 @@
+"""A recipe object as the Python source that makes it again in another process: nothing is pickled.
+
+Invariant: what is written names classes and functions by their modules and values by themselves, so that it can be
+read, kept and run on another day; it makes an equal recipe, or is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from tba.errors import UserError
+from tba.recipe import Recipe, differences, resolved
+from tba.settings import find
+
+_HEAD = '"""The recipe of this run, as it was given to tba.train."""\n\n'
+
+
+def write_recipe(recipe: Recipe, path: Path) -> None:
+    """Write the source of `recipe`, from which `find` makes it again.
+
+    Raises `UserError` for what other processes could not make: classes and functions of a notebook's cells or within
+    functions, open files, models that are loaded already.
+    """
+    writer = _Writer()
+    made = writer.expression(recipe, "the recipe")
+    imports = "".join(f"import {module}\n" for module in sorted(writer.modules))
+    loaded = "".join(f'{name} = tba.settings.module_of("{file}", "recipe")\n' for file, name in writer.files.items())
+    imports += "import tba.settings\n" if writer.files and "tba.settings" not in writer.modules else ""
+    path.write_text(f"{_HEAD}{imports}\n{loaded}recipe = {made}\n")
+    for name, was, now in differences(resolved(recipe), resolved(find(str(path)))):
+        raise UserError(
+            f"{recipe.name}: {name} is {was}, and would be {now} in another process: give --runtime inline, or put "
+            "what it is made of into fields of a dataclass"
+        )
+
+
+class _Writer:
+    """Expressions, the modules that they name, and the user's files that stand for modules."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+        self.files: dict[str, str] = {}
+
+    def expression(self, value: Any, where: str) -> str:
+        """`value` as an expression; `where` names it for who has to mend it."""
+        if value is None or (isinstance(value, bool | int | str | bytes) and not isinstance(value, Enum)):
+            return repr(value)
+        if isinstance(value, float):
+            return repr(value) if math.isfinite(value) else f'float("{value}")'
+        if isinstance(value, Enum):
+            return f"{self.name_of(type(value), where)}.{value.name}"
+        if isinstance(value, Path):
+            self.modules.add("pathlib")
+            return f"pathlib.Path({str(value)!r})"
+        if isinstance(value, type) or (callable(value) and hasattr(value, "__qualname__")):
+            return self.name_of(value, where)
+        if dataclasses.is_dataclass(value):
+            given = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+            inner = ", ".join(f"{name}={self.expression(v, f'{where}.{name}')}" for name, v in given.items())
+            return f"{self.name_of(type(value), where)}({inner})"
+        if isinstance(value, Mapping):
+            pairs = (f"{self.expression(k, where)}: {self.expression(v, f'{where}[{k!r}]')}" for k, v in value.items())
+            return "{" + ", ".join(pairs) + "}"
+        if isinstance(value, list | tuple | set | frozenset):
+            inner = ", ".join(self.expression(v, where) for v in value)
+            opened, closed = {list: "[]", tuple: ("(", ",)" if value else ")"), set: "{}"}.get(type(value), ("", ""))
+            return f"{opened}{inner}{closed}" if opened else f"frozenset({{{inner}}})" if value else "frozenset()"
+        raise UserError(
+            f"{where} is {value!r}, which other processes cannot make: use a dataclass of an importable module in its "
+            'place, or train with runtime="inline"'
+        )
+
+    def name_of(self, thing: Any, where: str) -> str:
+        """A class or function by the module or the file that it is of."""
+        module, name = thing.__module__, thing.__qualname__
+        if "<" in name:
+            raise UserError(
+                f"{where} is {name}, made within a function or a lambda, which other processes cannot find: define it "
+                'at the top of a module, or train with runtime="inline"'
+            )
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if module == "__main__" or module.startswith("tba_user_"):
+            if file is None or not Path(file).is_file():
+                raise UserError(
+                    f"{where} is {name} of a notebook or a prompt, which other processes cannot import: put it into a "
+                    'file and import that, or train with runtime="inline"'
+                )
+            self.modules.add("tba.settings")
+            alias = self.files.setdefault(str(Path(file).resolve()), f"script{len(self.files) or ''}")
+            return f"{alias}.{name}"
+        self.modules.add(module)
+        return f"{module}.{name}"
