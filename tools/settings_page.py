@@ -63,7 +63,7 @@ class Slot:
 
 
 SLOTS = (
-    Slot("--task", "The task", "tba.tasks", ("problems", "reward")),
+    Slot("--task", "The task", "tba.tasks tba.apps.preference.tldr tba.apps.red_team.task", ("problems", "reward")),
     Slot("--task.victim", "The victim of red-teaming", "tba.apps.red_team.victim", ("max_tokens", "start")),
     Slot("--task.classifier", "The classifier of red-teaming", "tba.apps.red_team.toxicity", ("path", "start")),
     Slot("--model", "The model", "tba.models", ("prepared", "policy", "engine", "reference")),
@@ -134,7 +134,7 @@ def choices(hint: object) -> str:
 def fillings(slot: Slot) -> list[type]:
     """The settings classes that can fill a slot, in the order of their modules and lines."""
     found: list[type] = []
-    for module in modules(slot.where):
+    for module in (module for name in slot.where.split() for module in modules(name)):
         classes = [c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__]
         classes.sort(key=lambda c: inspect.getsourcelines(c)[1])
         found += [c for c in classes if dataclasses.is_dataclass(c) and all(hasattr(c, name) for name in slot.can)]

@@ -39,7 +39,7 @@ class Run:
     @property
     def model(self) -> Path | None:
         """The folder of the newest checkpoint, in the Hugging Face layout; None before the first."""
-        from tba.train.checkpoint import newest_checkpoint
+        from tba.training.checkpoint import newest_checkpoint
 
         newest = newest_checkpoint(self.path / "checkpoints")
         return None if newest is None else newest.path
@@ -134,7 +134,7 @@ def evaluate(
 
     from tba.command.evaluate import with_checkpoint
     from tba.errors import UserError
-    from tba.evaluate.accuracy import evaluate as measured
+    from tba.evaluation.accuracy import evaluate as measured
     from tba.protocols import Examined
     from tba.runtime.prompting import prompts_of
     from tba.types import Version

@@ -20,6 +20,7 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.protocols import HEADS, Embedding, Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
+from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
 from tba.search.vine import Vine
 from tba.sharding import Sharding
@@ -182,10 +183,10 @@ class Recipe:
     task: Task
     model: Model
     objective: Objective
-    exploration: Exploration
-    optimizer: OptimizerSettings
-    replay: ReplaySettings
-    evaluation: EvaluationSettings
+    exploration: Exploration = field(default_factory=Fixed)
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    replay: ReplaySettings = field(default_factory=ReplaySettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     name: str = "run"  # what the run is called in its summary, and its folder unless --run-name says otherwise
     description: str = ""  # one line for people
     seed: int = 0  # of every random draw; equal seeds give equal weights in the inline runtime

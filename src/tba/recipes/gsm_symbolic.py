@@ -1,4 +1,4 @@
-"""GSM-Symbolic templates (reasoning-gym, the extra `tba[reasoning-gym]`) in the GSM8K format, numbers held out.
+"""GSM-Symbolic templates (reasoning-gym, the extra `tba-rl[reasoning-gym]`) in the GSM8K format, numbers held out.
 
 The gsm8k recipe on problems that are made on the spot: 100 templates, endless numbers, worked answers ending in
 `#### x`. For small policies, which GSM8K itself is too hard for; see docs/gsm8k.md.

@@ -12,7 +12,7 @@ Departures from the paper and its code, each with the field that undoes it:
 - evaluated on MATH-500, greedily, every 50 steps; on all 5,000 test problems: `--task.evaluate-on test`
 
 The problems are not shipped: by default they come from the Hub (12,000 and 500, as in the paper); from a folder:
-`--task.path DIR --task.train-on-rest`. Needs the extra `tba[math]`, and `tba[hub]` for the Hub.
+`--task.path DIR --task.train-on-rest`. Needs the extra `tba-rl[math]`, and `tba-rl[hub]` for the Hub.
 """
 
 from __future__ import annotations

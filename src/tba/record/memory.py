@@ -75,7 +75,7 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            found[package] = metadata.version("tba-rl" if package == "tba" else package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found

@@ -26,7 +26,7 @@ def version() -> str:
         source = path.read_bytes()
         digest.update(f"{path.relative_to(_PACKAGE).as_posix()} {len(source)}\n".encode() + source)
     try:
-        release = metadata.version("tba")
+        release = metadata.version("tba-rl")
     except metadata.PackageNotFoundError:
         release = "not installed"
     return f"{release} ({digest.hexdigest()})"

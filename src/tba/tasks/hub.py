@@ -1,4 +1,4 @@
-"""Data sets by their name on the Hugging Face Hub (the extra `tba[hub]`).
+"""Data sets by their name on the Hugging Face Hub (the extra `tba-rl[hub]`).
 
 Invariant: what cannot be loaded ends in one sentence: the name, why, and what to give instead.
 """

@@ -1,0 +1,134 @@
+"""The public namespace, and runs from a script: the recipe that is given is the one that is trained."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+import tba
+from tba.errors import UserError
+from tba.policy.tabular import TabularTask
+from tba.recipe import Recipe, resolved
+from tba.recipe_source import write_recipe
+from tba.settings import find, names
+from tba.types import Problem, Split
+
+ROOT = Path(__file__).parents[1]
+TOY = Path(__file__).parent / "runtime" / "toy.py"
+QUICK = {"steps": 6, "samples_per_prompt": 8, "group_size": 8}
+
+
+def toy() -> Recipe:
+    recipe = find(str(TOY))
+    return replace(recipe, replay=replace(recipe.replay, pacing=replace(recipe.replay.pacing, warm_up=32)))
+
+
+def test_every_public_name_is_there_and_says_what_it_is() -> None:
+    assert len(tba.__all__) == len(set(tba.__all__)) > 40
+    for name in tba.__all__:
+        thing = getattr(tba, name)
+        assert inspect.getdoc(thing), name
+        assert tba.__getattr__(name) is thing
+    assert set(tba.__all__) <= set(dir(tba))
+    with pytest.raises(AttributeError, match="module 'tba' has no attribute 'Trainr'"):
+        tba.Trainr  # type: ignore[attr-defined] # noqa: B018
+
+
+LIGHT = "import sys, tba; tba.Recipe, tba.RecencyReward; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
+
+
+def test_the_import_and_what_a_recipe_names_of_replay_load_no_model_library() -> None:
+    assert (
+        subprocess.check_output([sys.executable, "-c", "import sys, tba; print('torch' in sys.modules)"]) == b"False\n"
+    )
+
+
+def test_parts_of_the_package_do_not_hide_public_names() -> None:
+    import tba.training.trainer
+
+    assert callable(tba.train)
+    assert callable(tba.evaluate)
+    assert tba.training.trainer.Trainer
+
+
+@pytest.mark.parametrize("name", [*names(), str(TOY), str(ROOT / "examples" / "my_task.py")])
+def test_a_recipe_object_is_made_again_from_its_source(name: str, tmp_path: Path) -> None:
+    recipe = find(name)
+    write_recipe(recipe, tmp_path / "recipe.py")
+    again = find(str(tmp_path / "recipe.py"))
+    assert resolved(again).keys() == resolved(recipe).keys()
+    if "my_task" not in name:  # whose classes are of a file, and other objects in each process
+        assert again == recipe
+    write_recipe(again, tmp_path / "again.py")
+    assert (tmp_path / "again.py").read_text() == (tmp_path / "recipe.py").read_text()
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A task of this file's, by which the toy's prompts are told apart from the stock ones."""
+
+    toy: TabularTask
+    name: str = "mine"
+
+    def problems(self, split: Split) -> list[Problem]:
+        return list(self.toy.problems(split))
+
+    def reward(self) -> object:
+        return self.toy.reward()
+
+
+@pytest.mark.parametrize("runtime", ["processes", "inline"])
+def test_train_trains_the_recipe_that_it_is_given(tmp_path: Path, runtime: str) -> None:
+    recipe = replace(toy(), description="not the one of the file", seed=7)
+    run = tba.train(recipe, runs=tmp_path, run_name="mine", quiet=True, runtime=runtime, **QUICK)
+    assert run.path == tmp_path / "mine"
+    assert run.summary is not None
+    assert (run.summary.steps, run.summary.seed) == (6, 7)
+    assert [row["step"] for row in run.metrics()] == list(range(1, 7))
+    assert sum(1 for _ in run.trajectories()) == run.summary.trajectories.generated
+    assert run.model is not None
+    assert run.model.name == "step-6"
+    assert tba.open_run(run.path).summary == run.summary
+    assert "tba.train" in (run.path / "recipe.py").read_text()
+
+
+def test_what_other_processes_cannot_make_is_refused_before_anything_is_made_and_trains_inline(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Cell(TabularTask):
+        """As in a notebook."""
+
+    recipe = toy()
+    local = replace(recipe, task=Cell(), model=replace(recipe.model, task=Cell()))  # type: ignore[type-var]
+    with pytest.raises(UserError, match=r"made within a function or a lambda.*runtime=\"inline\""):
+        tba.train(local, runs=tmp_path, run_name="a", quiet=True, **QUICK)
+    assert not (tmp_path / "a" / "recipe.json").exists()
+    run = tba.train(local, runs=tmp_path, run_name="b", quiet=True, runtime="inline", **QUICK)
+    assert run.summary is not None
+    assert run.summary.steps == 6
+
+
+def test_a_field_that_a_recipe_does_not_have_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a recipe has no field 'step': it has name, "):
+        tba.train(toy(), runs=tmp_path, step=3)
+    with pytest.raises(UserError, match=r"there is no run at .*nowhere"):
+        tba.open_run(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="split is 'test': give train or eval"):
+        tba.evaluate(toy(), split="test")
+
+
+def test_a_script_that_trains_while_it_is_loaded_is_told_how_to_guard_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import tba\nrun = tba.train({str(TOY)!r}, steps=3)\nrecipe = None\n")
+    with pytest.raises(UserError, match=r"put that below `if __name__ == \"__main__\":`"):
+        find(str(script))
+
+
+def test_evaluate_gives_the_recipes_figures(tmp_path: Path) -> None:
+    found = tba.evaluate(replace(toy(), evaluation=replace(toy().evaluation, problems=3)))
+    assert {e.metric for e in found} >= {"pass@1/sampled"}
+    assert all(0 <= e.value <= 1 for e in found)
