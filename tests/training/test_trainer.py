@@ -106,7 +106,6 @@ def test_metrics_say_what_the_step_did(tmp_path: Path) -> None:
     assert metrics["log_ratio"] == pytest.approx(0.0, abs=1e-6)  # the toy's policy begins as its reference
     assert metrics["grad_norm"] > 0
     assert metrics["skipped"] == 0
-    assert metrics["seconds"] >= metrics["wait_seconds"] >= 0
     assert len(trainer.groups) == 2
 
 

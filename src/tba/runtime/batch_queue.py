@@ -95,8 +95,10 @@ class BatchQueue:
     @property
     def ahead(self) -> Fetched | None:
         """The batch that was sampled ahead, if it is there."""
-        there = self._ahead is not None and self._ahead.done() and self._ahead.exception() is None
-        return self._ahead.result() if there and self._ahead is not None else None
+        ahead = self._ahead
+        if ahead is None or not ahead.done() or ahead.cancelled() or ahead.exception() is not None:
+            return None
+        return ahead.result()
 
     def settle(self) -> None:
         """Wait until the batch that is sampled ahead is there."""
