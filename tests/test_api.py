@@ -39,7 +39,7 @@ def test_every_public_name_is_there_and_says_what_it_is() -> None:
         tba.Trainr  # type: ignore[attr-defined] # noqa: B018
 
 
-LIGHT = "import sys, tba; tba.Recipe, tba.RecencyReward; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
+LIGHT = "import sys, tba; tba.RecencyReward, tba.Problem; print({'torch', 'transformers', 'ray'} & set(sys.modules))"
 
 
 def test_the_import_and_what_a_recipe_names_of_replay_load_no_model_library() -> None:

@@ -215,7 +215,7 @@ def test_help_of_a_command_says_how_it_is_called_and_has_all_its_options(
         if name == command:
             for place in places:
                 module, _, kind = place.rpartition(".")
-                options = getattr(importlib.import_module(f"tba.command.{module}"), kind)()
+                options = getattr(importlib.import_module(f"tba.{module}"), kind)()
                 assert all(f"  {flag} " in said for flag in flags(options))
 
 

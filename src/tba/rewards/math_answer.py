@@ -1,7 +1,7 @@
 r"""Marks answers to problems of the MATH kind: does the last `\boxed{...}` hold the right answer, as mathematics?
 
 Invariant: any answer gets its mark in bounded time. Answers with one canonical spelling (`math_text`) are right at
-once; the others are compared by the package math-verify (the extra `tba-rl[math]`), whose algebra may take for ever or all
+once; the others are compared by the package math-verify (the extra `math`), whose algebra may take for ever or all
 memory, in child processes that are replaced when they do. What could not be compared is wrong, and counted.
 """
 
