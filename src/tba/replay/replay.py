@@ -185,6 +185,8 @@ class Replay:
         with self._lock:
             if (reason := self._held(groups, size)) is not None:
                 raise RuntimeError(f"no batch may be sampled now ({reason}): wait until ready() answers None")
+            if isinstance(self.selector, RecencyRewardSelector):
+                self.selector.arrived = self._arrived
             chosen = self.selector.select(self.buffer, groups, size, self._rng)
             trajectories = [t for group in chosen for t in group.trajectories]
             self.buffer.use(trajectories)

@@ -5,7 +5,8 @@ paper's m lives here and nowhere else: nothing but its draw decides which half a
 have brought two answers to one prompt.
 
 The recent half is the newest by arrival, never by the weights that sampled. The newest arrivals are the last 2k B K
-trajectories, what the trainer draws in two sync intervals (paper: what came in at the last sync). Of the prompts that
+trajectories, what the trainer draws in two sync intervals (paper: what came in at the last sync), and at least twice as
+many as came in together the last time: of a round that brings more than that nothing is passed over. Of the prompts that
 have one of these and K answers it is the turn of the one whose next K have been used least, of several of the newest;
 after them come the next newest prompts. A prompt's next K are its newest, what was never used before what was. Of the
 other half prompts are drawn without replacement, epoch by epoch. Where a task has one prompt only, every group of a
@@ -94,6 +95,7 @@ class RecencyRewardSelector:
         self.settings = settings
         self.m = settings.m  # may be moved
         self.sync_every = 1  # likewise: k
+        self.arrived = 0  # trajectories that came in together, the last time that any did
         self.counts: Counter[str] = Counter(recent=0, reward=0, newest=0, ragged=0, repeated=0)
         self._within = 0  # arrivals that count as the newest, in this batch
         self._all = Deck()
@@ -108,7 +110,7 @@ class RecencyRewardSelector:
         batch = Counter[str]()  # how many groups it has of each prompt
         drawn: dict[str, Counter[int]] = {}  # by prompt of the batch, how often it has given which number
         least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self.m * size, 9)))
-        self._within = 2 * self.sync_every * groups * size
+        self._within = 2 * max(self.sync_every * groups * size, self.arrived)
         turns = functools.cache(lambda least: store.newest_prompts(least, self._within, groups))
         for recent in self._halves(groups, rng):
             prompt, is_recent = self._prompt(store, least, recent, turns, batch, rng)

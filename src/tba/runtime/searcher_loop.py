@@ -33,7 +33,7 @@ from tba.search.searcher import Searcher
 from tba.types import Json, Prompt, Version
 
 log = logging.getLogger("tba.searcher")
-HAND_DOWN = 1.0  # seconds of a round after which the answers that are there go to the trainer
+HAND_DOWN = 0.25  # seconds of a round after which the answers that are there go to the trainer
 _LOOK = 0.1  # seconds between two looks for weights to evaluate, where that is all there is to do
 _PAUSE = 0.05  # seconds between two looks at whether more is wanted
 EASED_OFF = 60.0  # seconds after which a searcher that eases off makes a round all the same: it never waits for ever
