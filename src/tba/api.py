@@ -124,7 +124,7 @@ def check(recipe: Recipe | str, **fields: Any) -> Estimate:
 
 def evaluate(
     recipe: Recipe | str, checkpoint: str | Path | None = None, *, split: str = "eval", **fields: Any
-) -> list[Evaluation]:
+) -> Sequence[Evaluation]:
     """Accuracy of a model on a recipe's problems: greedy, sampled, pass@k, as the recipe's `evaluation` asks.
 
     checkpoint: a folder in the Hugging Face layout, a run (its newest checkpoint) or a Hub name; None: the recipe's own

@@ -91,7 +91,7 @@ def visit_run(name: str, address: str) -> int:
 def _search(half: SearcherLoop, place: Place | Visit, console: Console, every: float) -> None:
     """Rounds, each put down whole. It does not evaluate: a job that others wait for is not for one who may leave."""
     said = time.monotonic()
-    while not place.stop() and not half.ended():
+    while not place.stop() and not half.told().get("stop"):
         half.round()
         if time.monotonic() - said > every:
             said = time.monotonic()

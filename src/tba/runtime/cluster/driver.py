@@ -127,7 +127,6 @@ def _own_failure(failed: Sequence[ActorPart], more_to_learn: bool) -> ActorPart 
     return min(failed, key=lambda part: part.lost_touch)
 
 
-_remote: Any = ray.remote  # whose types leave this out
 DIED = -1  # the code of a part whose actor is gone
 _ASK = 1.0  # seconds between two questions how long a part has been silent
 
