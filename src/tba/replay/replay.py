@@ -180,6 +180,12 @@ class Replay:
             self._forfeited = pacing.forfeit(received, trained, groups * size, self._arrived, self._forfeited)
             return self._held(groups, size)
 
+    def sample_if_ready(self, groups: int, size: int) -> list[Group] | NotReady:
+        """A batch, or why none may be sampled now. Nobody changes the reference between the question and the draw."""
+        with self._lock:
+            reason = self.ready(groups, size)
+            return self.sample(groups, size) if reason is None else reason
+
     def sample(self, groups: int, size: int) -> list[Group]:
         """One batch, whose uses are counted. Raises `RuntimeError` unless `ready` would answer None."""
         with self._lock:

@@ -6,11 +6,11 @@ have brought two answers to one prompt.
 
 The recent half is the newest by arrival, never by the weights that sampled. The newest arrivals are the last 2k B K
 trajectories, what the trainer draws in two sync intervals (paper: what came in at the last sync), and at least twice as
-many as came in together the last time: of a round that brings more than that nothing is passed over. Of the prompts that
-have one of these and K answers it is the turn of the one whose next K have been used least, of several of the newest;
-after them come the next newest prompts. A prompt's next K are its newest, what was never used before what was. Of the
-other half prompts are drawn without replacement, epoch by epoch. Where a task has one prompt only, every group of a
-batch is of it: its next K, the K after these and so on, and rewards decide between all trajectories there are.
+many as came in together the last time: of a round that brings more than that nothing is passed over. Of the prompts
+that have one of these and K answers it is the turn of the one whose next K have been used least, of several of the
+newest; after them come the next newest prompts. A prompt's next K are its newest, what was never used before what was.
+Of the other half prompts are drawn without replacement, epoch by epoch. Where a task has one prompt only, every group
+of a batch is of it: its next K, the K after these and so on, and rewards decide between all trajectories there are.
 
 Shape legend: N the trajectories of one prompt.
 

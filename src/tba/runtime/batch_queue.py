@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
+from tba.batch import collate
 from tba.errors import DeadlineExceeded, UserError
 from tba.record.clock import ShareClock
 from tba.replay.replay import NotReady, Replay
-from tba.training.batches import Fetched, Sampled
+from tba.training.batches import Fetched
 from tba.types import Version
 
 _POLL = 0.004  # seconds between two looks at the journal while there is no batch
@@ -65,7 +66,8 @@ class BatchQueue:
         ahead: bool = False,
     ) -> None:
         self._replay = replay
-        self._source = Sampled(replay, groups_per_step, group_size)
+        self._groups_per_step = groups_per_step
+        self._group_size = group_size
         self._clock = clock
         self._stop = stop
         self._deadline = deadline
@@ -137,9 +139,11 @@ class BatchQueue:
             self._replay.sync()
         self._replay.now = version
         while True:
-            self._reason = self._replay.ready(self._source.groups_per_step, self._source.group_size)
-            if self._reason is None:
-                return self._source.next()
+            found = self._replay.sample_if_ready(self._groups_per_step, self._group_size)
+            if not isinstance(found, str):
+                self._reason = None
+                return Fetched(found, collate(found))
+            self._reason = found
             if self._closed or self._stop():
                 raise Stopped
             if time.monotonic() - began > self._deadline:
