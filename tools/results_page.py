@@ -203,6 +203,41 @@ def wall_clock() -> Lines:
     return [[*head, "largest fall, points", "mean uses", "peak memory, MiB"], *rows]
 
 
+def recent() -> Lines:
+    """The quickstart before and after *recent* was by arrival."""
+    cases = {
+        "plain": "as it is",
+        "ratio": "with a truncated ratio",
+        "slow": "searchers 5 times slower",
+        "slowratio": "slower, with a truncated ratio",
+    }
+    figures = (("recent", 1, 100.0), ("lag", 1, 1.0), ("ess", 2, 1.0), ("lowest_reward", 2, 1.0))
+    rows = []
+    for case, name in cases.items():
+        for code in ("before", "after"):
+            runs = study("recent")[f"{case}-{code}"]
+            found = values(runs, "accuracy", 100.0)
+            each_one = f"{mean(found):.1f} ({min(found):.1f} to {max(found):.1f})"
+            figure = [plain(runs, what, digits, scale) for what, digits, scale in figures]
+            rows.append([name, code, str(len(runs)), *figure, each_one, plain(runs, "uses", 1)])
+    head = ["quickstart", "recent by arrival", "seeds", "groups of the newest, %", "lag", "effective sample size"]
+    return [[*head, "lowest mean reward of ten steps", "accuracy at the end (lowest to highest)", "mean uses"], *rows]
+
+
+def wall_clock_before() -> Lines:
+    """Asynchronous runs of the study wall_clock, before and after."""
+    rows = []
+    before, after = study("wall_clock_by_age"), study("wall_clock")
+    for variant in (v for v in before if "-async" in v):
+        pair = [before[variant], after[variant]]
+        cells = [f"{accuracy(p)}; {worst(p)}; {fall(p)}" for p in pair]
+        lags = [plain(p, "lag", 1) for p in pair]
+        times = [spread(p, "seconds_to_target") for p in pair]
+        rows.append([variant, *cells, *lags, *times])
+    head = ["variant", "accuracy; worst seed; largest fall: before", "after", "lag before", "after"]
+    return [[*head, "seconds to 80 % before", "after"], *rows]
+
+
 def tuning() -> Lines:
     found, rows = study("tuning"), []
     for name, said in NAMES.items():
@@ -500,6 +535,8 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "staleness-by-k": staleness_by_k,
     "correction": correction,
     "wall-clock": wall_clock,
+    "recent": recent,
+    "wall-clock-before": wall_clock_before,
     "tuning": tuning,
     "controller": controller,
     "frontier": frontier,

@@ -35,6 +35,7 @@ MARK = "::"  # between a study's name or path and a variant's name
 _SHIPPED: dict[Kind, str] = {"recipe": "tba.recipes", "study": "tba.research.studies"}  # loaded when they are named
 _PLAIN = (str, int, float, bool, Path, type(None))
 _TITLES = "(Invalid choice|Missing argument|Unrecognized options|Value error)"  # of tyro's boxes
+_GONE = {"--replay.recent-window": "what is recent is told by arrival now, not by the age of the weights"}
 _being_loaded: list[Path] = []
 _NO_NUMBER = re.compile(r"(?:invalid literal for int\(\) with base 10|could not convert string to float): (.*)")
 _BOX = "│╭╰─╮╯-| "  # what tyro draws around its messages
@@ -122,6 +123,8 @@ def override(default: T, arguments: Sequence[str], program: str) -> T:
     for argument in arguments:
         if argument.startswith("--") and argument not in ("--help",):
             flag = argument.split("=")[0].replace("_", "-")
+            if flag in _GONE:
+                raise UserError(f"{program}: {flag} is gone, for {_GONE[flag]}: leave it out")
             if flag not in known and flag.replace(".no-", ".").replace("--no-", "--") not in known:
                 raise UserError(f"{program} has no field {argument.split('=')[0]}; {_nearest(flag, known, program)}")
     _refuse_values_of_switches(default, arguments, program)
