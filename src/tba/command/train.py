@@ -54,7 +54,7 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
     warn_if_busy(console)
     run, summary, code = carry_out(recipe, name, overrides, path, console, data)
-    return closing_words(console, name, run, summary, code)
+    return closing_words(console, recipe, name, run, summary, code)
 
 
 def warn_if_busy(console: Console) -> None:
@@ -66,10 +66,11 @@ def warn_if_busy(console: Console) -> None:
         )
 
 
-def closing_words(console: Console, name: str, run: RunDirectory, summary: Summary, code: int) -> int:
+def closing_words(console: Console, recipe: Recipe, name: str, run: RunDirectory, summary: Summary, code: int) -> int:
     """Curves, the closing page, and an account that does not close; the exit code, which is given."""
     record = RunRecord.read(run.path)
-    draw_curves([record], run.path / "curves.png")
+    if recipe.record.curves:
+        draw_curves([record], run.path / "curves.png")
     console.print(closing_page(record, next_steps(name, run, summary, code)))
     for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
         if not ledger.closes():

@@ -6,7 +6,6 @@ were not recorded says so. Faint lines are the numbers as recorded, strong ones 
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -87,12 +86,15 @@ def draw_curves(runs: Sequence[RunRecord], path: Path) -> Path:
 
 def save_figure(figure: Any, path: Path) -> Path:
     """A matplotlib figure as a PNG of 256 colours, written beside and renamed; returns its path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image  # comes with matplotlib
 
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=DPI, format="png")
+    figure.set_dpi(DPI)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()  # its pixels as they are: to write a PNG and read it again takes as long as to draw it
+    drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(beside, format="PNG", optimize=True)
+    drawn.quantize(256, dither=Image.Dither.NONE).save(beside, format="PNG")
     os.replace(beside, path)
     return path
 

@@ -46,8 +46,9 @@ def closing_page(run: RunRecord, next_steps: Sequence[str] = ()) -> RenderableTy
         parts.append(_section("The same held-out problems, before and after", answers(pairs)))
     if run.summary is not None:
         parts.append(_section("What it took", _cost(run.summary)))
+    left = [name for name in ("curves.png", "summary.json") if (run.directory / name).exists()]
     where = Text.assemble(
-        ("The run lies in ", ""), (printable(str(run.directory)), "bold"), " (curves.png, summary.json)."
+        ("The run lies in ", ""), (printable(str(run.directory)), "bold"), f" ({', '.join(left)})." if left else "."
     )
     parts.append(Padding(where, (1, 0, 0, 0)))
     if next_steps:
