@@ -224,18 +224,16 @@ def recent() -> Lines:
     return [[*head, "lowest mean reward of ten steps", "accuracy at the end (lowest to highest)", "mean uses"], *rows]
 
 
-def wall_clock_before() -> Lines:
-    """Asynchronous runs of the study wall_clock, before and after."""
+def wall_clock_by_arrival() -> Lines:
+    """Asynchronous runs of the study wall_clock, before and after *recent* was by arrival; seconds apart."""
     rows = []
-    before, after = study("wall_clock_by_age"), study("wall_clock")
-    for variant in (v for v in before if "-async" in v):
+    before, after = study("wall_clock"), study("wall_clock_by_arrival")
+    for variant in after:
         pair = [before[variant], after[variant]]
-        cells = [f"{accuracy(p)}; {worst(p)}; {fall(p)}" for p in pair]
-        lags = [plain(p, "lag", 1) for p in pair]
-        times = [spread(p, "seconds_to_target") for p in pair]
-        rows.append([variant, *cells, *lags, *times])
-    head = ["variant", "accuracy; worst seed; largest fall: before", "after", "lag before", "after"]
-    return [[*head, "seconds to 80 % before", "after"], *rows]
+        cells = [f(p) for f in (accuracy, worst, fall) for p in pair]
+        rows.append([f"`{variant}`", *cells, *(plain(p, "lag", 1) for p in pair), *(plain(p, "ess", 2) for p in pair)])
+    names = ("final accuracy, %", "worst seed", "largest fall", "lag", "effective sample size")
+    return [["variant", *(f"{name}: {code}" for name in names for code in ("before", "after"))], *rows]
 
 
 def tuning() -> Lines:
@@ -536,7 +534,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "correction": correction,
     "wall-clock": wall_clock,
     "recent": recent,
-    "wall-clock-before": wall_clock_before,
+    "wall-clock-by-arrival": wall_clock_by_arrival,
     "tuning": tuning,
     "controller": controller,
     "frontier": frontier,
