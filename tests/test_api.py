@@ -13,7 +13,7 @@ import pytest
 import tba
 from tba.errors import UserError
 from tba.policy.tabular import TabularTask
-from tba.recipe import Recipe, resolved
+from tba.recipe import Recipe, differences, resolved
 from tba.recipe_source import write_recipe
 from tba.settings import find, names
 from tba.types import Problem, Split
@@ -130,3 +130,15 @@ def test_evaluate_gives_the_recipes_figures(tmp_path: Path) -> None:
     found = tba.evaluate(replace(toy(), evaluation=replace(toy().evaluation, problems=3)))
     assert {e.metric for e in found} >= {"pass@1/sampled"}
     assert all(0 <= e.value <= 1 for e in found)
+
+
+def test_a_class_is_the_same_wherever_its_module_has_moved_also_within_lists() -> None:
+    made = {"class": "tba.a.One", "inner": [{"class": "tba.b.Two", "x": 1}, 3]}
+    moved = {"class": "tba.c.One", "inner": [{"class": "tba.d.Two", "x": 1}, 3]}
+    assert list(differences(made, moved)) == []
+    other = {"class": "tba.c.One", "inner": [{"class": "tba.d.Three", "x": 2}, 3]}
+    assert list(differences(made, other)) == [
+        ("inner.0.class", "tba.b.Two", "tba.d.Three"),
+        ("inner.0.x", 1, 2),
+    ]
+    assert list(differences({"inner": [1, 2]}, {"inner": [1]})) == [("inner", [1, 2], [1])]

@@ -354,6 +354,9 @@ def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, A
     if isinstance(made, Mapping) and isinstance(wanted, Mapping):
         for key in [*wanted, *(k for k in made if k not in wanted)]:
             yield from differences(made.get(key), wanted.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(made, list) and isinstance(wanted, list) and len(made) == len(wanted):
+        for i, (then, now) in enumerate(zip(made, wanted, strict=True)):
+            yield from differences(then, now, f"{name}.{i}")
     elif isinstance(made, str) and isinstance(wanted, str) and name.rpartition(".")[2] == "class":
         if made.rpartition(".")[2] != wanted.rpartition(".")[2]:
             yield name, made, wanted
