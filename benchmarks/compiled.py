@@ -19,11 +19,11 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
 import numpy as np
 import torch
-from training import Shape, model_of, packed_step
 
 from tba.batch import Batch, collate
 from tba.policy.causal import CausalPolicy
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
+from training import Shape, model_of, packed_step
 
 SHAPES = (Shape("gsm8k", 100, 20, 200, 0.0), Shape("tldr", 350, 20, 50, 0.0))
 VOCABULARY = 2048

@@ -1,4 +1,4 @@
-"""How a searching half reaches the rest of its run: the journal, the weights, what is recorded of it.
+"""How a searcher reaches the rest of its run: the journal, the weights, what is recorded of it.
 
 Invariant: a searcher has these ends and no others, so it need not know whether what it asks lies on its own disk (here)
 or beside a trainer on another machine (`remote`).
@@ -60,7 +60,7 @@ class SearchJournal(KnowingSink, Protocol):
 
 
 class Records(Protocol):
-    """What a searching half leaves for people and for the summary."""
+    """What a searcher leaves for people and for the summary."""
 
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
         """Those of one evaluation of one version."""

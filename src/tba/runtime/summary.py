@@ -26,7 +26,7 @@ from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch
 
 GO_ON = "go on with the run (tba train --resume)"  # what mends a result that cannot be read
-_HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # that a searching half leaves
+_HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # that a searcher leaves
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A searching half's ends where the run's directory is not: each call goes to the exchange beside the trainer.
+"""A searcher's connections where the run's directory is not: each call goes to the exchange beside the trainer.
 
 Invariant: what `put` has returned from is on the disk of the run; no call waits longer than its deadline, and weights
 that were handed out can be read even after their version has been pruned.
