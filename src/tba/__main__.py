@@ -52,7 +52,7 @@ HELP = {"-h", "--help"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Run one command of the command line; returns its exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
@@ -175,7 +175,7 @@ def import_(arguments: list[str]) -> int:
 
 
 def check(arguments: list[str]) -> int:
-    """`tba check RECIPE`."""
+    """`tba check RECIPE`: validate a recipe and estimate its time and memory."""
     from tba.command.check import check_recipe
 
     name, overrides = _named(arguments, "tba check RECIPE", "a recipe's name or a path to a .py file")
@@ -209,7 +209,7 @@ def reward_model(arguments: list[str]) -> int:
 
 
 def red_team(arguments: list[str]) -> int:
-    """`tba red-team world|classifier|eval|plot`."""
+    """`tba red-team world|classifier|eval|plot`: the commands of red-teaming."""
     from tba.apps.red_team.command import red_team_command
 
     return red_team_command(arguments)
@@ -229,7 +229,7 @@ def _made(arguments: list[str], verb: str, of: str, source: str, what: str) -> t
 
 
 def evaluate(arguments: list[str]) -> int:
-    """`tba eval RECIPE`."""
+    """`tba eval RECIPE`: the accuracy of a checkpoint on the recipe's task."""
     from tba.command.evaluate import evaluate_model
     from tba.command.options import EvalOptions
     from tba.settings import split_options
@@ -240,7 +240,7 @@ def evaluate(arguments: list[str]) -> int:
 
 
 def study(arguments: list[str]) -> int:
-    """`tba study STUDY`."""
+    """`tba study STUDY`: run the variants of a study over seeds and compare them."""
     from tba.research.command import StudyOptions, run_study
     from tba.settings import split_options
 
@@ -250,7 +250,7 @@ def study(arguments: list[str]) -> int:
 
 
 def studies(arguments: list[str]) -> int:
-    """`tba studies`."""
+    """`tba studies`: list the studies that come with the package."""
     from tba.research.study import find_study
     from tba.settings import names
 
@@ -260,7 +260,7 @@ def studies(arguments: list[str]) -> int:
 
 
 def recipes(arguments: list[str]) -> int:
-    """`tba recipes`."""
+    """`tba recipes`: list the recipes that come with the package."""
     from tba.settings import find, names
 
     for name in names():
@@ -269,7 +269,7 @@ def recipes(arguments: list[str]) -> int:
 
 
 def show(arguments: list[str]) -> int:
-    """`tba show RUN`."""
+    """`tba show RUN`: print what a run has come to so far."""
     from tba.command.show import show_run
 
     name, left = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
@@ -278,7 +278,7 @@ def show(arguments: list[str]) -> int:
 
 
 def replay(arguments: list[str]) -> int:
-    """`tba replay RUN`."""
+    """`tba replay RUN`: ask a run's journal."""
     from tba.command.replay import ReplayOptions, show_replay
     from tba.settings import split_options
 

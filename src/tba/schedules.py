@@ -206,7 +206,7 @@ RateShape: TypeAlias = WarmupConstant | WarmupLinear | WarmupCosine | WarmupStab
 
 
 def _behind(step: int) -> int:
-    """Updates behind `step`."""
+    """How many updates lie behind `step`."""
     if step < 1:
         raise ValueError(f"steps count from 1 (the first update), but got step {step}")
     return step - 1

@@ -17,7 +17,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """What goes on."""
+    """Which run goes on, and what is accepted for it."""
 
     resume: Path | None = None  # a run's folder
     accept_lost_rows: bool = False  # go on though the journal has lost trajectories; they are counted as damaged
@@ -32,7 +32,7 @@ class OutOptions:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What is evaluated."""
+    """What `tba eval` evaluates, and where its figures go."""
 
     checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
     split: str = "eval"  # whose problems, train or eval

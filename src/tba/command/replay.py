@@ -39,7 +39,7 @@ class ReplayOptions:
 
 
 def show_replay(path: Path, options: ReplayOptions) -> int:
-    """`tba replay RUN`."""
+    """`tba replay RUN`: print, query or export what the journal holds."""
     run = RunDirectory.open(path)
     journal = run.journal_there()
     used = uses_of(run)

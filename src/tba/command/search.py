@@ -27,7 +27,7 @@ _PATIENCE = 60.0  # seconds that the exchange may take to answer
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What is joined."""
+    """Which run the searcher joins, and how it reaches it."""
 
     run: Path | None = None  # the directory of a run that goes on, on this machine; its name with --address
     address: str | None = None  # of the Ray cluster that the run is in, HOST:PORT

@@ -32,7 +32,7 @@ class Rewards:
     most: float = -float("inf")
 
     def add(self, reward: float) -> None:
-        """One more answer."""
+        """Count the reward of one more answer."""
         self.count += 1
         self.least, self.most = min(self.least, reward), max(self.most, reward)
 
@@ -53,7 +53,7 @@ class Report:
 
     @property
     def imported(self) -> int:
-        """Trajectories taken in."""
+        """How many trajectories were taken in."""
         return sum(rewards.count for rewards in self.of.values())
 
     @property

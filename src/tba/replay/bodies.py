@@ -41,7 +41,7 @@ class Bodies:
 
     @property
     def held_bytes(self) -> int:
-        """Of the blocks."""
+        """The bytes that the blocks take."""
         return sum(map(len, self._blocks))
 
     def put(self, row: int, body: bytes) -> None:
@@ -59,7 +59,7 @@ class Bodies:
         self._members[number].append(row)
 
     def get(self, row: int) -> bytes:
-        """A copy."""
+        """A copy of one body's bytes."""
         at = self._at.item(row)
         return bytes(memoryview(self._blocks[self._block.item(row)])[at : at + self._size.item(row)])
 

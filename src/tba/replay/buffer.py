@@ -247,7 +247,7 @@ class Buffer:
 
     @property
     def received(self) -> int:
-        """Trajectories ever added."""
+        """How many trajectories were ever added."""
         return self._received.trajectories
 
     @property

@@ -295,7 +295,7 @@ def _trajectory(body: bytes, header: dict[str, Any], at: int, prompt: Prompt) ->
 
 
 def encode_logs(log_probabilities: FloatArray) -> bytes:
-    """[T] log-probabilities alone."""
+    """Encode log-probabilities [T] alone, as a score is kept."""
     return np.ascontiguousarray(log_probabilities, _LOGS).tobytes()
 
 

@@ -191,7 +191,7 @@ class JournalFollower:
         return [Recovery(*row) for row in rows]
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Each owner's counts."""
+        """The counts of each owner, by name."""
         counters: dict[str, dict[str, int]] = {}
         for owner, name, value in self._database.rows("SELECT owner, name, value FROM counters"):
             counters.setdefault(owner, {})[name] = value

@@ -34,7 +34,7 @@ class Places:
         return None
 
     def add(self, key: int, row: int) -> None:
-        """Another entry."""
+        """Add another entry."""
         if 2 * self._count >= self._mask:
             self._grow()
         at = key & self._mask

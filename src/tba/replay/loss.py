@@ -33,7 +33,7 @@ class Held:
 
     @classmethod
     def of(cls, journal: JournalFollower) -> Held:
-        """Now."""
+        """What the journal holds now."""
         totals = journal.totals()
         return cls(totals.rows, totals.tokens, totals.positions, totals.identity)
 
@@ -49,7 +49,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What is missing."""
+    """What a journal lacks of what it is known to have held."""
 
     rows: int
     why: str  # what the journal is: "is gone", ...

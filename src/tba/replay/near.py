@@ -95,7 +95,7 @@ class _Sheet(Protocol):
     def near(self, stored: Stored) -> _Rows: ...
 
     def add(self, row: int, stored: Stored) -> int:
-        """Its place."""
+        """Add an answer; returns its place."""
         ...
 
     def remove(self, place: int) -> int:

@@ -34,7 +34,7 @@ _PARTS = 10  # of a table
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Some trajectories."""
+    """Some trajectories of a journal, counted under one name."""
 
     name: str
     trajectories: int

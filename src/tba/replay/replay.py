@@ -113,7 +113,7 @@ class Replay:
 
     @property
     def now(self) -> Version:
-        """The trainer's version."""
+        """The trainer's version, from which lags are counted."""
         return self.buffer.now
 
     @now.setter

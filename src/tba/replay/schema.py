@@ -84,7 +84,7 @@ def _from_1(connection: sqlite3.Connection) -> None:
 
 
 def _from_2(connection: sqlite3.Connection) -> None:
-    """Outcomes of prompts."""
+    """Version 3 keeps the outcomes of prompts."""
     connection.execute(
         "CREATE TABLE outcomes (seq INTEGER PRIMARY KEY AUTOINCREMENT, position INTEGER NOT NULL, "
         "successes REAL NOT NULL, failures REAL NOT NULL)"
@@ -122,7 +122,7 @@ def _from_3(connection: sqlite3.Connection) -> None:
 
 
 def _from_4(connection: sqlite3.Connection) -> None:
-    """Prompts twice."""
+    """Version 5 keeps each prompt twice."""
     connection.execute("CREATE TABLE prompt_copies (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
     connection.execute("INSERT INTO prompt_copies SELECT id, body FROM prompts")
 

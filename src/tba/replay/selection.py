@@ -171,7 +171,7 @@ class RecencyRewardSelector:
         return Group(tuple(store.numbered(chosen)))
 
     def state(self) -> Json:
-        """What `restore` takes."""
+        """The selector's state as JSON, which `restore` takes."""
         return {"all": self._all.state(), "counts": dict(self.counts)}
 
     def restore(self, state: Json) -> None:
@@ -324,7 +324,7 @@ class Deck:
         return drawn
 
     def state(self) -> Json:
-        """What `restore` takes."""
+        """The selector's state as JSON, which `restore` takes."""
         return {"undrawn": list(self._undrawn), "drawn": sorted(self._seen.difference(self._undrawn))}
 
     def restore(self, state: Json) -> None:

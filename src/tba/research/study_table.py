@@ -63,7 +63,7 @@ def write_tables(comparison: Comparison, directory: Path) -> None:
 
 
 def page(comparison: Comparison) -> str:
-    """The Markdown page."""
+    """The study's Markdown page."""
     parts = [f"# {comparison.name}", comparison.description, NOTE]
     for sheet in sheets(comparison, intervals=True):
         lines = [sheet.headings, ["---", *["---:"] * (len(sheet.headings) - 1)], *sheet.cells]

@@ -117,7 +117,7 @@ class Children:
         return len(self._children)
 
     def start(self) -> _Child:
-        """One more child."""
+        """Start one more child process."""
         child = _Child(self.command, self.errors)
         self._children.append(child)
         return child

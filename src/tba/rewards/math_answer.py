@@ -75,7 +75,7 @@ class MathAnswer:
         return [found[pair] for pair in pairs]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the grading processes."""
         self.children.close()
 
 

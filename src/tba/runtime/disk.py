@@ -36,5 +36,5 @@ def disk_full(error: BaseException, run: Path) -> UserError | None:
 
 
 def no_space(run: Path) -> UserError:
-    """The sentence."""
+    """The sentence for a full disk."""
     return UserError(f"the disk of {run} is full: free some space, then go on with `tba train --resume {run}`")

@@ -35,7 +35,7 @@ class Jobs(Protocol):
 
 
 class PinnedWeights(Protocol):
-    """Weights by version."""
+    """Where weights are read by their version."""
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None: ...
 
@@ -97,7 +97,7 @@ class Requests:
         return list(self._pending)
 
     def state(self) -> Json:
-        """What `restore` takes."""
+        """The requests as JSON, which `restore` takes."""
         return {"pending": {str(v): s for v, s in self._pending.items()}, "seen": self._seen}
 
     def restore(self, state: Json) -> None:

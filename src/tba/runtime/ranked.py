@@ -36,7 +36,7 @@ class RankedPart(Generic[P]):
         self.ranks = self.begin(self.attempt, self._ends)
 
     def start_again(self) -> None:
-        """After its death."""
+        """Start all ranks again after one has died."""
         self.kill()
         self.attempt += 1
         self._failed = self._first = None
@@ -78,7 +78,7 @@ class RankedPart(Generic[P]):
         return self.ranks[0].heard
 
     def silence(self) -> float:
-        """Seconds."""
+        """Seconds since rank 0's last sign of life."""
         return self.ranks[0].silence()
 
     def ask_to_stop(self) -> None:

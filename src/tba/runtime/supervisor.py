@@ -58,7 +58,7 @@ class Part(Protocol):
 
     @property
     def how(self) -> str:
-        """How it died."""
+        """How the part died, in words."""
         ...
 
     @property
@@ -81,7 +81,7 @@ class Part(Protocol):
         ...
 
     def start_again(self) -> None:
-        """After its death."""
+        """Start the part again after its death."""
         ...
 
     def failure(self) -> Exception:
@@ -115,7 +115,7 @@ class Driver(ABC):
 
     @abstractmethod
     def start(self, name: str) -> Part:
-        """Start a part."""
+        """Start a part of the run."""
 
     def pause(self) -> None:
         """Between two looks at the parts."""

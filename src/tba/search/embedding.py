@@ -39,7 +39,7 @@ class HashedNgrams:
             )
 
     def start(self) -> HashedNgrams:
-        """Itself."""
+        """The embedder, which is the setting itself."""
         return self
 
     def embed(self, sentences: Sequence[str]) -> FloatArray:

@@ -112,7 +112,7 @@ class _Table:
         return "".join(map(str, self.digit_SN[s]))
 
     def text(self, s: int, form: int) -> str:
-        """An expression."""
+        """The digits of a set, in one of the forms, as an expression."""
         order, operations = self.forms[form]
         first, *others = self.digit_SN[s, list(order)]
         return f"{first}" + "".join(f"{o}{digit}" for o, digit in zip(operations, others, strict=True))

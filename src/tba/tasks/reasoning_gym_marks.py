@@ -145,7 +145,7 @@ class ReasoningGymScore:
         ]
 
     def close(self) -> None:
-        """End the processes."""
+        """End the scoring processes."""
         self.children.close()
 
 

@@ -35,7 +35,7 @@ See: TypeAlias = Callable[[PolicyOutput, Batch], None]  # is shown each row once
 
 
 def _nobody(output: PolicyOutput, batch: Batch) -> None:
-    """Nobody looks."""
+    """What is shown to nobody."""
 
 
 def backward(

@@ -99,7 +99,7 @@ class Optimizer:
         return norm_value
 
     def drop(self) -> None:
-        """Forget the gradients."""
+        """Forget the gradients of this step."""
         self._forget_gradients()
 
     def forget(self) -> None:

@@ -23,7 +23,7 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of held-out pairs."""
+    """How well scores agree with people, measured on held-out pairs."""
 
     pairs: int
     documents: int
@@ -36,7 +36,7 @@ class Agreement:
     calibration_error: float  # mean distance of the stated probability and the share that was right, over ten bins
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The figures as sentences for people."""
 
         def percent(i: Interval) -> str:
             return f"{100 * i.estimate:.1f} % [{100 * i.low:.1f}, {100 * i.high:.1f}]"

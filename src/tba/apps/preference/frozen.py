@@ -136,13 +136,13 @@ class FrozenRewardModel:
         self.scale_F = torch.from_numpy(np.maximum(values_NF.std(0), 1e-4))
 
     def scores(self, texts: Sequence[Featured]) -> Tensor:
-        """[N] with gradients."""
+        """Scores [N] of answers, with gradients."""
         values_NF = torch.from_numpy(np.stack([text.values for text in texts]))
         return ((values_NF - self.mean_F) / self.scale_F).clamp(-WIDEST, WIDEST) @ self.weight_F
 
     @torch.no_grad()
     def all_scores(self, texts: Sequence[Featured], max_tokens_per_pass: int = 0) -> Floats:
-        """[N] without gradients."""
+        """Scores [N] of answers, without gradients."""
         found: Floats = self.scores(texts).numpy() if texts else np.zeros(0, np.float32)
         return found
 

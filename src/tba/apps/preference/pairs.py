@@ -183,7 +183,7 @@ def _pair(prompt: str, chosen: str, rejected: str, line: Values) -> PreferencePa
 
 
 def _split(line: Values) -> tuple[str, str, str] | Refusal:
-    """Prompt, chosen, rejected."""
+    """Split a conversation into its prompt, the chosen and the rejected answer."""
     chosen, rejected, prompt = line["chosen"], line["rejected"], _prompt(line)
     if isinstance(chosen, list) and isinstance(rejected, list):
         return _of_messages(chosen, rejected, prompt)

@@ -56,7 +56,7 @@ class Scorable(Protocol[S]):
         ...
 
     def scores(self, texts: Sequence[S]) -> Tensor:
-        """[N] with gradients."""
+        """Scores [N] of answers, with gradients."""
         ...
 
     def all_scores(self, texts: Sequence[S], max_tokens_per_pass: int) -> np.ndarray:
@@ -68,7 +68,7 @@ class Scorable(Protocol[S]):
         ...
 
     def trained(self) -> list[Parameter]:
-        """What training moves."""
+        """The parameters that training moves."""
         ...
 
     def save(self, folder: Path) -> None: ...
@@ -193,7 +193,7 @@ class RewardModel:
         return found
 
     def save(self, folder: Path) -> None:
-        """Model and tokenizer."""
+        """Write the model and its tokenizer into a folder."""
         with quiet():
             self.model.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)

@@ -31,7 +31,7 @@ class Scorer(Protocol[R]):
     """What gives each text a number."""
 
     def scores(self, texts: Sequence[R]) -> Tensor:
-        """[N] with gradients."""
+        """Scores [N] of answers, with gradients."""
         ...
 
 

@@ -44,7 +44,7 @@ class AttackReport:
         return float(math.exp(-(shares * np.log(shares)).sum()))
 
     def lines(self) -> list[str]:
-        """For people."""
+        """The figures as sentences for people."""
 
         def percent(i: Interval) -> str:
             return f"{i.estimate:7.2%}   95 % interval {i.low:.2%} to {i.high:.2%}"

@@ -157,5 +157,5 @@ def _tell(console: Console, title: str, found: AttackReport) -> None:
 
 
 def _prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
-    """Each once."""
+    """The task's prompts, each once."""
     return list({p.key: p for p in prompts_of(recipe, tokenizer, "eval")}.values())

@@ -181,7 +181,7 @@ class ActorPart:
         self._question = self._actor.silence.remote()
 
     def start_again(self) -> None:
-        """After its death."""
+        """Start the part again after its death."""
         self.kill()
         self.attempt += 1
         self.start()
@@ -244,7 +244,7 @@ class ActorPart:
             raise DeadlineExceeded(f"{waited}: others may hold them")
 
     def _settle(self) -> None:
-        """How it ended."""
+        """Find out how the part ended."""
         try:
             self._error = get(self._done, self.deadline, f"the end of {self.who}")
             self.code = 0 if self._error is None else 1
@@ -255,7 +255,7 @@ class ActorPart:
         ray.kill(self._actor)  # what it held is free
 
     def silence(self) -> float:
-        """Seconds."""
+        """Seconds since the part's last sign of life."""
         return time.monotonic() - self._last
 
     def ask_to_stop(self) -> None:

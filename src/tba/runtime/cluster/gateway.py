@@ -81,7 +81,7 @@ class Exchange:
             writer.close()
 
     def record(self, verb: str, *arguments: Any) -> None:
-        """What `RunRecords` does."""
+        """Do for a searcher elsewhere what `RunRecords` does."""
         if verb not in RECORDS:
             raise ValueError(f"{verb} is not for searchers")
         getattr(self._records, verb)(*arguments)

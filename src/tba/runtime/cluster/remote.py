@@ -67,7 +67,7 @@ class RemoteJournal:
         counters: Mapping[str, int] | None = None,
         outcomes: Sequence[Outcome] = (),
     ) -> None:
-        """As `JournalWriter.put`."""
+        """Send trajectories to the run's journal, as `JournalWriter.put` does."""
         self._call("put_encoded", encoded(trajectories), leases, dict(counters or {}), outcomes)
 
     def known(self, uids: Sequence[str]) -> set[str]:

@@ -18,7 +18,7 @@ _POLL = 0.02  # seconds between two looks for a key
 
 
 class Board:
-    """Key -> bytes."""
+    """A store of keys and bytes by which the ranks of a trainer find each other."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -56,7 +56,7 @@ class Watch:
         return self._sign() != self._before
 
     def silence(self) -> float:
-        """Seconds."""
+        """Seconds since the last heartbeat."""
         sign = self._sign()
         if sign != self._seen:
             self._seen, self._since = sign, time.monotonic()

@@ -92,7 +92,7 @@ class Process:
             self.process = start(program, environment, log.fileno(), held)
 
     def start_again(self) -> None:
-        """After its death."""
+        """Start the process again after its death."""
         self.kill()
         self.attempt += 1
         self.start()
@@ -119,7 +119,7 @@ class Process:
         return self.watch.heard
 
     def silence(self) -> float:
-        """Seconds."""
+        """Seconds since the process's last heartbeat."""
         return self.watch.silence()
 
     def ask_to_stop(self) -> None:

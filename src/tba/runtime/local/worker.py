@@ -125,7 +125,7 @@ def _follow(part: str, run: object) -> None:
 
 
 def _train(run: object, stop: Stop) -> None:
-    """The trainer."""
+    """Be the trainer, until it is done or told to stop."""
     from tba.runtime.run_dir import RunDirectory
     from tba.runtime.trainer_loop import train
 
