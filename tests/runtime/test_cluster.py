@@ -138,7 +138,8 @@ def makers(path: Path) -> Counter[Any]:
 def kill(path: Path, part: str, after: int = 20) -> None:
     """The first life of a part, once the run has made more steps than that."""
     until(lambda: steps_of(path) > after, SECONDS, "the first steps")
-    os.kill(next(place["process"] for place in places(path) if place["part"] == part), signal.SIGKILL)
+    found = until(lambda: [place["process"] for place in places(path) if place["part"] == part], SECONDS, part)
+    os.kill(found[0], signal.SIGKILL)
 
 
 def test_the_toy_comes_to_its_ideal_policy_though_a_searcher_and_the_exchange_are_killed(
