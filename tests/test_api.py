@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tba
+from tba.__main__ import main
 from tba.errors import UserError
 from tba.policy.tabular import TabularTask
 from tba.recipe import Recipe, differences, resolved
@@ -104,7 +105,7 @@ def test_what_other_processes_cannot_make_is_refused_before_anything_is_made_and
     local = replace(recipe, task=Cell(), model=replace(recipe.model, task=Cell()))  # type: ignore[type-var]
     with pytest.raises(UserError, match=r"made within a function or a lambda.*runtime=\"inline\""):
         tba.train(local, runs=tmp_path, run_name="a", quiet=True, **QUICK)
-    assert not (tmp_path / "a" / "recipe.json").exists()
+    assert not (tmp_path / "a").exists()
     run = tba.train(local, runs=tmp_path, run_name="b", quiet=True, runtime="inline", **QUICK)
     assert run.summary is not None
     assert run.summary.steps == 6
@@ -115,7 +116,7 @@ def test_a_field_that_a_recipe_does_not_have_is_told(tmp_path: Path) -> None:
         tba.train(toy(), runs=tmp_path, step=3)
     with pytest.raises(UserError, match=r"there is no run at .*nowhere"):
         tba.open_run(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="split is 'test': give train or eval"):
+    with pytest.raises(UserError, match="--split is 'test': give train or eval"):
         tba.evaluate(toy(), split="test")
 
 
@@ -142,3 +143,50 @@ def test_a_class_is_the_same_wherever_its_module_has_moved_also_within_lists() -
         ("inner.0.x", 1, 2),
     ]
     assert list(differences({"inner": [1, 2]}, {"inner": [1]})) == [("inner", [1, 2], [1])]
+
+
+def test_a_run_that_is_there_keeps_its_recipe(tmp_path: Path) -> None:
+    run = tba.train(toy(), runs=tmp_path, run_name="mine", quiet=True, runtime="inline", **QUICK)
+    kept = (run.path / "recipe.py").read_text()
+    with pytest.raises(UserError, match="mine holds a run already: choose another run_name"):
+        tba.train(replace(toy(), seed=9), runs=tmp_path, run_name="mine", quiet=True, runtime="inline", **QUICK)
+    assert (run.path / "recipe.py").read_text() == kept
+    assert main(["train", "--resume", str(run.path), "--steps", "8"]) == 0
+
+
+def test_a_recipe_by_name_takes_objects_too(tmp_path: Path) -> None:
+    settings = replace(toy().replay, selection=tba.RecencyReward(m=1.0))
+    run = tba.train(str(TOY), runs=tmp_path, run_name="a", quiet=True, runtime="inline", replay=settings, **QUICK)
+    assert "RecencyReward(m=1.0" in (run.path / "recipe.py").read_text()
+
+
+SCRIPT = """
+import tba
+from pathlib import Path
+from tba.rewards.functions import FunctionReward
+
+def right(prompt: str, completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+recipe = tba.Recipe(
+    name="script", task=tba.Jsonl(train=Path("sums.jsonl"), marked_by=FunctionReward(right)),
+    model=tba.HuggingFace(path=BASE, device="cpu", generation=tba.EngineSettings(max_completion_tokens=4)),
+    objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)), groups_per_step=2, group_size=2, samples_per_prompt=2,
+    replay=tba.ReplaySettings(pacing=tba.Pacing(warm_up=4), buffer=tba.BufferSettings(distinct=False)),
+    evaluation=tba.EvaluationSettings(problems=2, every=0, pass_k=0), steps=2, record=tba.RecordSettings(curves=False),
+)
+
+if __name__ == "__main__":
+    print(tba.train(recipe, runs="out", run_name="x", quiet=True).summary.steps)
+"""
+
+
+def test_a_script_with_a_function_of_its_own_trains_in_processes(tmp_path: Path) -> None:
+    lines = [f'{{"prompt": "{n}+{n}=", "answer": "{2 * n}"}}\n' for n in range(100, 140)]
+    (tmp_path / "sums.jsonl").write_text("".join(lines))
+    base = ROOT / "src" / "tba" / "recipes" / "quickstart_base"
+    (tmp_path / "script.py").write_text(SCRIPT.replace("BASE", repr(str(base))))
+    said = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (said.stdout, said.returncode) == ("2\n", 0), said.stderr

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import time
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tba.errors import UserError
 from tba.recipe import Recipe
+from tba.recipe_source import write_recipe
+from tba.settings import being_loaded, find, override
 from tba.types import Evaluation, Json, Trajectory
 
 if TYPE_CHECKING:
     from tba.command.check import Estimate
     from tba.record.summary import Summary
+
+_AT_ONCE = 512  # trajectories in memory
 
 
 @dataclass(frozen=True)
@@ -60,9 +66,6 @@ class Run:
                 yield from chunk
 
 
-_AT_ONCE = 512  # trajectories in memory
-
-
 def open_run(path: str | Path) -> Run:
     """The run in a folder. Raises `UserError` when there is none."""
     from tba.runtime.run_dir import RunDirectory
@@ -98,9 +101,8 @@ def train(
     console = terminal(quiet=quiet)
     for warning in validate(found):
         console.print(f"note: {warning}", style="yellow")
-    if isinstance(recipe, Recipe):
-        name = _written(found, path)
-        overrides = []
+    if not name:
+        name, overrides = _written(found, path), []
     carry_out(found, name, overrides, path, console)
     return Run(path)
 
@@ -110,14 +112,12 @@ def check(recipe: Recipe | str, **fields: Any) -> Estimate:
 
     Raises `UserError` for what cannot run. Takes a quarter of a minute for the quickstart.
     """
-    import tempfile
-
     from tba.command.check import estimate, validate
 
     found, name, overrides = _found(recipe, fields)
     validate(found)
     with tempfile.TemporaryDirectory() as folder:
-        if isinstance(recipe, Recipe):
+        if not name:
             name, overrides = _written(found, Path(folder)), []
         return estimate(found, name, overrides)
 
@@ -130,38 +130,18 @@ def evaluate(
     checkpoint: a folder in the Hugging Face layout, a run (its newest checkpoint) or a Hub name; None: the recipe's own
     model. split: `"eval"`, held out, or `"train"`. Raises `UserError` for what cannot be evaluated.
     """
-    import numpy as np
+    from tba.command.evaluate import measured, with_checkpoint
 
-    from tba.command.evaluate import with_checkpoint
-    from tba.errors import UserError
-    from tba.evaluation.accuracy import evaluate as measured
-    from tba.protocols import Examined
-    from tba.runtime.prompting import prompts_of
-    from tba.types import Version
-
-    if split not in ("train", "eval"):
-        raise UserError(f"split is {split!r}: give train or eval")
     found, _, _ = _found(recipe, fields)
     found = with_checkpoint(found, None if checkpoint is None else str(checkpoint))
-    model = found.model.prepared(found.task)
-    return measured(
-        model.engine(Version()),
-        prompts_of(found, model.tokenizer(), "train" if split == "train" else "eval"),
-        found.task.examination() if isinstance(found.task, Examined) else found.task.reward(),
-        found.evaluation,
-        np.random.default_rng([found.seed, 7]),
-        now=time.monotonic,
-        policy_temperature=found.policy_temperature,
-    ).evaluations
+    return measured(found, split, found.evaluation)[0].evaluations
 
 
 def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str, list[str]]:
-    """The recipe with the fields set, its name or path, and the fields as on the command line."""
-    from dataclasses import replace
+    """The recipe with the fields set; its name or path and the fields as on the command line, if these say all of it.
 
-    from tba.errors import UserError
-    from tba.settings import being_loaded, find, override
-
+    Of a recipe that they do not (an object, or one with a field set to an object) the name is empty.
+    """
     if (file := being_loaded()) is not None:
         raise UserError(
             f"{file} trains, checks or evaluates while it is loaded, as other processes load it for what it defines: "
@@ -171,16 +151,12 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
     for name in fields:
         if name not in known:
             raise UserError(f"a recipe has no field {name!r}: it has {', '.join(known)}")
-    begun = find(recipe) if isinstance(recipe, str) else recipe
     plain = {k: v for k, v in fields.items() if isinstance(v, bool | int | float | str)}
     flags = [part for k, v in plain.items() for part in _flag(k, v)]
+    begun = find(recipe) if isinstance(recipe, str) else recipe
     begun = replace(begun, **{k: v for k, v in fields.items() if k not in plain})
-    if isinstance(recipe, str) and len(plain) < len(fields):
-        raise UserError(
-            f"{', '.join(k for k in fields if k not in plain)} of a recipe by name: give the recipe object, "
-            "dataclasses.replace(tba.recipe(name), ...)"
-        )
-    return override(begun, flags, "tba.train"), recipe if isinstance(recipe, str) else "", flags
+    said = isinstance(recipe, str) and len(plain) == len(fields)
+    return override(begun, flags, "tba.train"), recipe if isinstance(recipe, str) and said else "", flags
 
 
 def _flag(name: str, value: bool | float | str) -> list[str]:
@@ -191,17 +167,19 @@ def _flag(name: str, value: bool | float | str) -> list[str]:
 
 
 def _written(recipe: Recipe, folder: Path) -> str:
-    """The file from which other processes make a recipe object; where there are no others, one that says so."""
-    from tba.errors import UserError
-    from tba.recipe_source import write_recipe
+    """The file from which other processes make a recipe object; where there are no others, one that says so.
 
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "recipe.py"
-    try:
-        write_recipe(recipe, path)
-    except UserError:
-        if recipe.runtime != "inline":
-            path.unlink(missing_ok=True)
-            raise
-        path.write_text(f'raise RuntimeError("the recipe {recipe.name} was made in a notebook, which has it alone")\n')
-    return str(path)
+    Nothing is made where the recipe is refused, or where the folder has a run already.
+    """
+    if (folder / "recipe.json").exists():
+        raise UserError(f"{folder} holds a run already: choose another run_name, or remove it")
+    with tempfile.TemporaryDirectory() as beside:
+        path = Path(beside) / "recipe.py"
+        try:
+            write_recipe(recipe, path)
+        except UserError:
+            if recipe.runtime != "inline":
+                raise
+            path.write_text(f"raise RuntimeError({f'the recipe {recipe.name} was made where it ran, inline'!r})\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        return str(shutil.copy(path, folder / "recipe.py"))

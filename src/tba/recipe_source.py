@@ -30,13 +30,14 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
     writer = _Writer()
     made = writer.expression(recipe, "the recipe")
     imports = "".join(f"import {module}\n" for module in sorted(writer.modules))
-    loaded = "".join(f'{name} = tba.settings.module_of("{file}", "recipe")\n' for file, name in writer.files.items())
-    imports += "import tba.settings\n" if writer.files and "tba.settings" not in writer.modules else ""
+    loaded = "".join(f'{name} = tba.settings.module_of({file!r}, "recipe")\n' for file, name in writer.files.items())
     path.write_text(f"{_HEAD}{imports}\n{loaded}recipe = {made}\n")
     for name, was, now in differences(resolved(recipe), resolved(find(str(path)))):
+        if str(was).startswith("__main__.") and str(was).rpartition(".")[2] == str(now).rpartition(".")[2]:
+            continue  # a function of the script that runs, which is another module where it is loaded
         raise UserError(
-            f"{recipe.name}: {name} is {was}, and would be {now} in another process: give --runtime inline, or put "
-            "what it is made of into fields of a dataclass"
+            f"{recipe.name}: {name} is {was}, and would be {now} in another process: put what it is made of into "
+            'fields of a dataclass, or train with runtime="inline"'
         )
 
 

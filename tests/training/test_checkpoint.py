@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from toys import BETA, Recycled, groups_of, llama_policy, trainer_of
+from toys import BETA, Recycled, Sampled, groups_of, llama_policy, trainer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from tba.errors import UserError
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
-from tba.training.batches import Sampled
 from tba.training.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 from tba.training.optimizer import OptimizerSettings
 from tba.training.tiny_models import train_bpe_tokenizer

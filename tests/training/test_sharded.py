@@ -20,7 +20,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from toys import BETA, TASK, ByHand, LearnedBalance, Published, Recycled, groups_of, llama, llama_policy
+from toys import BETA, TASK, ByHand, LearnedBalance, Published, Recycled, Sampled, groups_of, llama, llama_policy
 from transformers import AutoModelForCausalLM
 
 from tba.batch import collate, deal
@@ -29,7 +29,6 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters
 from tba.protocols import Objective
-from tba.training.batches import Sampled
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks import Meeting, Ranks

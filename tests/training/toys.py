@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from tba.batch import Batch
+from tba.batch import Batch, collate
 from tba.policy.causal import CausalPolicy
 from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
 from tba.protocols import HEADS, Objective, Policy, PolicyOutput
 from tba.schedules import Constant
-from tba.training.batches import Fetched, Sampled
+from tba.training.batches import Fetched
 from tba.training.optimizer import OptimizerSettings
 from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
@@ -140,6 +140,19 @@ class Recycled:
         chosen = [self.groups[(self.asked + i) % len(self.groups)] for i in range(groups)]
         self.asked += groups
         return chosen
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A source of batches that are sampled when they are asked for: B prompts with K trajectories each."""
+
+    replay: Any
+    groups_per_step: int  # B
+    group_size: int  # K
+
+    def next(self) -> Fetched:
+        groups = self.replay.sample(self.groups_per_step, self.group_size)
+        return Fetched(groups, collate(groups))
 
 
 @dataclass

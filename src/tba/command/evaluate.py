@@ -15,7 +15,7 @@ from rich.console import Console
 
 from tba.command.options import EvalOptions
 from tba.errors import UserError
-from tba.evaluation.accuracy import Answer, EvaluationSettings, evaluate
+from tba.evaluation.accuracy import Answer, Assessment, EvaluationSettings, evaluate
 from tba.evaluation.divergence import Divergence, divergence
 from tba.evaluation.estimators import wilson_interval
 from tba.models.huggingface import HuggingFace, refuse_missing_folder
@@ -33,23 +33,9 @@ from tba.types import Prompt, Version
 def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int:
     """Prints each metric with its 95 % interval; per-problem scores and answers go to files."""
     split, checkpoint, out, distance = options.split, options.checkpoint, options.out, options.distance
-    if split not in ("train", "eval"):
-        raise UserError(f"--split is {split!r}: give train or eval")
     begun = override(find(name), overrides, f"tba eval {name}")
     recipe = with_checkpoint(begun, checkpoint)
-    torch.set_num_threads(recipe.run.threads)
-    model = recipe.model.prepared(recipe.task)
-    prompts = prompts_of(recipe, model.tokenizer(), "train" if split == "train" else "eval")
-    engine = model.engine(Version())
-    found = evaluate(
-        engine,
-        prompts,
-        recipe.task.examination() if isinstance(recipe.task, Examined) else recipe.task.reward(),
-        _shown(recipe, options),
-        np.random.default_rng([recipe.seed, 7]),
-        now=time.monotonic,
-        policy_temperature=recipe.policy_temperature,
-    )
+    found, engine, prompts = measured(recipe, split, _shown(recipe, options))
     console = terminal()
     for e in found.evaluations:
         interval = wilson_interval(round(e.value * e.n), e.n)
@@ -62,14 +48,34 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     scores = {metric: [float(v) for v in values] for metric, values in found.scores.items()}
     facts = {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
     if distance:
-        measured = _distance(begun, engine, recipe, prompts[:distance])
-        _tell_distance(console, measured)
-        facts["distance"] = asdict(measured)
+        far = _distance(begun, engine, recipe, prompts[:distance])
+        _tell_distance(console, far)
+        facts["distance"] = asdict(far)
     if out is not None:
         write_json(out, facts)
     if options.texts is not None:
         _write_texts(options.texts, found.answers, console)
     return 0
+
+
+def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[Assessment, Engine, list[Prompt]]:
+    """The figures of a recipe's model on a split, the engine that answered and what it was asked."""
+    if split not in ("train", "eval"):
+        raise UserError(f"--split is {split!r}: give train or eval")
+    torch.set_num_threads(recipe.run.threads)
+    model = recipe.model.prepared(recipe.task)
+    prompts = prompts_of(recipe, model.tokenizer(), "train" if split == "train" else "eval")
+    engine = model.engine(Version())
+    found = evaluate(
+        engine,
+        prompts,
+        recipe.task.examination() if isinstance(recipe.task, Examined) else recipe.task.reward(),
+        settings,
+        np.random.default_rng([recipe.seed, 7]),
+        now=time.monotonic,
+        policy_temperature=recipe.policy_temperature,
+    )
+    return found, engine, prompts
 
 
 def _shown(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:

@@ -149,15 +149,16 @@ class TransformersEngine:
     ) -> Iterator[tuple[int, list[Completion]]]:
         """The same by prompt, in the order in which they are done. See `protocols.Streaming`."""
         call = self._call(prompts, count, sampling, rng)
-        left = set(range(len(prompts)))
-        going_on = call is not None
-        while call is not None and going_on:
+        if call is None:
+            yield from ((i, []) for i in range(len(prompts)))
+            return
+        going_on = True
+        while going_on:
             with torch.inference_mode(), slot_attention(self.model):
                 going_on = call.run(interrupted)
             done, call.done = call.done, []
-            left.difference_update(done)
             yield from ((i, call.of(i)) for i in done)
-        yield from ((i, [] if call is None else call.of(i)) for i in sorted(left))
+        yield from ((i, call.of(i)) for i, lacking in enumerate(call.lacking) if lacking)
 
     def _call(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, rng: np.random.Generator
