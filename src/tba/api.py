@@ -26,7 +26,7 @@ _AT_ONCE = 512  # trajectories in memory
 class Run:
     """A run on disk, while it goes on or after it has ended. All is read when it is asked for."""
 
-    path: Path
+    path: Path  # the folder that it is in, such as runs/NAME
 
     @property
     def summary(self) -> Summary | None:

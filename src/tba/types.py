@@ -79,7 +79,10 @@ ELSEWHERE = Version(-1, 0)  # of what no weights of this run sampled: before eve
 
 @dataclass(frozen=True)
 class Problem:
-    """A question as its task states it, before any tokenizer has seen it."""
+    """A question as its task states it, before any tokenizer has seen it: what `Task.problems` gives.
+
+    `fields` are handed to the reward by name and never shown to the model.
+    """
 
     prompt: str | tuple[Message, ...]  # text exactly as the model is to see it, or chat messages for its template
     fields: Mapping[str, Json] = field(default_factory=dict)  # what the reward needs, e.g. {"answer": "72"}
@@ -88,12 +91,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenised question with whatever its reward needs to mark an answer."""
+    """A tokenised question with whatever its reward needs to mark an answer: what engines answer.
 
-    task: str
+    Two prompts are the same if their `key` is, whatever their text and fields.
+    """
+
+    task: str  # the name of the task that asked
     tokens: IntArray  # [P], P >= 1
-    text: str = ""
-    fields: Mapping[str, Json] = field(default_factory=dict)
+    text: str = ""  # what the tokens were made from, chat template applied
+    fields: Mapping[str, Json] = field(default_factory=dict)  # the problem's
 
     @cached_property
     def key(self) -> str:
@@ -107,8 +113,8 @@ class Prompt:
 class Sampling:
     """How a completion was drawn. Behaviour only: it never enters Trajectory Balance."""
 
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
+    temperature: float = 1.0  # logits are divided by it; 0 is greedy
+    top_p: float = 1.0  # the smallest set of tokens with this much probability is sampled from; 1: all
 
     @property
     def full_support(self) -> bool:
@@ -128,11 +134,14 @@ class StopReason(StrEnum):
 
 @dataclass(frozen=True)
 class Completion:
-    """One continuation of a prompt."""
+    """One answer to a prompt, as an engine (or somebody else) gave it, before it is judged.
+
+    Arrays are of the T completion tokens, in their order, without the prompt's. Log-probabilities are in nats.
+    """
 
     tokens: IntArray  # [T], T >= 1, EOS included when stop_reason is EOS
     text: str  # decoded, special tokens and a matched stop string removed
-    stop_reason: StopReason
+    stop_reason: StopReason  # eos, stop_string, length (truncated), interrupted, external
     versions: tuple[Version, Version]  # the first and the last weights that sampled it
     sampling: Sampling | None = None  # None: it came from elsewhere
     log_behavior: FloatArray | None = None  # [T] under the sampling distribution, renormalised after top-p
@@ -146,10 +155,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """What a reward says of one completion: the number, and the parts it was made of."""
+    """What a reward says of one completion: the number, and the parts it was made of.
 
-    reward: float
-    parts: Mapping[str, float] = field(default_factory=dict)
+    Objectives see `reward` alone; parts are recorded for people.
+    """
+
+    reward: float  # r(x, y), higher is better; beta is in its units
+    parts: Mapping[str, float] = field(default_factory=dict)  # what it was made of, by name, unweighted
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {_brief(value)}" for name, value in self.parts.items())
@@ -165,15 +177,19 @@ def _brief(value: float) -> str:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A completion that has been judged. Complete in itself: storable, printable, replayable."""
+    """A completion that has been judged: what searchers send to the replay buffer and trainers learn from.
+
+    Complete in itself: it can be stored, printed and trained on without anything else. `log_reference` has the length
+    of the completion, T, and is in nats.
+    """
 
     uid: str  # unique in a run; the idempotency key of the journal
     prompt: Prompt
     completion: Completion
-    reward: float
-    log_reference: FloatArray  # [T], at the recipe's policy_temperature
+    reward: float  # r(x, y), computed by this run, never taken from outside
+    log_reference: FloatArray  # [T], log pi_ref of each token, at the recipe's policy_temperature
     reference: Version  # which reference policy gave log_reference
-    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    reward_parts: Mapping[str, float] = field(default_factory=dict)  # the judgement's parts
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # step boundaries, step values, ...
     provenance: Mapping[str, Json] = field(default_factory=dict)  # {"searcher": "searcher-0", "round": 3}
     created: float = 0.0  # seconds since the epoch, when it was sent down
@@ -201,7 +217,7 @@ class Group:
     Raises `ValueError` when it is empty, or when two prompts or two references meet in it.
     """
 
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[Trajectory, ...]  # K of them, in no particular order
 
     def __post_init__(self) -> None:
         if not self.trajectories:
@@ -232,12 +248,15 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """One measured figure of one version on the held-out split."""
+    """One measured figure of one version on the held-out split.
 
-    version: Version
+    Shares (accuracy, pass@k) are in 0..1; what the held-out problems are, the recipe's task says.
+    """
+
+    version: Version  # the weights that were measured
     wall_seconds: float  # since the run began
     metric: str  # pass@1/greedy, pass@1/sampled, pass@8/sampled, ...
-    value: float
+    value: float  # the mean over problems
     n: int  # problems
     seconds: float = 0.0  # time it took (reported apart from generation)
     tokens: int = 0  # tokens it generated (reported apart from generation)

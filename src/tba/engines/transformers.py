@@ -37,7 +37,7 @@ _PROBE = 7  # tokens of the longest prompt of the self-test
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How much is generated at a time, and where a completion ends."""
+    """How a searcher samples: how many completions grow at the same time, and where one ends."""
 
     engine: Literal["transformers", "vllm"] = "transformers"  # what samples; vllm has settings of its own, too
     slots: int = 64  # completions that grow at the same time

@@ -59,7 +59,7 @@ class Lesson:
     """One part of a warm start: the task's demonstrations, perhaps with some of its fields changed."""
 
     settings: SupervisedSettings
-    task_fields: Mapping[str, Json] = field(default_factory=dict)
+    task_fields: Mapping[str, Json] = field(default_factory=dict)  # the task's fields that are others here
     prompts: bool = False  # the prompts' own tokens are learnt too: language, where answers are few and short
 
     def pairs(self, task: Task, tokenizer: Any) -> list[Pair]:
@@ -82,7 +82,10 @@ class WarmStart:
 
 @dataclass(frozen=True)
 class HuggingFace:
-    """Which model, where, and how each half uses it."""
+    """A Hugging Face causal language model: which one, on which device, and how each half of a run uses it.
+
+    Raises `UserError`, once it is `prepared`, for a folder that is not there or cannot be read.
+    """
 
     path: str = ""  # a folder, or a name on the Hub; empty: what the warm start gives
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu

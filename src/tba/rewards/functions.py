@@ -29,7 +29,7 @@ class WeightedFunctions:
     Raises `UserError` for no functions, two of one name, a weight that is not finite, or a `concurrency` below 1.
     """
 
-    functions: tuple[tuple[RewardFunction, float], ...]
+    functions: tuple[tuple[RewardFunction, float], ...]  # each with its weight
     concurrency: int = 1  # calls at once, in threads: for functions that wait (a network, a subprocess)
     deadline_seconds: float = 600.0  # for one batch of answers, when in threads
 
