@@ -26,10 +26,9 @@ from tba.replay.journal import JournalWriter
 from tba.replay.near import NearDuplicates
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
-from tba.replay.scores import Score
 from tba.replay.selection import RecencyReward
 from tba.replay.uses import pack_uses, unpack_uses
-from tba.types import Group, Trajectory, Version
+from tba.types import Group, Score, Trajectory, Version
 
 
 class Pile:
