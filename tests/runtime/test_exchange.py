@@ -220,7 +220,7 @@ def test_the_exchange_does_for_searchers_what_a_searcher_does_and_nothing_else(t
     exchange = Exchange(run, recipe, lambda piece: piece)
     exchange.record("fault", "reward_retries", "the judge was not there")
     assert count_faults(run.path)["reward_retries"] == 1
-    for verb in ("close", "_append", "__init__"):
+    for verb in ("_append", "owner", "__init__"):
         with pytest.raises(ValueError, match="is not for searchers"):
             exchange.journal("searcher-0", verb)
         with pytest.raises(ValueError, match="is not for searchers"):
