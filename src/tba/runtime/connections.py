@@ -27,6 +27,8 @@ from tba.runtime.run_dir import RunDirectory
 from tba.types import Evaluation, Json
 from tba.weights.directory import WeightDirectory
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class RunRecords:
@@ -66,9 +68,6 @@ def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[
     )
     journal.resume()
     return Connections(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)
-
-
-T = TypeVar("T")
 
 
 _AT_ONCE = ("claim", "finish", "count", "unscored", "put_scores")  # have nothing to do with what is being written

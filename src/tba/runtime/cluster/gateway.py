@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import isfunction
+from inspect import getmembers, isfunction
 from typing import Any
 
 from tba.protocols import Journal, Records
@@ -25,7 +25,7 @@ from tba.weights.directory import WeightDirectory
 
 def verbs_of(protocol: type) -> frozenset[str]:
     """The names of its methods: what can be asked from another machine, and nothing else."""
-    return frozenset(name for name, member in vars(protocol).items() if isfunction(member) and name[0] != "_")
+    return frozenset(name for name, _ in getmembers(protocol, isfunction) if not name.startswith("_"))
 
 
 JOURNAL, RECORDS = verbs_of(Journal), verbs_of(Records)
