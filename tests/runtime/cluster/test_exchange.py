@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import TASK, TOY, made, until
 from tests.replay.trajectory_cases import same, trajectory
+from tests.runtime.runs import TASK, TOY, made, until
 
 from tba.errors import HandedOutLost, UserError
 from tba.policy.tabular import WEIGHT
