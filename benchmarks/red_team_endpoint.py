@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tba.apps.red_team.endpoint import EndpointVictim
 from tba.apps.red_team.task import RedTeam
-from tba.apps.red_team.victim import EndpointVictim
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.recipes.red_team_small import recipe as small
 from tba.replay.pacing import Pacing

@@ -207,7 +207,7 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 class Synchronous:
     """Searcher and trainer of a recipe in one process, from a checkpoint if there is one: called in turn.
 
-    It is the searcher's prompts, weights and sink, and where the trainer's batches come from.
+    It is the searcher's prompts, weights and journal, and where the trainer's batches come from.
     """
 
     recipe: Recipe
@@ -234,7 +234,7 @@ class Synchronous:
             reward=recipe.task.reward(),
             exploration=recipe.exploration,
             prompts=PromptStream(prompts_of(recipe, tokenizer, "train"), recipe.seed, self.lease),
-            sink=self,
+            journal=self,
             weights=self,
             samples_per_prompt=recipe.samples_per_prompt,
             prompts_per_round=recipe.prompts_per_round,

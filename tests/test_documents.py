@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tba.apps.preference.command import RewardModelOptions
-from tba.apps.red_team.command import PlotOptions, RedTeamEvalOptions, WorldPlaces
+from tba.apps.red_team.command import PlotOptions, WorldPlaces
+from tba.apps.red_team.endpoint import EndpointVictim
+from tba.apps.red_team.evaluation import RedTeamEvalOptions
 from tba.apps.red_team.toxicity_classifier import ClassifierOptions
-from tba.apps.red_team.victim import EndpointVictim
 from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
 from tba.command.importing import ImportOptions

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tba.__main__ import main
-from tba.apps.red_team.victim import EndpointVictim
+from tba.apps.red_team.endpoint import EndpointVictim
 from tba.command.help import OPTIONS
 from tba.errors import UserError
 from tba.field_comments import comments

@@ -22,7 +22,7 @@ from types import ModuleType, UnionType
 from typing import Literal
 
 from tba.apps.preference.command import RewardModelOptions
-from tba.apps.red_team.command import RedTeamEvalOptions
+from tba.apps.red_team.evaluation import RedTeamEvalOptions
 from tba.apps.red_team.toxicity_classifier import ClassifierOptions
 from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
@@ -62,9 +62,10 @@ class Slot:
     can: tuple[str, ...]  # attributes that a filling has
 
 
+VICTIMS = "tba.apps.red_team.victim tba.apps.red_team.endpoint"
 SLOTS = (
     Slot("--task", "The task", "tba.tasks tba.apps.preference.tldr tba.apps.red_team.task", ("problems", "reward")),
-    Slot("--task.victim", "The victim of red-teaming", "tba.apps.red_team.victim", ("max_tokens", "start")),
+    Slot("--task.victim", "The victim of red-teaming", VICTIMS, ("max_tokens", "start")),
     Slot("--task.classifier", "The classifier of red-teaming", "tba.apps.red_team.toxicity", ("path", "start")),
     Slot("--model", "The model", "tba.models", ("prepared", "policy", "engine", "reference")),
     Slot("--objective", "The objective", "tba.objectives", ("needs", "by_group")),

@@ -1,9 +1,9 @@
 """The seams: what each part asks of its neighbours, and nothing more.
 
-    Task -> Searcher --TrajectorySink/Source--> Replay --groups--> Trainer
-            (Engine, Reward, Reference)                            (Policy, Objective)
-                ^                                                     |
-                +------- WeightSource / WeightPublisher, every k steps -+
+    Task -> PromptSource -> Searcher --Journal--> replay (Selector) --groups--> Trainer
+                       (Engine, Reward, Reference)                      (Policy, Objective)
+                               ^                                               |
+                               +--- WeightSource / WeightPublisher, every k ---+
 
 Everything here is structural (`typing.Protocol`): an implementation imports nothing from this file.
 Torch is imported for type checkers only, so that replay and types stay free of it.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -20,13 +21,16 @@ import numpy.typing as npt
 
 from tba.types import (
     Completion,
+    Evaluation,
     FloatArray,
     Group,
     Json,
     Judgement,
+    Outcome,
     Problem,
     Prompt,
     Sampling,
+    Score,
     Split,
     Trajectory,
     Version,
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba.batch import Batch
+    from tba.sharding import Sharding
 
 
 class Tokenizer(Protocol):
@@ -222,6 +227,16 @@ class Policy(Protocol):
         ...
 
 
+class SavedPolicy(Policy, Protocol):
+    """A policy that can be spread over ranks, and written with weights that come from elsewhere."""
+
+    def everything(self) -> Mapping[str, torch.Tensor]:
+        """`weights`, and those that adapters leave as they are."""
+        ...
+
+    def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, torch.Tensor] | None = None) -> None: ...
+
+
 class Objective(Protocol):
     """(policy output, batch, step) -> (scalar to minimise, metrics). Pure: no process, file or model class.
 
@@ -241,19 +256,114 @@ class Objective(Protocol):
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]: ...
 
 
-class TrajectorySink(Protocol):
-    """The upper end of the arrow down."""
+class PromptSource(Protocol):
+    """What a searcher answers next."""
 
-    def put(self, trajectories: Sequence[Trajectory], leases: Sequence[int] = ()) -> None:
-        """Returns once they are durable; gives back the prompt leases they answer, in the same transaction."""
+    def take(self, count: int) -> tuple[list[int], list[Prompt]]:
+        """Leased positions and their prompts; the positions are given back with their trajectories."""
+        ...
+
+    def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
+        """What of the answers' rewards, by position, is to be told to all searchers."""
         ...
 
 
-class TrajectorySource(Protocol):
-    """The lower end of the arrow down."""
+class Journal(Protocol):
+    """What a part that is not the trainer may ask of the journal, all of it in the name of one owner.
 
-    def drain(self, limit: int | None = None) -> list[Trajectory]:
-        """What is new since the last call, oldest first; empty when nothing is. Never waits."""
+    Every method may be called from another machine: the remote side is generated from these names, and the gateway
+    beside the trainer answers to no others (`runtime/cluster/`). So arguments and results are plain values or nouns.
+    """
+
+    def put(
+        self,
+        trajectories: Sequence[Trajectory],
+        leases: Sequence[int] = (),
+        counters: Mapping[str, int] | None = None,
+        outcomes: Sequence[Outcome] = (),
+    ) -> None:
+        """Returns once they are on disk. In the same transaction the leases are given back as done, and the owner's
+        counters and what is told of the prompts are added. A repeated call changes nothing.
+        """
+        ...
+
+    def known(self, uids: Sequence[str]) -> set[str]:
+        """Which of these were ever put."""
+        ...
+
+    def rows(self) -> int:
+        """How many trajectories were ever put, by anybody."""
+        ...
+
+    def lease(self, count: int, seconds: float) -> list[int]:
+        """`count` prompt positions of an endless order, which nobody else is given for so many seconds."""
+        ...
+
+    def lease_first(self, order: Sequence[int], count: int, seconds: float) -> list[int]:
+        """The first `count` positions in `order` that nobody holds; fewer when all are held."""
+        ...
+
+    def outcomes(self, after: int) -> list[tuple[int, int, float, float]]:
+        """(number, *outcome) of all that were told and are numbered above `after`, in order."""
+        ...
+
+    def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
+        """Up to `count` trajectories whose score under `reference` the trainer asks for, leased for so many seconds."""
+        ...
+
+    def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
+        """In one transaction, as `put`."""
+        ...
+
+    def count(self, **increments: int) -> None:
+        """Add to the owner's counters."""
+        ...
+
+    def claim(self, job: str, seconds: float) -> bool:
+        """True for exactly one claimant, whose the job then is until it is finished or so many seconds are over."""
+        ...
+
+    def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
+        """The job is done, with its results; those of a job that somebody else has finished are ignored."""
+        ...
+
+    def resume(self) -> None:
+        """Whoever had this owner's name before is dead: all that it held is for others."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is asked."""
+        ...
+
+
+class Answered(Protocol):
+    """One problem of an evaluation and how it was answered."""
+
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def completion(self) -> str: ...
+    @property
+    def reward(self) -> float: ...
+    @property
+    def correct(self) -> bool: ...
+    @property
+    def metric(self) -> str: ...
+
+
+class Records(Protocol):
+    """What a searcher leaves for people and for the summary, on its own machine or from another, as the journal."""
+
+    def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
+        """Those of one evaluation of one version."""
+        ...
+
+    def fault(self, kind: str, what: str) -> None:
+        """One that was survived."""
+        ...
+
+    def result(self, part: str, result: Json) -> None:
+        """What the summary needs of the part."""
         ...
 
 
@@ -267,13 +377,13 @@ class PublishedWeights:
 
 
 class WeightPublisher(Protocol):
-    """The lower end of the arrow up."""
+    """Where the trainer sends its weights."""
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None: ...
 
 
 class WeightSource(Protocol):
-    """The upper end of the arrow up."""
+    """Where searchers find them."""
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """The newest published version if it is newer than `version` (None: any), else None. Never waits."""
@@ -282,6 +392,18 @@ class WeightSource(Protocol):
     def at(self, version: Version) -> PublishedWeights:
         """That very version. Raises `UserError` when it is not (or no longer) there."""
         ...
+
+
+class KeptWeights(Protocol):
+    """Published versions that can be kept from being pruned, each for some reasons."""
+
+    def versions(self) -> list[Version]: ...
+
+    def pin(self, version: Version, why: str) -> None: ...
+
+    def unpin(self, version: Version, why: str) -> None: ...
+
+    def pins(self, version: Version) -> list[str]: ...
 
 
 class TrajectoryStore(Protocol):
@@ -327,10 +449,72 @@ class TrajectoryStore(Protocol):
 class Selector(Protocol):
     """Which prompts and which of their trajectories. The paper's m lives here and nowhere else."""
 
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Groups drawn so far, by kind."""
+        ...
+
     def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]: ...
 
+    def state(self) -> Json:
+        """What `restore` takes, so that a resumed run draws as it would have."""
+        ...
 
-class Replay(Protocol):
-    """What the trainer asks for."""
+    def restore(self, state: Json) -> None: ...
 
-    def sample(self, groups: int, size: int) -> list[Group]: ...
+
+class Selection(Protocol):
+    """The settings of a selector."""
+
+    def start(self) -> Selector: ...
+
+
+class Model(Protocol):
+    """The weights a run begins with, and what each half makes of them."""
+
+    def prepared(self, task: Task, log: Any = ...) -> Model:
+        """The same, with its weights at hand (a supervised warm start is run, or found in the cache)."""
+        ...
+
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def heads(self) -> frozenset[str]:
+        """Which heads (`HEADS`) its policies can be given."""
+        ...
+
+    @property
+    def max_completion_tokens(self) -> int:
+        """How many tokens an answer of its engines has at most, the end of text included."""
+        ...
+
+    @property
+    def never_sampled(self) -> tuple[str, ...]:
+        """The answers that rules of its engines forbid at any sampling settings, in words."""
+        ...
+
+    def policy(
+        self,
+        temperature: float,
+        heads: frozenset[str] = ...,
+        saved: Path | None = ...,
+        sharding: Sharding | None = ...,
+    ) -> Policy:
+        """What is trained, with its heads at zero; with the weights that `save` wrote into the folder `saved`.
+
+        With a `sharding` it is this rank's share of it. Raises `UserError` when it cannot be shared.
+        """
+        ...
+
+    @property
+    def trainer_device(self) -> torch.device:
+        """Where its policies are trained."""
+        ...
+
+    def engine(self, version: Version) -> Engine: ...
+
+    def reference(self, temperature: float, version: Version) -> Reference: ...
+
+    def save(self, policy: Policy, path: Path) -> None:
+        """The policy in the Hugging Face layout, with its tokenizer."""
+        ...

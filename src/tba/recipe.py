@@ -13,76 +13,21 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal
 
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.protocols import HEADS, Embedding, Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
+from tba.protocols import HEADS, Embedding, Exploration, Model, Objective, Task
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
 from tba.search.vine import Vine
-from tba.sharding import Sharding
 from tba.training.control import Control
 from tba.training.optimizer import OptimizerSettings
 from tba.training.ranks import RankSettings
-from tba.types import Json, Version
+from tba.types import Json
 from tba.weights.directory import PublishSettings
-
-if TYPE_CHECKING:
-    import torch
-
-
-class Model(Protocol):
-    """The weights a run begins with, and what each half makes of them."""
-
-    def prepared(self, task: Task, log: Any = ...) -> Model:
-        """The same, with its weights at hand (a supervised warm start is run, or found in the cache)."""
-        ...
-
-    def tokenizer(self) -> Tokenizer: ...
-
-    @property
-    def heads(self) -> frozenset[str]:
-        """Which heads (`protocols.HEADS`) its policies can be given."""
-        ...
-
-    @property
-    def max_completion_tokens(self) -> int:
-        """How many tokens an answer of its engines has at most, the end of text included."""
-        ...
-
-    @property
-    def never_sampled(self) -> tuple[str, ...]:
-        """The answers that rules of its engines forbid at any sampling settings, in words."""
-        ...
-
-    def policy(
-        self,
-        temperature: float,
-        heads: frozenset[str] = ...,
-        saved: Path | None = ...,
-        sharding: Sharding | None = ...,
-    ) -> Policy:
-        """What is trained, with its heads at zero; with the weights that `save` wrote into the folder `saved`.
-
-        With a `sharding` it is this rank's share of it. Raises `UserError` when it cannot be shared.
-        """
-        ...
-
-    @property
-    def trainer_device(self) -> torch.device:
-        """Where its policies are trained."""
-        ...
-
-    def engine(self, version: Version) -> Engine: ...
-
-    def reference(self, temperature: float, version: Version) -> Reference: ...
-
-    def save(self, policy: Policy, path: Path) -> None:
-        """The policy in the Hugging Face layout, with its tokenizer."""
-        ...
 
 
 @dataclass(frozen=True)

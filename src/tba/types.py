@@ -246,6 +246,18 @@ class Group:
         return self.trajectories[0].reference
 
 
+@dataclass(frozen=True)
+class Score:
+    """What a later reference says of one trajectory."""
+
+    uid: str
+    reference: Version
+    log_reference: FloatArray  # [T], at the recipe's policy_temperature
+
+
+Outcome: TypeAlias = tuple[int, float, float]  # of a leased prompt's answers: its position, successes, failures
+
+
 @dataclass(frozen=True, slots=True)
 class Evaluation:
     """One measured figure of one version on the held-out split.

@@ -17,8 +17,7 @@ from tba.replay.bodies import BLOCK_BYTES
 from tba.replay.buffer import Amount, Buffer, BufferSettings
 from tba.replay.near import NearDuplicates
 from tba.replay.prompt_index import Listing
-from tba.replay.scores import Score
-from tba.types import ELSEWHERE, Trajectory, Version
+from tba.types import ELSEWHERE, Score, Trajectory, Version
 
 WITHIN = 6  # the last arrivals that count as the newest
 

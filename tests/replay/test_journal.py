@@ -23,8 +23,7 @@ from tba.replay.filesystem import network_filesystem
 from tba.replay.follower import JournalFollower
 from tba.replay.gone import Gone
 from tba.replay.journal import JournalWriter
-from tba.replay.scores import Score
-from tba.types import Evaluation, Trajectory, Version
+from tba.types import Evaluation, Score, Trajectory, Version
 
 
 @pytest.fixture

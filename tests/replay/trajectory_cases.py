@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 
 from tba.replay.buffer import Buffer, BufferSettings
-from tba.types import ELSEWHERE, Completion, Prompt, StopReason, Trajectory, Version
+from tba.replay.codec import Stored
+from tba.replay.gone import Gone
+from tba.types import ELSEWHERE, Completion, Prompt, Score, StopReason, Trajectory, Version
 
 FIRST = Version()
 _serial = itertools.count()
@@ -40,6 +42,27 @@ def trajectory(
         log_reference=np.zeros(len(tokens), dtype=np.float32),
         reference=reference,
     )
+
+
+class Pile:
+    """A source in memory: what is laid on it comes off, once. Nobody scores anything anew."""
+
+    def __init__(self, waiting: Sequence[Trajectory] = ()) -> None:
+        self.waiting = list(waiting)
+        self.position = self.score_position = 0
+
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
+        taken, self.waiting = self.waiting[:limit], self.waiting[len(self.waiting[:limit]) :]
+        self.position += len(taken)
+        return [Stored.of(t) for t in taken]
+
+    def take_gone(self) -> Gone:
+        return Gone()
+
+    def ask(self, reference: Version, uids: Sequence[str]) -> None: ...
+
+    def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
+        return []
 
 
 def plain_edits(left: Sequence[int], right: Sequence[int]) -> int:

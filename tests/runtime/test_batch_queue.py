@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.replay.trajectory_cases import Pile
 
 from tba.errors import DeadlineExceeded, UserError
 from tba.record.clock import ShareClock
 from tba.replay.buffer import BufferSettings
+from tba.replay.codec import Stored
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
 from tba.replay.selection import RecencyReward
@@ -26,18 +27,17 @@ LONG = 60.0
 NOW = Version(0, 0)
 
 
-@dataclass
-class Given:
+class Given(Pile):
     """A source of trajectories in memory, which may fail."""
 
-    waiting: list[Trajectory] = field(default_factory=list)
-    failure: Exception | None = None
+    def __init__(self, waiting: Sequence[Trajectory] = (), failure: Exception | None = None) -> None:
+        super().__init__(waiting)
+        self.failure = failure
 
-    def drain(self, limit: int | None = None) -> Sequence[Trajectory]:
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
         if self.failure is not None:
             raise self.failure
-        taken, self.waiting = self.waiting[:limit], self.waiting[len(self.waiting) if limit is None else limit :]
-        return taken
+        return super().drain_stored(limit, until)
 
 
 def replay_of(source: Given, max_mean_uses: float = 8.0) -> Replay:

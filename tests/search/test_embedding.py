@@ -15,7 +15,7 @@ from tba.policy.tabular import TabularTask
 from tba.protocols import EMBEDDING
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.search.embedding import Embedded, HashedNgrams
+from tba.search.embedding import HashedNgrams, embedded
 from tba.types import Sampling
 
 
@@ -39,16 +39,15 @@ def test_any_text_has_a_place_of_length_1_or_none_and_it_is_its_own(texts: list[
         assert np.array_equal(HashedNgrams(dimensions=16).embed([text])[0], row)
 
 
-def test_what_goes_through_has_its_place_in_the_journal(tmp_path: Path) -> None:
+def test_the_place_of_a_text_is_kept_in_the_journal(tmp_path: Path) -> None:
     task = TabularTask()
     (group,) = sample_groups(task, tabular_prompts(task)[:1], 5, Sampling(), np.random.default_rng(0))
     with (
         JournalWriter(tmp_path / "journal", "searcher-0") as journal,
         JournalFollower(tmp_path / "journal") as follower,
     ):
-        Embedded(journal, HashedNgrams()).put(group.trajectories, (), {"generated_tokens": 3})
+        journal.put(embedded(group.trajectories, HashedNgrams()))
         found = follower.drain()
-        assert follower.counters()["searcher-0"]["generated_tokens"] == 3
     expected = HashedNgrams().embed([t.completion.text for t in group.trajectories])
     np.testing.assert_allclose([t.arrays[EMBEDDING] for t in found], expected, atol=1e-3)
 

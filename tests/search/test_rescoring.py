@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +9,12 @@ import torch
 
 from tba.engines.transformers import EngineSettings
 from tba.models.huggingface import HuggingFace
-from tba.search.rescoring import Rescorer, Scored
+from tba.replay.follower import JournalFollower
+from tba.replay.journal import JournalWriter
+from tba.search.rescoring import Rescorer
 from tba.tasks.characters import character_tokenizer
 from tba.training.tiny_models import ScratchModel
-from tba.types import FloatArray, Prompt, Sampling, Trajectory, Version
+from tba.types import Prompt, Sampling, Trajectory, Version
 
 LATER = Version(0, 50)
 
@@ -46,30 +47,26 @@ def answers(model: HuggingFace, each: int) -> list[Trajectory]:
 
 def test_scores_are_those_of_scoring_afresh_a_bounded_amount_at_a_time(tmp_path: Path) -> None:
     model = small_llama(tmp_path / "model")
-    waiting, scores, counted = answers(model, 6), dict[str, FloatArray](), list[Mapping[str, int]]()
-    everything = {t.uid: t for t in waiting}
-    policy = model.policy(0.7)
-    weights = {name: tensor * 1.3 for name, tensor in policy.weights().items()}
+    trajectories = {t.uid: t for t in answers(model, 6)}
+    weights = {name: tensor * 1.3 for name, tensor in model.policy(0.7).weights().items()}
     reference, afresh = model.reference(0.7, Version()), model.reference(0.7, Version())
-
-    def wanted(version: Version, count: int) -> Sequence[Trajectory]:
-        taken = waiting[: -count - 1 : -1] if version == LATER else []
-        del waiting[len(waiting) - len(taken) :]
-        return taken
-
-    def put(version: Version, scored: Scored, counts: Mapping[str, int]) -> None:
-        assert version == LATER
-        scores.update({t.uid: row for t, row in scored})
-        counted.append(counts)
-
-    rescorer = Rescorer(reference, 7, wanted, put)
-    assert rescorer.round() == 0
-    for one in (reference, afresh):
-        one.load(weights, LATER)
-    assert [rescorer.round() for _ in range(4)] == [7, 7, 4, 0]
-    assert set(list(scores)[:7]) == set(list(everything)[-7:])  # the newest first
-    for uid, t in everything.items():
-        np.testing.assert_allclose(scores[uid], afresh.log_probabilities(t.prompt, [t.completion])[0], atol=2e-5)
-        assert abs(scores[uid] - t.log_reference).max() > 0.01  # it is another reference
-    assert [c["rescored_trajectories"] for c in counted] == [7, 7, 4]
-    assert sum(c["rescored_tokens"] for c in counted) == sum(t.length for t in everything.values())
+    path = tmp_path / "journal.sqlite"
+    with JournalWriter(path, "searcher-0") as journal, JournalFollower(path) as follower:
+        journal.put(list(trajectories.values()))
+        follower.ask(LATER, list(trajectories))
+        rescorer = Rescorer(reference, journal, per_round=7, lease_seconds=60.0)
+        assert rescorer.round() == 0  # it has another reference
+        for one in (reference, afresh):
+            one.load(weights, LATER)
+        assert [rescorer.round() for _ in range(4)] == [7, 7, 4, 0]
+        scores, counts = follower.drain_scores(), follower.counters()["searcher-0"]
+    assert {s.uid for s in scores[:7]} == set(list(trajectories)[-7:])  # the newest first
+    assert {s.reference for s in scores} == {LATER}
+    for score in scores:
+        t = trajectories.pop(score.uid)
+        np.testing.assert_allclose(
+            score.log_reference, afresh.log_probabilities(t.prompt, [t.completion])[0], atol=2e-5
+        )
+        assert abs(score.log_reference - t.log_reference).max() > 0.01  # it is another reference
+    assert not trajectories
+    assert counts == {"rescored_trajectories": 18, "rescored_tokens": sum(t.length for t in answers(model, 6))}

@@ -63,7 +63,7 @@ def bench(tmp_path: Path) -> Iterator[Callable[..., Bench]]:
                 "reward": TASK.reward(),
                 "exploration": Fixed(),
                 "prompts": PromptStream(tabular_prompts(TASK), 0, lambda count: journal.lease(count, 60.0)),
-                "sink": journal,
+                "journal": journal,
                 "weights": weights,
                 "samples_per_prompt": S,
                 "prompts_per_round": 3,
@@ -222,15 +222,15 @@ def test_equal_generators_give_equal_rounds(bench: Callable[..., Bench]) -> None
     for _ in range(2):
         b = bench(rng=np.random.default_rng(7))
         b.searcher.prompts.lease = lambda count: list(range(count))
-        b.searcher.sink = Kept()
+        b.searcher.journal = Kept()
         b.searcher.round()
-        rounds.append([(t.uid, t.completion.digest) for t in b.searcher.sink.kept])
+        rounds.append([(t.uid, t.completion.digest) for t in b.searcher.journal.kept])
     assert rounds[0] == rounds[1]
 
 
 @dataclass
 class Kept:
-    """A sink in memory."""
+    """A journal in memory, which is only put into."""
 
     kept: list[Trajectory] = field(default_factory=list)
 
@@ -238,8 +238,6 @@ class Kept:
         self, trajectories: Sequence[Trajectory], leases: Sequence[int] = (), counters: Any = None, outcomes: Any = ()
     ) -> None:
         self.kept += trajectories
-
-    def count(self, **increments: int) -> None: ...
 
 
 @dataclass
@@ -252,9 +250,6 @@ class Sent:
     def put(self, trajectories: Sequence[Trajectory], *rest: Any) -> None:
         self.sizes.append(len(trajectories))
         self.journal.put(trajectories, *rest)
-
-    def count(self, **increments: int) -> None:
-        self.journal.count(**increments)
 
 
 def small_llama(folder: Path) -> HuggingFace:
@@ -276,14 +271,14 @@ def test_a_long_round_is_sent_down_prompt_by_prompt_and_its_account_closes(
 ) -> None:
     model = small_llama(tmp_path / "model")
     with JournalWriter(tmp_path / "journal.sqlite", "searcher-0") as journal:
-        searcher = searcher_of(model, tmp_path, 0.7, Fixed(temperature=0.7), sink := Sent(journal))
+        searcher = searcher_of(model, tmp_path, 0.7, Fixed(temperature=0.7), sent := Sent(journal))
         searcher.prompts = PromptStream(searcher.prompts.prompts, 0, lambda count: journal.lease(count, 60.0))
         searcher.hand_down_seconds = seconds
-        sent = searcher.round()
+        handed_down = searcher.round()
         assert journal.lease(1, 60.0) == [3]  # 0, 1 and 2 are given back
-    assert sent == sum(sink.sizes) == 36
-    assert len(sink.sizes) <= puts
-    assert (len(sink.sizes) > 1) == (seconds == 0.0)
+    assert handed_down == sum(sent.sizes) == 36
+    assert len(sent.sizes) <= puts
+    assert (len(sent.sizes) > 1) == (seconds == 0.0)
     with JournalFollower(tmp_path / "journal.sqlite") as follower:
         kept = follower.drain()
         counts = follower.counters()["searcher-0"]
@@ -299,15 +294,15 @@ def test_a_long_round_is_sent_down_prompt_by_prompt_and_its_account_closes(
 
 def rounds_of(model: HuggingFace, tmp_path: Path, temperature: float, exploration: Fixed) -> list[Trajectory]:
     """Two rounds of real parts at version 0; answers of many lengths, some ended by EOS and some truncated."""
-    sink = Kept()
-    searcher = searcher_of(model, tmp_path, temperature, exploration, sink)
+    journal = Kept()
+    searcher = searcher_of(model, tmp_path, temperature, exploration, journal)
     searcher.round()
     searcher.round()
-    assert {t.completion.stop_reason for t in sink.kept} == {StopReason.EOS, StopReason.LENGTH}
-    return sink.kept
+    assert {t.completion.stop_reason for t in journal.kept} == {StopReason.EOS, StopReason.LENGTH}
+    return journal.kept
 
 
-def searcher_of(model: HuggingFace, tmp_path: Path, temperature: float, exploration: Fixed, sink: Any) -> Searcher:
+def searcher_of(model: HuggingFace, tmp_path: Path, temperature: float, exploration: Fixed, journal: Any) -> Searcher:
     """Three prompts, twelve answers to each, on seven slots."""
     tokenizer = model.tokenizer()
     prompts = [Prompt("t", np.array(tokenizer.encode(t), np.int32), t) for t in ("1+2=", "7.", "12+34+56=")]
@@ -318,7 +313,7 @@ def searcher_of(model: HuggingFace, tmp_path: Path, temperature: float, explorat
         reward=Indifferent(),
         exploration=exploration,
         prompts=PromptStream(prompts, 0, lambda count: list(range(count))),
-        sink=sink,
+        journal=journal,
         weights=WeightDirectory(tmp_path / "weights"),
         samples_per_prompt=12,
         prompts_per_round=3,

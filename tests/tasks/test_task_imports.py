@@ -6,11 +6,11 @@ import sys
 LIGHT = """
 import importlib, pkgutil, sys
 import tba.rewards, tba.tasks
-MODELS = ("scoring", "frozen", "victim_model", "model_classifiers")  # loaded with a reward's first answer
 for package in (tba.rewards, tba.tasks):
     for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
-        if module.name.rpartition(".")[2] not in MODELS:
-            importlib.import_module(module.name)
+        importlib.import_module(module.name)
+for name in ("preference.tldr", "preference.reward_model", "red_team.task", "red_team.endpoint"):
+    importlib.import_module(f"tba.apps.{name}")
 print(sorted({"torch", "transformers", "tokenizers", "datasets", "reasoning_gym"} & sys.modules.keys()))
 """
 

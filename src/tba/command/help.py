@@ -23,7 +23,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
         "apps.red_team.command.ClassifierPlaces",
         "apps.red_team.toxicity_classifier.ClassifierOptions",
     ),
-    "red-team eval": ("apps.red_team.command.RedTeamEvalOptions",),
+    "red-team eval": ("apps.red_team.evaluation.RedTeamEvalOptions",),
     "red-team plot": ("apps.red_team.command.PlotOptions",),
     "eval": ("command.options.EvalOptions",),
     "study": ("research.command.StudyOptions",),

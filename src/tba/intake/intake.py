@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -26,23 +26,13 @@ from tba.intake.answers import Answer, answer_of
 from tba.intake.encoding import Encoded, Encoder
 from tba.intake.files import Refusal, Values
 from tba.intake.report import Report, counters
-from tba.protocols import Reference, Reward
+from tba.protocols import Journal, Reference, Reward
 from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quoted
 
 S = TypeVar("S")
 T = TypeVar("T")
 CHUNK = 1024  # lines that are marked, scored and written together
 Entry: TypeAlias = tuple[int, Values | Refusal | Trajectory]
-
-
-class Sink(Protocol):
-    """Where trajectories go (the journal), which knows what it has."""
-
-    def put(
-        self, trajectories: Sequence[Trajectory], leases: Sequence[int] = ..., counters: Mapping[str, int] | None = ...
-    ) -> None: ...
-
-    def known(self, uids: Sequence[str]) -> set[str]: ...
 
 
 @dataclass(frozen=True)
@@ -67,10 +57,11 @@ class Intake:
     encoder: Encoder
     reward: Reward
     reference: Reference
-    sink: Sink
+    journal: Journal
     believe: bool = False  # claimed rewards, where there are any
     needs_behavior: bool = False  # refuse what comes without log-probabilities of its behaviour
     largest_reward: float = sys.float_info.max  # refuse what has a larger |reward|
+    embedded: Callable[[Sequence[Trajectory]], Sequence[Trajectory]] = lambda as_they_are: as_they_are  # before the put
     now: Callable[[], float] = time.time
     _seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
@@ -127,7 +118,7 @@ class Intake:
 
     def _new(self, candidates: list[Candidate], report: Report) -> list[Candidate]:
         """Those that are not in the journal already."""
-        known = self.sink.known([c.uid for c in candidates])
+        known = self.journal.known([c.uid for c in candidates])
         report.repeated += sum(c.uid in known for c in candidates)
         return [c for c in candidates if c.uid not in known]
 
@@ -156,7 +147,7 @@ class Intake:
                 trajectories.append(self._trajectory(candidate, mark, log_reference, now))
                 known.append(candidate.encoded.known)
         if trajectories:
-            self.sink.put(trajectories, counters=counters(trajectories))
+            self.journal.put(self.embedded(trajectories), counters=counters(trajectories))
         for trajectory, is_known in zip(trajectories, known, strict=True):
             report.take(trajectory, is_known)
             self._compare(trajectory, report)

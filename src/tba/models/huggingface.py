@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 from weakref import WeakValueDictionary
 
 import safetensors
@@ -30,16 +30,13 @@ from tba.policy.causal import CausalPolicy, load_model
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
 from tba.policy.reference import FrozenReference
-from tba.protocols import HEADS, Policy, Task
+from tba.protocols import HEADS, Policy, SavedPolicy, Task
 from tba.sharding import Sharding
 from tba.tasks.characters import character_tokenizer
 from tba.training.cache import cached_supervised, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Json, Problem, Version
-
-if TYPE_CHECKING:
-    from tba.training.sharded import SavedPolicy
 
 FACTS = "warm_start.json"
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
@@ -195,7 +192,7 @@ class HuggingFace:
 
     def save(self, policy: Policy, path: Path) -> None:
         with _no_bars():
-            cast("SavedPolicy", policy).save(path, self.tokenizer())  # a policy of this model, or led over ranks
+            cast(SavedPolicy, policy).save(path, self.tokenizer())  # a policy of this model, or led over ranks
 
     @property
     def _device(self) -> torch.device:

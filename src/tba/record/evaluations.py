@@ -9,28 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from tba.protocols import Answered
 from tba.record.jsonl import JsonLines, NewLines, read_lines
 from tba.types import Evaluation, Json, Version
 
 FILE = "evaluations.jsonl"
 ANSWERS_FILE = "answers.jsonl"
-
-
-class Answered(Protocol):
-    """One problem and how it was answered (`tba.evaluation.accuracy.Answer` is one)."""
-
-    @property
-    def prompt(self) -> str: ...
-    @property
-    def completion(self) -> str: ...
-    @property
-    def reward(self) -> float: ...
-    @property
-    def correct(self) -> bool: ...
-    @property
-    def metric(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)

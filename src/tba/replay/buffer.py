@@ -33,8 +33,7 @@ from tba.replay.near import NearDuplicates
 from tba.replay.newest import Newest
 from tba.replay.prompt_index import Listing, Shelf
 from tba.replay.rows import Answers, Rows
-from tba.replay.scores import Score
-from tba.types import Trajectory, Version
+from tba.types import Score, Trajectory, Version
 
 _FIRST = Version()
 _DUPLICATE, _EVICTED = 1, 2  # how it left what is kept

@@ -7,9 +7,9 @@ does not decode it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple
 
-from tba.replay.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectories, facts_of
+from tba.replay.codec import decode_prompt, decode_trajectory, encode_prompt, encode_trajectories
 from tba.replay.schema import prompt_id
 from tba.types import Trajectory
 
@@ -26,13 +26,6 @@ class Row(NamedTuple):
     created: float
     body: bytes
 
-    @classmethod
-    def of_body(cls, prompt: int, body: bytes) -> Self:
-        """Of one that is in the journal already. Raises `Damaged` when the body is not what was written."""
-        facts = facts_of(body)
-        incarnation, step = facts["versions"][:2]
-        return cls(facts["uid"], prompt, facts["length"], incarnation, step, facts["reward"], facts["created"], body)
-
 
 class Encoded(NamedTuple):
     """Trajectories and their prompts, each prompt once."""
@@ -41,8 +34,10 @@ class Encoded(NamedTuple):
     rows: Sequence[Row]
 
 
-def encoded(trajectories: Sequence[Trajectory]) -> Encoded:
-    """Raises `ValueError` for arrays that do not fit their completion."""
+def encoded(trajectories: Sequence[Trajectory] | Encoded) -> Encoded:
+    """What is encoded already stays as it is. Raises `ValueError` for arrays that do not fit their completion."""
+    if isinstance(trajectories, Encoded):
+        return trajectories
     bodies = encode_trajectories(trajectories)
     by_object: dict[int, int] = {}
     prompts: dict[int, bytes] = {}
@@ -58,7 +53,15 @@ def encoded(trajectories: Sequence[Trajectory]) -> Encoded:
     return Encoded(prompts, rows)
 
 
-def decoded(given: Encoded) -> list[Trajectory]:
+def packed(value: Any) -> Any:
+    """An argument or a result as it travels: trajectories encoded, all else as it is."""
+    some = isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], Trajectory)
+    return encoded(value) if some else value
+
+
+def unpacked(value: Any) -> Any:
     """The inverse. Raises `Damaged` when the bytes are not those that were written."""
-    prompts = {digest: decode_prompt(body) for digest, body in given.prompts.items()}
-    return [decode_trajectory(row.body, prompts[row.prompt]) for row in given.rows]
+    if not isinstance(value, Encoded):
+        return value
+    prompts = {digest: decode_prompt(body) for digest, body in value.prompts.items()}
+    return [decode_trajectory(row.body, prompts[row.prompt]) for row in value.rows]

@@ -24,8 +24,7 @@ from tba.replay.gone import Gone
 from tba.replay.opening import add_to_totals, open_journal
 from tba.replay.recovery import Recovery
 from tba.replay.schema import prompt_id
-from tba.replay.scores import Score
-from tba.types import Evaluation, Prompt, Trajectory, Version
+from tba.types import Evaluation, Prompt, Score, Trajectory, Version
 
 log = logging.getLogger("tba.journal")
 _LAST = 2**63 - 1  # no position is larger
@@ -163,7 +162,7 @@ class JournalFollower:
         if rows:
             self.score_position = rows[-1][0]
             self._truncate()
-        return [Score.of_row(*row) for _, *row in rows]
+        return [scores.score_of(*row) for _, *row in rows]
 
     def undrained(self) -> dict[str, int]:
         """{"trajectories", "tokens"} after the position."""

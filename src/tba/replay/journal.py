@@ -19,18 +19,18 @@ from types import TracebackType
 from typing import Self
 
 from tba.replay import scores
-from tba.replay.encoded import Encoded, Row, decoded, encoded
+from tba.replay.codec import decode_prompt, decode_trajectory
+from tba.replay.encoded import Encoded, Row, encoded
 from tba.replay.opening import add_to_totals, open_journal
 from tba.replay.schema import bodies_into, facts_into, keep_prompts
-from tba.replay.scores import Score
-from tba.types import Evaluation, Trajectory, Version
+from tba.types import Evaluation, Outcome, Score, Trajectory, Version
 
 _AT_ONCE = 500  # parameters of one query, of which SQLite allows 999 where it is old
 _PUT_AT_ONCE = 100  # rows of 8 parameters
 
 
 class JournalWriter:
-    """A writing end. Any number of them, in any process; one may be shared by the threads of a process.
+    """A writing end, the `Journal` on its own disk. Any number in any process; threads may share one.
 
     `owner` names who writes: its counts are kept under this name. Raises `UserError` on a network filesystem,
     `DeadlineExceeded` when other writers keep the file locked for `deadline_s` seconds; `waiting` is called now and
@@ -53,27 +53,18 @@ class JournalWriter:
 
     def put(
         self,
-        trajectories: Sequence[Trajectory],
+        trajectories: Sequence[Trajectory] | Encoded,
         leases: Sequence[int] = (),
         counters: Mapping[str, int] | None = None,
-        outcomes: Sequence[tuple[int, float, float]] = (),
+        outcomes: Sequence[Outcome] = (),
     ) -> None:
-        """One transaction: append the trajectories, give the leases back as done, add the counters and the outcomes
-        (position, successes, failures) of what was leased.
+        """One transaction: append the trajectories (encoded already, where they come from elsewhere), give the leases
+        back as done, add the counters and the outcomes of what was leased.
 
         A repeated call changes nothing: a uid that is there already is ignored, and when all of them are, so are the
         counters and outcomes. Raises `ValueError` for arrays that do not fit their completion.
         """
-        self.put_encoded(encoded(trajectories), leases, counters, outcomes)
-
-    def put_encoded(
-        self,
-        given: Encoded,
-        leases: Sequence[int] = (),
-        counters: Mapping[str, int] | None = None,
-        outcomes: Sequence[tuple[int, float, float]] = (),
-    ) -> None:
-        """The same of what was encoded elsewhere."""
+        given = encoded(trajectories)
         rows = given.rows
         with self._database.transaction() as connection:
             keep_prompts(connection, given.prompts.items())
@@ -150,20 +141,16 @@ class JournalWriter:
 
         One that is handed out and has not run out is not handed out again.
         """
-        return decoded(self.unscored_encoded(reference, count, seconds))
-
-    def unscored_encoded(self, reference: Version, count: int, seconds: float) -> Encoded:
-        """The same, to be decoded elsewhere."""
         if not self._database.rows(scores.UNSCORED, str(reference)):
-            return Encoded({}, ())  # nearly always, and without the write lock
+            return []  # nearly always, and without the write lock
         with self._database.transaction() as connection:
             # Many may be asked for: the clock begins again with the machine only, and then so do we.
             now = self._clock() if self._scored_before else self._now(connection, "unscored")
             self._scored_before = True
             rows = scores.lease(connection, reference, count, self.owner, now, seconds)
-        ids = {prompt for prompt, _, _ in rows}
-        prompts = {i: self._database.rows("SELECT body FROM prompts WHERE id = ?", i)[0][0] for i in ids}
-        return Encoded(prompts, [Row.of_body(prompt, body) for prompt, _, body in rows])
+        bodies = {i: self._database.rows("SELECT body FROM prompts WHERE id = ?", i) for i in {row[0] for row in rows}}
+        prompts = {i: decode_prompt(body) for i, ((body,),) in bodies.items()}
+        return [decode_trajectory(body, prompts[prompt]) for prompt, _, body in rows]
 
     def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
         """One transaction: the scores, which are then not asked for any longer, and the counters.

@@ -10,21 +10,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
-from tba.protocols import TrajectorySource
+from tba.protocols import Selection
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
 from tba.replay.codec import Stored
 from tba.replay.gone import Gone
 from tba.replay.pacing import Held, Pacing
-from tba.replay.scores import Score
-from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector, Selection
+from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector
 from tba.replay.uses import pack_uses, unpack_uses
-from tba.types import ELSEWHERE, Group, Json, Trajectory, Version
+from tba.types import ELSEWHERE, Group, Json, Score, Version
 
 _CHUNK = 4096  # rows drained at a time
 
@@ -51,33 +50,30 @@ class ReplaySettings:
         return None if self.keep_gb is None else int(1e9 * self.keep_gb)
 
 
-@runtime_checkable
-class ResumableSource(Protocol):
-    """A `TrajectorySource` that remembers how far it has been drained, such as the journal's follower."""
+class TrajectorySource(Protocol):
+    """Where trajectories come from, in one order for ever: the journal's follower.
+
+    Positions count what was drained, trajectories and scores; they may be set, to drain again from there.
+    """
 
     position: int
-
-    def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]: ...
-
-
-@runtime_checkable
-class StoringSource(Protocol):
-    """A `TrajectorySource` that has trajectories as bytes, and tells what it has on record and cannot give."""
-
-    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]: ...
-
-    def take_gone(self) -> Gone: ...
-
-
-@runtime_checkable
-class ScoringSource(Protocol):
-    """A `TrajectorySource` at whose other end trajectories can be scored under a later reference."""
-
     score_position: int
 
-    def ask(self, reference: Version, uids: Sequence[str]) -> None: ...
+    def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
+        """What is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never waits."""
+        ...
 
-    def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]: ...
+    def take_gone(self) -> Gone:
+        """What was passed over since last asked, for it could not be read."""
+        ...
+
+    def ask(self, reference: Version, uids: Sequence[str]) -> None:
+        """Have searchers score these trajectories under `reference`."""
+        ...
+
+    def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
+        """The scores that are new, as `drain_stored` gives trajectories."""
+        ...
 
 
 class Replay:
@@ -142,7 +138,7 @@ class Replay:
         """Take in all that the source has, scores too; how many trajectories that were. Never waits."""
         taken = 0
         with self._lock:
-            while chunk := self._next():
+            while chunk := self._source.drain_stored(_CHUNK):
                 for trajectory in chunk:
                     self.buffer.add(trajectory)
                 if self._show is not None:
@@ -152,10 +148,9 @@ class Replay:
                 if len(chunk) < _CHUNK:
                     break
             self._pass_over()
-            if isinstance(self._source, ScoringSource):
-                while scores := self._source.drain_scores(_CHUNK):
-                    for score in scores:
-                        self.buffer.score(score)
+            while scores := self._source.drain_scores(_CHUNK):
+                for score in scores:
+                    self.buffer.score(score)
             self._arrived = taken or self._arrived
         return taken
 
@@ -253,10 +248,8 @@ class Replay:
         """What `restore` needs besides the source.
 
         trained: how many of the batches sampled here have been trained; of one that was fetched ahead the uses do not
-        count (None: all have been). Raises `ValueError` when the source is none to resume from.
+        count (None: all have been).
         """
-        if not isinstance(self._source, ResumableSource):
-            raise ValueError("replay can be resumed only from a source with a position")
         with self._lock:
             ahead = [] if trained is None or self._sampled == trained else self._newest
             trajectories = [t for group in ahead for t in group.trajectories]
@@ -267,7 +260,7 @@ class Replay:
                 "position": self._source.position,
                 "lineage": [*self._lineage, (self._source.position, self.now.incarnation)],
                 "counts": {f.name: _pair(getattr(counts, f.name)) for f in fields(counts)},
-                "score_position": self._source.score_position if isinstance(self._source, ScoringSource) else 0,
+                "score_position": self._source.score_position,
                 "uses": pack_uses(used),
                 "pacing": [self._arrived, self._forfeited],
                 "now": str(self.now),
@@ -284,10 +277,8 @@ class Replay:
         is as old as it was. All else that the source has is of weights that are no past of these, and comes after it.
 
         Reads the source again from its beginning. What was used after the state was taken counts as never used: the
-        weights that it trained are gone. Raises `ValueError` when this replay is not fresh, or as `state` does.
+        weights that it trained are gone. Raises `ValueError` when this replay is not fresh.
         """
-        if not isinstance(self._source, ResumableSource):
-            raise ValueError("replay can be resumed only from a source with a position")
         if self.buffer.received:
             raise ValueError("only a fresh replay can be restored: this one has taken in trajectories")
         with self._lock:
@@ -295,7 +286,7 @@ class Replay:
             self.now = Version.parse(state["now"]) if now is None else now
             self.buffer.reference = Version.parse(state["reference"])
             self._lineage = [(position, incarnation) for position, incarnation in state["lineage"]]
-            self._take_in_again(self._source, used)
+            self._take_in_again(used)
             self._pass_over()
             self.buffer.carry(Counts(**{name: Amount(*pair) for name, pair in state["counts"].items()}), used)
             self._arrived, self._forfeited = state.get("pacing", (self.buffer.received, 0.0))
@@ -304,55 +295,44 @@ class Replay:
             self._rng.bit_generator.state = state["rng"]
             self.selector.restore(state["selector"])
 
-    def _next(self, until: int | None = None) -> Sequence[Trajectory | Stored]:
-        """The next chunk of the source, as bytes where it has them."""
-        if isinstance(self._source, StoringSource):
-            return self._source.drain_stored(_CHUNK, until)
-        if isinstance(self._source, ResumableSource):
-            return self._source.drain(_CHUNK, until)
-        return self._source.drain(_CHUNK)
-
     def _pass_over(self) -> None:
         """What the source had and could not give is accounted for."""
-        if isinstance(self._source, StoringSource):
-            gone = self._source.take_gone()
-            self.buffer.pass_over(
-                evicted=Amount(gone.retired_trajectories, gone.retired_tokens),
-                damaged=Amount(gone.damaged_trajectories, gone.damaged_tokens),
-            )
+        gone = self._source.take_gone()
+        self.buffer.pass_over(
+            evicted=Amount(gone.retired_trajectories, gone.retired_tokens),
+            damaged=Amount(gone.damaged_trajectories, gone.damaged_tokens),
+        )
 
     def _ask(self, uids: Sequence[str]) -> None:
-        """Have these scored under the reference of now, where the source can."""
-        if uids and isinstance(self._source, ScoringSource):
+        """Have these scored under the reference of now."""
+        if uids:
             self._source.ask(self.reference, uids)
 
-    def _take_in_again(self, source: ResumableSource, used: npt.NDArray[np.int32]) -> None:
+    def _take_in_again(self, used: npt.NDArray[np.int32]) -> None:
         """What had been taken in by each checkpoint of the lineage, in the same order."""
-        source.position = 0
+        self._source.position = 0
         for position, incarnation in self._lineage:
-            while chunk := self._next(position):
-                for trajectory in chunk:
-                    past = trajectory.version.incarnation == incarnation
-                    place = (isinstance(trajectory, Stored) and trajectory.place) or self.buffer.received + 1
-                    uses = int(used[place]) if place < len(used) else 0
-                    self.buffer.add(trajectory, uses, self.now.incarnation if past else None)
-            source.position = position
+            while chunk := self._source.drain_stored(_CHUNK, position):
+                for stored in chunk:
+                    past = stored.version.incarnation == incarnation
+                    uses = int(used[stored.place]) if stored.place < len(used) else 0
+                    self.buffer.add(stored, uses, self.now.incarnation if past else None)
+            self._source.position = position
 
     def _restore_scores(self, until: int) -> None:
         """What had come in up to a position. What came in under an earlier reference does not count any longer."""
-        if isinstance(self._source, ScoringSource):
-            self._source.score_position = 0
-            while scores := self._source.drain_scores(_CHUNK, until):
-                for score in scores:
-                    self.buffer.score(score)
-            self._source.score_position = until
+        self._source.score_position = 0
+        while scores := self._source.drain_scores(_CHUNK, until):
+            for score in scores:
+                self.buffer.score(score)
+        self._source.score_position = until
 
     def _held(self, groups: int, size: int) -> NotReady | None:
         received, trained = self.buffer.received, self.buffer.trained_total
         reason = self.settings.pacing.held(received, trained, groups * size, self._forfeited)
         if reason == "warm_up":
             return reason
-        unscored = self.buffer.sampleable < len(self.buffer) and isinstance(self._source, ScoringSource)
+        unscored = self.buffer.sampleable < len(self.buffer)
         if unscored and self.buffer.sampleable < max(self.settings.pacing.warm_up, groups * size):
             return "unscored"
         if not self.buffer.prompts(SMALLEST_GROUP):

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tba.replay.codec import decode_logs, encode_logs
-from tba.types import FloatArray, Version
+from tba.types import Score, Version
 
 SCHEMA = """
 CREATE TABLE unscored (
@@ -27,18 +26,9 @@ UNSCORED = "SELECT 1 FROM unscored WHERE reference = ? LIMIT 1"
 SCORES = "SELECT place, uid, reference, body FROM scores WHERE place > ? AND place <= ? ORDER BY place LIMIT ?"
 
 
-@dataclass(frozen=True)
-class Score:
-    """What a reference says of one trajectory."""
-
-    uid: str
-    reference: Version
-    log_reference: FloatArray  # [T], at the recipe's policy temperature
-
-    @classmethod
-    def of_row(cls, uid: str, reference: str, body: bytes) -> Score:
-        """From a row of the table."""
-        return cls(uid, Version.parse(reference), decode_logs(body))
+def score_of(uid: str, reference: str, body: bytes) -> Score:
+    """A row of the table."""
+    return Score(uid, Version.parse(reference), decode_logs(body))
 
 
 def ask(connection: sqlite3.Connection, reference: Version, uids: Sequence[str]) -> None:

@@ -27,9 +27,9 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -40,25 +40,6 @@ from tba.replay.prompt_index import Listing
 from tba.types import Group, Json
 
 SMALLEST_GROUP = 2  # log Z of a single trajectory is its own residual: it teaches nothing
-
-
-class RunningSelector(Protocol):
-    """A `Selector` (see protocols) that counts what it drew and can be resumed."""
-
-    @property
-    def counts(self) -> Mapping[str, int]: ...
-
-    def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]: ...
-
-    def state(self) -> Json: ...
-
-    def restore(self, state: Json) -> None: ...
-
-
-class Selection(Protocol):
-    """The settings of a selector."""
-
-    def start(self) -> RunningSelector: ...
 
 
 @dataclass(frozen=True)

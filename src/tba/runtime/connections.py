@@ -1,110 +1,61 @@
 """How a searcher reaches the rest of its run: the journal, the weights, what is recorded of it.
 
 Invariant: a searcher has these ends and no others, so it need not know whether what it asks lies on its own disk (here)
-or beside a trainer on another machine (`remote`).
-
-A searcher's journal end that writes while the next round is made.
-
-Invariant: what is put is written in order, one round at a time, and counts as acknowledged once the journal has it.
-Until then its prompts stay leased: a searcher that dies takes with it at most the round that was being written and the
-one that it was making, and their prompts are handed out again. What fails there is raised by the next call that has to
-come after it, at the latest by `close`.
+or beside a trainer on another machine (`remote`), nor whether a round is written while it makes the next one
+(`BackgroundJournal`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from tba.errors import DeadlineExceeded
-from tba.protocols import WeightSource
+from tba.protocols import Answered, Journal, Records, WeightSource
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
-from tba.record.evaluations import Answered, EvaluationWriter
+from tba.record.evaluations import EvaluationWriter
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.replay.journal import JournalWriter
-from tba.replay.scores import Score
 from tba.runtime.run_dir import RunDirectory
-from tba.search.posterior import Outcome
-from tba.search.sink import KnowingSink
-from tba.types import Evaluation, Json, Trajectory, Version
+from tba.types import Evaluation, Json
 from tba.weights.directory import WeightDirectory
 
-
-class SearchJournal(KnowingSink, Protocol):
-    """The journal's end of one owner (`JournalWriter` is one)."""
-
-    def rows(self) -> int: ...
-
-    def lease(self, count: int, seconds: float) -> list[int]: ...
-
-    def lease_first(self, order: Iterable[int], count: int, seconds: float) -> list[int]: ...
-
-    def outcomes(self, after: int) -> list[tuple[int, int, float, float]]: ...
-
-    def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]: ...
-
-    def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None: ...
-
-    def claim(self, job: str, seconds: float) -> bool: ...
-
-    def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def close(self) -> None: ...
+T = TypeVar("T")
 
 
-class Records(Protocol):
-    """What a searcher leaves for people and for the summary."""
-
-    def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
-        """Those of one evaluation of one version."""
-        ...
-
-    def fault(self, kind: str, what: str) -> None:
-        """One that was survived."""
-        ...
-
-    def result(self, part: str, result: Json) -> None:
-        """What the summary needs of the part."""
-        ...
-
-    def close(self) -> None: ...
-
-
+@dataclass(frozen=True)
 class RunRecords:
-    """Records in the run's own directory."""
+    """`Records` in the run's own directory."""
 
-    def __init__(self, run: RunDirectory, recipe: Recipe) -> None:
-        self._run = run
-        self._evaluations = EvaluationWriter(run.path, text=not recipe.record.hide_text)
+    run: RunDirectory
+    recipe: Recipe
 
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
         """Those of one evaluation of one version."""
-        self._evaluations.write(evaluations, answers)
+        with closing(EvaluationWriter(self.run.path, text=not self.recipe.record.hide_text)) as writer:
+            writer.write(evaluations, answers)
 
     def fault(self, kind: str, what: str) -> None:
         """One that was survived."""
-        record_fault(self._run.path, kind, what)
+        record_fault(self.run.path, kind, what)
 
     def result(self, part: str, result: Json) -> None:
         """What the summary needs of the part."""
-        write_json(self._run.result(part), result)
-
-    def close(self) -> None:
-        self._evaluations.close()
+        write_json(self.run.result(part), result)
 
 
 @dataclass(frozen=True)
 class Connections:
     """All of them. incarnation: of the run, when the half was started."""
 
-    journal: SearchJournal
+    journal: Journal
     weights: WeightSource
     records: Records
     incarnation: int
@@ -119,17 +70,22 @@ def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[
     return Connections(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)
 
 
-T = TypeVar("T")
+_AT_ONCE = ("claim", "finish", "count", "unscored", "put_scores")  # have nothing to do with what is being written
 
 
 class BackgroundJournal:
-    """Another `SearchJournal`, to which `put` and the leasing of the next prompts go in a thread of its own.
+    """A `Journal` before another one, in which a thread writes what is put while the next round is made.
+
+    Invariant: what is put is written in order, one round at a time, and counts as acknowledged once the journal has it.
+    Until then its prompts stay leased: a searcher that dies takes with it at most the round that was being written and
+    the one that it was making, and their prompts are handed out again. What fails there is raised by the next call that
+    has to come after it, at the latest by `close`.
 
     deadline_s: that a call waits for what was asked before it; more than the journal itself waits for its lock.
     clock: where the time that is waited all the same counts as `journal`.
     """
 
-    def __init__(self, journal: SearchJournal, deadline_s: float, clock: ShareClock) -> None:
+    def __init__(self, journal: Journal, deadline_s: float, clock: ShareClock) -> None:
         self._journal = journal
         self._deadline_s = deadline_s
         self._clock = clock
@@ -139,16 +95,15 @@ class BackgroundJournal:
         self._leased_at = 0.0  # by a clock that never goes back
         self._on_hand: list[int] = []  # positions that are leased, oldest first
 
-    def put(
-        self,
-        trajectories: Sequence[Trajectory],
-        leases: Sequence[int] = (),
-        counters: Mapping[str, int] | None = None,
-        outcomes: Sequence[Outcome] = (),
-    ) -> None:
+    def __getattr__(self, verb: str) -> Any:
+        """What the journal does: of most verbs once all that was put is there, so that they know of it."""
+        act = getattr(self._journal, verb)
+        return act if verb in _AT_ONCE else partial(self._after, act)
+
+    def put(self, *given: Any, **named: Any) -> None:
         """Returns once the round before this one is on disk, and raises what that raised."""
         self._settle()
-        self._written = self._thread.submit(self._journal.put, trajectories, leases, counters, outcomes)
+        self._written = self._thread.submit(self._journal.put, *given, **named)
 
     def lease(self, count: int, seconds: float) -> list[int]:
         """As the journal does. As many again are leased meanwhile for the next call."""
@@ -167,37 +122,6 @@ class BackgroundJournal:
         self._leased_at = time.monotonic()
         return self._thread.submit(self._journal.lease, count, seconds)
 
-    def lease_first(self, order: Iterable[int], count: int, seconds: float) -> list[int]:
-        """As the journal does, once what was put is there: prompts that are given back can be chosen again."""
-        return self._after(lambda: self._journal.lease_first(order, count, seconds))
-
-    def outcomes(self, after: int) -> list[tuple[int, int, float, float]]:
-        """Those of all rounds so far, also of the last one put here."""
-        return self._after(lambda: self._journal.outcomes(after))
-
-    def rows(self) -> int:
-        """With those that were put here last."""
-        return self._after(self._journal.rows)
-
-    def known(self, uids: Sequence[str]) -> set[str]:
-        """Among them what was put here last."""
-        return self._after(lambda: self._journal.known(uids))
-
-    def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
-        return self._journal.unscored(reference, count, seconds)
-
-    def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
-        self._journal.put_scores(scored, counters)
-
-    def count(self, **increments: int) -> None:
-        self._journal.count(**increments)
-
-    def claim(self, job: str, seconds: float) -> bool:
-        return self._journal.claim(job, seconds)
-
-    def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
-        self._journal.finish(job, evaluations)
-
     def resume(self) -> None:
         """As the journal does, once what was put is there; what was leased ahead is given up too."""
         self._after(self._journal.resume)
@@ -211,9 +135,9 @@ class BackgroundJournal:
             self._thread.shutdown(cancel_futures=True)
             self._journal.close()
 
-    def _after(self, act: Callable[[], T]) -> T:
+    def _after(self, act: Callable[..., T], *given: Any, **named: Any) -> T:
         self._settle()
-        return self._waited(self._thread.submit(act))
+        return self._waited(self._thread.submit(act, *given, **named))
 
     def _settle(self) -> None:
         written, self._written = self._written, None

@@ -11,53 +11,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
 from tba.evaluation.accuracy import EvaluationSettings, evaluate
-from tba.protocols import Engine, PublishedWeights, Reward
+from tba.protocols import Engine, Journal, KeptWeights, Records, Reward, WeightSource
 from tba.record.clock import ShareClock
-from tba.record.evaluations import Answered, read_evaluations
-from tba.types import Evaluation, Json, Prompt, Version
+from tba.record.evaluations import read_evaluations
+from tba.types import Json, Prompt, Version
 
 _WHY = "evaluate"
-
-
-class Jobs(Protocol):
-    """Claims of evaluation jobs, and the counts of what they cost (the journal keeps both)."""
-
-    def claim(self, job: str, seconds: float) -> bool: ...
-
-    def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None: ...
-
-    def count(self, **increments: int) -> None: ...
-
-
-class PinnedWeights(Protocol):
-    """Where weights are read by their version."""
-
-    def newer_than(self, version: Version | None) -> PublishedWeights | None: ...
-
-    def at(self, version: Version) -> PublishedWeights: ...
-
-
-class EvaluationSink(Protocol):
-    """Where figures and shown answers go."""
-
-    def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None: ...
-
-
-class KeptWeights(Protocol):
-    """Versions that can be kept from being pruned."""
-
-    def versions(self) -> list[Version]: ...
-
-    def pin(self, version: Version, why: str) -> None: ...
-
-    def unpin(self, version: Version, why: str) -> None: ...
-
-    def pins(self, version: Version) -> list[str]: ...
 
 
 @dataclass
@@ -124,9 +87,9 @@ class Examiner:
     reward: Reward
     settings: EvaluationSettings
     policy_temperature: float
-    jobs: Jobs
-    weights: PinnedWeights
-    writer: EvaluationSink
+    journal: Journal
+    weights: WeightSource
+    records: Records
     seed: int
     claim_seconds: float  # after which a version that was not finished may be evaluated by another searcher
     clock: ShareClock
@@ -139,7 +102,7 @@ class Examiner:
         for request in manifest.get("evaluate", ()):
             name = request["version"]
             version = Version.parse(name)
-            if name not in self.done and self.jobs.claim(_job(version), self.claim_seconds):
+            if name not in self.done and self.journal.claim(_job(version), self.claim_seconds):
                 with self.clock.state("eval"):
                     settings = self.settings.during() if request["during"] else self.settings
                     self.evaluate(version, float(request["wall_seconds"]), settings)
@@ -158,12 +121,12 @@ class Examiner:
             interrupted=self.interrupted,
             between=None if self.between is None else lambda: self._between(version),
         )
-        self.jobs.count(evaluation_tokens=found.tokens, evaluation_trajectories=found.trajectories)
+        self.journal.count(evaluation_tokens=found.tokens, evaluation_trajectories=found.trajectories)
         if found.interrupted:
             return
         evaluations = [replace(e, wall_seconds=wall_seconds) for e in found.evaluations]
-        self.writer.write(evaluations, found.answers)
-        self.jobs.finish(_job(version), evaluations)
+        self.records.write(evaluations, found.answers)
+        self.journal.finish(_job(version), evaluations)
         self.done.add(str(version))
 
     def _between(self, version: Version) -> None:

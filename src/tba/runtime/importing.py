@@ -10,6 +10,7 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.runtime.run_dir import IMPORTS, RunDirectory
-from tba.search.embedding import Embedded
+from tba.search.embedding import embedded
 from tba.search.prompts import encode
 from tba.search.reward_retry import PatientReward
 from tba.types import Prompt, Split, Version
@@ -60,10 +61,11 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             encoder=encoder,
             reward=PatientReward(recipe.task.reward(), recipe.run.reward_deadline, retries=0, told=lambda _: None),
             reference=_reference(replace(recipe, model=model), run),
-            sink=Embedded(journal, recipe.embedding.start()) if recipe.embedding else journal,
+            journal=journal,
             believe=believe,
             needs_behavior="log_behavior" in recipe.objective.needs,
             largest_reward=recipe.largest_reward,
+            embedded=partial(embedded, embedder=recipe.embedding.start() if recipe.embedding else None),
         )
 
 

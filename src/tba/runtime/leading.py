@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from tba.errors import UserError
-from tba.protocols import HEADS, Policy
+from tba.protocols import HEADS, Policy, SavedPolicy
 from tba.recipe import Recipe
 from tba.training.checkpoint import Checkpoint
 from tba.training.optimizer import Optimizer
 from tba.training.ranks import Meeting, Ranks, name_of_rank
-from tba.training.sharded import Follower, LedOptimizer, LedPolicy, SavedPolicy
+from tba.training.sharded import Follower, LedOptimizer, LedPolicy
 
 if TYPE_CHECKING:
     from tba.runtime.run_dir import RunDirectory

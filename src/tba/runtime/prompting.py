@@ -9,10 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from tba.errors import UserError
-from tba.protocols import Tokenizer
+from tba.protocols import Journal, PromptSource, Tokenizer
 from tba.recipe import Recipe
-from tba.runtime.connections import SearchJournal
-from tba.search.prompts import PosteriorPrompts, PromptSource, PromptStream, UniformPrompts, encode
+from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.types import Prompt, Split
 
 log = logging.getLogger("tba.searcher")
@@ -32,9 +31,7 @@ def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Promp
     return encoded.prompts
 
 
-def prompt_source(
-    recipe: Recipe, prompts: list[Prompt], journal: SearchJournal, rng: np.random.Generator
-) -> PromptSource:
+def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:
     """The prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from."""
     seconds, selection = recipe.run.lease_seconds, recipe.prompts.selection
     if selection == "epochs":

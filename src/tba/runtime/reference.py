@@ -12,8 +12,8 @@ import logging
 from collections import deque
 from dataclasses import dataclass, field
 
+from tba.protocols import KeptWeights
 from tba.replay.replay import Replay
-from tba.runtime.evaluation import KeptWeights
 from tba.types import Json, Version
 
 log = logging.getLogger("tba.trainer")

@@ -13,20 +13,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 
-from tba.protocols import Examined, Reference, Reward, WeightSource
-from tba.recipe import Model, Recipe
+from tba.protocols import Examined, Journal, Model, Records, Reward, WeightSource
+from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.memory import peak_memory_bytes
-from tba.replay.scores import Score
-from tba.runtime.connections import BackgroundJournal, Connections, Records, SearchJournal, on_disk
+from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import Examiner
 from tba.runtime.prompting import prompt_source, prompts_of
 from tba.runtime.run_dir import RunDirectory
-from tba.search.embedding import Embedded
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
 from tba.search.searcher import Searcher
@@ -61,7 +60,7 @@ class SearcherLoop:
 
     searcher: Searcher
     examiner: Examiner
-    journal: SearchJournal
+    journal: Journal
     weights: WeightSource
     clock: ShareClock
     records: Records
@@ -126,7 +125,6 @@ class SearcherLoop:
 
     def close(self) -> None:
         """Leave what the summary needs."""
-        self.records.close()
         self.journal.close()
         result = {
             "clock": self.clock.seconds(),
@@ -166,11 +164,11 @@ def searcher_loop_at(
     prompts = prompts_of(recipe, tokenizer, "train")
     ends, clock = reach(), ShareClock()
     if background:
-        ends = replace(ends, journal=BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock))
+        beside = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
+        ends = replace(ends, journal=cast(Journal, beside))  # which it is by what it hands on
     try:
         return _half_at(ends, clock, recipe, model, prompts, index, attempt, interrupted)
     except BaseException:
-        ends.records.close()
         ends.journal.close()
         raise
 
@@ -189,6 +187,7 @@ def _half_at(
     journal, weights = ends.journal, ends.weights
     engine, reward = model.engine(Version()), _patient(recipe, ends.records, recipe.task.reward())
     reference = model.reference(recipe.policy_temperature, Version())
+    rescorer = Rescorer(reference, journal, recipe.rescored_per_round, recipe.run.lease_seconds)
     seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
     searcher = Searcher(
         name=name,
@@ -197,14 +196,15 @@ def _half_at(
         reward=reward,
         exploration=recipe.exploration,
         prompts=prompt_source(recipe, prompts, journal, np.random.default_rng([*seeds, 0x9E])),
-        sink=Embedded(journal, recipe.embedding.start()) if recipe.embedding else journal,
+        journal=journal,
         weights=weights,
         samples_per_prompt=recipe.samples_per_prompt,
         prompts_per_round=recipe.prompts_per_round,
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
+        embedder=recipe.embedding.start() if recipe.embedding else None,
         vine=recipe.vine.start(engine, reward, tokenizer, recipe.largest_reward) if recipe.vine else None,
-        rescorer=_rescorer(recipe, reference, journal) if recipe.reference_reset else None,
+        rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,
         hand_down_seconds=math.inf if recipe.runtime == "inline" else HAND_DOWN,
     )
@@ -214,9 +214,9 @@ def _half_at(
         reward=_examination(recipe, ends.records) or reward,
         settings=recipe.evaluation,
         policy_temperature=recipe.policy_temperature,
-        jobs=journal,
+        journal=journal,
         weights=weights,
-        writer=ends.records,
+        records=ends.records,
         seed=recipe.seed,
         claim_seconds=recipe.run.evaluation_deadline,
         clock=clock,
@@ -239,15 +239,3 @@ def _examination(recipe: Recipe, records: Records) -> PatientReward | None:
     """What evaluates, where that is another reward than the one that is trained on."""
     task = recipe.task
     return _patient(recipe, records, task.examination()) if isinstance(task, Examined) else None
-
-
-def _rescorer(recipe: Recipe, reference: Reference, journal: SearchJournal) -> Rescorer:
-    """What the journal asks to be scored under `reference`, and back into it."""
-    return Rescorer(
-        reference,
-        recipe.rescored_per_round,
-        wanted=lambda version, count: journal.unscored(version, count, recipe.run.lease_seconds),
-        put=lambda version, scored, counts: journal.put_scores(
-            [Score(t.uid, version, log_reference) for t, log_reference in scored], counts
-        ),
-    )

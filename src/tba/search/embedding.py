@@ -1,21 +1,19 @@
 """Where an answer's text lies, for near duplicates by cosine: computed by whoever sends it down, kept with it.
 
-Invariant: every trajectory that goes through `Embedded` has the array `embedding`; the trainer computes none.
+Invariant: every trajectory that goes through `embedded` has the array `embedding`; the trainer computes none.
 
 Shape legend: N texts, D dimensions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tba.errors import UserError
 from tba.protocols import EMBEDDING, Embedder
-from tba.search.posterior import Outcome
-from tba.search.sink import KnowingSink
 from tba.types import FloatArray, Trajectory
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)  # multiplied by it, the upper bits of a number are well mixed
@@ -66,32 +64,9 @@ class HashedNgrams:
         return count_D
 
 
-@dataclass(frozen=True)
-class Embedded:
-    """The same sink, before which each trajectory gets the place of its text, in half precision."""
-
-    sink: KnowingSink
-    embedder: Embedder
-
-    def put(
-        self,
-        trajectories: Sequence[Trajectory],
-        leases: Sequence[int] = (),
-        counters: Mapping[str, int] | None = None,
-        outcomes: Sequence[Outcome] = (),
-    ) -> None:
-        """As the sink does."""
-        if trajectories:
-            rows = np.asarray(self.embedder.embed([t.completion.text for t in trajectories]), dtype=np.float16)
-            trajectories = [
-                replace(t, arrays={**t.arrays, EMBEDDING: row}) for t, row in zip(trajectories, rows, strict=True)
-            ]
-        self.sink.put(trajectories, leases, counters, outcomes)
-
-    def count(self, **increments: int) -> None:
-        """As the sink does."""
-        self.sink.count(**increments)
-
-    def known(self, uids: Sequence[str]) -> set[str]:
-        """As the sink does."""
-        return self.sink.known(uids)
+def embedded(trajectories: Sequence[Trajectory], embedder: Embedder | None) -> Sequence[Trajectory]:
+    """The same with the place of each text, in half precision; as they are where nothing embeds."""
+    if embedder is None or not trajectories:
+        return trajectories
+    rows = np.asarray(embedder.embed([t.completion.text for t in trajectories]), dtype=np.float16)
+    return [replace(t, arrays={**t.arrays, EMBEDDING: row}) for t, row in zip(trajectories, rows, strict=True)]

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
-
-Outcome = tuple[int, float, float]  # position, successes, failures
+from tba.types import Outcome
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
 from tba.errors import UserError
 from tba.foreign import templated
 from tba.protocols import Tokenizer
-from tba.search.posterior import Outcome, Posterior, PosteriorSettings
-from tba.types import Problem, Prompt
+from tba.search.posterior import Posterior, PosteriorSettings
+from tba.types import Outcome, Problem, Prompt
 
 Lease = Callable[[int], list[int]]
 LeaseFirst = Callable[[Sequence[int], int], list[int]]  # so many of these positions, the first that nobody holds
@@ -91,18 +91,6 @@ def _chat(problem: Problem, tokenizer: Any) -> str:
         )
     assert not isinstance(problem.prompt, str)
     return templated(tokenizer, problem.prompt)
-
-
-class PromptSource(Protocol):
-    """What a searcher asks for."""
-
-    def take(self, count: int) -> tuple[list[int], list[Prompt]]:
-        """Leased positions and their prompts; give the positions back with their trajectories."""
-        ...
-
-    def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
-        """What of the answers' rewards, by position, is to be told to all searchers."""
-        ...
 
 
 @dataclass

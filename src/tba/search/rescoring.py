@@ -6,28 +6,25 @@ same reference model scores them as scores new answers, so a score does not depe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tba.protocols import Reference
-from tba.types import Completion, FloatArray, Prompt, Trajectory, Version
-
-Scored = Sequence[tuple[Trajectory, FloatArray]]
+from tba.protocols import Journal, Reference
+from tba.types import Completion, Prompt, Score, Trajectory
 
 
 @dataclass
 class Rescorer:
-    """Scores what the trainer asks for under the reference of now."""
+    """Scores what the trainer asks for, under the searcher's current reference."""
 
     reference: Reference
+    journal: Journal
     per_round: int  # trajectories
-    wanted: Callable[[Version, int], Sequence[Trajectory]]  # up to so many, under this reference, newest first
-    put: Callable[[Version, Scored, Mapping[str, int]], None]  # their scores, and what that counts for
+    lease_seconds: float  # for which no other searcher is given them
 
     def round(self) -> int:
         """Once; how many trajectories were scored. Nothing is done where nothing is asked for."""
         version = self.reference.version
-        trajectories = self.wanted(version, self.per_round)
+        trajectories = self.journal.unscored(version, self.per_round, self.lease_seconds)
         if not trajectories:
             return 0
         by_prompt: dict[str, list[Trajectory]] = {}
@@ -36,12 +33,12 @@ class Rescorer:
         answered: list[tuple[Prompt, list[Completion]]] = [
             (group[0].prompt, [t.completion for t in group]) for group in by_prompt.values()
         ]
-        scores = self.reference.log_probabilities_of(answered)
-        pairs = [
-            pair
-            for group, rows in zip(by_prompt.values(), scores, strict=True)
-            for pair in zip(group, rows, strict=True)
+        rows = self.reference.log_probabilities_of(answered)
+        scores = [
+            Score(trajectory.uid, version, log_reference)
+            for group, logs in zip(by_prompt.values(), rows, strict=True)
+            for trajectory, log_reference in zip(group, logs, strict=True)
         ]
         tokens = sum(t.length for t in trajectories)
-        self.put(version, pairs, {"rescored_trajectories": len(pairs), "rescored_tokens": tokens})
-        return len(pairs)
+        self.journal.put_scores(scores, {"rescored_trajectories": len(scores), "rescored_tokens": tokens})
+        return len(scores)

@@ -20,14 +20,35 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tba.errors import UserError
-from tba.protocols import Engine, Exploration, InFlight, Reference, Reward, Streaming, WeightSource
-from tba.search.posterior import Outcome
-from tba.search.prompts import PromptSource
+from tba.protocols import (
+    Embedder,
+    Engine,
+    Exploration,
+    InFlight,
+    Journal,
+    PromptSource,
+    Reference,
+    Reward,
+    Streaming,
+    WeightSource,
+)
+from tba.search.embedding import embedded
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
-from tba.search.sink import CountingSink
 from tba.search.vine import VineRollouts
-from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Sampling, StopReason, Trajectory, Version, quoted
+from tba.types import (
+    Completion,
+    FloatArray,
+    Json,
+    Judgement,
+    Outcome,
+    Prompt,
+    Sampling,
+    StopReason,
+    Trajectory,
+    Version,
+    quoted,
+)
 
 log = logging.getLogger("tba.searcher")
 _GENERATING = 8  # times as long as it takes to judge what is on hand and send it down is generated before
@@ -57,13 +78,14 @@ class Searcher:
     reward: Reward
     exploration: Exploration
     prompts: PromptSource
-    sink: CountingSink
+    journal: Journal
     weights: WeightSource
     samples_per_prompt: int  # S
     prompts_per_round: int
     rng: np.random.Generator
     interrupted: Callable[[], bool] | None = None
     rescorer: Rescorer | None = None  # None: the reference is never reset
+    embedder: Embedder | None = None  # says where each answer's text lies, for near duplicates by cosine
     vine: VineRollouts | None = None  # values of the steps of every answer
     largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
     hand_down_seconds: float = math.inf  # what is done is sent down in the middle of a round after so long
@@ -126,7 +148,7 @@ class Searcher:
         counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - since))
         outcomes = self._outcomes({a.position: a.prompt for a in answered}, leases, trajectories)
         trajectories = _stamped(trajectories, time.perf_counter() - began)
-        self.sink.put(trajectories, leases, counts, outcomes)
+        self.journal.put(embedded(trajectories, self.embedder), leases, counts, outcomes)
         return len(trajectories), counts
 
     def pull(self) -> Version:

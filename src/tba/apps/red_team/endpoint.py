@@ -16,19 +16,63 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from tba.apps.red_team.victim import check_sampling
 from tba.errors import TbaError, UserError
 from tba.foreign import parsed
 from tba.rewards.threads import in_threads
 
-if TYPE_CHECKING:
-    from tba.apps.red_team.victim import EndpointVictim
-
 _FOR_THE_MOMENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _LONGEST_PAUSE = 60.0  # seconds
 _LARGEST = 1 << 24  # bytes of a reply: an endpoint is not trusted to end
+
+
+@dataclass(frozen=True)
+class EndpointVictim:
+    """A model behind an OpenAI-compatible HTTP endpoint. Each searcher has its own connection and its own rate."""
+
+    url: str = ""  # up to and with the version, such as http://127.0.0.1:8000/v1
+    model: str = ""  # its name there
+    api: Literal["chat", "completions"] = "chat"  # which of the two the attack is put to
+    system: str = ""  # a system message before the attack (chat only)
+    token_variable: str = "OPENAI_API_KEY"  # noqa: S105 - the environment variable with the token; unset: none is sent
+    temperature: float = 0.7
+    top_p: float = 0.95
+    max_tokens: int = 64  # of an answer
+    timeout: float = 60.0  # seconds for one call
+    retries: int = 5  # calls after the first that was refused for the moment, timed out or broke off
+    pause: float = 1.0  # seconds before the first of them, doubled each time; a Retry-After is heeded
+    calls_per_second: float | None = None  # that one searcher makes at most; None: no limit
+    concurrency: int = 8  # calls that one searcher has under way
+    deadline: float = 600.0  # seconds for all the calls of one round
+
+    def __post_init__(self) -> None:
+        check_sampling(self.temperature, self.top_p, self.max_tokens)
+        if self.url and not _is_address(self.url):
+            raise UserError(f"the victim's url is {self.url!r}: give one such as http://127.0.0.1:8000/v1")
+        if self.concurrency < 1 or self.retries < 0:
+            raise UserError(
+                f"the victim's concurrency is {self.concurrency} and its retries {self.retries}: give 1 or more calls "
+                "at once, and 0 or more retries"
+            )
+        for name in ("timeout", "deadline", "calls_per_second"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"the victim's {name} is {value}, it must be above 0")
+        if self.pause < 0:
+            raise UserError(f"the victim's pause is {self.pause}: give seconds, 0 or more")
+
+    def start(self) -> Endpoint:
+        """Nothing is asked yet. Raises `UserError` without a url or a model."""
+        if not self.url or not self.model:
+            raise UserError(
+                "a victim behind an endpoint needs --task.victim.url, such as http://127.0.0.1:8000/v1, and "
+                "--task.victim.model, its name there"
+            )
+        return Endpoint(self)
 
 
 class Refused(TbaError):
@@ -67,7 +111,7 @@ def _token(variable: str) -> str:
 
 
 class Endpoint:
-    """An `Answering` (see `rewards.victim`)."""
+    """An `Answering` (see `victim`)."""
 
     def __init__(self, settings: EndpointVictim) -> None:
         self.settings = settings
@@ -186,3 +230,11 @@ def _reason(error: urllib.error.HTTPError) -> str:
         return str(said.get("code") or said.get("type") or "")[:60]
     except (OSError, ValueError, http.client.HTTPException):
         return ""
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)

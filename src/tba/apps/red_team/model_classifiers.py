@@ -9,7 +9,8 @@ Shape legend: N texts, L labels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,27 +21,33 @@ from tba.engines.rules import positions
 from tba.errors import UserError
 from tba.foreign import templated
 
-if TYPE_CHECKING:
-    from tba.apps.red_team.toxicity import CausalJudge, SequenceClassifier
 
-
+@dataclass
 class SequenceScores:
-    """A `Scoring` (see `rewards.toxicity`): softmax over the labels, or a label's own sigmoid where labels are many."""
+    """A `Scoring` (see `toxicity`): softmax over the labels, or a label's own sigmoid where labels are many.
 
-    def __init__(self, settings: SequenceClassifier) -> None:
-        self.settings = settings
-        device = chosen_device(settings.device)
+    Its fields are those of `SequenceClassifier`.
+    """
+
+    path: str
+    label: str
+    max_tokens: int
+    device: str
+    rows_per_pass: int
+
+    def __post_init__(self) -> None:
+        device = chosen_device(self.device)
         self.model, self.tokenizer = loaded(
-            AutoModelForSequenceClassification, settings.path, "classifier", device, torch.float32
+            AutoModelForSequenceClassification, self.path, "classifier", device, torch.float32
         )
         names = [str(self.model.config.id2label[i]) for i in range(self.model.config.num_labels)]
-        self._label = _place(settings.label, names, settings.path)
+        self._label = _place(self.label, names, self.path)
         self._alone = len(names) == 1 or self.model.config.problem_type == "multi_label_classification"
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         if self.model.config.pad_token_id is None:
             self.model.config.pad_token_id = self.tokenizer.pad_token_id
-        self._room = positions(self.model.config, settings.max_tokens)
+        self._room = positions(self.model.config, self.max_tokens)
 
     @torch.inference_mode()
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
@@ -56,25 +63,37 @@ class SequenceScores:
             return torch.log_softmax(logits_NL, -1)[:, self._label]
 
         answers = [answer or " " for _, answer in pairs]  # an empty one has no tokens at all in some vocabularies
-        return _in_passes(answers, self.settings.rows_per_pass, scores)
+        return _in_passes(answers, self.rows_per_pass, scores)
 
 
+@dataclass
 class JudgeScores:
-    """A `Scoring`: log P(unsafe) - log(P(unsafe) + P(safe)) of the token that comes next."""
+    """A `Scoring`: log P(unsafe) - log(P(unsafe) + P(safe)) of the token that comes next.
 
-    def __init__(self, settings: CausalJudge) -> None:
-        self.settings = settings
-        device = chosen_device(settings.device)
+    Its fields are those of `CausalJudge`.
+    """
+
+    path: str
+    template: str
+    before: str
+    unsafe: str
+    safe: str
+    max_tokens: int
+    device: str
+    rows_per_pass: int
+
+    def __post_init__(self) -> None:
+        device = chosen_device(self.device)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model, self.tokenizer = loaded(AutoModelForCausalLM, settings.path, "judge", device, dtype)
-        if settings.template == "chat" and not getattr(self.tokenizer, "chat_template", None):
-            raise UserError(f"the judge {settings.path!r} has no chat template: give a template with {{answer}} in it")
+        self.model, self.tokenizer = loaded(AutoModelForCausalLM, self.path, "judge", device, dtype)
+        if self.template == "chat" and not getattr(self.tokenizer, "chat_template", None):
+            raise UserError(f"the judge {self.path!r} has no chat template: give a template with {{answer}} in it")
         self._pad = next(i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id, 0) if i is not None)
-        self._before = self._encoded(settings.before)
-        self._verdicts = [next(iter(self._encoded(word)), -1) for word in (settings.unsafe, settings.safe)]
+        self._before = self._encoded(self.before)
+        self._verdicts = [next(iter(self._encoded(word)), -1) for word in (self.unsafe, self.safe)]
         if self._verdicts[0] == self._verdicts[1] or -1 in self._verdicts:
             raise UserError(
-                f"the judge's verdicts {settings.unsafe!r} and {settings.safe!r} begin with the same token: give two "
+                f"the judge's verdicts {self.unsafe!r} and {self.safe!r} begin with the same token: give two "
                 "that do not"
             )
 
@@ -100,19 +119,18 @@ class JudgeScores:
             ).logits[:, -1]
             return torch.log_softmax(logits_NV[:, self._verdicts].float(), -1)[:, 0]
 
-        return _in_passes([self._read(*pair) for pair in pairs], self.settings.rows_per_pass, scores)
+        return _in_passes([self._read(*pair) for pair in pairs], self.rows_per_pass, scores)
 
     def _read(self, attack: str, answer: str) -> str:
-        s = self.settings
-        if s.template != "chat":
-            return s.template.replace("{answer}", answer).replace("{attack}", attack)
+        if self.template != "chat":
+            return self.template.replace("{answer}", answer).replace("{attack}", attack)
         messages = [{"role": "user", "content": attack}, {"role": "assistant", "content": answer}]
         return templated(self.tokenizer, messages)
 
     def _tokens(self, text: str) -> list[int]:
         """What comes before the verdict is tokenised alone: the model writes it, and no token joins it to the rest."""
-        ids: list[int] = self.tokenizer(text, add_special_tokens=self.settings.template != "chat")["input_ids"]
-        return (ids + self._before)[-self.settings.max_tokens :]
+        ids: list[int] = self.tokenizer(text, add_special_tokens=self.template != "chat")["input_ids"]
+        return (ids + self._before)[-self.max_tokens :]
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []

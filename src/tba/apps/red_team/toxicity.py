@@ -61,7 +61,7 @@ class SequenceClassifier:
         _require(self.path, "a folder or a Hub name")
         from tba.apps.red_team.model_classifiers import SequenceScores
 
-        return SequenceScores(self)
+        return SequenceScores(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class CausalJudge:
             )
         from tba.apps.red_team.model_classifiers import JudgeScores
 
-        return JudgeScores(self)
+        return JudgeScores(**vars(self))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Who is attacked: a model that answers prompts, in this process or behind an endpoint.
+"""Who is attacked: a model that answers prompts, in this process (here) or behind an endpoint (`endpoint`).
 
 Invariant: a victim's `start()` gives something that answers each prompt as often as it was asked, in order; it is
 called in the process that will ask. Light: libraries and models are loaded by `start()`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
-from urllib.parse import urlsplit
 
 from tba.errors import UserError
 
@@ -62,54 +61,7 @@ class ModelVictim:
             raise UserError("red-teaming needs a victim: give --task.victim.path with a folder or a Hub name")
         from tba.apps.red_team.victim_model import VictimModel
 
-        return VictimModel(self)
-
-
-@dataclass(frozen=True)
-class EndpointVictim:
-    """A model behind an OpenAI-compatible HTTP endpoint. Each searcher has its own connection and its own rate."""
-
-    url: str = ""  # up to and with the version, such as http://127.0.0.1:8000/v1
-    model: str = ""  # its name there
-    api: Literal["chat", "completions"] = "chat"  # which of the two the attack is put to
-    system: str = ""  # a system message before the attack (chat only)
-    token_variable: str = "OPENAI_API_KEY"  # noqa: S105 - the environment variable with the token; unset: none is sent
-    temperature: float = 0.7
-    top_p: float = 0.95
-    max_tokens: int = 64  # of an answer
-    timeout: float = 60.0  # seconds for one call
-    retries: int = 5  # calls after the first that was refused for the moment, timed out or broke off
-    pause: float = 1.0  # seconds before the first of them, doubled each time; a Retry-After is heeded
-    calls_per_second: float | None = None  # that one searcher makes at most; None: no limit
-    concurrency: int = 8  # calls that one searcher has under way
-    deadline: float = 600.0  # seconds for all the calls of one round
-
-    def __post_init__(self) -> None:
-        check_sampling(self.temperature, self.top_p, self.max_tokens)
-        if self.url and not _is_address(self.url):
-            raise UserError(f"the victim's url is {self.url!r}: give one such as http://127.0.0.1:8000/v1")
-        if self.concurrency < 1 or self.retries < 0:
-            raise UserError(
-                f"the victim's concurrency is {self.concurrency} and its retries {self.retries}: give 1 or more calls "
-                "at once, and 0 or more retries"
-            )
-        for name in ("timeout", "deadline", "calls_per_second"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UserError(f"the victim's {name} is {value}, it must be above 0")
-        if self.pause < 0:
-            raise UserError(f"the victim's pause is {self.pause}: give seconds, 0 or more")
-
-    def start(self) -> Answering:
-        """Nothing is asked yet. Raises `UserError` without a url or a model."""
-        if not self.url or not self.model:
-            raise UserError(
-                "a victim behind an endpoint needs --task.victim.url, such as http://127.0.0.1:8000/v1, and "
-                "--task.victim.model, its name there"
-            )
-        from tba.apps.red_team.endpoint import Endpoint
-
-        return Endpoint(self)
+        return VictimModel(**vars(self))
 
 
 def check_sampling(temperature: float, top_p: float, max_tokens: int) -> None:
@@ -119,11 +71,3 @@ def check_sampling(temperature: float, top_p: float, max_tokens: int) -> None:
             f"the victim has temperature {temperature}, top_p {top_p} and max_tokens {max_tokens}: give a temperature "
             "of 0 or more, a top_p above 0 and up to 1, and at least 1 token"
         )
-
-
-def _is_address(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname)

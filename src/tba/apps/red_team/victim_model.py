@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,29 +18,35 @@ from transformers.utils import logging
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, templated
 
-if TYPE_CHECKING:
-    from tba.apps.red_team.victim import ModelVictim
 
-
+@dataclass
 class VictimModel:
-    """An `Answering` (see `rewards.victim`)."""
+    """An `Answering` (see `victim`); its fields are those of `ModelVictim`."""
 
-    def __init__(self, settings: ModelVictim) -> None:
-        self.settings = settings
-        device = chosen_device(settings.device)
+    path: str
+    template: str
+    temperature: float
+    top_p: float
+    max_tokens: int
+    device: str
+    rows_per_pass: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        device = chosen_device(self.device)
         dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        self.model, self.tokenizer = loaded(AutoModelForCausalLM, settings.path, "victim", device, dtype)
+        self.model, self.tokenizer = loaded(AutoModelForCausalLM, self.path, "victim", device, dtype)
         self.tokenizer.padding_side = "left"
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
-        if settings.template == "chat" and not getattr(self.tokenizer, "chat_template", None):
-            raise UserError(f"the victim {settings.path!r} has no chat template: give --task.victim.template a text")
+        if self.template == "chat" and not getattr(self.tokenizer, "chat_template", None):
+            raise UserError(f"the victim {self.path!r} has no chat template: give --task.victim.template a text")
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
         """`count` answers to each, sampled a pass at a time; those of about equal length go together."""
         texts = [self._read(attack) for attack in attacks]
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
-        size = max(1, self.settings.rows_per_pass // count)
+        size = max(1, self.rows_per_pass // count)
         found: list[list[str]] = [[] for _ in texts]
         for start in range(0, len(order), size):
             chosen = order[start : start + size]
@@ -48,33 +55,32 @@ class VictimModel:
         return found
 
     def _read(self, attack: str) -> str:
-        if self.settings.template != "chat":
-            return self.settings.template.replace("{attack}", attack)
+        if self.template != "chat":
+            return self.template.replace("{attack}", attack)
         messages = [{"role": "user", "content": attack}]
         return templated(self.tokenizer, messages)
 
     def _sample(self, texts: Sequence[str], count: int) -> list[list[str]]:
-        s = self.settings
         # A chat template writes the beginning of a text itself.
         encoded = self.tokenizer(
-            list(texts), return_tensors="pt", padding=True, add_special_tokens=s.template != "chat"
+            list(texts), return_tensors="pt", padding=True, add_special_tokens=self.template != "chat"
         ).to(self.model.device)
         drawn: dict[str, Any] = {"do_sample": False}
-        if s.temperature > 0:
-            drawn = {"do_sample": True, "temperature": s.temperature, "top_p": s.top_p, "top_k": 0}
+        if self.temperature > 0:
+            drawn = {"do_sample": True, "temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         with torch.inference_mode(), torch.random.fork_rng(devices=devices):
-            torch.manual_seed(_seed(s.seed, texts))
+            torch.manual_seed(_seed(self.seed, texts))
             said = self.model.generate(
                 input_ids=encoded["input_ids"],
                 attention_mask=encoded["attention_mask"],
-                max_new_tokens=s.max_tokens,
-                num_return_sequences=count if s.temperature > 0 else 1,
+                max_new_tokens=self.max_tokens,
+                num_return_sequences=count if self.temperature > 0 else 1,
                 pad_token_id=self.tokenizer.pad_token_id,
                 **drawn,
             )
         answers = self.tokenizer.batch_decode(said[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-        if s.temperature == 0:
+        if self.temperature == 0:
             return [[answer] * count for answer in answers]
         return [answers[i * count : (i + 1) * count] for i in range(len(texts))]
 

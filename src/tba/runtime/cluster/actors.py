@@ -83,8 +83,8 @@ class ExchangeActor:
         return self._exchange.journal(owner, verb, *arguments, **named)
 
     @ray.method(concurrency_group="journal")
-    def record(self, verb: str, *arguments: Any) -> None:
-        self._exchange.record(verb, *arguments)
+    def record(self, verb: str, *arguments: Any, **named: Any) -> None:
+        self._exchange.record(verb, *arguments, **named)
 
     @ray.method(concurrency_group="journal")
     def place(self, facts: Json) -> int:

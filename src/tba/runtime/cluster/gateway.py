@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import getmembers, isfunction
 from typing import Any
 
+from tba.protocols import Journal, Records
 from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
+from tba.replay.encoded import packed
 from tba.replay.journal import JournalWriter
 from tba.runtime.connections import RunRecords
 from tba.runtime.run_dir import RunDirectory
@@ -19,22 +22,13 @@ from tba.types import Json, Version
 from tba.weights.chunks import Flat, flat, mapped, pieces
 from tba.weights.directory import WeightDirectory
 
-JOURNAL = (
-    *(
-        "put_encoded",
-        "known",
-        "rows",
-        "lease",
-        "lease_first",
-        "outcomes",
-        "unscored_encoded",
-        "put_scores",
-        "count",
-        "claim",
-    ),
-    *("finish", "resume"),
-)
-RECORDS = ("write", "fault", "result")
+
+def verbs_of(protocol: type) -> frozenset[str]:
+    """The names of its methods: what can be asked from another machine, and nothing else."""
+    return frozenset(name for name, _ in getmembers(protocol, isfunction) if not name.startswith("_"))
+
+
+JOURNAL, RECORDS = verbs_of(Journal), verbs_of(Records)
 PLACES = "places.jsonl"  # where each part runs or ran, and its logs
 KEPT = 4  # versions whose pieces are kept for whoever asks next, beside those of their base
 
@@ -67,24 +61,24 @@ class Exchange:
         self._base: Offer | None = None  # of the newest changes that were asked for
 
     def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
-        """What `JournalWriter` does for this owner."""
-        if verb not in JOURNAL:
-            raise ValueError(f"{verb} is not for searchers")
+        """What `JournalWriter` does for this owner; trajectories travel encoded, and are written as they come."""
+        _require(verb, JOURNAL)
+        if verb == "close":
+            return self.let_go(owner)
         if owner not in self._writers:
             path = self._run.journal(self._recipe)
             self._writers[owner] = JournalWriter(path, owner, self._recipe.run.journal_deadline, create=False)
-        return getattr(self._writers[owner], verb)(*arguments, **named)
+        return packed(getattr(self._writers[owner], verb)(*arguments, **named))
 
     def let_go(self, owner: str) -> None:
         """Close its end of the journal: it has left, or is taken for dead."""
         if (writer := self._writers.pop(owner, None)) is not None:
             writer.close()
 
-    def record(self, verb: str, *arguments: Any) -> None:
+    def record(self, verb: str, *arguments: Any, **named: Any) -> None:
         """Do for a searcher elsewhere what `RunRecords` does."""
-        if verb not in RECORDS:
-            raise ValueError(f"{verb} is not for searchers")
-        getattr(self._records, verb)(*arguments)
+        _require(verb, RECORDS)
+        getattr(self._records, verb)(*arguments, **named)
 
     def place(self, facts: Json) -> int:
         """Where a part has begun to run; the run's incarnation."""
@@ -137,7 +131,11 @@ class Exchange:
     def close(self) -> None:
         for writer in self._writers.values():
             writer.close()
-        self._records.close()
+
+
+def _require(verb: str, verbs: frozenset[str]) -> None:
+    if verb not in verbs:
+        raise ValueError(f"{verb} is not for searchers")
 
 
 def note_place(run: RunDirectory, facts: Json) -> None:

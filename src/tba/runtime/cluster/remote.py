@@ -12,28 +12,27 @@ it its lock, as long as the guest says now and then that it is there. One that s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 from tba.errors import HandedOutLost, UserError
-from tba.protocols import PublishedWeights
+from tba.protocols import Journal, PublishedWeights, Records
 from tba.recipe import Recipe
-from tba.record.evaluations import Answered
 from tba.record.jsonl import write_json
-from tba.replay.encoded import decoded, encoded
-from tba.replay.scores import Score
-from tba.runtime.cluster.gateway import Offer
+from tba.replay.encoded import packed, unpacked
+from tba.runtime.cluster.gateway import JOURNAL, RECORDS, Offer
 from tba.runtime.connections import Connections
 from tba.runtime.elastic import Leaving, Place, enter
 from tba.runtime.program import refuse_others
 from tba.runtime.run_dir import RunDirectory
-from tba.search.posterior import Outcome
 from tba.settings import MARK
 from tba.training.checkpoint import Checkpoint
-from tba.types import Evaluation, Json, Trajectory, Version
+from tba.types import Json, Version
 from tba.weights.atomic_dir import folder_beside, remove_folder
 from tba.weights.chunks import Flat, tensors
 from tba.weights.deltas import restored
@@ -53,61 +52,16 @@ class Contact(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RemoteJournal:
-    """The journal's end of one owner. What is put is encoded here, where it was made."""
+def remote(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
+    """The far end of a protocol with these verbs: each is a call, with its name before its arguments.
 
-    owner: str
-    contact: Contact
+    Trajectories are encoded here, where they were made, and decoded here, where they are wanted.
+    """
 
-    def put(
-        self,
-        trajectories: Sequence[Trajectory],
-        leases: Sequence[int] = (),
-        counters: Mapping[str, int] | None = None,
-        outcomes: Sequence[Outcome] = (),
-    ) -> None:
-        """Send trajectories to the run's journal, as `JournalWriter.put` does."""
-        self._call("put_encoded", encoded(trajectories), leases, dict(counters or {}), outcomes)
+    def ask(verb: str, *arguments: Any, **named: Any) -> Any:
+        return unpacked(call(verb, *map(packed, arguments), **{name: packed(value) for name, value in named.items()}))
 
-    def known(self, uids: Sequence[str]) -> set[str]:
-        return set(self._call("known", list(uids)))
-
-    def rows(self) -> int:
-        return int(self._call("rows"))
-
-    def lease(self, count: int, seconds: float) -> list[int]:
-        return list(self._call("lease", count, seconds))
-
-    def lease_first(self, order: Iterable[int], count: int, seconds: float) -> list[int]:
-        return list(self._call("lease_first", list(order), count, seconds))
-
-    def outcomes(self, after: int) -> list[tuple[int, int, float, float]]:
-        return list(self._call("outcomes", after))
-
-    def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
-        return decoded(self._call("unscored_encoded", reference, count, seconds))
-
-    def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
-        self._call("put_scores", scored, counters)
-
-    def count(self, **increments: int) -> None:
-        self._call("count", **increments)
-
-    def claim(self, job: str, seconds: float) -> bool:
-        return bool(self._call("claim", job, seconds))
-
-    def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
-        self._call("finish", job, evaluations)
-
-    def resume(self) -> None:
-        self._call("resume")
-
-    def close(self) -> None:
-        """Nothing is held here."""
-
-    def _call(self, verb: str, *arguments: Any, **named: Any) -> Any:
-        return self.contact.call("journal", self.owner, verb, *arguments, **named)
+    return SimpleNamespace(**{verb: partial(ask, verb) for verb in verbs})
 
 
 class RemoteWeights:
@@ -158,31 +112,13 @@ class RemoteWeights:
         return restored(self._base[1], own)
 
 
-@dataclass(frozen=True)
-class RemoteRecords:
-    """What is left for people and for the summary, in the run's directory there."""
-
-    contact: Contact
-
-    def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
-        self.contact.call("record", "write", evaluations, answers)
-
-    def fault(self, kind: str, what: str) -> None:
-        self.contact.call("record", "fault", kind, what)
-
-    def result(self, part: str, result: Json) -> None:
-        self.contact.call("record", "result", part, result)
-
-    def close(self) -> None:
-        """Nothing is held here."""
-
-
 def through(contact: Contact, name: str, place: Json) -> Connections:
     """All ends of a searcher, which has begun at `place`. What whoever had this name before held is given back."""
     incarnation = int(contact.call("place", place))
-    journal = RemoteJournal(name, contact)
+    journal: Journal = remote(JOURNAL, partial(contact.call, "journal", name))
+    records: Records = remote(RECORDS, partial(contact.call, "record"))
     journal.resume()
-    return Connections(journal, RemoteWeights(contact), RemoteRecords(contact), incarnation)
+    return Connections(journal, RemoteWeights(contact), records, incarnation)
 
 
 @contextmanager

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from tba.apps.red_team.endpoint import EndpointVictim
 from tba.apps.red_team.toxicity import CausalJudge, SequenceClassifier, Success, Toxicity, WordClassifier
-from tba.apps.red_team.victim import Answering, EndpointVictim, ModelVictim
+from tba.apps.red_team.victim import Answering, ModelVictim
 from tba.errors import UserError
 from tba.types import Completion, Prompt, StopReason, Version
 

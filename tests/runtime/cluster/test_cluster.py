@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from runs import TOY, alive, distance, made, quiet, steps_of, until
+from tests.runtime.runs import TOY, alive, distance, made, quiet, steps_of, until
 
 from tba.errors import UserError
 from tba.record.evaluations import read_evaluations
@@ -38,7 +38,7 @@ ray = pytest.importorskip("ray", reason="the cluster runtime needs Ray: pip inst
 takes_minutes = pytest.mark.skipif(
     "TBA_TEST_CLUSTER" not in os.environ, reason="takes minutes on two cores: `make test-cluster`"
 )
-SUMS = Path(__file__).parents[1] / "tiny_sums.py"
+SUMS = Path(__file__).parents[2] / "tiny_sums.py"
 TOKEN = secrets.token_hex(32)  # of all clusters here: a process reads it once
 SECONDS = 120.0  # that a busy machine may take for what takes a few
 

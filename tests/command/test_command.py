@@ -21,8 +21,8 @@ from tba.settings import names
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 
-SUMS = str(Path(__file__).parent / "tiny_sums.py")
-EXAMPLE = str(Path(__file__).parents[1] / "examples" / "my_task.py")
+SUMS = str(Path(__file__).parents[1] / "tiny_sums.py")
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "my_task.py")
 WARM_START = "supervised warm start on the demonstrations"
 
 Said = Callable[..., str]

@@ -7,7 +7,7 @@ from pathlib import Path
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.research.study import Study, Variant
 
-sys.path.insert(0, str(Path(__file__).parent / "runtime"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 from toy import recipe as toy  # beside the tests of the runtimes
 
 quick = replace(

@@ -26,7 +26,7 @@ from tba.search.embedding import HashedNgrams
 from tba.settings import find
 from tba.types import Completion, Prompt, StopReason, Trajectory, Version
 
-SUMS = str(Path(__file__).parent / "tiny_sums.py")
+SUMS = str(Path(__file__).parents[1] / "tiny_sums.py")
 FILLED = """
 from dataclasses import replace
 from pathlib import Path

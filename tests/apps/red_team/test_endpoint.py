@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tba.apps.red_team.endpoint import Rate
-from tba.apps.red_team.victim import EndpointVictim
+from tba.apps.red_team.endpoint import EndpointVictim, Rate
 from tba.errors import DeadlineExceeded, TbaError, UserError
 
 Reply = tuple[int, dict[str, str], bytes]  # status, headers, body

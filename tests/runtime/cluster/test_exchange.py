@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from runs import TASK, TOY, made, until
+from tests.replay.trajectory_cases import same, trajectory
+from tests.runtime.runs import TASK, TOY, made, until
 
 from tba.errors import HandedOutLost, UserError
 from tba.policy.tabular import WEIGHT
@@ -20,8 +21,9 @@ from tba.recipe import Recipe
 from tba.record.evaluations import read_evaluations
 from tba.record.faults import count_faults
 from tba.record.jsonl import read_lines
+from tba.replay.encoded import Encoded
 from tba.replay.follower import JournalFollower
-from tba.runtime.cluster.gateway import PLACES, Exchange
+from tba.runtime.cluster.gateway import JOURNAL, PLACES, Exchange
 from tba.runtime.cluster.remote import (
     SILENCE,
     Guests,
@@ -70,6 +72,17 @@ class Mortal(Direct):
             self.alive = True
             raise HandedOutLost("gone")
         return list(references)
+
+
+@dataclass
+class Noting(Direct):
+    """One that notes the arguments of each call."""
+
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        self.calls.append((*arguments, *named.values()))
+        return super().call(method, *arguments, **named)
 
 
 def elsewhere(recipe: Recipe, run: RunDirectory) -> tuple[SearcherLoop, Exchange]:
@@ -220,11 +233,35 @@ def test_the_exchange_does_for_searchers_what_a_searcher_does_and_nothing_else(t
     exchange = Exchange(run, recipe, lambda piece: piece)
     exchange.record("fault", "reward_retries", "the judge was not there")
     assert count_faults(run.path)["reward_retries"] == 1
-    for verb in ("close", "_append", "__init__"):
+    for verb in ("_append", "owner", "__init__"):
         with pytest.raises(ValueError, match="is not for searchers"):
             exchange.journal("searcher-0", verb)
         with pytest.raises(ValueError, match="is not for searchers"):
             exchange.record(verb)
+    exchange.close()
+
+
+def test_a_journal_elsewhere_has_the_verbs_of_the_protocol_and_what_it_sends_is_encoded(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    exchange = Exchange(run, recipe, lambda piece: piece)
+    contact = Noting(exchange)
+    journal = through(contact, "searcher-0", PLACE).journal
+    assert set(vars(journal)) == JOURNAL
+    original = [trajectory(n % 2, (1, n), uid=f"t{n}") for n in range(5)]
+    for _ in range(2):  # a call may be repeated
+        journal.put(original, leases=journal.lease(2, 60.0), counters={"generated_tokens": 10})
+    assert journal.known(["t0", "t4", "x"]) == {"t0", "t4"}
+    with JournalFollower(run.path / "journal.sqlite") as follower:
+        assert same(follower.drain(), original)
+        assert follower.counters() == {"searcher-0": {"generated_tokens": 10}}
+        assert follower.leases() == []
+        follower.ask(Version(0, 1), [t.uid for t in original])
+        assert same(journal.unscored(Version(0, 1), 2, 60.0), [original[4], original[3]])
+    sent = [value for call in contact.calls for value in call if isinstance(value, Encoded)]
+    assert [len(given.rows) for given in sent] == [5, 5]
+    assert not [value for call in contact.calls for value in call if value is original]
+    journal.close()
+    journal.close()
     exchange.close()
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import TOY
+from tests.runtime.runs import TOY
 
 from tba.errors import UserError
 from tba.recipe import ClusterSettings, Recipe

@@ -11,7 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runs import TOY, alive, children, distance, final_weights, forge_of, made, processes, quiet, steps_of, train, until
+from tests.runtime.runs import (
+    TOY,
+    alive,
+    children,
+    distance,
+    final_weights,
+    forge_of,
+    made,
+    processes,
+    quiet,
+    steps_of,
+    train,
+    until,
+)
 
 from tba.__main__ import main
 from tba.errors import DeadlineExceeded, PartFailed, UserError
@@ -162,7 +175,7 @@ def test_when_the_forge_is_killed_the_parts_are_started_again_from_a_new_one(tmp
 def test_a_reward_that_raises_ends_the_run_with_the_searchers_own_traceback_and_exit_code_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = str(Path(__file__).with_name("broken_reward.py"))
+    broken = str(Path(__file__).parents[1] / "broken_reward.py")
     assert main(["train", broken, "--runs", str(tmp_path), "--run-name", "run"]) == 1
     said = capsys.readouterr().err
     first = r"tba: searcher-0 \(process \d+\) ended with ZeroDivisionError; its log is .*searcher-0\.log\n"
@@ -174,7 +187,7 @@ def test_a_reward_that_raises_ends_the_run_with_the_searchers_own_traceback_and_
 
 
 def test_a_searcher_that_dies_every_time_is_given_up_after_so_many_restarts(tmp_path: Path) -> None:
-    broken = Path(__file__).with_name("broken_reward.py")
+    broken = Path(__file__).parents[1] / "broken_reward.py"
     with pytest.raises(PartFailed, match=r"searcher-0 \(process \d+\) was killed by signal 9; its log is"):
         processes(tmp_path / "run", "--task.deadly", "--run.restarts", "1", source=broken)
     assert (tmp_path / "run" / "logs" / "searcher-0.log").read_text().count("starts as process") == 2

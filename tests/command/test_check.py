@@ -25,7 +25,7 @@ from tba.schedules import Constant
 from tba.settings import find
 from tba.training.ranks import RankSettings
 
-RECIPE = str(Path(__file__).parent / "tiny_sums.py")
+RECIPE = str(Path(__file__).parents[1] / "tiny_sums.py")
 
 
 def test_an_estimate_is_measured_on_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
