@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
+from tba.fields import BY_CODE
 from tba.protocols import HEADS, Embedding, Engine, Exploration, Objective, Policy, Reference, Task, Tokenizer
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
@@ -187,8 +188,8 @@ class Recipe:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    name: str = "run"  # what the run is called in its summary, and its folder unless --run-name says otherwise
-    description: str = ""  # one line for people
+    name: str = field(default="run", metadata=BY_CODE)  # of its runs, and of their folders without --run-name
+    description: str = field(default="", metadata=BY_CODE)  # one line for people
     seed: int = 0  # of every random draw; equal seeds give equal weights in the inline runtime
     steps: int = 1000  # optimizer updates
     groups_per_step: int = 7  # B, prompts in a batch
@@ -306,6 +307,20 @@ class Recipe:
             )
 
     @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect as the others stand, each with what would make it count (`tba.fields`)."""
+        found: dict[str, str] = {}
+        if self.runtime != "cluster":
+            found |= {"cluster": "runtime cluster", "address": "runtime cluster"}
+        if self.runtime != "inline":
+            found |= {"run.inline_rounds_per_sync": "runtime inline"}
+        if not self.reference_reset:
+            found |= {"reset_optimizer": "reference_reset", "rescored_per_round": "reference_reset"}
+        if hasattr(self.objective, "log_z") and not self.objective.needs & HEADS:
+            found |= {"optimizer.head_lr": "objective.log_z learned"}
+        return found
+
+    @property
     def largest_reward(self) -> float:
         """The largest |reward| that is learnt from: over the smallest beta of the run, its square is still a number.
 
@@ -320,6 +335,26 @@ class Recipe:
         return LARGEST_SQUARED * smallest
 
 
+@dataclass(frozen=True)
+class Gone:
+    """A field that recipes had in earlier versions of the program."""
+
+    value: Json  # that it always has now; `...`: what it meant is gone too, whatever it was
+    now: str  # in words, what holds in its place
+
+    def is_said_by(self, word: str) -> bool:
+        """Whether `word` of a command line is that value."""
+        if isinstance(self.value, float | int) and not isinstance(self.value, bool):
+            try:
+                return float(word) == self.value
+            except ValueError:
+                return False
+        return word == str(self.value)
+
+
+GONE: Mapping[str, Gone] = {
+    "replay.recent_window": Gone(..., "what is recent is told by arrival now, not by the age of the weights"),
+}
 LARGEST_SQUARED = 1e9  # |reward| over beta: its square, summed over a batch, is far from float32's largest number
 _PACKAGE = Path(__file__).parent
 _COUNTS = (
@@ -349,7 +384,8 @@ def resolved(value: Any) -> Json:
 def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, then, now) wherever two resolved recipes differ; what one of them lacks is None there.
 
-    A class is known by its name: the module that it lies in may have moved since.
+    A class is known by its name: the module that it lies in may have moved since. A field that is gone differs where it
+    had another value than it always has now; what `name` the values have in their recipe tells which these are.
     """
     if isinstance(made, Mapping) and isinstance(wanted, Mapping):
         for key in [*wanted, *(k for k in made if k not in wanted)]:
@@ -360,5 +396,5 @@ def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, A
     elif isinstance(made, str) and isinstance(wanted, str) and name.rpartition(".")[2] == "class":
         if made.rpartition(".")[2] != wanted.rpartition(".")[2]:
             yield name, made, wanted
-    elif made != wanted:
+    elif made != wanted and not (wanted is None and name in GONE and GONE[name].value in (..., made)):
         yield name, made, wanted
