@@ -22,7 +22,7 @@ from tba.command.help import OPTIONS
 from tba.errors import UserError
 from tba.field_comments import comments
 from tba.fields import fields_of, flags, without_effect
-from tba.recipe import GONE, Recipe, resolved
+from tba.recipe import GONE, Recipe, differences, resolved
 from tba.runtime.run_dir import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
 from tba.settings import FIRST, find, names, override
@@ -174,6 +174,7 @@ BAD_FILES = {
     "\n\nimport no_such_package\n": "line 3: ModuleNotFoundError: No module named 'no_such_package'",
     "from tba.recipe import Recipe\nrecipe = Recipe(stepz=3)\n": "line 2: TypeError",
     "from tba.schedules import Constant\n\nConstant(float('nan'))\n": "nan",
+    "from tba.recipe import RuntimeSettings\nRuntimeSettings(prefetch=True)\n": "run.prefetch is not a setting any",
 }
 
 
@@ -384,7 +385,8 @@ def test_whatever_recipe_json_holds_it_is_a_recipe_or_a_sentence(tmp_path: Path,
     assert (tmp_path / "recipe.json").read_bytes() == content
 
 
-def test_the_help_of_gsm8k_begins_with_what_is_set_most() -> None:
+def test_gsm8k_has_at_most_a_hundred_settings_and_a_help_that_begins_with_those_set_most() -> None:
+    assert len(flags(GSM8K)) <= 100
     assert set(FIRST) & set(flags(GSM8K)) >= {"--steps", "--seed", "--model.path", "--optimizer.lr", "--runtime"}
 
 
@@ -411,3 +413,39 @@ def test_a_setting_that_is_gone_is_answered_by_what_holds_in_its_place(name: str
     with pytest.raises(UserError) as told:
         overridden(GSM8K, flag, "5")
     assert str(told.value) == f"tba train it: {flag} is not a setting any longer: {GONE[name].now}"
+
+
+def gone_flags(name: str) -> list[str]:
+    """What an earlier version was given to set a field that is gone to the value that it always has now."""
+    value, (place, _, last) = GONE[name].value, name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return [f"--{place}.{last}" if value else f"--{place}.no-{last}"]
+    return [f"--{place}.{last}", str(value)]
+
+
+def test_a_run_that_set_what_is_gone_to_what_always_holds_is_rebuilt_and_another_is_refused(tmp_path: Path) -> None:
+    ours = [name for name in GONE if GONE[name].value is not ...]
+    old = [word for name in ours for word in gone_flags(name)]
+    run = RunDirectory.create(tmp_path / "run", "quickstart", [], QUICKSTART)
+    file = run.path / "recipe.json"
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps(facts | {"overrides": ["--steps", "9", *old, "--seed=3", "--name", "mine"]}))
+    assert run.recipe() == replace(QUICKSTART, steps=9, seed=3, name="mine")
+    for wrong in (["--run.no-prefetch"], ["--run.stop-deadline", "5"], ["--optimizer.eps=1e-6"]):
+        file.write_text(json.dumps(facts | {"overrides": wrong}))
+        with pytest.raises(UserError, match="is not a setting any longer: "):
+            run.recipe()
+
+
+def test_a_resolved_recipe_of_before_differs_only_where_what_is_gone_had_another_value() -> None:
+    now = resolved(QUICKSTART)
+    before = json.loads(json.dumps(now))
+    for name, gone in GONE.items():
+        *places, last = name.split(".")
+        inner = before
+        for place in places:
+            inner = inner[place]
+        inner[last] = "any" if gone.value is ... else gone.value
+    assert list(differences(before, now)) == []
+    before["run"]["prefetch"] = False
+    assert list(differences(before, now)) == [("run.prefetch", False, None)]

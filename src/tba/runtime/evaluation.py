@@ -21,6 +21,7 @@ from tba.record.clock import ShareClock
 from tba.record.evaluations import Answered, read_evaluations
 from tba.types import Evaluation, Json, Prompt, Version
 
+EVALUATION_DEADLINE = 3600.0  # seconds for the last evaluation, and for a searcher that claimed one
 _WHY = "evaluate"
 
 
