@@ -20,12 +20,13 @@ from tba.command.replay import ReplayOptions
 from tba.command.sample import SampleOptions
 from tba.command.search import SearchOptions
 from tba.command.sft import SftOptions
+from tba.fields import fields_of
 from tba.record import metrics
 from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
 from tba.research.command import StudyOptions
 from tba.research.study import find_study
-from tba.settings import find, flags, names, override, split_options
+from tba.settings import find, names, override, split_options
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -103,9 +104,9 @@ def test_the_documents_have_commands() -> None:
 
 
 def test_a_flag_named_in_passing_exists() -> None:
-    known = {flag for recipe in names() for flag in flags(find(recipe))}
-    known |= set(flags(EndpointVictim(), "--task.victim."))  # of no recipe that comes with the package
-    known |= {flag for options in OPTIONS.values() if options is not None for flag in flags(options)}
+    known = {field.flag for recipe in names() for field in fields_of(find(recipe))}
+    known |= {field.flag for field in fields_of(EndpointVictim(), "--task.victim.")}  # of no recipe that comes along
+    known |= {field.flag for options in OPTIONS.values() if options is not None for field in fields_of(options)}
     prose = [d for d in DOCUMENTS if d.name != "settings.md"]  # that page has those of every task
     said = {flag for d in prose for flag in re.findall(r"`(--[a-z][\w.-]*)", d.read_text(encoding="utf-8"))}
     assert {flag for flag in said if flag not in known and flag.replace(".no-", ".") not in known} == set()

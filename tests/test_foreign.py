@@ -21,7 +21,7 @@ from tba.policy.causal import load_model
 from tba.record.jsonl import write_json
 from tba.record.summary import Summary
 from tba.research.study import Study
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_dir import RunDirectory, new_path
 from tba.tasks.characters import character_tokenizer
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
 from tba.training.tiny_models import ScratchModel
@@ -274,7 +274,8 @@ def test_a_name_is_no_path_no_option_and_not_hidden(name: str, tmp_path: Path, c
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="a study is named"):
         Study(name=name, recipe=None, variants={"a": ()})  # type: ignore[arg-type]
-    assert "the recipe is named" in refused(capsys, "train", TOY, "--runs", tmp_path, f"--name={name}")
+    with pytest.raises(UserError, match="the recipe is named"):
+        new_path(tmp_path, name, None)
 
 
 def test_names_that_are_used_are_names() -> None:

@@ -21,10 +21,11 @@ from tba.apps.red_team.endpoint import EndpointVictim
 from tba.command.help import OPTIONS
 from tba.errors import UserError
 from tba.field_comments import comments
-from tba.recipe import Recipe, resolved
+from tba.fields import fields_of, flags, without_effect
+from tba.recipe import GONE, Recipe, differences, resolved
 from tba.runtime.run_dir import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
-from tba.settings import find, flags, names, override
+from tba.settings import FIRST, find, names, override
 
 TOY = str(Path(__file__).parent / "runtime" / "toy.py")
 QUICKSTART, GSM8K = find("quickstart"), find("gsm8k")
@@ -43,7 +44,7 @@ def test_fields_are_set_by_dotted_name_at_any_depth_and_the_rest_stays() -> None
     recipe = overridden(
         QUICKSTART,
         *("--steps", "7", "--task.digits", "2", "--replay.pacing.max-mean-uses", "3.5", "--record.no-tensorboard"),
-        *("--model.generation.stop-strings", "a", "b", "--optimizer.betas", "0.5", "0.6", "--model.path", "x y"),
+        *("--model.generation.stop-strings", "a", "b", "--optimizer.betas", "0.5", "0.6", "--model.dtype", "float32"),
         "--model.warm-start.scratch.hidden-size=64",
     )
     warm_start = QUICKSTART.model.warm_start
@@ -57,7 +58,7 @@ def test_fields_are_set_by_dotted_name_at_any_depth_and_the_rest_stays() -> None
         optimizer=replace(QUICKSTART.optimizer, betas=(0.5, 0.6)),
         model=replace(
             QUICKSTART.model,
-            path="x y",
+            dtype="float32",
             generation=replace(QUICKSTART.model.generation, stop_strings=("a", "b")),
             warm_start=replace(warm_start, scratch=replace(warm_start.scratch, hidden_size=64)),
         ),
@@ -120,7 +121,10 @@ WRONG = [
     (["train", "quickstart", "--seed", "-1"], "--seed is -1, it must not be negative"),
     (["train", "quickstart", "--group-size", "1"], "log Z needs at least 2 responses"),
     (["train", "quickstart", "--policy-temperature", "nan"], "it must be positive"),
-    (["train", "quickstart", "--runtime", "threads"], "('processes', 'inline', 'cluster')"),
+    (
+        ["train", "quickstart", "--runtime", "threads"],
+        "takes one of processes, inline, cluster, not 'threads'",
+    ),
     (["train", "quickstart", "--runtime", "inline", "--searchers", "2"], "takes turns with exactly 1"),
     (["train", "quickstart", "--model.device", "tpu"], "'tpu'"),
     (["train", "quickstart", "--replay.selection.m", "2"], "it is a probability: give 0 to 1"),
@@ -170,6 +174,7 @@ BAD_FILES = {
     "\n\nimport no_such_package\n": "line 3: ModuleNotFoundError: No module named 'no_such_package'",
     "from tba.recipe import Recipe\nrecipe = Recipe(stepz=3)\n": "line 2: TypeError",
     "from tba.schedules import Constant\n\nConstant(float('nan'))\n": "nan",
+    "from tba.recipe import RuntimeSettings\nRuntimeSettings(prefetch=True)\n": "run.prefetch is not a setting any",
 }
 
 
@@ -216,7 +221,7 @@ def test_help_of_a_command_says_how_it_is_called_and_has_all_its_options(
             for place in places:
                 module, _, kind = place.rpartition(".")
                 options = getattr(importlib.import_module(f"tba.{module}"), kind)()
-                assert all(f"  {flag} " in said for flag in flags(options))
+                assert set(flags(options)) <= set(said.split())
 
 
 @pytest.mark.parametrize("name", [TOY, "gsm8k"])
@@ -224,9 +229,11 @@ def test_help_of_a_recipe_explains_every_field_with_its_value(name: str, capsys:
     with pytest.raises(SystemExit) as end:
         main(["train", name, "--help"])
     assert end.value.code == 0
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    page = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in page.partition("what is set most:")[2].splitlines())
+    said = " ".join(page.split())
     for flag in flags(find(name)):
-        assert flag in said
+        assert f" {flag} " in said
     assert "B, prompts in a batch (default: " in said
     assert "uses per trajectory received; the trainer is held (`paced`) beyond, and in a stall" in said
 
@@ -376,3 +383,69 @@ def test_whatever_recipe_json_holds_it_is_a_recipe_or_a_sentence(tmp_path: Path,
     with contextlib.suppress(UserError):
         assert isinstance(RunDirectory.open(tmp_path).recipe(), Recipe)
     assert (tmp_path / "recipe.json").read_bytes() == content
+
+
+def test_gsm8k_has_at_most_a_hundred_settings_and_a_help_that_begins_with_those_set_most() -> None:
+    assert len(flags(GSM8K)) <= 100
+    assert set(FIRST) & set(flags(GSM8K)) >= {"--steps", "--seed", "--model.path", "--optimizer.lr", "--runtime"}
+
+
+@pytest.mark.parametrize("name", names())
+def test_whatever_has_no_effect_in_a_recipe_is_among_its_fields(name: str) -> None:
+    known = [f.flag for f in fields_of(find(name))]
+    for flag, when in without_effect(find(name)).items():
+        assert any(k == flag or k.startswith(f"{flag}.") for k in known), flag
+        assert when.split()[0] in known
+
+
+def test_a_part_that_is_off_takes_no_settings_until_it_is_switched_on() -> None:
+    with pytest.raises(UserError, match=r"--control.low has no effect without --control.signal: give that too"):
+        overridden(GSM8K, "--control.low", "0.3")
+    steered = overridden(GSM8K, "--control.low", "0.3", "--control.signal", "ess")
+    assert (steered.control.low, steered.control.signal) == (0.3, "ess")
+    assert {"--control.low", "--control.high"} <= set(flags(steered)) - set(flags(GSM8K))
+
+
+@pytest.mark.parametrize("name", sorted(GONE))
+def test_a_setting_that_is_gone_is_answered_by_what_holds_in_its_place(name: str) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    assert flag not in [f.flag for f in fields_of(GSM8K)]
+    with pytest.raises(UserError) as told:
+        overridden(GSM8K, flag, "5")
+    assert str(told.value) == f"tba train it: {flag} is not a setting any longer: {GONE[name].now}"
+
+
+def gone_flags(name: str) -> list[str]:
+    """What an earlier version was given to set a field that is gone to the value that it always has now."""
+    value, (place, _, last) = GONE[name].value, name.replace("_", "-").rpartition(".")
+    if isinstance(value, bool):
+        return [f"--{place}.{last}" if value else f"--{place}.no-{last}"]
+    return [f"--{place}.{last}", str(value)]
+
+
+def test_a_run_that_set_what_is_gone_to_what_always_holds_is_rebuilt_and_another_is_refused(tmp_path: Path) -> None:
+    ours = [name for name in GONE if GONE[name].value is not ...]
+    old = [word for name in ours for word in gone_flags(name)]
+    run = RunDirectory.create(tmp_path / "run", "quickstart", [], QUICKSTART)
+    file = run.path / "recipe.json"
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps(facts | {"overrides": ["--steps", "9", *old, "--seed=3", "--name", "mine"]}))
+    assert run.recipe() == replace(QUICKSTART, steps=9, seed=3, name="mine")
+    for wrong in (["--run.no-prefetch"], ["--run.stop-deadline", "5"], ["--optimizer.eps=1e-6"]):
+        file.write_text(json.dumps(facts | {"overrides": wrong}))
+        with pytest.raises(UserError, match="is not a setting any longer: "):
+            run.recipe()
+
+
+def test_a_resolved_recipe_of_before_differs_only_where_what_is_gone_had_another_value() -> None:
+    now = resolved(QUICKSTART)
+    before = json.loads(json.dumps(now))
+    for name, gone in GONE.items():
+        *places, last = name.split(".")
+        inner = before
+        for place in places:
+            inner = inner[place]
+        inner[last] = "any" if gone.value is ... else gone.value
+    assert list(differences(before, now)) == []
+    before["run"]["prefetch"] = False
+    assert list(differences(before, now)) == [("run.prefetch", False, None)]

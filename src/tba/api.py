@@ -156,7 +156,8 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
     begun = find(recipe) if isinstance(recipe, str) else recipe
     begun = replace(begun, **{k: v for k, v in fields.items() if k not in plain})
     said = isinstance(recipe, str) and len(plain) == len(fields)
-    return override(begun, flags, "tba.train"), recipe if isinstance(recipe, str) and said else "", flags
+    made = override(begun, flags, "tba.train", recorded=True)  # it is code that asks, which may set what is for code
+    return made, recipe if isinstance(recipe, str) and said else "", flags
 
 
 def _flag(name: str, value: bool | float | str) -> list[str]:

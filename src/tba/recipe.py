@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
+from tba.fields import BY_CODE
 from tba.protocols import HEADS, Embedding, Exploration, Model, Objective, Task
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
@@ -35,29 +36,19 @@ class RuntimeSettings:
     """How the parts are run, and how long they may take over what."""
 
     idle_deadline: float = 1800.0  # seconds the trainer may wait for one batch
-    stop_deadline: float = 60.0  # seconds a part has to stop cleanly
-    evaluation_deadline: float = 3600.0  # seconds for the last evaluation
-    lease_seconds: float = 1800.0  # a prompt not answered by then is handed out again
     silence_deadline: float = 1800.0  # seconds a part may give no sign of life before it is killed and started again
     reward_deadline: float = 600.0  # seconds the reward may take over a round's answers
-    reward_retries: int = 2  # how often a reward that raised or took too long is asked again before that ends the run
     restarts: int = 3  # of each part that dies; the trainer goes on from its newest checkpoint
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # where the journal lies; the run's directory unless that is a network filesystem
     threads: int = 1  # torch threads in each process
-    searcher_nice: int = 5  # how far searchers give way to the trainer where they share cores (0 to 19: nice(1))
     checkpoints: int = 2  # how many are kept
     checkpoint_every: int = 100  # steps; made at the first weight sync from there on; 0 = at the end only
-    publish_in_background: bool = True  # write weights while the next step is computed (processes only)
-    put_in_background: bool = True  # write a round down while the next one is made (not inline)
-    prefetch: bool = True  # fetch the next batch while this one is computed (processes only)
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
             if not getattr(self, name) >= least:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, it must be at least {least}")
-        if self.searcher_nice > 19:
-            raise UserError(f"--run.searcher-nice is {self.searcher_nice}, it must be at most 19")
         for name in _SECONDS:
             if not getattr(self, name) > 0:
                 raise UserError(f"--run.{name.replace('_', '-')} is {getattr(self, name)}, give seconds above 0")
@@ -95,17 +86,13 @@ class ClusterSettings:
                 )
 
 
-_SECONDS = (
-    *("idle_deadline", "stop_deadline", "evaluation_deadline", "lease_seconds", "silence_deadline", "reward_deadline"),
-)
+_SECONDS = ("idle_deadline", "silence_deadline", "reward_deadline")
 _LEAST = {
     "restarts": 0,
     "inline_rounds_per_sync": 1,
     "threads": 1,
-    "searcher_nice": 0,
     "checkpoints": 1,
     "checkpoint_every": 0,
-    "reward_retries": 0,
 }
 
 
@@ -132,8 +119,8 @@ class Recipe:
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     replay: ReplaySettings = field(default_factory=ReplaySettings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    name: str = "run"  # what the run is called in its summary, and its folder unless --run-name says otherwise
-    description: str = ""  # one line for people
+    name: str = field(default="run", metadata=BY_CODE)  # of its runs, and of their folders without --run-name
+    description: str = field(default="", metadata=BY_CODE)  # one line for people
     seed: int = 0  # of every random draw; equal seeds give equal weights in the inline runtime
     steps: int = 1000  # optimizer updates
     groups_per_step: int = 7  # B, prompts in a batch
@@ -251,6 +238,20 @@ class Recipe:
             )
 
     @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect as the others stand, each with what would make it count (`tba.fields`)."""
+        found: dict[str, str] = {}
+        if self.runtime != "cluster":
+            found |= {"cluster": "runtime cluster", "address": "runtime cluster"}
+        if self.runtime != "inline":
+            found |= {"run.inline_rounds_per_sync": "runtime inline"}
+        if not self.reference_reset:
+            found |= {"reset_optimizer": "reference_reset", "rescored_per_round": "reference_reset"}
+        if hasattr(self.objective, "log_z") and not self.objective.needs & HEADS:
+            found |= {"optimizer.head_lr": "objective.log_z learned"}
+        return found
+
+    @property
     def largest_reward(self) -> float:
         """The largest |reward| that is learnt from: over the smallest beta of the run, its square is still a number.
 
@@ -265,6 +266,39 @@ class Recipe:
         return LARGEST_SQUARED * smallest
 
 
+@dataclass(frozen=True)
+class Gone:
+    """A field that recipes had in earlier versions of the program."""
+
+    value: Json  # that it always has now; `...`: what it meant is gone too, whatever it was
+    now: str  # in words, what holds in its place
+
+    def is_said_by(self, word: str) -> bool:
+        """Whether `word` of a command line is that value."""
+        if isinstance(self.value, float | int) and not isinstance(self.value, bool):
+            try:
+                return float(word) == self.value
+            except ValueError:
+                return False
+        return word == str(self.value)
+
+
+GONE: Mapping[str, Gone] = {
+    "replay.recent_window": Gone(..., "what is recent is told by arrival now, not by the age of the weights"),
+    "run.stop_deadline": Gone(60.0, "it is always 60 seconds"),
+    "run.evaluation_deadline": Gone(3600.0, "it is always an hour"),
+    "run.lease_seconds": Gone(1800.0, "it is always half an hour"),
+    "run.reward_retries": Gone(2, "a reward that fails is always asked 2 times more"),
+    "run.searcher_nice": Gone(5, "it is always 5"),
+    "run.publish_in_background": Gone(True, "weights are always written beside the next step, but inline"),
+    "run.put_in_background": Gone(True, "a round is always written beside the next one, but inline"),
+    "run.prefetch": Gone(True, "the next batch is always fetched beside the step, but inline"),
+    "record.status_seconds": Gone(10.0, "it is always 10 seconds"),
+    "optimizer.eps": Gone(1e-8, "it is always 1e-08"),
+    "optimizer.master_weights": Gone(True, "weights of lower precision always have float32 copies"),
+    "model.generation.prefill_tokens": Gone(2048, "it is always 2048 tokens"),
+    "model.generation.max_prompt_tokens": Gone(None, "--model.vllm.max-prompt-tokens is what vllm has in its place"),
+}
 LARGEST_SQUARED = 1e9  # |reward| over beta: its square, summed over a batch, is far from float32's largest number
 _PACKAGE = Path(__file__).parent
 _COUNTS = (
@@ -294,7 +328,8 @@ def resolved(value: Any) -> Json:
 def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted name, then, now) wherever two resolved recipes differ; what one of them lacks is None there.
 
-    A class is known by its name: the module that it lies in may have moved since.
+    A class is known by its name: the module that it lies in may have moved since. A field that is gone differs where it
+    had another value than it always has now; what `name` the values have in their recipe tells which these are.
     """
     if isinstance(made, Mapping) and isinstance(wanted, Mapping):
         for key in [*wanted, *(k for k in made if k not in wanted)]:
@@ -305,5 +340,5 @@ def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, A
     elif isinstance(made, str) and isinstance(wanted, str) and name.rpartition(".")[2] == "class":
         if made.rpartition(".")[2] != wanted.rpartition(".")[2]:
             yield name, made, wanted
-    elif made != wanted:
+    elif made != wanted and not (wanted is None and name in GONE and GONE[name].value in (..., made)):
         yield name, made, wanted

@@ -28,14 +28,21 @@ from transformers import (
     PreTrainedModel,
 )
 
+from tba.engines import transformers
+from tba.engines.rules import Room
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import TbaError, UserError
 from tba.protocols import Engine
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 
+@pytest.fixture(autouse=True)
+def _few_prompts_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "PREFILL_TOKENS", 16)
+
+
 def engine_of(model: PreTrainedModel, **settings: object) -> TransformersEngine:
-    defaults: dict[str, object] = {"slots": 5, "max_completion_tokens": 20, "prefill_tokens": 16}
+    defaults: dict[str, object] = {"slots": 5, "max_completion_tokens": 20}
     return TransformersEngine(model, Letters(), EngineSettings(**(defaults | settings)), Version(0, 3))
 
 
@@ -86,10 +93,13 @@ def test_greedy_completions_are_those_of_generate(family: str) -> None:
 
 
 @pytest.mark.parametrize("slots", [1, 3, 24, 100])
-def test_a_request_gives_the_same_completion_at_any_number_of_slots(slots: int) -> None:
+def test_a_request_gives_the_same_completion_at_any_number_of_slots(
+    slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, prompts = build("llama"), ragged_prompts(3, 9, 1, 9, 12, 3)
     reference = engine_of(model, slots=7).generate(prompts, 4, Sampling(top_p=0.95), np.random.default_rng(1))
-    engine = engine_of(model, slots=slots, prefill_tokens=1)
+    monkeypatch.setattr(transformers, "PREFILL_TOKENS", 1)
+    engine = engine_of(model, slots=slots)
     assert tokens_of(engine.generate(prompts, 4, Sampling(top_p=0.95), np.random.default_rng(1))) == tokens_of(
         reference
     )
@@ -347,7 +357,7 @@ def test_weights_that_are_not_finite_raise_and_leave_no_trace() -> None:
 def test_a_prompt_that_is_too_long_or_empty_is_refused_with_its_length() -> None:
     model = build("llama")
     with pytest.raises(UserError, match="9 tokens, more than max_prompt_tokens = 8"):
-        engine_of(model, max_prompt_tokens=8).generate(ragged_prompts(3, 9), 1, Sampling(), np.random.default_rng(0))
+        Room(20, 8, 64).check(ragged_prompts(9)[0])
     with pytest.raises(UserError, match="64 tokens, which leaves no room for an answer in the model's 64 positions"):
         engine_of(model).generate(ragged_prompts(64), 1, Sampling(), np.random.default_rng(0))
     with pytest.raises(UserError, match="no tokens"):
@@ -358,7 +368,6 @@ def test_a_prompt_that_is_too_long_or_empty_is_refused_with_its_length() -> None
     ("settings", "message"),
     [
         ({"slots": 0}, "slots is 0"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens is 0"),
         ({"stop_strings": ("",)}, "empty"),
     ],
 )

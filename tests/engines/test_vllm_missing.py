@@ -33,6 +33,7 @@ def test_what_the_engine_cannot_do_is_said_when_the_recipe_is_made() -> None:
         ({"tensor_parallel": 0}, "tensor_parallel"),
         ({"memory_share": 1.2}, "memory_share"),
         ({"cache_gb": 0.0}, "cache_gb"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, float], what: str) -> None:

@@ -48,6 +48,7 @@ from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
+from tba.runtime import searcher_loop
 from tba.runtime.disk import disk_full
 from tba.runtime.inline import Inline
 from tba.runtime.run_dir import RunDirectory
@@ -414,12 +415,15 @@ def faulty(path: Path, *overrides: str) -> Summary:
     return summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)
 
 
-def test_a_reward_that_raises_or_hangs_now_and_then_is_asked_again_and_counted(tmp_path: Path) -> None:
+def test_a_reward_that_raises_or_hangs_now_and_then_is_asked_again_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(searcher_loop, "RETRIES", 3)  # all of its faults are of one round
     raises, hangs = tmp_path / "raises", tmp_path / "hangs"
     raises.write_text("2")
     hangs.write_text("1")
     files = ("--task.raises", str(raises), "--task.hangs", str(hangs))
-    summary = faulty(tmp_path / "run", *files, "--run.reward-deadline", "0.5", "--run.reward-retries", "3")
+    summary = faulty(tmp_path / "run", *files, "--run.reward-deadline", "0.5")
     assert summary.steps == 60
     assert summary.faults["reward_retries"] == 3
     assert summary.trajectories.closes()
@@ -439,7 +443,7 @@ def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended
 ) -> None:
     path, file = tmp_path / "run", tmp_path / how
     seconds = "0.5" if how == "hangs" else "60"  # a busy machine must not make another fault of it
-    patience = ("--run.reward-deadline", seconds, "--run.reward-retries", "1", f"--task.{how}", str(file))
+    patience = ("--run.reward-deadline", seconds, f"--task.{how}", str(file))
     file.write_text("0")
     begin = ["train", str(FAULTY), "--runs", str(tmp_path), "--run-name", "run", "--runtime", runtime]
     if runtime == "inline":

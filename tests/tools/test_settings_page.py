@@ -8,7 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from tba.settings import find, flags, names
+from tba.fields import fields_of
+from tba.settings import find, names
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "settings_page.py"
 
@@ -31,7 +32,7 @@ def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:
 @pytest.mark.parametrize("recipe", names())
 def test_every_flag_of_every_recipe_is_on_the_page(tool: ModuleType, recipe: str) -> None:
     page = tool.page()
-    assert [flag for flag in flags(find(recipe)) if f"| `{flag}` |" not in page] == []
+    assert [f.flag for f in fields_of(find(recipe)) if f"| `{f.flag}` |" not in page] == []
 
 
 def test_a_meaning_is_the_comment_behind_a_field_and_those_below_it(tool: ModuleType) -> None:

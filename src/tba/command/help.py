@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import textwrap
 from collections.abc import Iterator
-from typing import Any
 
-from tba.field_comments import comments
+from tba.fields import fields_of, rows
 
 # The options of each command that has some, by where they are defined.
 OPTIONS: dict[str, tuple[str, ...]] = {
@@ -37,8 +34,8 @@ def help_of(command: str, usage: str) -> str:
     for name, places in OPTIONS.items():
         if name != command and not name.startswith(f"{command} "):
             continue
-        rows = [row for place in places for row in _rows(_options(place)(), "--")]
-        lines += ["", f"options of `tba {name}`:", *rows]
+        options = [field for place in places for field in fields_of(_options(place)())]
+        lines += ["", f"options of `tba {name}`:", *rows(options)]
     return "\n".join(lines)
 
 
@@ -58,16 +55,3 @@ def _options(place: str) -> type:
     module, _, name = place.rpartition(".")
     found: type = getattr(importlib.import_module(f"tba.{module}"), name)
     return found
-
-
-def _rows(default: Any, prefix: str) -> Iterator[str]:
-    """A field a row, those of settings within under their dotted names."""
-    said = comments(type(default))
-    for f in dataclasses.fields(default):
-        flag, value = prefix + f.name.replace("_", "-"), getattr(default, f.name)
-        if dataclasses.is_dataclass(value):
-            yield from _rows(value, f"{flag}.")
-        else:
-            given = "" if value is None or value == "" else f" (default: {value})"
-            lines = textwrap.wrap(f"{said.get(f.name, '')}{given}", 80) or [""]
-            yield f"\n{' ' * 28}".join([f"  {flag:24}  {lines[0]}", *lines[1:]])

@@ -163,7 +163,7 @@ def run(arguments: Sequence[str]) -> int:
     file with answers for the trainer.
     """
     half, name, overrides, at_least, answers = arguments
-    recipe = override(find(name), json.loads(overrides), f"tba check {name}")
+    recipe = override(find(name), json.loads(overrides), f"tba check {name}", recorded=True)
     torch.set_num_threads(recipe.run.threads)
     if half == "searcher":
         found = search(recipe, float(at_least))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tba.command.train import closing_words, go, warn_if_busy
 from tba.errors import UserError
-from tba.recipe import Recipe, differences, resolved
+from tba.recipe import GONE, Recipe, differences, resolved
 from tba.record.failure import FILE as FAILURE
 from tba.record.failure import Failure
 from tba.record.faults import note_unreadable, record_fault
@@ -64,12 +64,18 @@ def resumable(
     then = run.recipe()
     made = {**facts["resolved"]}
     for name, was, now in differences(made, plain(resolved(then))):
+        if name in GONE:
+            raise UserError(
+                f"the run at {run.path} has {name} {was!r}, which is not a setting any longer: {GONE[name].now}; start "
+                "a new run"
+            )
         if was is not None and now is not None:
             raise UserError(
                 f"recipe {facts['recipe']} has changed since the run at {run.path} began ({name} was {was!r} and is "
                 f"{now!r}): start a new run, or set it back"
             )
-    recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba train --resume")
+    override(then, overrides, "tba train --resume")  # alone, for what is asked for now has to count
+    recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba train --resume", recorded=True)
     for name, was, now in differences(plain(resolved(then)), plain(resolved(recipe))):
         if name.startswith(_KEPT):
             raise UserError(f"a run keeps its {name}, which is {was!r}: start a new run for {now!r}")

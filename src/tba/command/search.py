@@ -13,13 +13,14 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.command.check import require_ray
+from tba.record.live import STATUS_SECONDS
 from tba.record.log import log_to
 from tba.record.terminal import terminal
 from tba.runtime.cluster.remote import Visit, stand_in, through
 from tba.runtime.elastic import ASKED, Place, joined
 from tba.runtime.program import refuse_others, version
 from tba.runtime.run_dir import RunDirectory
-from tba.runtime.searcher_loop import SearcherLoop, searcher_loop_at, start_searching
+from tba.runtime.searcher_loop import NICENESS, SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.supervisor import stop_requests
 
 _PATIENCE = 60.0  # seconds that the exchange may take to answer
@@ -42,12 +43,12 @@ def join_run(path: Path) -> int:
     refuse_others(run.facts, "a searcher that would join")
     recipe = run.recipe()
     torch.set_num_threads(recipe.run.threads)
-    os.nice(recipe.run.searcher_nice)
+    os.nice(NICENESS)
     with stop_requests() as asked, joined(run, recipe, asked) as place, log_to(run.path, place.name) as log:
         console.print(f"{place.name} joins {run.path}; its log is {log}; Ctrl-C leaves", highlight=False)
-        half = start_searching(recipe, run, place.number, 0, place.stop, recipe.run.put_in_background)
+        half = start_searching(recipe, run, place.number, 0, place.stop, background=True)
         try:
-            _search(half, place, console, recipe.record.status_seconds)
+            _search(half, place, console)
         finally:
             half.journal.resume()  # what it held is for others
             half.close()
@@ -71,15 +72,15 @@ def visit_run(name: str, address: str) -> int:
         run = stand_in(facts, scratch)
         recipe = run.recipe()
         torch.set_num_threads(recipe.run.threads)
-        os.nice(recipe.run.searcher_nice)
+        os.nice(NICENESS)
         with log_to(run.path, visit.name) as log:
             console.print(f"{visit.name} joins {name}; its log is {log}; Ctrl-C leaves", highlight=False)
             here = place_of(visit.name, log)
             half = searcher_loop_at(
-                recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop, recipe.run.put_in_background
+                recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop, background=True
             )
             try:
-                _search(half, visit, console, recipe.record.status_seconds)
+                _search(half, visit, console)
             finally:
                 half.journal.resume()  # what it held is for others
                 half.close()
@@ -88,12 +89,12 @@ def visit_run(name: str, address: str) -> int:
     return asked.exit_code if visit.why == ASKED else 0
 
 
-def _search(half: SearcherLoop, place: Place | Visit, console: Console, every: float) -> None:
+def _search(half: SearcherLoop, place: Place | Visit, console: Console) -> None:
     """Rounds, each put down whole. It does not evaluate: a job that others wait for is not for one who may leave."""
     said = time.monotonic()
     while not place.stop() and not half.told().get("stop"):
         half.round()
-        if time.monotonic() - said > every:
+        if time.monotonic() - said > STATUS_SECONDS:
             said = time.monotonic()
             version = half.searcher.engine.version
             console.print(f"{place.name}: {half.searcher.rounds} rounds, weights {version}", highlight=False)

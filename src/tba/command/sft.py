@@ -78,11 +78,14 @@ def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task,
 
 
 def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]:
-    recipe = override(find(name), overrides, f"tba sft {name}")
-    model = recipe.model
-    if not isinstance(model, HuggingFace) or model.warm_start is None:
+    begun = find(name)
+    if not isinstance(begun.model, HuggingFace) or begun.model.warm_start is None:
         raise UserError(
             f"recipe {name} has no warm start: give one to its model, a .jsonl file of prompt and response, or a run"
         )
-    chosen = model.path if "--model.path" in [a.split("=")[0] for a in overrides] else ""
-    return recipe.task, model.warm_start, chosen
+    begun = replace(begun, model=replace(begun.model, path=""))  # its own is not what --model.path would go on from
+    recipe = override(begun, overrides, f"tba sft {name}", recorded=True)
+    model = recipe.model
+    assert isinstance(model, HuggingFace)
+    assert model.warm_start is not None
+    return recipe.task, model.warm_start, model.path

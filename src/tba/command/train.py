@@ -17,7 +17,7 @@ from tba.command.weights import with_weights
 from tba.errors import TbaError, UserError
 from tba.recipe import InitialFill, Recipe
 from tba.record.failure import Failure
-from tba.record.live import LiveView
+from tba.record.live import STATUS_SECONDS, LiveView
 from tba.record.report import draw_curves
 from tba.record.run import RunRecord
 from tba.record.show import closing_page
@@ -114,8 +114,8 @@ def carry_out(
 def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, int]:
     """What the run came to, and the exit code. It is held as long as this takes."""
     progress = Progress(recipe, run)
-    with LiveView(console, recipe.record.status_seconds, recipe.name) as view:
-        every = _LOOK if console.is_terminal else recipe.record.status_seconds / 4
+    with LiveView(console, STATUS_SECONDS, recipe.name) as view:
+        every = _LOOK if console.is_terminal else STATUS_SECONDS / 4
         tell = Throttled(lambda phase, note: view.update(progress.status(phase, note)), every)
         runtime = _runtime(recipe)(recipe, run, tell)
         with _failure_recorded(run):

@@ -26,5 +26,5 @@ def with_weights(
     shipped = Path(found).is_relative_to(_PACKAGE)
     if found and not shipped and not getattr(recipe.model, "path", ""):
         overrides = [*overrides, "--model.path", found]
-        recipe = override(find(name), overrides, f"tba train {name}")
+        recipe = override(find(name), overrides, f"tba train {name}", recorded=True)
     return recipe, overrides

@@ -30,6 +30,7 @@ from tba.policy.lora import has_adapters, is_adapter
 from tba.protocols import Tokenizer
 from tba.types import Completion, FloatArray, Prompt, Sampling, Version
 
+PREFILL_TOKENS = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
 _STEPS_BETWEEN_LOOKS = 4  # where looking at the tokens costs more than a step: on an accelerator, for stop strings
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
 _PROBE = 7  # tokens of the longest prompt of the self-test
@@ -42,9 +43,7 @@ class EngineSettings:
     engine: Literal["transformers", "vllm"] = "transformers"  # what samples; vllm has settings of its own, too
     slots: int = 64  # completions that grow at the same time
     max_completion_tokens: int = 128  # a longer completion is truncated: StopReason.LENGTH
-    max_prompt_tokens: int | None = None  # a longer prompt is an error; None: what the model has positions for
     stop_strings: tuple[str, ...] = ()  # a completion ends before the first of these in its text
-    prefill_tokens: int = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
     min_completion_tokens: int = 0  # the end of text is not sampled before an answer has so many tokens
     first: tuple[str, ...] = ()  # an answer begins with one of these, each one token; empty: with any
     never_first: tuple[str, ...] = ()  # an answer begins with none of these, each one token
@@ -60,9 +59,9 @@ class EngineSettings:
         return tuple(words for rule, words in named if rule)
 
     def __post_init__(self) -> None:
-        for name in ("slots", "max_completion_tokens", "max_prompt_tokens", "prefill_tokens"):
+        for name in ("slots", "max_completion_tokens"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise UserError(f"the engine's {name} is {value}, but it must be at least 1")
         if not 0 <= self.min_completion_tokens < self.max_completion_tokens:
             raise UserError(
@@ -91,7 +90,7 @@ class TransformersEngine:
         self._stop = StopStrings(settings.stop_strings, tokenizer)
         self._eos = eos_ids(model.generation_config, model.config, tokenizer)
         positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-        self.room = Room(settings.max_completion_tokens, settings.max_prompt_tokens, positions)
+        self.room = Room(settings.max_completion_tokens, None, positions)
         self._cache: SlotCache | None = None
         self._adapted = has_adapters(model)
         with torch.inference_mode():
@@ -264,7 +263,7 @@ class _Call:
         start, tokens = self.packed_to, 0
         while self.packed_to < len(self.prompts):
             tokens += len(self.prompts[self.packed_to].tokens)
-            if tokens > self.settings.prefill_tokens and self.packed_to > start:
+            if tokens > PREFILL_TOKENS and self.packed_to > start:
                 break
             self.packed_to += 1
         self.packed_from = start

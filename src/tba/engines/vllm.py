@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from tba.engines.rules import Room, matched
 from tba.engines.stopping import StopStrings, eos_ids
-from tba.engines.transformers import EngineSettings
+from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.foreign import SAFE
 from tba.policy.causal import load_model
@@ -57,6 +57,7 @@ class VllmSettings:
     tensor_parallel: int = 1  # processes, one for each GPU, that share one engine; the reference stays on the first
     memory_share: float = 0.5  # of each GPU's memory; the reference needs some, and the trainer if it is on the same
     cache_gb: float | None = None  # of keys and values, 10^9 bytes; None: what is left, on a CPU what the slots need
+    max_prompt_tokens: int | None = None  # a longer prompt is an error; None: what the model has positions for
     update: Literal["round", "in_flight"] = "round"  # new weights between two rounds, or as soon as they are there
     graphs: bool = True  # compile the model and record CUDA graphs when the engine starts; never on a CPU
 
@@ -67,6 +68,8 @@ class VllmSettings:
             raise UserError(f"vllm's memory_share is {self.memory_share}, give a share above 0 and up to 1")
         if self.cache_gb is not None and not self.cache_gb > 0:
             raise UserError(f"vllm's cache_gb is {self.cache_gb}, give a number above 0")
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise UserError(f"vllm's max_prompt_tokens is {self.max_prompt_tokens}, but it must be at least 1")
 
 
 @dataclass
@@ -113,10 +116,10 @@ class VllmEngine:
             )
         self._names = _names(self._shapes, untied)
         positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.room = Room(settings.max_completion_tokens, settings.max_prompt_tokens, positions)
+        self.room = Room(settings.max_completion_tokens, own.max_prompt_tokens, positions)
         self._stop = StopStrings(settings.stop_strings, tokenizer)
         self._eos = eos_ids(_generation_config(path), config, tokenizer)
-        longest = _longest(settings, positions)
+        longest = _longest(settings, own, positions)
         whole = device.type == "cpu"  # prompts in parts and seeds of requests do not go together there
         arguments = vllm.EngineArgs(
             model=path,
@@ -126,7 +129,7 @@ class VllmEngine:
             tensor_parallel_size=own.tensor_parallel,
             max_model_len=longest,
             max_num_seqs=settings.slots,
-            max_num_batched_tokens=max(settings.prefill_tokens, settings.slots, (longest or 0) if whole else 0),
+            max_num_batched_tokens=max(PREFILL_TOKENS, settings.slots, (longest or 0) if whole else 0),
             enable_chunked_prefill=not whole,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
@@ -370,11 +373,11 @@ def _generation_config(path: str) -> GenerationConfig | None:
         return None
 
 
-def _longest(settings: EngineSettings, positions: int | None) -> int | None:
+def _longest(settings: EngineSettings, own: VllmSettings, positions: int | None) -> int | None:
     """Positions of the longest prompt with the longest answer. None: what the model has."""
-    if settings.max_prompt_tokens is None:
+    if own.max_prompt_tokens is None:
         return positions
-    wanted = settings.max_prompt_tokens + settings.max_completion_tokens
+    wanted = own.max_prompt_tokens + settings.max_completion_tokens
     return wanted if positions is None else min(wanted, positions)
 
 
@@ -387,9 +390,9 @@ def _cache_bytes(
     if device.type != "cpu":
         return None
     text: Any = config.get_text_config()
-    longest = _longest(settings, getattr(text, "max_position_embeddings", None))
+    longest = _longest(settings, own, getattr(text, "max_position_embeddings", None))
     if longest is None:
-        raise UserError("this model has no limit on its positions: set --model.generation.max-prompt-tokens")
+        raise UserError("this model has no limit on its positions: set --model.vllm.max-prompt-tokens")
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     of_a_position = 2 * text.num_hidden_layers * heads * width * dtype.itemsize

@@ -59,6 +59,11 @@ class EvaluationSettings:
             raise UserError("evaluation: nothing to measure; set greedy, samples or pass_k.")
 
     @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect while nothing is evaluated during the run."""
+        return {} if self.every else {"problems_during": "every"}
+
+    @property
     def draws(self) -> int:
         """Sampled answers per problem."""
         return max(self.samples, self.pass_k)

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import UserError
+from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, read_json, templated
 from tba.policy.causal import CausalPolicy, load_model
 from tba.policy.lora import FILE as ADAPTERS
@@ -74,7 +75,7 @@ class WarmStart:
     vocab_size: int = 2048  # of the BPE tokenizer
     sft: SupervisedSettings = field(default_factory=SupervisedSettings)
     before: tuple[Lesson, ...] = ()  # lessons that come before it
-    shipped: Path | None = None  # a folder that may hold the result already
+    shipped: Path | None = field(default=None, metadata=BY_CODE)  # a folder that may hold the result already
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,12 @@ class HuggingFace:
     compiled: bool = False  # torch.compile of the policy's layers but for attention (docs/scaling.md)
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect: those of an engine that is not chosen, and the warm start where there are weights."""
+        found = {} if self.generation.engine == "vllm" else {"vllm": "generation.engine vllm"}
+        return found | ({"warm_start": 'path ""'} if self.path and self.warm_start is not None else {})
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:
         """The same, with a path: given, shipped, cached, or trained now.

@@ -9,6 +9,7 @@ Shape legend: B rows (one completion each), T completion positions.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -46,6 +47,18 @@ class Correction:
     level: Literal["token", "sequence"] = "token"  # whose ratio: each token's, or the whole completion's
     cap: float = 8.0  # the largest ratio, in the forms truncate, clamp and taper
     clip: float = 0.2  # how far from 1 a ratio still moves the policy on, in the form clip
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect in this form."""
+        found = {}
+        if self.form == "none":
+            found["level"] = "form"
+        if self.form not in ("truncate", "clamp", "taper"):
+            found["cap"] = "form truncate, clamp or taper"
+        if self.form != "clip":
+            found["clip"] = "form clip"
+        return found
 
     def __post_init__(self) -> None:
         if not self.cap >= 1:

@@ -31,6 +31,11 @@ class LoraSettings:
     alpha: float = 32.0  # the change is B A, times alpha over the rank
     targets: tuple[str, ...] = ()  # names of the layers that have them, such as q_proj; none: all linear but the head
 
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect while there are no adapters."""
+        return {"alpha": "rank", "targets": "rank"} if not self.rank else {}
+
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise UserError(f"the adapters' rank is {self.rank}: give a number from 1, or 0 to train all weights")

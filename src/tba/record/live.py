@@ -19,6 +19,7 @@ from tba.record.terminal import terminal
 from tba.record.text import count, duration, percent, printable
 
 NOT_YET = "-"
+STATUS_SECONDS = 10.0  # between two lines of progress when there is no terminal
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,11 @@ class RecordSettings:
     tensorboard: bool = True  # TensorBoard events in tensorboard/
     wandb: str | None = None  # W&B project to send the metrics to; None: none
     hide_text: bool = False  # keep prompts and answers out of samples.jsonl, answers.jsonl and the terminal
-    status_seconds: float = 10.0  # between two lines of progress when there is no terminal
 
     def __post_init__(self) -> None:
         for name in ("samples_every", "samples"):
             if getattr(self, name) < 0:
                 raise UserError(f"record: {name} must not be negative, but is {getattr(self, name)}.")
-        if self.status_seconds <= 0:
-            raise UserError(f"record: status_seconds must be positive, but is {self.status_seconds}.")
 
     def start(self, directory: Path, recipe: Mapping[str, Json] | None = None) -> Recorder:
         """Open the files of the run in `directory`; `recipe` is what W&B is told of it.

@@ -10,7 +10,7 @@ longest of them, D dimensions of an embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -44,6 +44,11 @@ class NearDuplicates:
                 f"--replay.buffer.near.distance is {self.distance}: give edits per token of both answers (up to 1), or "
                 "1 - cosine (up to 2), above 0"
             )
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect while all answers stay."""
+        return {"distance": "by", "keep": "by"} if self.by == "none" else {}
 
     def start(self, tokens: Callable[[int], IntArray]) -> Neighbours | None:
         """An empty index; `tokens` gives those of a row. None: nothing is near anything."""

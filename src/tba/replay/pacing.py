@@ -18,6 +18,7 @@ above. Neither can hold the other for ever: see `wanted`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -48,6 +49,11 @@ class Pacing:
                 f"--replay.pacing.samples-per-insert is {self.samples_per_insert}: give a positive number up to "
                 f"--replay.pacing.max-mean-uses, {self.max_mean_uses}"
             )
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect while neither side is to keep up with the other."""
+        return {"eases_off": "samples_per_insert"} if self.samples_per_insert is None else {}
 
     def held(self, received: int, trained_total: int, batch: int, forfeited: float = 0.0) -> Held | None:
         """Why a batch of `batch` trajectories may not be taken yet, or None: it may."""

@@ -20,6 +20,7 @@ from tba.record.clock import ShareClock
 from tba.record.evaluations import read_evaluations
 from tba.types import Json, Prompt, Version
 
+EVALUATION_DEADLINE = 3600.0  # seconds for the last evaluation, and for a searcher that claimed one
 _WHY = "evaluate"
 
 

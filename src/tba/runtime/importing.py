@@ -144,7 +144,7 @@ def take_over(path: Path, recipe: Recipe) -> None:
     Raises `UserError` when the imports were tokenised or scored by another model, task or policy temperature.
     """
     prepared, wanted = RunDirectory.open(path).facts["resolved"], resolved(recipe)
-    differs = [name for name in _DECIDES if any(differences(prepared[name], wanted[name]))]
+    differs = [name for name in _DECIDES if any(differences(prepared[name], wanted[name], name))]
     if differs:
         raise UserError(
             f"{path} was prepared with another {' and '.join(differs)}, by which its imports are tokenised and scored: "

@@ -14,6 +14,8 @@ from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.types import Prompt, Split
 
+LEASE_SECONDS = 1800.0  # a prompt not answered by then is handed out again: longer than a round of long answers takes
+
 log = logging.getLogger("tba.searcher")
 
 
@@ -33,7 +35,7 @@ def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Promp
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:
     """The prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from."""
-    seconds, selection = recipe.run.lease_seconds, recipe.prompts.selection
+    seconds, selection = LEASE_SECONDS, recipe.prompts.selection
     if selection == "epochs":
         return PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, seconds))
     at_once = recipe.searchers * recipe.prompts_per_round

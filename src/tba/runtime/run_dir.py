@@ -124,7 +124,8 @@ class RunDirectory:
         file = source.partition(MARK)[0]
         if facts["digest"] is not None and facts["digest"] != _digest(Path(file)):
             raise UserError(f"{file} has changed since the run at {self.path} began: start a new run")
-        return tba.settings.override(tba.settings.find(source), facts["overrides"], f"tba train {source}")
+        begun = tba.settings.find(source)
+        return tba.settings.override(begun, facts["overrides"], f"tba train {source}", recorded=True)
 
     def recipe_to_read(self, trusted: bool) -> Recipe:
         """The same for what does not go on with the run, which may be somebody else's.
@@ -155,7 +156,8 @@ class RunDirectory:
         facts["incarnations"] = [*facts.get("incarnations", [{"why": "begun"}]), now]
         if before is not None:
             facts["clock"] = {"began": time.monotonic(), "before": before}
-        facts["resolved"] = resolved(tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], ""))
+        recipe = tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], "", recorded=True)
+        facts["resolved"] = resolved(recipe)
         write_json(self.path / "recipe.json", facts)
 
     def clock(self) -> Callable[[], float]:

@@ -23,8 +23,8 @@ from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.memory import peak_memory_bytes
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
-from tba.runtime.evaluation import Examiner
-from tba.runtime.prompting import prompt_source, prompts_of
+from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
+from tba.runtime.prompting import LEASE_SECONDS, prompt_source, prompts_of
 from tba.runtime.run_dir import RunDirectory
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
@@ -33,6 +33,8 @@ from tba.types import Json, Prompt, Version
 
 log = logging.getLogger("tba.searcher")
 HAND_DOWN = 0.25  # seconds of a round after which the answers that are there go to the trainer
+RETRIES = 2  # times a reward that failed is asked again: what fails for longer is better mended than waited for
+NICENESS = 5  # how far searchers give way to the trainer where they share cores (nice(1)): docs/scaling.md has its gain
 _LOOK = 0.1  # seconds between two looks for weights to evaluate, where that is all there is to do
 _PAUSE = 0.05  # seconds between two looks at whether more is wanted
 EASED_OFF = 60.0  # seconds after which a searcher that eases off makes a round all the same: it never waits for ever
@@ -187,7 +189,7 @@ def _half_at(
     journal, weights = ends.journal, ends.weights
     engine, reward = model.engine(Version()), _patient(recipe, ends.records, recipe.task.reward())
     reference = model.reference(recipe.policy_temperature, Version())
-    rescorer = Rescorer(reference, journal, recipe.rescored_per_round, recipe.run.lease_seconds)
+    rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
     searcher = Searcher(
         name=name,
@@ -218,7 +220,7 @@ def _half_at(
         weights=weights,
         records=ends.records,
         seed=recipe.seed,
-        claim_seconds=recipe.run.evaluation_deadline,
+        claim_seconds=EVALUATION_DEADLINE,
         clock=clock,
         interrupted=interrupted,
     )
@@ -230,7 +232,7 @@ def _patient(recipe: Recipe, records: Records, reward: Reward) -> PatientReward:
     return PatientReward(
         reward,
         recipe.run.reward_deadline,
-        recipe.run.reward_retries,
+        RETRIES,
         told=lambda what: records.fault("reward_retries", what),
     )
 

@@ -26,11 +26,12 @@ from tba.foreign import read_json
 from tba.recipe import Recipe
 from tba.record.faults import count_faults, record_fault
 from tba.runtime.elastic import Joined
-from tba.runtime.evaluation import evaluated_to_the_end
+from tba.runtime.evaluation import EVALUATION_DEADLINE, evaluated_to_the_end
 from tba.runtime.run_dir import RunDirectory
 from tba.types import Json
 
 POLL = 0.05  # seconds between two looks at the parts
+STOP_DEADLINE = 60.0  # seconds a part has to stop cleanly: a searcher ends its round, the trainer writes a checkpoint
 
 
 class Part(Protocol):
@@ -157,10 +158,10 @@ class Driver(ABC):
     def _see_off(self) -> None:
         """Those who joined, with their last round; one that does not leave is left behind."""
         waiting = "waiting for those who joined"
-        late = self.joined.dismiss(self.recipe.run.stop_deadline, lambda: self.tell("stopping", waiting))
+        late = self.joined.dismiss(STOP_DEADLINE, lambda: self.tell("stopping", waiting))
         self.joined.look(self.run.journal(self.recipe))
         for name in late:
-            record_fault(self.run.path, "joined_late", f"{name} had not left after {self.recipe.run.stop_deadline:g} s")
+            record_fault(self.run.path, "joined_late", f"{name} had not left after {STOP_DEADLINE:g} s")
 
     def _start(self, name: str, ends: ExitStack) -> Part:
         part = self.start(name)
@@ -177,7 +178,7 @@ class Driver(ABC):
 
     def _evaluate(self, searchers: Sequence[Part], stop: Callable[[], bool]) -> None:
         """Until the searchers have seen that the trainer is done, and evaluated its last version."""
-        deadline = time.monotonic() + self.recipe.run.evaluation_deadline
+        deadline = time.monotonic() + EVALUATION_DEADLINE
         while any(part.code is None for part in searchers) and not stop():
             self._end_silent(searchers)
             self._watch(searchers)
@@ -185,7 +186,7 @@ class Driver(ABC):
             if time.monotonic() > deadline:
                 waiting = ", ".join(part.who for part in searchers if part.code is None)
                 raise DeadlineExceeded(
-                    f"waited {self.recipe.run.evaluation_deadline:g} s for the last evaluation by {waiting}; "
+                    f"waited {EVALUATION_DEADLINE:g} s for the last evaluation by {waiting}; "
                     f"look at {self.run.path / 'logs'}"
                 )
             self.pause()
@@ -240,7 +241,7 @@ class Driver(ABC):
 
     def _stop(self, parts: Sequence[Part], what: str) -> None:
         """Ask, wait, and at the deadline kill."""
-        deadline = time.monotonic() + self.recipe.run.stop_deadline
+        deadline = time.monotonic() + STOP_DEADLINE
         for part in parts:
             part.ask_to_stop()
         while any(part.code is None for part in parts) and time.monotonic() < deadline:
@@ -250,7 +251,7 @@ class Driver(ABC):
             if part.code is None:
                 part.kill()
                 raise DeadlineExceeded(
-                    f"{part.who} had not finished {what} after {self.recipe.run.stop_deadline:g} s and was killed; "
+                    f"{part.who} had not finished {what} after {STOP_DEADLINE:g} s and was killed; "
                     f"its log is {part.log}"
                 )
 

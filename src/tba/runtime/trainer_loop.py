@@ -52,13 +52,12 @@ _COUNTERS = 1.0  # seconds between two looks at the searchers' counts
 def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
     """A trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
     torch.set_num_threads(recipe.run.threads)
-    settings = recipe.run
     loop = start_training(
         recipe,
         run,
         stop,
-        ahead=settings.prefetch,
-        background=settings.publish_in_background,
+        ahead=True,
+        background=True,
         fill=nothing_more if recipe.offline else pause,
         meeting=meeting,
     )

@@ -34,6 +34,11 @@ class PromptSettings:
     # random; or those whose success rate is likely to be near a target, where the reward still varies
     posterior: PosteriorSettings = field(default_factory=PosteriorSettings)
 
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect while prompts are not chosen by what is believed of them."""
+        return {"posterior": "selection posterior"} if self.selection != "posterior" else {}
+
     def __post_init__(self) -> None:
         for name in ("max_tokens", "limit"):
             value = getattr(self, name)

@@ -45,6 +45,12 @@ class Control:
         if not 0 <= self.least_m <= 1:
             raise UserError(f"--control.least-m is {self.least_m}, it is a probability: give 0 to 1")
 
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect while nothing is steered."""
+        others = ("low", "high", "every", "most_sync_every", "least_m")
+        return dict.fromkeys(others, "signal") if self.signal == "none" else {}
+
     def start(self, sync_every: int, m: float) -> Controller:
         """A controller that begins at k = `sync_every` and `m`. Raises `UserError` when one is out of bounds."""
         if self.signal != "none" and sync_every > self.most_sync_every:

@@ -40,14 +40,12 @@ class OptimizerSettings:
     lr: float = 1e-5  # peak learning rate; the schedule multiplies it
     schedule: RateShape = WarmupConstant()
     betas: tuple[float, float] = (0.9, 0.999)  # decay of the two moments
-    eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.0  # decoupled: times the learning rate
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: it is not clipped (the paper's)
     head_lr: float | None = None  # peak learning rate of value and log Z heads; None: lr
-    master_weights: bool = True  # float32 copies of weights of lower precision (a recipe's own model; ours are float32)
 
     def __post_init__(self) -> None:
-        for name, value in (("lr", self.lr), ("eps", self.eps), ("clip_norm", self.clip_norm)):
+        for name, value in (("lr", self.lr), ("clip_norm", self.clip_norm)):
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise UserError(f"the optimizer's {name} is {value}, but it has to be a positive number; give one.")
         if not all(0 <= beta < 1 for beta in self.betas):
@@ -79,9 +77,7 @@ class Optimizer:
         head = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) in in_heads]
         peaks = (settings.lr, settings.lr if settings.head_lr is None else settings.head_lr)
         groups = [{"params": g, "lr": lr, "peak": lr} for g, lr in zip((body, head), peaks, strict=True) if g]
-        self._adamw = torch.optim.AdamW(
-            groups, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay, fused=True
-        )
+        self._adamw = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
 
     def step(self, step: int) -> float:
         """Update number `step` (from 1) with the gradients there are, which are then dropped.
@@ -178,7 +174,7 @@ class Optimizer:
 
     def _master(self, own: Tensor) -> Parameter:
         """What AdamW updates: what is there, on the same memory, or a float32 copy of what is of lower precision."""
-        if not self.settings.master_weights or torch.finfo(own.dtype).bits >= 32:
+        if torch.finfo(own.dtype).bits >= 32:
             return own if isinstance(own, Parameter) else Parameter(own)
         return Parameter(own.detach().to(torch.float32))
 

@@ -204,9 +204,9 @@ def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meet
 
 
 def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]) -> None:
-    from tba.runtime.searcher_loop import search, searcher_loop_at
+    from tba.runtime.searcher_loop import NICENESS, search, searcher_loop_at
 
-    os.nice(recipe.run.searcher_nice)
+    os.nice(NICENESS)
     index = int(contact.part.removeprefix("searcher-"))
     search(
         recipe,
@@ -216,7 +216,7 @@ def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, to
             index,
             attempt,
             told,
-            recipe.run.put_in_background,
+            background=True,
         ),
         told,
     )

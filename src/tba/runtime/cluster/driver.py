@@ -34,7 +34,7 @@ from tba.runtime.cluster.remote import whole_facts
 from tba.runtime.cluster.rendezvous import Board
 from tba.runtime.ranked import RankedPart
 from tba.runtime.run_dir import RunDirectory
-from tba.runtime.supervisor import POLL, Driver, Part, failed
+from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Part, failed
 from tba.training.ranks import name_of_rank
 from tba.types import Json
 
@@ -55,7 +55,7 @@ class Cluster(Driver):
             self._placed = {placed.part: placed for placed in plan(self.recipe, found, self.searchers)}
             self._start_exchange(next(node for node in found if node.here))
             faults = super().go()
-            get(self._exchange.end.remote(), self.recipe.run.stop_deadline, "the exchange to close the journal")
+            get(self._exchange.end.remote(), STOP_DEADLINE, "the exchange to close the journal")
             return faults
 
     def _start_exchange(self, here: Node) -> None:

@@ -106,13 +106,13 @@ def _body(part: str) -> Callable[[object, Stop], None]:
 def _search(part: str, run: object, stop: Stop) -> None:
     """A searcher, at ends on this disk."""
     from tba.runtime.run_dir import RunDirectory
-    from tba.runtime.searcher_loop import search, start_searching
+    from tba.runtime.searcher_loop import NICENESS, search, start_searching
 
     assert isinstance(run, RunDirectory)
     recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
-    number, background = int(part.removeprefix("searcher-")), recipe.run.put_in_background
-    os.nice(recipe.run.searcher_nice)
-    search(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background), stop)
+    number = int(part.removeprefix("searcher-"))
+    os.nice(NICENESS)
+    search(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background=True), stop)
 
 
 def _follow(part: str, run: object) -> None:

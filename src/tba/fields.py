@@ -1,0 +1,307 @@
+"""The fields of settings by dotted name: which there are, which of them count, their values from words, their help.
+
+Invariant: what a field takes follows from its declared type alone; what fits in no field, or in another way than its
+type says, ends in one sentence. Nothing is guessed from a value.
+
+A settings class may say that some of its fields have no effect as its others stand: its property `unused` maps the name
+of each (or of settings within, which stands for all of theirs) to what would make it count, beginning with the name of
+a field: `{"low": "signal"}`, `{"cluster": "runtime cluster"}`. Such a field is shown, and can be set, once it counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+import textwrap
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union
+
+from tba.errors import UserError
+from tba.field_comments import comments
+
+T = TypeVar("T")
+BY_CODE = {"by_code": True}  # the metadata of a field that a recipe's code sets, and no command line
+_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path"}
+_INDENT, _WIDTH = 26, 80  # columns of a help: before what a field means, and in all
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field that can be set."""
+
+    flag: str  # by which it is set
+    settings: Any  # that it is a field of
+    name: str
+    hint: Any
+
+    @property
+    def value(self) -> Any:
+        return getattr(self.settings, self.name)
+
+    @property
+    def place(self) -> str:
+        """The flag without its last name: whose field it is."""
+        return self.flag.rpartition(".")[0] or "-"
+
+    @property
+    def off(self) -> str:
+        """The flag that switches it off; of what is on or off."""
+        place, dot, name = self.flag.removeprefix("--").rpartition(".")
+        return f"--{place}{dot}no-{name}"
+
+
+def fields_of(settings: Any, prefix: str = "--", by_code: bool = False) -> Iterator[Field]:
+    """Every field that can be set, those of settings within under their dotted names.
+
+    The rest (functions, tuples of settings, parts that are chosen by code and are None here) is a recipe's own.
+    by_code: those too that a command line could spell but that are for code to set.
+    """
+    hints = typing.get_type_hints(type(settings))
+    for f in dataclasses.fields(settings):
+        flag, value = prefix + f.name.replace("_", "-"), getattr(settings, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from fields_of(value, f"{flag}.", by_code)
+        elif f.init and _is_plain(hints[f.name]) and (by_code or "by_code" not in f.metadata):
+            yield Field(flag, settings, f.name, hints[f.name])
+
+
+def without_effect(settings: Any, prefix: str = "--") -> dict[str, str]:
+    """The flags of fields that do not count, and of settings within whose fields all do not: what would make them."""
+    found = {}
+    for name, when in getattr(settings, "unused", {}).items():
+        switch, _, value = when.partition(" ")
+        found[_dashed(prefix + name)] = f"{_dashed(prefix + switch)} {value}".rstrip()
+    for f in dataclasses.fields(settings):
+        value = getattr(settings, f.name)
+        if dataclasses.is_dataclass(value):
+            found |= without_effect(value, f"{prefix}{_dashed(f.name)}.")
+    return found
+
+
+def counting(settings: Any) -> list[Field]:
+    """The fields that can be set and count."""
+    idle = without_effect(settings)
+    return [field for field in fields_of(settings) if _cause(field.flag, idle) is None]
+
+
+def flags(settings: Any) -> list[str]:
+    """The flags of all fields that can be set and count."""
+    return [field.flag for field in counting(settings)]
+
+
+def _cause(flag: str, idle: Mapping[str, str]) -> str | None:
+    """What would make the field count; None: it does."""
+    return next((when for name, when in idle.items() if flag == name or flag.startswith(f"{name}.")), None)
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _is_plain(hint: Any) -> bool:
+    """Whether a command line can spell values of this type."""
+    if typing.get_origin(hint) is Literal or hint is Ellipsis:
+        return True
+    inner = typing.get_args(hint)
+    return all(_is_plain(option) for option in inner) if inner else hint is type(None) or hint in _KINDS
+
+
+def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool = False) -> list[tuple[Field, Any]]:
+    """The fields that `arguments` name, each with its value, in their order.
+
+    by_code: those too that are for code to set. Raises `UserError` for a field that there is not, or a value that does
+    not fit.
+    """
+    known = {field.flag: field for field in fields_of(settings, by_code=True)}
+    allowed = {field.flag for field in fields_of(settings, by_code=by_code)}
+    off = {field.off: field for field in known.values() if field.hint is bool}
+    found, left = [], list(arguments)
+    while left:
+        name, joined, word = left.pop(0).partition("=")
+        flag = _dashed(name)
+        if not name.startswith("--"):
+            raise UserError(f"{program} does not take {name!r}: fields are set as --name value")
+        if flag not in known and flag not in off:
+            raise UserError(f"{program} has no field {name}; {_nearest(flag, known.values(), program)}")
+        field = known[flag] if flag in known else off[flag]
+        if field.flag not in allowed:
+            raise UserError(f"{program} does not take {name}: it is for a recipe's code to say")
+        if field.hint is bool:
+            if joined or (left and left[0].lower() in ("true", "false")):
+                raise UserError(
+                    f"{program} takes {name} without a value: give {field.flag} to switch it on, {field.off} to switch "
+                    "it off"
+                )
+            found.append((field, flag in known))
+            continue
+        words = [word] if joined else _words(left, field.hint)
+        found.append((field, _value(words, field, program)))
+        del left[: 0 if joined else len(words)]
+    return found
+
+
+def _words(left: Sequence[str], hint: Any) -> list[str]:
+    """Those that are the value of a field, of all that follow its name."""
+    end = next((i for i, word in enumerate(left) if word.startswith("--")), len(left))
+    if typing.get_origin(hint) is not tuple:
+        return list(left[: min(end, 1)])
+    parts = typing.get_args(hint)
+    return list(left[: end if Ellipsis in parts else min(end, len(parts))])
+
+
+def _value(words: Sequence[str], field: Field, program: str) -> Any:
+    try:
+        return _read(words, field.hint)
+    except ValueError:
+        if not words:
+            raise UserError(f"{program} {field.flag} needs a value: it takes {_kind(field.hint)}") from None
+        raise UserError(
+            f"{program} {field.flag} takes {_kind(field.hint)}, not {' '.join(words)!r}; `{program} --help` lists all "
+            "fields"
+        ) from None
+
+
+def _read(words: Sequence[str], hint: Any) -> Any:
+    """The value of type `hint` that is spelt so. Raises `ValueError` where none is."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        kinds = [inner[0]] * len(words) if Ellipsis in inner else inner
+        return tuple(_read([word], kind) for word, kind in zip(words, kinds, strict=True))
+    if len(words) != 1:
+        raise ValueError
+    if origin in (Union, UnionType):
+        return _first(words[0], inner)
+    few = {type(None): (None,), bool: (True, False)}.get(hint, inner)  # the values that there are, where these are few
+    if not few:
+        return hint(words[0])
+    named = {str(value): value for value in few}
+    if words[0] not in named:
+        raise ValueError
+    return named[words[0]]
+
+
+def _first(word: str, kinds: Iterable[Any]) -> Any:
+    """The value of the first of several types that takes the word: a text, which takes any, is the last of them."""
+    for kind in sorted(kinds, key=lambda kind: (kind is not type(None), kind in (str, Path))):
+        try:
+            return _read([word], kind)
+        except ValueError:
+            continue
+    raise ValueError
+
+
+def _kind(hint: Any) -> str:
+    """What a field of this type takes, in words."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is tuple:
+        return f"any number of: {_kind(inner[0])}" if Ellipsis in inner else " and ".join(map(_kind, inner))
+    if origin is Literal:
+        return f"one of {', '.join(map(str, inner))}"
+    if origin in (Union, UnionType):
+        return " or ".join(_kind(kind) for kind in inner)
+    return "None" if hint is type(None) else _KINDS[hint]
+
+
+def _nearest(flag: str, known: Iterable[Field], program: str) -> str:
+    """What may have been meant: a field of that name elsewhere, or one that is spelt nearly so in the same place."""
+    place, _, name = flag.rpartition(".") if "." in flag else ("-", "", flag.lstrip("-"))
+    last = {field.flag: field.flag.lstrip("-").rpartition(".")[2] for field in known}
+    same = {last[field.flag]: field.flag for field in known if field.place == place}
+    near = [same[n] for n in difflib.get_close_matches(name, same, n=1, cutoff=0.6)]
+    near = near or sorted((k for k in last if last[k] == name), key=len)[:1]
+    near = near or difflib.get_close_matches(flag, last, n=1, cutoff=0.8)
+    if near:
+        return f"did you mean {near[0]}?"
+    there = sorted(same.values()) if place != "-" else []
+    return f"there is {', '.join(there)}." if there else f"`{program} --help` lists all fields."
+
+
+def replaced(settings: T, values: Mapping[str, Any], prefix: str = "--") -> T:
+    """The same with these values, by flag."""
+    changes = {}
+    for f in dataclasses.fields(settings):  # type: ignore[arg-type]
+        flag, value = prefix + _dashed(f.name), getattr(settings, f.name)
+        if flag in values:
+            changes[f.name] = values[flag]
+        elif dataclasses.is_dataclass(value) and any(name.startswith(f"{flag}.") for name in values):
+            changes[f.name] = replaced(value, values, f"{flag}.")
+    return dataclasses.replace(settings, **changes) if changes else settings  # type: ignore[type-var]
+
+
+def refuse_without_effect(settings: Any, named: Iterable[str], program: str) -> None:
+    """Raises `UserError` when one of the fields that were `named` does not count."""
+    idle = without_effect(settings)
+    for flag in named:
+        if (when := _cause(flag, idle)) is not None:
+            raise UserError(f"{program}: {flag} has no effect without {when}: give that too, or leave {flag} out")
+
+
+def help_of(settings: Any, first: Sequence[str] = ()) -> str:
+    """Every field that counts, with its value and what it means: those in `first` before the rest, which has headings.
+
+    At its end stands what the fields that do not count wait for.
+    """
+    fields = counting(settings)
+    known = {f.flag: f for f in fields}
+    blocks = [["what is set most:", *rows([known[flag] for flag in first if flag in known])]] if first else []
+    places: dict[str, list[Field]] = {}
+    for f in fields:
+        if f.flag not in first:
+            places.setdefault(f.place, []).append(f)
+    roots = list(dict.fromkeys(["-", *(_root(place) for place in places)]))
+    for place in sorted(places, key=lambda place: (roots.index(_root(place)), place)):
+        blocks.append([_heading(place, places[place][0].settings), *rows(places[place])])
+    waiting: dict[str, list[str]] = {}
+    for flag, when in without_effect(settings).items():
+        waiting.setdefault(when, []).append(flag)
+    if waiting:
+        lines = [line for when, names in waiting.items() for line in _wrapped(f"  {when}", ", ".join(names))]
+        blocks.append(["there is more with:", *lines])
+    return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def _root(place: str) -> str:
+    return place.partition(".")[0]
+
+
+def _heading(place: str, settings: Any) -> str:
+    """Whose fields follow: their place, their class and the first sentence that it says of itself."""
+    said = " ".join(inspect.cleandoc(type(settings).__doc__ or "").split("\n\n")[0].split())
+    sentence = re.split(r"(?<=\.) (?=[A-Z])", said)[0]
+    return textwrap.fill(f"{place.removeprefix('--').strip('-') or 'the run'}: {sentence}", _WIDTH)
+
+
+def rows(fields: Sequence[Field]) -> list[str]:
+    """The lines of a help about these fields."""
+    meanings = {kind: comments(kind) for kind in {type(f.settings) for f in fields}}
+    lines = []
+    for f in fields:
+        said = meanings[type(f.settings)].get(f.name, "")
+        choices = f"; {_kind(f.hint)}" if typing.get_origin(f.hint) is Literal else ""
+        lines += _wrapped(f"  {f.flag}", f"{said}{choices}{_default(f.value)}")
+    return lines
+
+
+def _default(value: Any) -> str:
+    if value is None or value in ("", ()):
+        return ""
+    if isinstance(value, bool):
+        return f" (default: {'on' if value else 'off'})"
+    return f" (default: {' '.join(map(str, value)) if isinstance(value, tuple) else value})".replace("\n", "\\n")
+
+
+def _wrapped(flag: str, meaning: str) -> list[str]:
+    """A flag and what it means beside it; below it where the flag is long."""
+    lines = textwrap.wrap(meaning, _WIDTH - _INDENT, break_long_words=True, break_on_hyphens=False)
+    lines = [f"{' ' * _INDENT}{line}" for line in lines]
+    if not lines:
+        return [flag]
+    if len(flag) + 2 > _INDENT:
+        return [flag, *lines]
+    return [flag.ljust(_INDENT) + lines[0].lstrip(), *lines[1:]]
