@@ -55,7 +55,7 @@ INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('positions', 0), ('retire
 """
     + scores.SCHEMA
 )
-BODY = "INSERT INTO bodies VALUES (?, ?, ?, ?)"
+
 
 
 def facts_into(rows: int) -> str:
