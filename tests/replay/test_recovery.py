@@ -17,9 +17,9 @@ from trajectory_cases import same, trajectory
 
 import tba.replay.recovery
 from tba.errors import UserError
+from tba.replay.codec import Gone
 from tba.replay.database import suspect_mark
 from tba.replay.follower import JournalFollower
-from tba.replay.gone import Gone
 from tba.replay.journal import JournalWriter
 from tba.replay.pages import Frame, torn, wal_frames
 from tba.replay.recovery import damage, look_over

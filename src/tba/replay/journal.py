@@ -19,9 +19,9 @@ from types import TracebackType
 from typing import Self
 
 from tba.replay import scores
-from tba.replay.encoded import Encoded, Row, decoded, encoded
-from tba.replay.opening import add_to_totals, open_journal
-from tba.replay.schema import bodies_into, facts_into, keep_prompts
+from tba.replay.codec import Encoded, Row, decoded, encoded
+from tba.replay.recovery import open_journal
+from tba.replay.schema import add_to_totals, bodies_into, facts_into, keep_prompts
 from tba.replay.scores import Score
 from tba.types import Evaluation, Trajectory, Version
 

@@ -159,6 +159,7 @@ def _both_ways(connection: sqlite3.Connection) -> Iterator[Row]:
     """From the first row on, and where one of them is damaged from the last on too."""
     for order in ("ASC", "DESC"):
         with suppress(*UNREADABLE):
-            for rowid, *columns in connection.execute(f"SELECT rowid, * FROM page ORDER BY rowid {order}"):
+            rows = connection.execute(f"SELECT rowid, * FROM page ORDER BY rowid {order}")  # noqa: S608 - our own words
+            for rowid, *columns in rows:
                 yield rowid, tuple(columns)
             return

@@ -1,4 +1,4 @@
-"""A journal is looked over by whoever opens it first; a damaged one is set aside and its rows brought into a new file.
+"""Opening a journal. Whoever does so first looks it over; a damaged one is set aside, its rows brought into a new file.
 
     journal.sqlite-open          locked: shared by all who have it open, alone by who looks it over
     journal.sqlite-suspect       somebody met damage while it was in use: it is recovered, whatever a look at it finds
@@ -19,7 +19,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -27,10 +27,9 @@ from typing import Any
 from urllib.parse import quote
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.replay.codec import Damaged, facts_of
-from tba.replay.database import Database, suspect_mark
+from tba.replay.codec import Damaged, facts_of, prompt_id
+from tba.replay.database import Database, network_filesystem, suspect_mark
 from tba.replay.pages import (
-    COLUMNS,
     UNREADABLE,
     Frame,
     committed,
@@ -41,7 +40,7 @@ from tba.replay.pages import (
     wal_frames,
     wal_page_bytes_of,
 )
-from tba.replay.schema import JOURNAL, described, keep_prompts, prompt_id
+from tba.replay.schema import JOURNAL, keep_prompts
 
 log = logging.getLogger("tba.journal")
 _DEADLINE = 1800.0  # seconds that looking over and recovering a large file may take
@@ -91,6 +90,25 @@ class OpenLock:
         self._descriptor = -1
 
     __del__ = close
+
+
+def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object], create: bool = True) -> Database:
+    """The file, looked over, with its tables; `create`: also where there was no file.
+
+    Raises `UserError` on a network filesystem, and as `Database` does.
+    """
+    kind = network_filesystem(Path(path).absolute().parent)
+    if kind is not None:
+        raise UserError(
+            f"the journal {path} would lie on a network filesystem ({kind}), where SQLite loses data: "
+            f"give a folder on a local disk with --run.journal-dir"
+        )
+    lock = look_over(path)
+    try:
+        return Database(path, JOURNAL, deadline_s, lock, waiting, create)
+    except BaseException:
+        lock.close()
+        raise
 
 
 def look_over(path: Path, deadline_s: float = _DEADLINE) -> OpenLock:
@@ -289,7 +307,7 @@ def _copy_rows(path: Path, connection: sqlite3.Connection, known: _Known) -> Non
 
 
 _BODY = "INSERT OR IGNORE INTO bodies VALUES (?, ?, ?, ?)"
-_FACTS = f"INSERT OR IGNORE INTO facts VALUES ({','.join('?' * COLUMNS)})"
+_FACTS = "INSERT OR IGNORE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 def _is_whole(body: bytes, tokens: int) -> bool:
@@ -305,7 +323,7 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
     retired = totals.get("retired_until", 0)
     owners = dict(connection.execute("SELECT seq, owner FROM facts"))
     for seq, prompt, tokens, body in connection.execute("SELECT seq, prompt, tokens, body FROM bodies"):
-        row = described(seq, prompt, tokens, body, owners.get(seq, ""))
+        row = _described(seq, prompt, tokens, body, owners.get(seq, ""))
         connection.execute("INSERT OR IGNORE INTO trajectories VALUES (?,?,?,?,?,?,?,?,?)", row)
     connection.execute("DELETE FROM bodies WHERE seq NOT IN (SELECT seq FROM trajectories)")
     connection.execute("INSERT OR IGNORE INTO trajectories SELECT * FROM facts")
@@ -329,6 +347,14 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
     elif rows > totals["rows"]:  # of transactions that SQLite itself could not read
         count_put(connection, totals["rows"])
     return lost_rows, lost_tokens
+
+
+def _described(seq: int, prompt: int, tokens: int, body: bytes, owner: str) -> tuple[object, ...]:
+    """A row of `trajectories` from a whole body."""
+    facts = facts_of(body)
+    incarnation, step, *_ = facts["versions"]
+    made_by = owner or str(facts["provenance"].get("searcher", ""))
+    return seq, facts["uid"], made_by, prompt, tokens, incarnation, step, facts["reward"], facts["created"]
 
 
 _AMOUNT = "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE"

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from tba.errors import UserError
 from tba.protocols import TrajectorySource
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
-from tba.replay.codec import Stored
-from tba.replay.gone import Gone
+from tba.replay.codec import Gone, Stored
 from tba.replay.pacing import Held, Pacing
 from tba.replay.scores import Score
 from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector, Selection

@@ -23,7 +23,7 @@ from tba.protocols import PublishedWeights
 from tba.recipe import Recipe
 from tba.record.evaluations import Answered
 from tba.record.jsonl import write_json
-from tba.replay.encoded import decoded, encoded
+from tba.replay.codec import decoded, encoded
 from tba.replay.scores import Score
 from tba.runtime.cluster.gateway import Offer
 from tba.runtime.connections import Connections
