@@ -295,7 +295,7 @@ class Buffer:
         rows = self._rows.in_order()
         others = rows[self._rows.reference[rows] != self._rows.reference_number(self._reference)]
         others = others[self._rows.passing[others] == 0]
-        return [self._rows.stored(row).uid for row in others.tolist()]
+        return [self._rows.uid(row) for row in others.tolist()]
 
     def prompts(self, size: int = 1) -> Listing:
         """Prompts with at least `size` distinct trajectories."""

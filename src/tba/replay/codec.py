@@ -47,7 +47,6 @@ _VERSIONS = b',"versions":['
 _MORE = re.compile(
     rb',"versions":\[(\d+),(\d+),\d+,\d+\],"reference":\[(\d+),(\d+)\],"sampling":[^"]*,"reward":([^,]+),'
 )
-UID_AT = 4  # where `uid_bytes` are found in a body
 
 
 class Damaged(ValueError):
@@ -136,7 +135,7 @@ def _encoded(trajectory: Trajectory, origin: str) -> bytes:
         arrays.append([name, core[-1].dtype.str, core[-1].shape])
     first, last = c.versions
     header = (  # written out where that is all there is to it: half the time that a JSON encoder takes
-        f'{{"uid":{_quoted(trajectory.uid)},"length":{length},'  # first, see `uid_bytes`
+        f'{{"uid":{_quoted(trajectory.uid)},"length":{length},'  # first, see `uid_of`
         f'"log_behavior":{_TRUE[c.log_behavior is not None]},"mask":{_TRUE[c.mask is not None]},'
         f'"text":{_quoted(c.text)},"stop_reason":"{c.stop_reason.value}",'
         f'"versions":[{first.incarnation},{first.step},{last.incarnation},{last.step}],'
@@ -193,9 +192,10 @@ def header_of(body: bytes) -> dict[str, Any]:
     return header
 
 
-def uid_bytes(uid: str) -> bytes:
-    """What the body of the trajectory with this uid, and of no other, has at `UID_AT`."""
-    return f'{{"uid":{_quoted(uid)},'.encode("ascii")
+def uid_of(body: bytes) -> str:
+    """Of a trajectory whose body is intact."""
+    facts = _FACTS.match(body, _FACTS_AT)
+    return facts[1].decode("ascii") if facts else str(_header(body)[0]["uid"])
 
 
 class Stored(NamedTuple):
@@ -240,7 +240,7 @@ def tokens_of(body: bytes, length: int) -> IntArray:
 
 
 def _digest(tokens_T: IntArray) -> int:
-    return int.from_bytes(hashlib.blake2b(tokens_T, digest_size=8).digest(), "little")
+    return int.from_bytes(hashlib.blake2b(tokens_T.data, digest_size=8).digest(), "little")
 
 
 _Facts: TypeAlias = tuple[str, int, Version, Version, float]  # uid, length, oldest weights, reference, reward
