@@ -1,7 +1,7 @@
 """The trajectories in memory as rows of a few arrays: what the rules ask of each in columns, all the rest as bytes.
 
-Invariant: a trajectory that is asked for equals what was added, and what is held of it is its body, its uid and numbers:
-nothing that the garbage collector follows. A row keeps its number until it is removed; numbers are used again.
+Invariant: a trajectory that is asked for equals what was added, and what is held of it (its body, its uid and numbers)
+is nothing that the garbage collector follows. A row keeps its number until it is removed; numbers are used again.
 Everything but a list of all rows costs O(1), amortised.
 """
 
