@@ -30,8 +30,7 @@ import numpy.typing as npt
 from tba.errors import UserError
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates
-from tba.replay.newest import Newest
-from tba.replay.prompt_index import Listing, Shelf
+from tba.replay.prompt_index import Listing, Newest, Shelf
 from tba.replay.rows import Answers, Rows
 from tba.replay.scores import Score
 from tba.types import Trajectory, Version

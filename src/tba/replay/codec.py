@@ -18,11 +18,11 @@ import hashlib
 import json
 import math
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, Self, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -125,9 +125,10 @@ def _encoded(trajectory: Trajectory, origin: str) -> bytes:
         core.append(np.asarray(c.log_behavior, _LOGS))
     if c.mask is not None:
         core.append(np.asarray(c.mask, _MASK))
-    length, shape = len(core[0]), core[0].shape
+    length = len(core[0])
+    shape = (length,)
     for array in core:
-        if array.shape != shape or array.ndim != 1:
+        if array.shape != shape:
             raise ValueError(f"trajectory {trajectory.uid} has {length} tokens, but an array of shape {array.shape}")
     arrays = []
     for name, extra in trajectory.arrays.items():
@@ -144,7 +145,8 @@ def _encoded(trajectory: Trajectory, origin: str) -> bytes:
         f'"reward":{_number(trajectory.reward)},"reward_parts":{_numbers(parts) if parts else "{}"},'
         f'{origin}"arrays":{_json(arrays) if arrays else "[]"}}}'
     )
-    return _sealed(_pack(header, core, _SEALED))
+    body = _pack(header, core, _SEALED)
+    return body + crc32(body).to_bytes(_CRC_BYTES, "little")
 
 
 def _numbers(parts: Mapping[str, float]) -> str:
@@ -334,17 +336,13 @@ def _pack(header: str, arrays: Sequence[_Array], flag: int = 0) -> bytes:
     return b"".join(pieces)
 
 
-def _sealed(body: bytes) -> bytes:
-    return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
-
-
 def _is_sealed(body: bytes) -> bool:
     return len(body) > 3 and bool(body[3] & 0x80)
 
 
 def _compare(body: bytes) -> None:
     """Raises `Damaged` when a trajectory's body is not what was written."""
-    if not _is_sealed(body) or zlib.crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(
+    if not _is_sealed(body) or crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(
         body[-_CRC_BYTES:], "little"
     ):
         raise Damaged("a trajectory's checksum differs from what was written")
@@ -410,11 +408,10 @@ class Encoded(NamedTuple):
 
 def encoded(trajectories: Sequence[Trajectory]) -> Encoded:
     """Raises `ValueError` for arrays that do not fit their completion."""
-    bodies = encode_trajectories(trajectories)
     by_object: dict[int, int] = {}
     prompts: dict[int, bytes] = {}
     rows = []
-    for t, body in zip(trajectories, bodies, strict=True):
+    for t, body in zip(trajectories, encode_trajectories(trajectories), strict=True):
         prompt = by_object.get(id(t.prompt))
         if prompt is None:
             written = encode_prompt(t.prompt)
