@@ -342,9 +342,7 @@ def _is_sealed(body: bytes) -> bool:
 
 def _compare(body: bytes) -> None:
     """Raises `Damaged` when a trajectory's body is not what was written."""
-    if not _is_sealed(body) or crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(
-        body[-_CRC_BYTES:], "little"
-    ):
+    if not _is_sealed(body) or crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(body[-_CRC_BYTES:], "little"):
         raise Damaged("a trajectory's checksum differs from what was written")
 
 

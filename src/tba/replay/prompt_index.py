@@ -1,9 +1,10 @@
 """Rows of trajectories by prompt, oldest first; which prompts have how many of them, and which the newest.
 
 Invariant: a `Listing` of size n holds exactly the prompts with at least n rows on the shelf, and the order of `Newest`
-follows from a listing and the arrivals alone, so a memory that is rebuilt gives the same. Rows are numbers, in one array
-for each prompt. Nothing scans: adding the newest and listing cost O(1), finding another's place O(log n) of the prompt's
-own, a change of the order O(1) when it happens and O(log n) when the order is asked for, as each prompt that is given.
+follows from a listing and the arrivals alone, so a memory that is rebuilt gives the same. Rows are numbers, in one
+array for each prompt. Nothing scans: adding the newest and listing cost O(1), finding another's place O(log n) of the
+prompt's own; a change of the order costs O(1) when it happens and O(log n) when the order is asked for, and so does
+each prompt that is given.
 """
 
 from __future__ import annotations
