@@ -36,11 +36,10 @@ import numpy as np
 from journal import BATCH, PER_PROMPT, trajectories
 
 from tba.errors import UserError
-from tba.replay.codec import Damaged, facts_of
+from tba.replay.codec import Damaged, facts_of, prompt_id
 from tba.replay.database import suspect_mark
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.replay.schema import prompt_id
 
 PAGE = 8192
 KINDS = ("bits", "torn", "cut")
