@@ -9,7 +9,8 @@ disk alone takes to flush as many bytes (`flush`), measured in turns with it.
 
 append    one writer, batches of 24, alone and with a follower that drains and checkpoints in another process
 shared    8 writers that bring 500 trajectories/s together, in batches of 24: milliseconds until each is acknowledged
-sample    a replay that holds --rows of them (100 to a prompt) samples 7 x 20: recent, or by reward
+sample    a replay that holds --rows of them (100 to a prompt) samples 7 x 20: recent, or by reward. Recent first when
+          all of them came in together, as after a resume: then all are the newest; and after one more round of 24
 open      that run opened again: looked over (quick_check), taken in, and as it was at its checkpoint
 
 With --run: what the journal took of that run's wall-clock: what its searchers waited for it, as they measured it; and
@@ -192,7 +193,19 @@ def sample(folder: Path, rows: int, seconds: float) -> None:
     print(f"a journal of {rows:,}: made in {took:.0f} s, {path.stat().st_size / 1e9:.2f} GB")
     for reward in (False, True):
         with JournalFollower(path) as follower:
-            _sample_of(Replay(follower, settings(rows, reward)), reward, folder)
+            replay = Replay(follower, settings(rows, reward))
+            _sample_of(replay, reward, folder)
+            if not reward:
+                _sample_after_a_round(replay, path)
+
+
+def _sample_after_a_round(replay: Replay, path: Path) -> None:
+    """As a run that goes on does: the window of the newest arrivals is two sync intervals long."""
+    with JournalWriter(path, "searcher-0") as writer:
+        writer.put(list(trajectories(BATCH, 1, seed=1)))
+    replay.drain()
+    samples = [_timed(lambda: replay.sample(7, 20)) for _ in range(300)]
+    print(f"  after a round of {BATCH}: {milliseconds(samples)}")
 
 
 def _sample_of(replay: Replay, reward: bool, folder: Path) -> None:

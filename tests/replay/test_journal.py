@@ -11,17 +11,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
-import old_journals
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trajectory_cases import same, trajectory
 
-import tba.replay.opening
+import tba.replay.recovery
 from tba.errors import DeadlineExceeded, UserError
-from tba.replay.filesystem import network_filesystem
+from tba.replay.codec import Gone
+from tba.replay.database import network_filesystem
 from tba.replay.follower import JournalFollower
-from tba.replay.gone import Gone
 from tba.replay.journal import JournalWriter
 from tba.types import Evaluation, Score, Trajectory, Version
 
@@ -281,55 +280,6 @@ def test_the_file_does_not_grow_beyond_the_size_it_is_kept_to(path: Path, writer
     assert path.stat().st_size < 1_300_000
 
 
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_a_journal_of_an_earlier_version_is_brought_to_the_present_one_with_all_that_was_in_it(
-    path: Path, version: int
-) -> None:
-    rows = [
-        replace(trajectory(i % 3, (i, 5), version=i, reward=i / 2), provenance={"searcher": "searcher-0"})
-        for i in range(10)
-    ]
-    old_journals.make(path, version, rows, retired=2)
-    with JournalWriter(path, "searcher-1") as writer, JournalFollower(path) as follower:
-        assert all(map(same, follower.drain(), rows[2:]))
-        assert follower.position == 10
-        writer.put([*rows[5:], trajectory(uid="new")])
-        assert uids(follower.drain()) == ["new"]
-        assert follower.position == 11
-        assert totals(follower) == {"rows": 11, "tokens": 22, "retired_rows": 2, "retired_tokens": 4}
-        assert follower.counters()["searcher-0"] == {"generated_trajectories": 10}
-        assert writer.lease(2, 9.0) == [5, 7]  # one that had run out, and a new one
-        follower.ask(LATER, uids(rows))
-        assert uids(writer.unscored(LATER, 3, 9.0)) == uids(rows[:6:-1])
-    with sqlite3.connect(path) as connection:
-        facts = "SELECT uid, owner, tokens, incarnation, step, reward FROM trajectories WHERE seq < 11"
-        expected = [(t.uid, "searcher-0", 2, 0, t.version.step, t.reward) for t in rows[2:]]
-        assert connection.execute(facts).fetchall() == expected
-        assert connection.execute("PRAGMA user_version").fetchall() == [(6,)]
-    connection.close()
-
-
-def test_a_migration_that_is_cut_off_leaves_the_earlier_version_as_it_was(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = [trajectory(tokens=(i,)) for i in range(4)]
-    old_journals.make(path, 1, rows)
-
-    def cut_off(connection: sqlite3.Connection) -> None:
-        connection.execute("ALTER TABLE trajectories RENAME TO bodies")
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setitem(tba.replay.opening.JOURNAL.migrations, 3, cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            JournalFollower(path)
-    with sqlite3.connect(path) as connection:
-        assert connection.execute("PRAGMA user_version").fetchall() == [(1,)]
-    connection.close()
-    with JournalFollower(path) as follower:
-        assert all(map(same, follower.drain(), rows))
-
-
 def test_a_trajectory_whose_bytes_have_changed_is_left_out_counted_and_never_learnt_from(
     path: Path, writer: JournalWriter
 ) -> None:
@@ -432,7 +382,7 @@ def test_a_full_disk_is_said_in_one_sentence_and_leaves_the_journal_usable(
 
 
 def test_a_network_filesystem_is_refused_in_one_sentence(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tba.replay.opening, "network_filesystem", lambda folder: "nfs4")
+    monkeypatch.setattr(tba.replay.recovery, "network_filesystem", lambda folder: "nfs4")
     with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--run.journal-dir"):
         JournalWriter(path, "a")
     with pytest.raises(UserError, match=r"network filesystem \(nfs4\).*--run.journal-dir"):
@@ -474,13 +424,22 @@ def test_files_that_are_no_journal_of_this_version_are_refused(tmp_path: Path) -
     connection.close()
     with pytest.raises(UserError, match="SQLite file of something else"):
         JournalWriter(other, "a")
-    newer = tmp_path / "newer.sqlite"
-    JournalWriter(newer, "a").close()
-    connection = sqlite3.connect(newer)
-    connection.execute("PRAGMA user_version = 99")
+
+
+@pytest.mark.parametrize("version", [5, 99])
+def test_a_journal_of_another_version_is_refused_in_a_sentence_that_names_it_and_left_as_it_is(
+    path: Path, version: int
+) -> None:
+    with JournalWriter(path, "a") as writer:
+        writer.put([trajectory()])
+    connection = sqlite3.connect(path)
+    connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    with pytest.raises(UserError, match="schema version 99, this program reads version 6"):
-        JournalWriter(newer, "a")
+    before = path.read_bytes()
+    for end in (lambda: JournalWriter(path, "a"), lambda: JournalFollower(path)):
+        with pytest.raises(UserError, match=f"schema version {version}, this program reads version 6: open it with"):
+            end()
+    assert path.read_bytes() == before
 
 
 def logs(*values: float) -> np.ndarray:

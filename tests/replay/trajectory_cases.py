@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from tba.replay.buffer import Buffer, BufferSettings
-from tba.replay.codec import Stored
-from tba.replay.gone import Gone
+from tba.replay.codec import Gone, Stored
 from tba.types import ELSEWHERE, Completion, Prompt, Score, StopReason, Trajectory, Version
 
 FIRST = Version()

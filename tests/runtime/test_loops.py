@@ -14,8 +14,8 @@ from runs import made
 
 from tba.errors import DeadlineExceeded
 from tba.record.evaluations import read_answers, read_evaluations
+from tba.replay.codec import Gone
 from tba.replay.follower import JournalFollower
-from tba.replay.gone import Gone
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.types import Version

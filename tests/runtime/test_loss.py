@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -181,12 +180,3 @@ def test_records_with_damaged_lines_are_told_and_the_run_goes_on(run: Path, caps
     summary = Summary.read(run)
     assert summary is not None
     assert (summary.steps, summary.faults["unreadable_lines"]) == (45, 3)
-
-
-def test_a_journal_of_the_version_before_is_given_a_number_of_its_own(run: Path) -> None:
-    path = run / "journal.sqlite"
-    with sqlite3.connect(path) as old:
-        old.execute("DELETE FROM totals WHERE name = 'identity'")
-        old.execute("PRAGMA user_version = 5")
-    old.close()
-    assert held(path).identity > 0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -322,6 +325,19 @@ def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finish
     with RunDirectory.open(finished).held(0.0):
         assert "is still going on (process" in refused_soon([*resume, "--steps", "40"], capsys)
     assert RunDirectory.open(finished).incarnation == 0
+
+
+def test_a_run_whose_journal_an_earlier_version_made_is_refused_and_nothing_of_it_is_changed(
+    finished: Path, tmp_path: Path, capsys: Any
+) -> None:
+    run = tmp_path / "earlier"
+    shutil.copytree(finished, run)
+    with closing(sqlite3.connect(run / "journal.sqlite")) as connection:
+        connection.execute("PRAGMA user_version = 5")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for command in (["train", "--resume", str(run), "--steps", "40"], ["replay", str(run)]):
+        assert "journal.sqlite has schema version 5, this program reads version 6" in refused(command, capsys)
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def refused_soon(arguments: list[str], capsys: Any) -> str:

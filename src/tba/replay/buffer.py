@@ -30,8 +30,7 @@ import numpy.typing as npt
 from tba.errors import UserError
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates
-from tba.replay.newest import Newest
-from tba.replay.prompt_index import Listing, Shelf
+from tba.replay.prompt_index import Listing, Newest, Shelf
 from tba.replay.rows import Answers, Rows
 from tba.types import Score, Trajectory, Version
 
@@ -294,7 +293,7 @@ class Buffer:
         rows = self._rows.in_order()
         others = rows[self._rows.reference[rows] != self._rows.reference_number(self._reference)]
         others = others[self._rows.passing[others] == 0]
-        return [self._rows.stored(row).uid for row in others.tolist()]
+        return [self._rows.uid(row) for row in others.tolist()]
 
     def prompts(self, size: int = 1) -> Listing:
         """Prompts with at least `size` distinct trajectories."""

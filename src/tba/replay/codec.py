@@ -5,8 +5,11 @@ NaN stays a NaN, whichever it was). Decoded arrays are read-only views of the by
 
 Layout: header length (31 bits) and a bit that says "sealed" (uint32), header (ASCII JSON), zeros up to a multiple of 8;
 then each array, padded to 8 bytes. A trajectory is sealed: its body ends with the CRC-32 of all that comes before, so
-that bytes that have changed on the disk are found before anything is learnt from them. Bodies of earlier versions of
-this format are not sealed and are read as they are. A prompt has its digest for its name.
+that bytes that have changed on the disk are found before anything is learnt from them. A prompt is not: it has its
+digest for its name.
+
+`Encoded` is what travels when the journal is elsewhere: plain values and bytes, which whoever writes them down neither
+unpickles nor decodes.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ import hashlib
 import json
 import math
 import re
-import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
@@ -43,11 +47,25 @@ _VERSIONS = b',"versions":['
 _MORE = re.compile(
     rb',"versions":\[(\d+),(\d+),\d+,\d+\],"reference":\[(\d+),(\d+)\],"sampling":[^"]*,"reward":([^,]+),'
 )
-UID_AT = 4  # where `uid_bytes` are found in a body
 
 
 class Damaged(ValueError):
     """A body whose bytes are not what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """What a source of trajectories has on record and cannot give (any more): retired before it was taken in, or
+    damaged. Each is counted by whoever passes it over, once for each time that he passes.
+    """
+
+    retired_trajectories: int = 0
+    retired_tokens: int = 0
+    damaged_trajectories: int = 0
+    damaged_tokens: int = 0
+
+    def __add__(self, other: Gone) -> Gone:
+        return Gone(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
@@ -66,6 +84,11 @@ def decode_prompt(body: bytes) -> Prompt:
         text=header["text"],
         fields=header["fields"],
     )
+
+
+def prompt_id(body: bytes) -> int:
+    """64 bits of the content, as SQLite's signed integer."""
+    return int.from_bytes(hashlib.blake2b(body, digest_size=8).digest(), "little", signed=True)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -102,9 +125,10 @@ def _encoded(trajectory: Trajectory, origin: str) -> bytes:
         core.append(np.asarray(c.log_behavior, _LOGS))
     if c.mask is not None:
         core.append(np.asarray(c.mask, _MASK))
-    length, shape = len(core[0]), core[0].shape
+    length = len(core[0])
+    shape = (length,)
     for array in core:
-        if array.shape != shape or array.ndim != 1:
+        if array.shape != shape:
             raise ValueError(f"trajectory {trajectory.uid} has {length} tokens, but an array of shape {array.shape}")
     arrays = []
     for name, extra in trajectory.arrays.items():
@@ -112,7 +136,7 @@ def _encoded(trajectory: Trajectory, origin: str) -> bytes:
         arrays.append([name, core[-1].dtype.str, core[-1].shape])
     first, last = c.versions
     header = (  # written out where that is all there is to it: half the time that a JSON encoder takes
-        f'{{"uid":{_quoted(trajectory.uid)},"length":{length},'  # first, see `uid_bytes`
+        f'{{"uid":{_quoted(trajectory.uid)},"length":{length},'  # first, see `uid_of`
         f'"log_behavior":{_TRUE[c.log_behavior is not None]},"mask":{_TRUE[c.mask is not None]},'
         f'"text":{_quoted(c.text)},"stop_reason":"{c.stop_reason.value}",'
         f'"versions":[{first.incarnation},{first.step},{last.incarnation},{last.step}],'
@@ -121,7 +145,8 @@ def _encoded(trajectory: Trajectory, origin: str) -> bytes:
         f'"reward":{_number(trajectory.reward)},"reward_parts":{_numbers(parts) if parts else "{}"},'
         f'{origin}"arrays":{_json(arrays) if arrays else "[]"}}}'
     )
-    return _sealed(_pack(header, core, _SEALED))
+    body = _pack(header, core, _SEALED)
+    return body + crc32(body).to_bytes(_CRC_BYTES, "little")
 
 
 def _numbers(parts: Mapping[str, float]) -> str:
@@ -144,31 +169,35 @@ def decode_trajectory(body: bytes, prompt: Prompt, compare: bool = True) -> Traj
 
     compare: with their checksum, which need not be done again for what has not been on the disk since.
     """
-    header, at = _intact(body, compare)
-    try:
-        return _trajectory(body, header, at, prompt)
-    except (ValueError, KeyError, TypeError, IndexError) as error:  # of a body that was not sealed
-        raise Damaged(f"a trajectory cannot be read: {error}") from error
-
-
-def header_of(body: bytes) -> dict[str, Any]:
-    """What is written of a prompt or a trajectory apart from its arrays. Raises as `decode_trajectory` does."""
-    return _intact(body)[0]
+    if compare:
+        _compare(body)
+    header, at = _header(body)
+    return _trajectory(body, header, at, prompt)
 
 
 def facts_of(body: bytes) -> dict[str, Any]:
     """What is written of a trajectory apart from its arrays and its prompt; `uid` is one of the facts. Raises as
     `decode_trajectory` does.
     """
-    header, _ = _intact(body)
-    if not (isinstance(header.get("uid"), str) and isinstance(header.get("length"), int)):
-        raise Damaged("these are not the facts of a trajectory")
+    _compare(body)
+    return _header(body)[0]
+
+
+def header_of(body: bytes) -> dict[str, Any]:
+    """What is written of a prompt or a trajectory apart from its arrays. Raises `Damaged` for what is neither."""
+    if _is_sealed(body):
+        return facts_of(body)
+    try:
+        header, _ = _header(body)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"a prompt cannot be read: {error}") from error
     return header
 
 
-def uid_bytes(uid: str) -> bytes:
-    """What the body of the trajectory with this uid, and of no other, has at `UID_AT`."""
-    return f'{{"uid":{_quoted(uid)},'.encode("ascii")
+def uid_of(body: bytes) -> str:
+    """Of a trajectory whose body is intact."""
+    facts = _FACTS.match(body, _FACTS_AT)
+    return facts[1].decode("ascii") if facts else str(_header(body)[0]["uid"])
 
 
 class Stored(NamedTuple):
@@ -192,48 +221,9 @@ class Stored(NamedTuple):
     @classmethod
     def read(cls, prompt: Prompt, body: bytes) -> Stored:
         """Raises `Damaged` when these are not the bytes that were written."""
-        return cls._found(prompt, body) or cls._parsed(prompt, body)
-
-    @classmethod
-    def _found(cls, prompt: Prompt, body: bytes) -> Stored | None:
-        """By looking for the facts where `_encoded` puts them, in a third of the time; None where they are not."""
-        if len(body) < _FACTS_AT or not body[3] & 0x80:
-            return None
         _compare(body)
-        facts = _FACTS.match(body, _FACTS_AT)
-        more = _MORE.match(body, max(0, body.find(_VERSIONS)))  # a key: in a JSON string its quotes stand not alone
-        if facts is None or more is None:
-            return None
-        length, at = int(facts[2]), _aligned(4 + (int.from_bytes(body[:4], "little") & ~_SEALED))
-        version, reference = _version(int(more[1]), int(more[2])), _version(int(more[3]), int(more[4]))
-        return cls(
-            prompt,
-            body,
-            facts[1].decode("ascii"),
-            length,
-            float(more[5]),
-            version,
-            reference,
-            _digest(body, at, length),
-        )
-
-    @classmethod
-    def _parsed(cls, prompt: Prompt, body: bytes) -> Stored:
-        header, at = _intact(body)
-        try:
-            length, versions, reference = header["length"], header["versions"], header["reference"]
-            return cls(
-                prompt,
-                body,
-                header["uid"],
-                length,
-                header["reward"],
-                _version(versions[0], versions[1]),
-                _version(reference[0], reference[1]),
-                _digest(body, at, length),
-            )
-        except (KeyError, TypeError, IndexError) as error:
-            raise Damaged(f"a trajectory cannot be read: {error}") from error
+        uid, length, version, reference, reward = _found(body) or _parsed(body)
+        return cls(prompt, body, uid, length, reward, version, reference, _digest(tokens_of(body, length)))
 
     @property
     def trajectory(self) -> Trajectory:
@@ -248,13 +238,30 @@ class Stored(NamedTuple):
 
 def tokens_of(body: bytes, length: int) -> IntArray:
     """[T] of a trajectory whose body is intact, without a look at anything else; `length` is T."""
-    at = _aligned(4 + (int.from_bytes(body[:4], "little") & ~_SEALED))
-    return np.frombuffer(body, _TOKENS, length, at)
+    return np.frombuffer(body, _TOKENS, length, _arrays_at(body))
 
 
-def _digest(body: bytes, at: int, length: int) -> int:
-    """Of so many tokens that begin there."""
-    return int.from_bytes(hashlib.blake2b(body[at : at + 4 * length], digest_size=8).digest(), "little")
+def _digest(tokens_T: IntArray) -> int:
+    return int.from_bytes(hashlib.blake2b(tokens_T.data, digest_size=8).digest(), "little")
+
+
+_Facts: TypeAlias = tuple[str, int, Version, Version, float]  # uid, length, oldest weights, reference, reward
+
+
+def _found(body: bytes) -> _Facts | None:
+    """By looking for the facts where `_encoded` puts them, in a third of the time; None where they are not."""
+    facts = _FACTS.match(body, _FACTS_AT)
+    more = _MORE.match(body, max(0, body.find(_VERSIONS)))  # a key: in a JSON string its quotes stand not alone
+    if facts is None or more is None:
+        return None
+    version, reference = _version(int(more[1]), int(more[2])), _version(int(more[3]), int(more[4]))
+    return facts[1].decode("ascii"), int(facts[2]), version, reference, float(more[5])
+
+
+def _parsed(body: bytes) -> _Facts:
+    header, _ = _header(body)
+    first, reference = header["versions"][:2], header["reference"]
+    return header["uid"], header["length"], _version(*first), _version(*reference), header["reward"]
 
 
 def _trajectory(body: bytes, header: dict[str, Any], at: int, prompt: Prompt) -> Trajectory:
@@ -329,37 +336,31 @@ def _pack(header: str, arrays: Sequence[_Array], flag: int = 0) -> bytes:
     return b"".join(pieces)
 
 
-def _sealed(body: bytes) -> bytes:
-    return body + zlib.crc32(body).to_bytes(_CRC_BYTES, "little")
+def _is_sealed(body: bytes) -> bool:
+    return len(body) > 3 and bool(body[3] & 0x80)
 
 
 def _compare(body: bytes) -> None:
-    """Raises `Damaged` when a sealed body is not what was written."""
-    if body[3] & 0x80 and zlib.crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(body[-_CRC_BYTES:], "little"):
+    """Raises `Damaged` when a trajectory's body is not what was written."""
+    if not _is_sealed(body) or crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(body[-_CRC_BYTES:], "little"):
         raise Damaged("a trajectory's checksum differs from what was written")
-
-
-def _intact(body: bytes, compare: bool = True) -> tuple[dict[str, Any], int]:
-    """The header, and where the arrays begin; raises `Damaged`."""
-    try:
-        if compare:
-            _compare(body)
-        header, at = _header(body)
-    except (ValueError, IndexError, TypeError, RecursionError) as error:
-        raise error if isinstance(error, Damaged) else Damaged(f"a trajectory cannot be read: {error}") from error
-    if not isinstance(header, dict):
-        raise Damaged("a trajectory's header is not an object")
-    return header, at
 
 
 def _header(body: bytes) -> tuple[dict[str, Any], int]:
     """The header, and where the arrays begin."""
-    end = 4 + (int.from_bytes(body[:4], "little") & ~_SEALED)
-    text = body[4:end].decode("ascii")
+    text = body[4 : _header_end(body)].decode("ascii")
     header, used = _parse(text)
-    if used != len(text):
-        raise Damaged("a trajectory's header ends too early")
-    return header, _aligned(end)
+    if used != len(text) or not isinstance(header, dict):
+        raise Damaged("its header is not an object")
+    return header, _arrays_at(body)
+
+
+def _header_end(body: bytes) -> int:
+    return 4 + (int.from_bytes(body[:4], "little") & ~_SEALED)
+
+
+def _arrays_at(body: bytes) -> int:
+    return _aligned(_header_end(body))
 
 
 def _aligned(size: int) -> int:
@@ -374,3 +375,55 @@ def _version(incarnation: int, step: int) -> Version:
 @lru_cache(maxsize=4096)
 def _sampling(temperature: float, top_p: float) -> Sampling:
     return Sampling(temperature, top_p)
+
+
+class Row(NamedTuple):
+    """A trajectory: what is known of it, and its body."""
+
+    uid: str
+    prompt: int  # the digest of its body
+    tokens: int
+    incarnation: int
+    step: int
+    reward: float
+    created: float
+    body: bytes
+
+
+class Encoded(NamedTuple):
+    """Trajectories and their prompts, each prompt once."""
+
+    prompts: Mapping[int, bytes]  # by digest
+    rows: Sequence[Row]
+
+
+def encoded(trajectories: Sequence[Trajectory] | Encoded) -> Encoded:
+    """What is encoded already stays as it is. Raises `ValueError` for arrays that do not fit their completion."""
+    if isinstance(trajectories, Encoded):
+        return trajectories
+    by_object: dict[int, int] = {}
+    prompts: dict[int, bytes] = {}
+    rows = []
+    for t, body in zip(trajectories, encode_trajectories(trajectories), strict=True):
+        prompt = by_object.get(id(t.prompt))
+        if prompt is None:
+            written = encode_prompt(t.prompt)
+            prompt = by_object[id(t.prompt)] = prompt_id(written)
+            prompts[prompt] = written
+        version = t.version
+        rows.append(Row(t.uid, prompt, t.length, version.incarnation, version.step, t.reward, t.created, body))
+    return Encoded(prompts, rows)
+
+
+def packed(value: Any) -> Any:
+    """An argument or a result as it travels: trajectories encoded, all else as it is."""
+    some = isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], Trajectory)
+    return encoded(value) if some else value
+
+
+def unpacked(value: Any) -> Any:
+    """The inverse. Raises `Damaged` when the bytes are not those that were written."""
+    if not isinstance(value, Encoded):
+        return value
+    prompts = {digest: decode_prompt(body) for digest, body in value.prompts.items()}
+    return [decode_trajectory(row.body, prompts[row.prompt]) for row in value.rows]

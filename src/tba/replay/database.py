@@ -1,7 +1,7 @@
 """SQLite files as this project opens them: write-ahead log, durable, many processes, every wait with a deadline.
 
 Invariant: a connection opened here never checkpoints by itself, and a transaction is either committed in full or
-leaves no trace.
+leaves no trace. Neither would hold on a network filesystem: `network_filesystem` tells one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,12 @@ _MEND = {
     sqlite3.SQLITE_NOTADB: "is not a SQLite file: choose another place for the run",
     sqlite3.SQLITE_CORRUPT: "is damaged: end what uses it; whoever opens it next sets it aside and recovers its rows",
     sqlite3.SQLITE_IOERR: "cannot be read or written, its disk gives errors: move the run to another",
+}
+# SQLite's WAL needs shared memory and byte-range locks that all writers agree on; these do not promise either.
+_NETWORK = {
+    *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"),
+    *("ocfs2", "orangefs", "panfs", "pvfs2", "smb2", "smb3", "smbfs", "wekafs", "fuse.ceph", "fuse.davfs"),
+    *("fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs"),
 }
 _AT_A_TIME = 0.25  # seconds that SQLite itself waits
 _PAUSE = 0.005  # seconds between tries where SQLite itself does not wait
@@ -51,7 +57,6 @@ class Schema:
     kind: int  # in the file's header, which tells it from other people's files
     version: int
     tables: str  # statements that make an empty one
-    migrations: Mapping[int, Callable[[sqlite3.Connection], None]]  # n: from version n to n + 1, in a transaction
     rows: str  # a query for how many rows were ever put into it
     page_bytes: int  # of new files
 
@@ -59,8 +64,8 @@ class Schema:
 class Database:
     """One connection. Safe to share between the threads of one process; never across a fork.
 
-    A file of an earlier schema version is brought to the present one. Raises `UserError` when the file is something
-    else or of a later version, `DeadlineExceeded` when others keep it locked for longer than `deadline_s` seconds.
+    Raises `UserError` when the file is something else or of another schema version, `DeadlineExceeded` when others keep
+    it locked for longer than `deadline_s` seconds.
 
     create: whether a file that is not there is made; else `UserError` says that it is gone.
     lock: closed with it.
@@ -110,32 +115,28 @@ class Database:
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
         self._connection.execute("PRAGMA synchronous = FULL")
         with self.transaction() as connection:
-            found = self._refuse_others(schema)
-            if found is None:
+            if self._refuse_others(schema):
                 for statement in schema.tables.split(";"):
                     connection.execute(statement)
                 connection.execute(f"PRAGMA application_id = {schema.kind}")
-            for version in range(schema.version if found is None else found, schema.version):
-                schema.migrations[version](connection)
-            if found != schema.version:
                 connection.execute(f"PRAGMA user_version = {schema.version}")
 
-    def _refuse_others(self, schema: Schema) -> int | None:
-        """The schema version of the file, None where it is empty. Raises `UserError` when it cannot be used."""
+    def _refuse_others(self, schema: Schema) -> bool:
+        """Whether the file is empty. Raises `UserError` when it cannot be used."""
         ((kind,), (found,), (entries,)) = (
             self._connection.execute(query).fetchone()
             for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
         )
         if entries == 0:
-            return None
+            return True
         if kind != schema.kind:
             raise UserError(f"{self.path} is a SQLite file of something else: choose another place for the run")
-        if found > schema.version or any(v not in schema.migrations for v in range(found, schema.version)):
+        if found != schema.version:
             raise UserError(
                 f"{self.path} has schema version {found}, this program reads version {schema.version}: "
                 f"open it with the program that wrote it, or start a new run"
             )
-        return int(found)
+        return False
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
@@ -246,3 +247,30 @@ class Database:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
+    """The type of the network filesystem that holds `path`, or None (local, or no mount table to ask).
+
+    The longest mount point above the path decides.
+    """
+    if not mounts.exists():
+        return None
+    resolved = path.resolve()
+    kind, depth = "", -1
+    for line in mounts.read_text().splitlines():
+        fields = line.split(" ")
+        if len(fields) < 3:
+            continue
+        point = Path(_unescape(fields[1]))
+        # A later line hides an earlier one on the same mount point.
+        if len(point.parts) >= depth and resolved.is_relative_to(point):
+            kind, depth = fields[2], len(point.parts)
+    return kind if kind in _NETWORK else None
+
+
+def _unescape(text: str) -> str:
+    """The mount table writes blanks and backslashes in octal."""
+    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+        text = text.replace(code, character)
+    return text

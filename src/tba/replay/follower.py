@@ -19,11 +19,9 @@ from typing import IO, Any, Self, TypeAlias, TypeVar
 
 from tba.errors import DeadlineExceeded
 from tba.replay import scores
-from tba.replay.codec import Damaged, Stored, decode_prompt, decode_trajectory
-from tba.replay.gone import Gone
-from tba.replay.opening import add_to_totals, open_journal
-from tba.replay.recovery import Recovery
-from tba.replay.schema import prompt_id
+from tba.replay.codec import Damaged, Gone, Stored, decode_prompt, decode_trajectory, prompt_id
+from tba.replay.recovery import Recovery, open_journal
+from tba.replay.schema import add_to_totals
 from tba.types import Evaluation, Prompt, Score, Trajectory, Version
 
 log = logging.getLogger("tba.journal")

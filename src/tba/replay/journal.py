@@ -19,10 +19,9 @@ from types import TracebackType
 from typing import Self
 
 from tba.replay import scores
-from tba.replay.codec import decode_prompt, decode_trajectory
-from tba.replay.encoded import Encoded, Row, encoded
-from tba.replay.opening import add_to_totals, open_journal
-from tba.replay.schema import bodies_into, facts_into, keep_prompts
+from tba.replay.codec import Encoded, Row, decode_prompt, decode_trajectory, encoded
+from tba.replay.recovery import open_journal
+from tba.replay.schema import add_to_totals, bodies_into, facts_into, keep_prompts
 from tba.types import Evaluation, Outcome, Score, Trajectory, Version
 
 _AT_ONCE = 500  # parameters of one query, of which SQLite allows 999 where it is old

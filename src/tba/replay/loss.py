@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tba.replay.follower import JournalFollower
-from tba.replay.opening import add_to_totals, open_journal
-from tba.replay.recovery import count_put, free_name, record_recovery
+from tba.replay.recovery import count_put, free_name, open_journal, record_recovery
+from tba.replay.schema import add_to_totals
 from tba.types import Json
 
 _DEADLINE = 30.0  # seconds

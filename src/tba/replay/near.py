@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.protocols import EMBEDDING
-from tba.replay.bodies import widened
 from tba.replay.codec import Stored
+from tba.replay.rows import widened
 from tba.types import FloatArray, IntArray
 
 _BUCKETS = 256

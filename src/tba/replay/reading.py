@@ -45,8 +45,7 @@ class Share:
 class JournalReader:
     """A read-only end. `used` ([places + 1], see `Buffer.used`) fills the table `uses`: how often each was trained on.
 
-    A journal of an earlier version is brought to the present one first, and a damaged one that nobody has open is
-    recovered, as by anybody who opens it.
+    A damaged journal that nobody has open is recovered first, as by anybody who opens it.
     """
 
     def __init__(self, path: Path, used: npt.NDArray[np.int32] | None = None, deadline_s: float = 60.0) -> None:

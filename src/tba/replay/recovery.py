@@ -1,9 +1,10 @@
-"""A journal is looked over by whoever opens it first; a damaged one is set aside and its rows brought into a new file.
+"""Opening a journal. Whoever does so first looks it over; a damaged one is set aside, its rows brought into a new file.
 
     journal.sqlite-open          locked: shared by all who have it open, alone by who looks it over
     journal.sqlite-suspect       somebody met damage while it was in use: it is recovered, whatever a look at it finds
     journal.sqlite.damaged-1     what was set aside (with its -wal), as it was; nothing is ever deleted
     journal.sqlite.recovering    the new file while it is made; `.recovered` once it is whole
+    journal.sqlite.pages         a copy of the damaged one, in which its pages are read (`pages`)
 
 Invariant: a file is replaced only while nobody else has it open, and only by one that is whole on the disk; killed at
 any moment, the next to open it ends what was begun. Every trajectory whose own pages are whole is brought over, with
@@ -18,7 +19,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -26,19 +27,26 @@ from typing import Any
 from urllib.parse import quote
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.replay.codec import Damaged, facts_of
-from tba.replay.database import Database, suspect_mark
-from tba.replay.pages import committed, page_bytes_of, rows_of, torn, wal_frames
-from tba.replay.schema import BODY, JOURNAL, described, keep_prompts, prompt_id
+from tba.replay.codec import Damaged, facts_of, prompt_id
+from tba.replay.database import Database, network_filesystem, suspect_mark
+from tba.replay.pages import (
+    UNREADABLE,
+    Frame,
+    committed,
+    frames_read,
+    page_bytes_of,
+    rows_of,
+    torn,
+    wal_frames,
+    wal_page_bytes_of,
+)
+from tba.replay.schema import JOURNAL, keep_prompts
 
 log = logging.getLogger("tba.journal")
 _DEADLINE = 1800.0  # seconds that looking over and recovering a large file may take
 _POLL = 0.02
-_PAGE_SIZES = (8192, 4096)  # where the file's header is lost
-_UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)  # the second where SQLite quotes what is no text
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 _PLAIN = ("leases", "outcomes", "jobs", "evaluations", "counters", "unscored", "scores", "recoveries")
-_FACTS = 9  # columns
 _LEAST_BYTES = 32  # that the facts of a trajectory take up
 
 
@@ -84,6 +92,25 @@ class OpenLock:
     __del__ = close
 
 
+def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object], create: bool = True) -> Database:
+    """The file, looked over, with its tables; `create`: also where there was no file.
+
+    Raises `UserError` on a network filesystem, and as `Database` does.
+    """
+    kind = network_filesystem(Path(path).absolute().parent)
+    if kind is not None:
+        raise UserError(
+            f"the journal {path} would lie on a network filesystem ({kind}), where SQLite loses data: "
+            f"give a folder on a local disk with --run.journal-dir"
+        )
+    lock = look_over(path)
+    try:
+        return Database(path, JOURNAL, deadline_s, lock, waiting, create)
+    except BaseException:
+        lock.close()
+        raise
+
+
 def look_over(path: Path, deadline_s: float = _DEADLINE) -> OpenLock:
     """The lock that whoever has the journal open holds. The first looks the file over, the others wait until it has.
 
@@ -112,34 +139,36 @@ def damage(path: Path) -> str | None:
     """
     wal = Path(f"{path}-wal")
     if not path.exists() or not path.stat().st_size:
-        return "it is empty, its log is not" if committed(wal_frames(wal, _wal_page_bytes(wal))) else None
+        return "it is empty, its log is not" if committed(wal_frames(wal, wal_page_bytes_of(wal) or 0)) else None
     size = page_bytes_of(path)
     if size is None:
         return "its header is not a journal's"
-    if torn(wal_frames(wal, size)):
-        return "its log is damaged"
+    frames = wal_frames(wal, size)
     try:
         with closing(_read_only(path)) as connection:
-            kind = connection.execute("PRAGMA application_id").fetchone()[0]
-            if kind != JOURNAL.kind:
-                return None
-            found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]  # indexes too, at no more cost
-            if found == "ok" and not _has_all_columns(connection):
-                return "its schema is not a journal's"
+            return _damage_seen_by(connection, path, frames)
     except UnicodeDecodeError:  # of the schema, which is text
         return "its schema is not text"
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
             return str(error)
         return None  # who opens it says what it is
-    return None if found == "ok" else str(found).splitlines()[-1]
+
+
+def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Frame]) -> str | None:
+    kind, version = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+    if torn(frames, frames_read(path)):
+        return "its log is damaged"
+    if kind != JOURNAL.kind or version != JOURNAL.version:
+        return None  # who opens it will refuse it
+    found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]  # indexes too, at no more cost
+    if found != "ok":
+        return str(found).splitlines()[-1]
+    return None if _has_all_columns(connection) else "its schema is not a journal's"
 
 
 def _has_all_columns(connection: sqlite3.Connection) -> bool:
-    """Whether a journal of the present version has every column of every table: SQLite does not check names."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version != JOURNAL.version:
-        return True  # of an earlier one: it is brought to the present one, or refused, by who opens it
+    """Whether a journal has every column of every table: SQLite does not check names."""
     with closing(sqlite3.connect(":memory:")) as wanted:
         wanted.executescript(JOURNAL.tables)
         return _columns(wanted) <= _columns(connection)
@@ -156,8 +185,8 @@ def _columns(connection: sqlite3.Connection) -> set[tuple[bytes, bytes]]:
 
 def _look(path: Path) -> None:
     recovered = Path(f"{path}.recovered")
-    for part in ("", "-wal", "-shm", "-journal"):
-        Path(f"{path}.recovering{part}").unlink(missing_ok=True)
+    for part in (".recovering", ".recovering-wal", ".recovering-shm", ".recovering-journal", ".pages"):
+        Path(f"{path}{part}").unlink(missing_ok=True)
     if recovered.exists():
         _replace(path, recovered, free_name(path))
     elif (why := damage(path) or _seen_in_use(path)) is not None:
@@ -232,13 +261,13 @@ class _Known:
 def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
     """The small tables, each as far as it can be read."""
     known = _Known(sum(p.stat().st_size for p in (path, Path(f"{path}-wal")) if p.exists()) // _LEAST_BYTES)
-    with suppress(*_UNREADABLE, OSError), closing(_read_only(path)) as old:
+    with suppress(*UNREADABLE, OSError), closing(_read_only(path)) as old:
         old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads a file that was cut off as far as that goes
         known.ours = old.execute("PRAGMA application_id").fetchone()[0] == JOURNAL.kind
         for table in _PLAIN:
             whole = _copy_table(old, connection, table)
             known.counters |= whole and table == "counters"
-        with suppress(*_UNREADABLE):
+        with suppress(*UNREADABLE):
             known.believe(dict(old.execute("SELECT name, value FROM totals").fetchall()))
     return known
 
@@ -251,7 +280,7 @@ def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, table: str) ->
         for row in old.execute(f"SELECT {','.join(columns)} FROM {table}"):  # noqa: S608 - our own names
             with suppress(sqlite3.IntegrityError):  # a damaged value where there has to be one
                 new.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)  # noqa: S608
-    except _UNREADABLE:
+    except UNREADABLE:
         return False
     return True
 
@@ -260,27 +289,25 @@ def _copy_rows(path: Path, connection: sqlite3.Connection, known: _Known) -> Non
     """Prompts, bodies and facts, page by page; bodies whose prompt is lost are no data."""
     retired = known.totals.get("retired_until", 0)
     connection.execute("CREATE TEMP TABLE facts (seq INTEGER PRIMARY KEY, uid, owner, prompt, tokens, i, s, r, c)")
-    for rowid, columns in _rows(path):
-        if not 0 < rowid <= known.most and len(columns) != 2:
-            continue  # its number has changed
+    copy = Path(f"{path}.pages")
+    for rowid, columns in rows_of(path, copy, JOURNAL.page_bytes):
+        is_number = 0 < rowid <= known.most  # else it is of a prompt, or has changed
         match columns:
-            case (None, bytes(body)) if prompt_id(body) == rowid:
+            case (None, bytes(body), *_) if prompt_id(body) == rowid:
                 keep_prompts(connection, [(rowid, body)])
-            case (None, int(prompt), int(tokens), bytes(body)) if rowid > retired and _is_whole(body, tokens):
-                connection.execute(BODY.replace("INSERT", "INSERT OR IGNORE"), (rowid, prompt, tokens, body))
-            case (None, str(), str(), int(), int(tokens), int(), int(), _, _) if 0 <= tokens < 1 << 40:
-                marks = ",".join("?" * _FACTS)
-                connection.execute(f"INSERT OR IGNORE INTO facts VALUES ({marks})", (rowid, *columns[1:]))  # noqa: S608
+            case (None, int(prompt), int(tokens), bytes(body), *_) if is_number and rowid > retired:
+                if _is_whole(body, tokens):
+                    connection.execute(_BODY, (rowid, prompt, tokens, body))
+            case (None, str(), str(), int(), int(tokens), int(), int(), _, _) if is_number and 0 <= tokens < 1 << 40:
+                connection.execute(_FACTS, (rowid, *columns[1:]))
             case _:
                 pass
+    copy.unlink()
     connection.execute("DELETE FROM bodies WHERE NOT EXISTS (SELECT 1 FROM prompts p WHERE p.id = prompt)")
 
 
-def _rows(path: Path) -> Iterator[tuple[int, tuple[Any, ...]]]:
-    wal = Path(f"{path}-wal")
-    size = page_bytes_of(path) if path.exists() and path.stat().st_size else _wal_page_bytes(wal)
-    for page_bytes in [size] if size else _PAGE_SIZES:
-        yield from rows_of(path, wal, page_bytes)
+_BODY = "INSERT OR IGNORE INTO bodies VALUES (?, ?, ?, ?)"
+_FACTS = "INSERT OR IGNORE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 def _is_whole(body: bytes, tokens: int) -> bool:
@@ -296,7 +323,7 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
     retired = totals.get("retired_until", 0)
     owners = dict(connection.execute("SELECT seq, owner FROM facts"))
     for seq, prompt, tokens, body in connection.execute("SELECT seq, prompt, tokens, body FROM bodies"):
-        row = described(seq, prompt, tokens, body, owners.get(seq, ""))
+        row = _described(seq, prompt, tokens, body, owners.get(seq, ""))
         connection.execute("INSERT OR IGNORE INTO trajectories VALUES (?,?,?,?,?,?,?,?,?)", row)
     connection.execute("DELETE FROM bodies WHERE seq NOT IN (SELECT seq FROM trajectories)")
     connection.execute("INSERT OR IGNORE INTO trajectories SELECT * FROM facts")
@@ -320,6 +347,14 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
     elif rows > totals["rows"]:  # of transactions that SQLite itself could not read
         count_put(connection, totals["rows"])
     return lost_rows, lost_tokens
+
+
+def _described(seq: int, prompt: int, tokens: int, body: bytes, owner: str) -> tuple[object, ...]:
+    """A row of `trajectories` from a whole body."""
+    facts = facts_of(body)
+    incarnation, step, *_ = facts["versions"]
+    made_by = owner or str(facts["provenance"].get("searcher", ""))
+    return seq, facts["uid"], made_by, prompt, tokens, incarnation, step, facts["reward"], facts["created"]
 
 
 _AMOUNT = "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE"
@@ -363,13 +398,6 @@ def count_put(connection: sqlite3.Connection, after: int) -> None:
 
 def _read_only(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, timeout=5.0, isolation_level=None)
-
-
-def _wal_page_bytes(wal: Path) -> int:
-    if not wal.exists():
-        return 0
-    with wal.open("rb") as file:
-        return int.from_bytes(file.read(12)[8:12], "big")
 
 
 def free_name(path: Path, why: str = "damaged") -> Path:

@@ -18,8 +18,7 @@ import numpy.typing as npt
 from tba.errors import UserError
 from tba.protocols import Selection
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
-from tba.replay.codec import Stored
-from tba.replay.gone import Gone
+from tba.replay.codec import Gone, Stored
 from tba.replay.pacing import Held, Pacing
 from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector
 from tba.replay.uses import pack_uses, unpack_uses

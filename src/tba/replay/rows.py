@@ -1,24 +1,24 @@
 """The trajectories in memory as rows of a few arrays: what the rules ask of each in columns, all the rest as bytes.
 
-Invariant: a million trajectories are not a million objects, and one that is asked for equals what was added. A row
-keeps its number until it is removed; numbers are used again. Everything but a list of all rows costs O(1), amortised.
+Invariant: a trajectory that is asked for equals what was added, and what is held of it (its body, its uid and numbers)
+is nothing that the garbage collector follows. A row keeps its number until it is removed; numbers are used again.
+Everything but a list of all rows costs O(1), amortised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import overload
+from typing import TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from tba.replay.bodies import Bodies, widened
-from tba.replay.codec import UID_AT, Stored, decode_trajectory, tokens_of, uid_bytes
-from tba.replay.hash_index import Places
+from tba.replay.codec import Stored, decode_trajectory, tokens_of, uid_of
 from tba.types import IntArray, Prompt, Trajectory, Version
 
 _NONE = -1
+_Number = TypeVar("_Number", bound=np.generic)
 
 
 class Rows:
@@ -36,13 +36,12 @@ class Rows:
         self.passing = np.zeros(0, dtype=np.int8)  # how it left what is kept, where it is here while it is recent
         self._standing = np.zeros(0, dtype=np.float64)  # its reward while it is kept, else infinite
         self._prompt = np.zeros(0, dtype=np.int32)
-        self._uid_key = np.zeros(0, dtype=np.int64)
         self._digest = np.zeros(0, dtype=np.uint64)  # of the completion
         self._newer = np.zeros(0, dtype=np.int32)  # a chain by arrival, from the oldest on
         self._older = np.zeros(0, dtype=np.int32)
-        self._bodies = Bodies()
-        self._by_uid = Places()
-        self._by_answer = Places()
+        self._bodies: list[bytes] = []
+        self._by_uid: dict[str, int] = {}
+        self._by_answer: dict[int, int] = {}  # by hash; the row that was added last
         self._prompts = _Prompts()
         self._references: list[Version] = []
         self._numbers: dict[Version, int] = {}  # of them
@@ -62,10 +61,8 @@ class Rows:
         self.reference[row] = self.reference_number(stored.reference)
         self.uses[row], self.arrival[row], self.is_recent[row], self._prompt[row] = 0, arrival, False, prompt
         self.passing[row], self._standing[row] = 0, stored.reward
-        self._uid_key[row], self._digest[row] = hash(stored.uid), stored.digest
-        self._bodies.put(row, stored.body)
-        self._by_uid.add(hash(stored.uid), row)
-        self._by_answer.add(hash((stored.prompt.key, stored.digest)), row)
+        self._digest[row], self._bodies[row] = stored.digest, stored.body
+        self._by_uid[stored.uid] = self._by_answer[hash((stored.prompt.key, stored.digest))] = row
         self._newer[row], self._older[row] = _NONE, self._newest
         if self._newest == _NONE:
             self._oldest = row
@@ -76,9 +73,11 @@ class Rows:
 
     def remove(self, row: int) -> None:
         """It is gone, and its number may be given to another."""
-        self._by_uid.remove(int(self._uid_key[row]), row)
-        self._by_answer.remove(hash((self.prompt(row).key, int(self._digest[row]))), row)
-        self._bodies.remove(row)
+        del self._by_uid[self.uid(row)]
+        answer = hash((self.prompt(row).key, int(self._digest[row])))
+        if self._by_answer.get(answer) == row:
+            del self._by_answer[answer]
+        self._bodies[row] = b""
         self._prompts.remove(int(self._prompt[row]))
         if self.passing[row]:
             self.passing[row] = 0
@@ -105,29 +104,30 @@ class Rows:
 
     def find(self, uid: str) -> int | None:
         """The row of a trajectory."""
-        beginning = uid_bytes(uid)
-        return self._by_uid.find(hash(uid), lambda row: self._bodies.has_at(row, UID_AT, beginning))
+        return self._by_uid.get(uid)
 
     def copy_of(self, prompt: str, digest: int) -> int | None:
-        """A row with the same answer to the same prompt."""
-        return self._by_answer.find(
-            hash((prompt, digest)),
-            lambda row: int(self._digest[row]) == digest and self.prompt(row).key == prompt,
-        )
+        """The row with the same answer to the same prompt: the last that was added, while that is there."""
+        row = self._by_answer.get(hash((prompt, digest)))
+        if row is None or int(self._digest[row]) != digest or self.prompt(row).key != prompt:
+            return None
+        return row
 
     def replace(self, row: int, stored: Stored) -> None:
         """Another body, and reference, of the same trajectory."""
-        self._bodies.remove(row)
-        self._bodies.put(row, stored.body)
+        self._bodies[row] = stored.body
         self.reference[row] = self.reference_number(stored.reference)
+
+    def uid(self, row: int) -> str:
+        return uid_of(self._bodies[row])
 
     def stored(self, row: int) -> Stored:
         """As it was added."""
-        return Stored.read(self.prompt(row), self._bodies.get(row))
+        return Stored.read(self.prompt(row), self._bodies[row])
 
     def trajectory(self, row: int) -> Trajectory:
         """As it was added, and sampled by the incarnation that it counts as."""
-        found = decode_trajectory(self._bodies.get(row), self.prompt(row), compare=False)
+        found = decode_trajectory(self._bodies[row], self.prompt(row), compare=False)
         incarnation = self.incarnation.item(row)
         return found if found.version.incarnation == incarnation else _renamed(found, incarnation)
 
@@ -146,7 +146,7 @@ class Rows:
 
     def tokens(self, row: int) -> IntArray:
         """[T] of its completion."""
-        return tokens_of(self._bodies.get(row), self.length.item(row))
+        return tokens_of(self._bodies[row], self.length.item(row))
 
     @property
     def lowest(self) -> int:
@@ -174,12 +174,13 @@ class Rows:
             for name in _COLUMNS:
                 setattr(self, name, widened(getattr(self, name), self._used + 1))
         self._used += 1
+        self._bodies.append(b"")
         return self._used - 1
 
 
 _COLUMNS = (
     *("length", "reward", "incarnation", "step", "reference", "uses", "arrival", "is_recent", "passing", "_standing"),
-    *("_prompt", "_uid_key", "_digest", "_newer", "_older"),
+    *("_prompt", "_digest", "_newer", "_older"),
 )
 
 
@@ -249,3 +250,10 @@ def _renamed(trajectory: Trajectory, incarnation: int) -> Trajectory:
     """The same as sampled by `incarnation`."""
     first, last = (replace(version, incarnation=incarnation) for version in trajectory.completion.versions)
     return replace(trajectory, completion=replace(trajectory.completion, versions=(first, last)))
+
+
+def widened(column: npt.NDArray[_Number], rows: int, least: int = 1024) -> npt.NDArray[_Number]:
+    """The column with room for at least so many rows, and for `least`; the new ones are zero."""
+    wider = np.zeros(max(rows, 2 * len(column), least), dtype=column.dtype)
+    wider[: len(column)] = column
+    return wider

@@ -1,4 +1,4 @@
-"""The journal's tables, and how those of earlier versions become them.
+"""The journal's tables.
 
     prompts         each prompt, under the digest of its body
     prompt_copies   the same once more on other pages: few bytes, without which no trajectory is worth anything
@@ -10,18 +10,16 @@
     leases, outcomes, jobs, evaluations, counters, totals (of which `identity` is the file's own number, drawn when it
                     was made), and those of `scores`
 
-Invariant: a file of an earlier version is brought to this one by the same transaction that finds it, one version at a
-time, and what was in it is in it afterwards. A step is never changed once files have been made by it.
+Invariant: a file with this version's number in its header has exactly these tables. One of another version is refused
+by `Database`, and nothing in it is changed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from tba.replay import scores
-from tba.replay.codec import Damaged, facts_of
 from tba.replay.database import Schema
 
 _TABLES = (
@@ -55,7 +53,6 @@ INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('positions', 0), ('retire
 """
     + scores.SCHEMA
 )
-BODY = "INSERT INTO bodies VALUES (?, ?, ?, ?)"
 
 
 def facts_into(rows: int) -> str:
@@ -71,72 +68,10 @@ def bodies_into(rows: int) -> str:
     return f"INSERT INTO bodies VALUES {marks}"  # noqa: S608 - question marks
 
 
-def _from_1(connection: sqlite3.Connection) -> None:
-    """Scores under later references; what a uid names."""
-    for statement in (scores.SCHEMA + ";CREATE TABLE named (uid TEXT PRIMARY KEY, seq INTEGER NOT NULL)").split(";"):
-        connection.execute(statement)
-    for seq, body in connection.execute("SELECT seq, body FROM trajectories ORDER BY seq"):
-        connection.execute("INSERT OR IGNORE INTO named VALUES (?, ?)", (_uid(body, seq), seq))
-    connection.execute("DROP TABLE uids")
-    connection.execute("CREATE TABLE uids (uid TEXT PRIMARY KEY, seq INTEGER NOT NULL) WITHOUT ROWID")
-    connection.execute("INSERT INTO uids SELECT uid, seq FROM named")
-    connection.execute("DROP TABLE named")
-
-
-def _from_2(connection: sqlite3.Connection) -> None:
-    """Version 3 keeps the outcomes of prompts."""
-    connection.execute(
-        "CREATE TABLE outcomes (seq INTEGER PRIMARY KEY AUTOINCREMENT, position INTEGER NOT NULL, "
-        "successes REAL NOT NULL, failures REAL NOT NULL)"
-    )
-
-
-_FACTS = """
-CREATE TABLE trajectories (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT, uid TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, prompt INTEGER NOT NULL,
-    tokens INTEGER NOT NULL, incarnation INTEGER NOT NULL, step INTEGER NOT NULL, reward REAL, created REAL
-);
-CREATE TABLE recoveries (
-    place INTEGER PRIMARY KEY, time REAL NOT NULL, damaged TEXT NOT NULL, why TEXT NOT NULL, rows INTEGER NOT NULL,
-    lost_rows INTEGER NOT NULL, lost_tokens INTEGER NOT NULL
-);
-INSERT INTO totals VALUES ('retired_until', coalesce(
-    (SELECT min(seq) - 1 FROM bodies), (SELECT seq FROM sqlite_sequence WHERE name = 'bodies'), 0
-));
-DROP TABLE uids
-"""
-
-
-def _from_3(connection: sqlite3.Connection) -> None:
-    """Facts beside the bodies, which stay where they are. What had been retired leaves no facts, but is counted."""
-    connection.execute("ALTER TABLE trajectories RENAME TO bodies")
-    for statement in _FACTS.split(";"):
-        connection.execute(statement)
-    for seq, prompt, tokens, body in connection.execute("SELECT seq, prompt, tokens, body FROM bodies ORDER BY seq"):
-        connection.execute("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?)", described(seq, prompt, tokens, body))
-    # Numbers are never given twice, also when the newest rows had been retired.
-    connection.execute("DELETE FROM sqlite_sequence WHERE name = 'trajectories'")
-    connection.execute(
-        "INSERT INTO sqlite_sequence SELECT 'trajectories', seq FROM sqlite_sequence WHERE name = 'bodies'"
-    )
-
-
-def _from_4(connection: sqlite3.Connection) -> None:
-    """Version 5 keeps each prompt twice."""
-    connection.execute("CREATE TABLE prompt_copies (id INTEGER PRIMARY KEY, body BLOB NOT NULL)")
-    connection.execute("INSERT INTO prompt_copies SELECT id, body FROM prompts")
-
-
-def _from_5(connection: sqlite3.Connection) -> None:
-    """A number of its own."""
-    connection.execute("INSERT INTO totals VALUES ('identity', random() & 0x7fffffffffffffff)")
-
-
 JOURNAL = Schema(
     kind=0x54424131,  # "TBA1" in the file's header
     version=6,
     tables=_TABLES,
-    migrations={1: _from_1, 2: _from_2, 3: _from_3, 4: _from_4, 5: _from_5},
     rows="SELECT value FROM totals WHERE name = 'rows'",
     page_bytes=8192,  # a body of 128 tokens is a bit over 2 kB: on pages of 4096 it would have one for itself
 )
@@ -149,28 +84,8 @@ def keep_prompts(connection: sqlite3.Connection, prompts: Iterable[tuple[int, by
             connection.execute("INSERT OR REPLACE INTO prompt_copies VALUES (?, ?)", prompt)
 
 
-def described(seq: int, prompt: int, tokens: int, body: bytes, owner: str = "") -> tuple[object, ...]:
-    """A row of `trajectories` from a body. Of one that is damaged only its number and size are known."""
-    try:
-        facts = facts_of(body)
-    except Damaged:
-        return seq, _unknown(seq), owner, prompt, tokens, 0, 0, None, None
-    incarnation, step, *_ = facts.get("versions", (0, 0))
-    made_by = owner or str(facts.get("provenance", {}).get("searcher", ""))
-    return seq, facts["uid"], made_by, prompt, tokens, incarnation, step, facts.get("reward"), facts.get("created")
-
-
-def _uid(body: bytes, seq: int) -> str:
-    try:
-        return str(facts_of(body)["uid"])
-    except Damaged:
-        return _unknown(seq)
-
-
-def _unknown(seq: int) -> str:
-    return f"unknown-{seq}"
-
-
-def prompt_id(body: bytes) -> int:
-    """64 bits of the content, as SQLite's signed integer."""
-    return int.from_bytes(hashlib.blake2b(body, digest_size=8).digest(), "little", signed=True)
+def add_to_totals(connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
+    """In the transaction of what they count."""
+    connection.executemany(
+        "UPDATE totals SET value = value + ? WHERE name = ?", [(by, name) for name, by in increments.items()]
+    )

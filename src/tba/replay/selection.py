@@ -13,13 +13,6 @@ Of the other half prompts are drawn without replacement, epoch by epoch. Where a
 of a batch is of it: its next K, the K after these and so on, and rewards decide between all trajectories there are.
 
 Shape legend: N the trajectories of one prompt.
-
-Prompts drawn uniformly without replacement, epoch after epoch, while prompts come and go.
-
-Invariant: within an epoch each prompt is drawn at most once while it stays, and every draw is uniform over the prompts
-not yet drawn that are there and not to be avoided. A prompt that arrives joins the epoch under way. Nothing depends on
-the order of a listing, so a deck restored over a rebuilt store goes on exactly. A draw, and an arrival, cost O(log n)
-amortised: an epoch of n draws is sorted once.
 """
 
 from __future__ import annotations
@@ -261,7 +254,13 @@ def _apart_first(numbers: Sequence[int], taken: Counter[int]) -> list[int]:
 
 
 class Deck:
-    """The prompts of one epoch: drawn, and not yet drawn."""
+    """Prompts drawn uniformly without replacement, epoch after epoch, while prompts come and go.
+
+    Invariant: within an epoch each prompt is drawn at most once while it stays, and every draw is uniform over the
+    prompts not yet drawn that are there and not to be avoided. A prompt that arrives joins the epoch under way. Nothing
+    depends on the order of a listing, so a deck restored over a rebuilt store goes on exactly. A draw, and an arrival,
+    cost O(log n) amortised: an epoch of n draws is sorted once.
+    """
 
     def __init__(self) -> None:
         self._undrawn: list[str] = []

@@ -21,7 +21,7 @@ from tba.recipe import Recipe
 from tba.record.evaluations import read_evaluations
 from tba.record.faults import count_faults
 from tba.record.jsonl import read_lines
-from tba.replay.encoded import Encoded
+from tba.replay.codec import Encoded
 from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import JOURNAL, PLACES, Exchange
 from tba.runtime.cluster.remote import (

@@ -14,7 +14,7 @@ from typing import Any
 from tba.protocols import Journal, Records
 from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
-from tba.replay.encoded import packed
+from tba.replay.codec import packed
 from tba.replay.journal import JournalWriter
 from tba.runtime.connections import RunRecords
 from tba.runtime.run_dir import RunDirectory

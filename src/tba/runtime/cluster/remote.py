@@ -24,7 +24,7 @@ from tba.errors import HandedOutLost, UserError
 from tba.protocols import Journal, PublishedWeights, Records
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
-from tba.replay.encoded import packed, unpacked
+from tba.replay.codec import packed, unpacked
 from tba.runtime.cluster.gateway import JOURNAL, RECORDS, Offer
 from tba.runtime.connections import Connections
 from tba.runtime.elastic import Leaving, Place, enter
