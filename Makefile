@@ -23,7 +23,7 @@ endif
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test test-cluster test-vllm check smoke faults clean format
+.PHONY: quickstart test test-newest test-cluster test-vllm check smoke faults clean format
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,15 @@ quickstart: $(VENV)/installed
 test: $(VENV)/installed
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal \
 	  --numprocesses $$($(BIN)/python -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
+
+# what loads no torch (the journal and the replay buffer), in an environment of its own: PYTHON=python3.13
+test-newest:
+	@rm -rf .venv-newest && $(PYTHON) -m venv .venv-newest
+	@.venv-newest/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt numpy rich safetensors pytest hypothesis
+	@.venv-newest/bin/python -m pip install -q --disable-pip-version-check --no-deps .
+	@.venv-newest/bin/python -W error -m compileall -q src
+	@.venv-newest/bin/tba --help > /dev/null
+	@.venv-newest/bin/python -m pytest --noconftest tests/replay --ignore tests/replay/test_reading.py --ignore tests/replay/test_selection.py
 
 test-cluster: $(VENV)/installed
 	@TBA_TEST_CLUSTER=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/runtime/cluster/test_cluster.py

@@ -59,13 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from tba.errors import TbaError, UserError
     from tba.record.text import printable
 
-    if not arguments or arguments[0] in HELP or arguments[0] == "help":
-        print(USAGE)
-        return 0
     try:
-        if _asked_for_help(*arguments):
-            return 0
-        code = _command(arguments[0])(arguments[1:])
+        if not arguments or arguments[0] in HELP or arguments[0] == "help":
+            print(USAGE)
+            code = 0
+        else:
+            code = 0 if _asked_for_help(*arguments) else _command(arguments[0])(arguments[1:])
         sys.stdout.flush()
         return code
     except UserError as error:

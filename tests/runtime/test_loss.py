@@ -20,6 +20,7 @@ SECONDS = 120.0
 SHORT = ("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8", "--record.samples", "0")
 RUN = (
     *SHORT,
+    *("--runtime", "inline"),
     "--replay.buffer.no-distinct",  # so that there is always something that waits
     "--run.inline-rounds-per-sync",
     "9",
