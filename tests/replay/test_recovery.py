@@ -228,6 +228,26 @@ def test_of_a_file_that_was_cut_off_as_many_are_counted_as_are_lost(share: float
         assert (recovery.rows, recovery.lost_rows) == (len(found), len(rows) - len(found))
 
 
+def test_what_the_log_has_is_kept_though_most_of_the_file_before_it_is_cut_off(tmp_path: Path) -> None:
+    path, rows = tmp_path / "journal.sqlite", [trajectory(0, range(900), uid=f"t{i}") for i in range(405)]
+    with JournalFollower(path) as follower, JournalWriter(path, "searcher-0") as writer:
+        writer.put(rows[:400])
+        follower.checkpoint()
+        for t in rows[400:]:
+            writer.put([t])
+        (tmp_path / "copy").mkdir()
+        for part in ("", "-wal"):
+            shutil.copy(f"{path}{part}", tmp_path / "copy" / f"journal.sqlite{part}")
+    path = tmp_path / "copy" / "journal.sqlite"
+    first, *_ = wal_frames(Path(f"{path}-wal"), 8192)
+    overwrite(Path(f"{path}-wal"), first.at - 24, b"\x7f")  # the number of one page, now far behind all others
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 6)
+    found, _, follower = opened(path)
+    follower.close()
+    assert {t.uid for t in rows[401:]} <= {t.uid for t in found}
+
+
 def test_what_a_power_cut_left_of_the_last_transaction_is_no_damage() -> None:
     sound = [Frame(n, 0, n % 3 == 0) for n in range(1, 10)]
     rest = [Frame(10, 0, False), Frame(11, 0, True)]

@@ -36,7 +36,7 @@ class Frame:
 
     page: int
     at: int  # where its bytes begin
-    commits: bool  # it ends a transaction
+    commits: int  # pages that the file has from here on, where it ends a transaction; else 0
 
 
 def wal_frames(wal: Path, page_bytes: int) -> list[Frame]:
@@ -53,7 +53,7 @@ def wal_frames(wal: Path, page_bytes: int) -> list[Frame]:
             page, commit, *frame_salts = struct.unpack(">4I", file.read(16))
             if frame_salts != salts or not page:
                 break
-            frames.append(Frame(page, at, bool(commit)))
+            frames.append(Frame(page, at, commit))
     return frames
 
 
@@ -69,7 +69,7 @@ def torn(frames: list[Frame], read: int) -> bool:
     Each was flushed before the next began: two of them behind a frame that is not whole are damage. One may be what a
     power cut left of the last, which nobody was told is done.
     """
-    return sum(frame.commits for frame in frames[read:]) >= 2
+    return sum(frame.commits > 0 for frame in frames[read:]) >= 2
 
 
 def frames_read(path: Path) -> int:
@@ -135,11 +135,12 @@ def _lay_over(file: IO[bytes], path: Path, wal: Path, page_bytes: int) -> list[i
             damaged.seek(page_bytes)
             shutil.copyfileobj(damaged, file)
     frames = committed(wal_frames(wal, page_bytes))
-    most = file.seek(0, os.SEEK_END) // page_bytes + len(frames)  # pages that there can be: a number may be damaged
     if frames:
+        sizes = sorted(frame.commits for frame in frames if frame.commits)
+        most = sizes[len(sizes) // 2] + len(frames)  # pages that there can be: a number may be damaged
         with wal.open("rb") as log:
             for frame in frames:
-                if 1 < frame.page <= most + 1:
+                if 1 < frame.page <= most:
                     log.seek(frame.at)
                     file.seek((frame.page - 1) * page_bytes)
                     file.write(log.read(page_bytes))
