@@ -136,8 +136,10 @@ def makers(path: Path) -> Counter[Any]:
 
 
 def kill(path: Path, part: str, after: int = 20) -> None:
-    """The first life of a part, once the run has made more steps than that."""
+    """The first life of a part, once the run has made more steps than that; a searcher's, once it has brought some."""
     until(lambda: steps_of(path) > after, SECONDS, "the first steps")
+    if part.startswith("searcher"):
+        until(lambda: makers(path)[part] > 0, SECONDS, f"what {part} brings")
     found = until(lambda: [place["process"] for place in places(path) if place["part"] == part], SECONDS, part)
     os.kill(found[0], signal.SIGKILL)
 
