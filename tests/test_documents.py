@@ -126,6 +126,29 @@ def test_every_link_leads_to_a_file_or_a_heading(document: Path) -> None:
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_every_module_that_is_named_exists(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    for path in set(re.findall(r"`([a-z_\d/]+\.py)[`:]", text)):
+        found = [base for base in (ROOT, ROOT / "src/tba", ROOT / "docs") if (base / path).is_file()]
+        assert found or ("/" not in path and [*ROOT.glob(f"src/**/{path}"), *ROOT.glob(f"tests/**/{path}")]), path
+
+
+def test_what_the_design_says_of_a_function_is_where_it_says() -> None:
+    """In its table of a trajectory's way: each `Class.method` and `function` is defined in one of its row's files."""
+    rows = re.findall(r"^\| [^|]+ \| ([^|]*`[\w/]+\.py`[^|]*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    checked = 0
+    for row in rows:
+        files = [ROOT / "src/tba" / path for path in re.findall(r"`([\w/]+\.py)`", row)]
+        source = "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+        for name in re.findall(r"`([A-Z]\w+(?:\.\w+)?)` in `", row):
+            kind, _, method = name.partition(".")
+            assert f"class {kind}" in source, name
+            assert not method or re.search(rf"def {method}\(", source), name
+            checked += 1
+    assert checked >= 8
+
+
 def test_every_key_of_a_summary_and_every_known_metric_is_explained() -> None:
     page = (ROOT / "docs" / "run.md").read_text(encoding="utf-8")
     said = {name for code in re.findall(r"`([^`]+)`", page) for name in re.split(r"[\s,.]+", code)}

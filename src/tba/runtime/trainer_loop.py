@@ -1,4 +1,4 @@
-"""The trainer's loop: batch -> update -> reference reset -> weights out -> record -> checkpoint, until the last step.
+"""The trainer's loop: batch -> update -> weights out -> reference reset -> record -> checkpoint, until the last step.
 
 Consumes batches of trajectories (`batch_queue`), which come up through the journal. Waits for its next batch only;
 that is unblocked by a searcher's round. Sends weights out every k steps, to a folder that searchers look into, and

@@ -82,7 +82,7 @@ class Trainer:
         return self.version != self.published and self.version.step % self.sync_every == 0
 
     def backward(self, batch: Batch) -> Metrics:
-        """Evaluate, objective, backpropagate: in one pass or slice by slice (`train.gradients`)."""
+        """Evaluate, objective, backpropagate: in one pass or slice by slice (`training.gradients`)."""
         for need, given, what in (
             ("log_behavior", batch.log_behavior_BT, "the log-probabilities of the behaviour policy"),
             ("step_value", batch.step_value_BS, "the values of the answer's steps"),
