@@ -1,0 +1,100 @@
+"""Which GPU of this machine each part of a run gets, decided before anything starts.
+
+Invariant: a pure function of what the parts want and how many GPUs there are. What a part is given is all that it sees
+(CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to more than `USABLE`.
+
+- Enough GPUs: each rank of the trainer has one, each searcher one (several for an engine that is spread over them).
+- Fewer: the trainer's ranks keep one each, and searchers share those that are left.
+- One GPU, one rank: all parts share it, the trainer with `TRAINER` of its memory.
+- No GPU: everything runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tba.errors import UserError
+
+USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
+TRAINER = 0.5  # of it, where searchers are on the same GPU: weights, moments and gradients beside two copies for sampling
+SHARE = "TBA_GPU_SHARE"  # in a part's environment: how much of its GPUs' memory is its own
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The GPUs of one part, by number among those that are visible, and its share of the memory of each."""
+
+    gpus: tuple[int, ...] = ()
+    share: float = 0.0
+
+    def __str__(self) -> str:
+        if not self.gpus:
+            return "CPU"
+        numbers = ", ".join(map(str, self.gpus))
+        alone = "" if self.share >= USABLE else f" ({self.share:.0%} of its memory)"
+        return f"GPU{'s' if len(self.gpus) > 1 else ''} {numbers}{alone}"
+
+
+def placed(ranks: Sequence[str], searchers: Sequence[str], gpus: int, each: int = 1) -> dict[str, Place]:
+    """A place for each rank of the trainer and each searcher, whose engine is spread over `each` GPUs.
+
+    Raises `UserError` where they do not fit.
+    """
+    if not gpus:
+        return dict.fromkeys((*ranks, *searchers), Place())
+    if gpus == len(ranks) == 1 and each == 1:
+        left = (USABLE - TRAINER) / max(1, len(searchers))
+        alone = Place((0,), USABLE if not searchers else TRAINER)
+        return {ranks[0]: alone} | dict.fromkeys(searchers, Place((0,), left))
+    rest = gpus - len(ranks)
+    teams = min(rest // each, len(searchers))  # of GPUs, of which each is for one searcher or shared by several
+    if rest < 0 or (searchers and not teams) or (each > 1 and teams < len(searchers)):
+        raise UserError(_too_few(len(ranks), len(searchers), gpus, each))
+    places = {rank: Place((i,), USABLE) for i, rank in enumerate(ranks)}
+    for i, searcher in enumerate(searchers):
+        team = i % teams
+        first = len(ranks) + team * each
+        sharing = len(range(team, len(searchers), teams))
+        places[searcher] = Place(tuple(range(first, first + each)), USABLE / sharing)
+    return places
+
+
+def _too_few(ranks: int, searchers: int, gpus: int, each: int) -> str:
+    of_one = "one GPU" if each == 1 else f"{each} GPUs, unshared"
+    wanted = f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer want one GPU each"
+    least = ranks + (each * searchers if each > 1 else 1)
+    less = "use fewer --trainer.ranks" if ranks > 1 else "use fewer --searchers"
+    if each > 1:
+        less += " or a smaller --model.vllm.tensor-parallel"
+    return (
+        f"{wanted}, {searchers} searcher{'s' if searchers > 1 else ''} {of_one} each: at least {least}, and this machine "
+        f"shows {gpus}; {less}, or show more of them ({_VISIBLE})"
+    )
+
+
+def environment(place: Place, visible: str | None = None) -> dict[str, str]:
+    """What a part's process is given so that it sees its own GPUs only.
+
+    visible: the driver's own CUDA_VISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
+    """
+    names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+    numbers = [str(gpu) if names is None else names[gpu] for gpu in place.gpus]
+    return {_VISIBLE: ",".join(numbers), SHARE: f"{place.share:.4f}"}
+
+
+def visible(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The driver's own CUDA_VISIBLE_DEVICES."""
+    return environ.get(_VISIBLE)
+
+
+def keep_to_share(environ: Mapping[str, str] = os.environ) -> None:
+    """Holds this process to its share of its GPU's memory, if it has been given one."""
+    import torch  # knows the GPUs
+
+    share = float(environ.get(SHARE, "0"))
+    if 0 < share < USABLE and torch.cuda.is_available():
+        for gpu in range(torch.cuda.device_count()):
+            torch.cuda.set_per_process_memory_fraction(share, gpu)

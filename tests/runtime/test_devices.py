@@ -1,0 +1,75 @@
+"""Which GPU each part of a run gets: a table of machines and runs, and what holds for all of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tba.errors import UserError
+from tba.runtime.devices import TRAINER, USABLE, Place, environment, placed
+
+
+def parts(ranks: int, searchers: int) -> tuple[list[str], list[str]]:
+    return [f"trainer-{i}" for i in range(ranks)], [f"searcher-{i}" for i in range(searchers)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "searchers", "gpus", "each", "expected"),
+    [
+        (1, 3, 0, 1, [(), (), (), ()]),
+        (1, 1, 1, 1, [(0,), (0,)]),
+        (1, 3, 1, 1, [(0,), (0,), (0,), (0,)]),
+        (1, 1, 2, 1, [(0,), (1,)]),
+        (1, 3, 2, 1, [(0,), (1,), (1,), (1,)]),
+        (1, 3, 4, 1, [(0,), (1,), (2,), (3,)]),  # the paper's own: one trains, three search
+        (1, 8, 4, 1, [(0,), (1,), (2,), (3,), (1,), (2,), (3,), (1,), (2,)]),
+        (2, 2, 4, 1, [(0,), (1,), (2,), (3,)]),
+        (2, 1, 8, 1, [(0,), (1,), (2,)]),
+        (4, 4, 8, 1, [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)]),
+        (4, 2, 8, 2, [(0,), (1,), (2,), (3,), (4, 5), (6, 7)]),
+        (1, 1, 4, 2, [(0,), (1, 2)]),
+        (1, 0, 1, 1, [(0,)]),  # offline
+        (2, 0, 2, 1, [(0,), (1,)]),
+    ],
+)
+def test_parts_get_their_own_gpus_and_searchers_share_where_there_are_few(
+    ranks: int, searchers: int, gpus: int, each: int, expected: list[tuple[int, ...]]
+) -> None:
+    names = parts(ranks, searchers)
+    places = placed(*names, gpus, each)
+    assert [places[name].gpus for name in (*names[0], *names[1])] == expected
+
+
+@pytest.mark.parametrize(
+    ("ranks", "searchers", "gpus", "each"), [(2, 1, 1, 1), (2, 1, 2, 1), (4, 3, 4, 1), (1, 2, 4, 2), (1, 1, 2, 2)]
+)
+def test_what_does_not_fit_is_refused_with_what_there_is(ranks: int, searchers: int, gpus: int, each: int) -> None:
+    with pytest.raises(UserError, match=f"this machine shows {gpus}"):
+        placed(*parts(ranks, searchers), gpus, each)
+
+
+@given(st.integers(1, 4), st.integers(0, 8), st.integers(0, 8), st.integers(1, 4))
+def test_shares_of_one_gpu_add_up_and_ranks_never_share(ranks: int, searchers: int, gpus: int, each: int) -> None:
+    names = parts(ranks, searchers)
+    try:
+        places = placed(*names, gpus, each)
+    except UserError:
+        assert ranks + each * searchers > gpus  # nothing that fits is refused
+        return
+    total = Counter[int]()
+    for place in places.values():
+        assert (not place.gpus) == (gpus == 0)
+        total.update(dict.fromkeys(place.gpus, place.share))
+    assert all(0 <= gpu < gpus and share <= USABLE + 1e-9 for gpu, share in total.items())
+    if ranks > 1 and gpus:
+        assert len({places[rank].gpus for rank in names[0]}) == ranks
+        assert all(places[rank].share == USABLE for rank in names[0])
+
+
+def test_a_part_sees_its_own_gpus_by_the_names_that_the_driver_has_for_them() -> None:
+    assert environment(Place((1, 2), USABLE)) == {"CUDA_VISIBLE_DEVICES": "1,2", "TBA_GPU_SHARE": f"{USABLE:.4f}"}
+    assert environment(Place((1,), TRAINER), "3, GPU-5f") == {"CUDA_VISIBLE_DEVICES": "GPU-5f", "TBA_GPU_SHARE": "0.5000"}
+    assert environment(Place()) == {"CUDA_VISIBLE_DEVICES": "", "TBA_GPU_SHARE": "0.0000"}
