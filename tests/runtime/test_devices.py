@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tba.engines import vllm
 from tba.errors import UserError
-from tba.runtime.devices import TRAINER, USABLE, Place, environment, placed
+from tba.runtime import devices
+from tba.runtime.devices import TRAINER, USABLE, Place, environment_of, placed
+from tba.settings import find
 
 
 def parts(ranks: int, searchers: int) -> tuple[list[str], list[str]]:
@@ -70,6 +74,17 @@ def test_shares_of_one_gpu_add_up_and_ranks_never_share(ranks: int, searchers: i
 
 
 def test_a_part_sees_its_own_gpus_by_the_names_that_the_driver_has_for_them() -> None:
-    assert environment(Place((1, 2), USABLE)) == {"CUDA_VISIBLE_DEVICES": "1,2", "TBA_GPU_SHARE": f"{USABLE:.4f}"}
-    assert environment(Place((1,), TRAINER), "3, GPU-5f") == {"CUDA_VISIBLE_DEVICES": "GPU-5f", "TBA_GPU_SHARE": "0.5000"}
-    assert environment(Place()) == {"CUDA_VISIBLE_DEVICES": "", "TBA_GPU_SHARE": "0.0000"}
+    alone = {"CUDA_VISIBLE_DEVICES": "1,2", "TBA_GPU_SHARE": f"{USABLE:.4f}"}
+    assert environment_of(Place((1, 2), USABLE)) == alone
+    named = {"CUDA_VISIBLE_DEVICES": "GPU-5f", "TBA_GPU_SHARE": "0.5000"}
+    assert environment_of(Place((1,), TRAINER), "3, GPU-5f") == named
+    assert environment_of(Place()) == {}
+    assert vllm.GIVEN == devices.GIVEN  # engines know nothing of runtimes
+
+
+def test_the_papers_recipe_on_four_gpus_trains_on_one_and_searches_on_three() -> None:
+    recipe = find("gsm8k")
+    on_gpus = replace(recipe, model=replace(recipe.model, device="cuda"))
+    four = placed(["trainer"], [f"searcher-{i}" for i in range(recipe.searchers)], 4, on_gpus.model.gpus_per_searcher)
+    assert [str(place) for place in four.values()] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
+    assert replace(recipe, model=replace(recipe.model, device="cpu")).model.gpus_per_searcher == 0

@@ -28,6 +28,7 @@ from tba.record.terminal import terminal
 from tba.record.text import duration, size
 from tba.replay.selection import RecencyReward
 from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
+from tba.runtime.devices import Place, places_here
 from tba.runtime.local.forkserver import Program, prepare, start
 from tba.settings import find, override
 
@@ -41,6 +42,8 @@ def validate(recipe: Recipe) -> list[str]:
     warnings = []
     if recipe.runtime == "cluster":
         require_ray()
+    if recipe.runtime == "processes":
+        _places(recipe)
     if not recipe.exploration.full_support:
         warnings.append(
             "no searcher's sampling has full support (top-p below 1 or temperature 0): Trajectory Balance determines "
@@ -72,6 +75,11 @@ def validate(recipe: Recipe) -> list[str]:
     if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not torch.cuda.is_available():
         warnings.append(f"{parts} processes share {cores} cores: the halves will slow each other down")
     return warnings
+
+
+def _places(recipe: Recipe) -> dict[str, Place]:
+    """Where the parts of a run on this machine will be. Raises `UserError` where its GPUs do not do."""
+    return places_here(recipe, [f"searcher-{i}" for i in range(recipe.searchers)])
 
 
 def _on_groups(recipe: Recipe) -> list[str]:
@@ -148,6 +156,9 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     for warning in notes_on_prompts(recipe):
         console.print(f"warning: {warning}", style="yellow")
     placed = planned(recipe) if recipe.runtime == "cluster" else []
+    if recipe.runtime == "processes":
+        for part, place in _places(recipe).items():
+            console.print(f"{part}: {place}", highlight=False)
     try:
         e = estimate(recipe, name, overrides)
     except UserError:

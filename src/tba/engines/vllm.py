@@ -40,6 +40,7 @@ from tba.streaming import Streamed, shapes_of, write_tensors
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 SUPPORTED = ("0.32",)
+GIVEN = "TBA_GPU_SHARE"  # in the environment: which part of its GPUs' memory is this process's (`runtime.devices`)
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
 _BLOCK = 128  # positions that keys and values are kept by, at most
 _ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
@@ -55,7 +56,7 @@ class VllmSettings:
     """What only vLLM knows (`--model.generation.engine vllm`)."""
 
     tensor_parallel: int = 1  # processes, one for each GPU, that share one engine; the reference stays on the first
-    memory_share: float = 0.5  # of each GPU's memory; the reference needs some, and the trainer if it is on the same
+    memory_share: float = 0.5  # of the part of each GPU's memory that is this searcher's; the reference needs some too
     cache_gb: float | None = None  # of keys and values, 10^9 bytes; None: what is left, on a CPU what the slots need
     max_prompt_tokens: int | None = None  # a longer prompt is an error; None: what the model has positions for
     update: Literal["round", "in_flight"] = "round"  # new weights between two rounds, or as soon as they are there
@@ -134,7 +135,7 @@ class VllmEngine:
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # sampling is ours to say
-            gpu_memory_utilization=own.memory_share,
+            gpu_memory_utilization=own.memory_share * float(os.environ.get(GIVEN, 1)),
             kv_cache_memory_bytes=_cache_bytes(settings, own, config, device, dtype),
             enforce_eager=device.type == "cpu" or not own.graphs,
             async_scheduling=False if self.in_flight else None,  # a token would be counted to the next weights

@@ -169,6 +169,12 @@ class HuggingFace:
     def trainer_device(self) -> torch.device:
         return self._device
 
+    @property
+    def gpus_per_searcher(self) -> int:
+        if self._device.type != "cuda":
+            return 0
+        return self.vllm.tensor_parallel if self.generation.engine == "vllm" else 1
+
     def engine(self, version: Version) -> TransformersEngine | VllmEngine:
         served = self.generation.engine == "vllm"
         if self.lora.rank or not served:

@@ -67,6 +67,10 @@ class TabularModel:
     def trainer_device(self) -> torch.device:
         return torch.device("cpu")
 
+    @property
+    def gpus_per_searcher(self) -> int:
+        return 0
+
     def engine(self, version: Version) -> Engine:
         return TabularEngine(self.task, version)
 

@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tba.errors import UserError
+from tba.recipe import Recipe
+from tba.training.ranks import name_of_rank
 
 USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
-TRAINER = 0.5  # of it, where searchers are on the same GPU: weights, moments and gradients beside two copies for sampling
-SHARE = "TBA_GPU_SHARE"  # in a part's environment: how much of its GPUs' memory is its own
+TRAINER = 0.5  # of it, where searchers are on the same GPU: a trainer has moments and gradients, a searcher two copies
+GIVEN = "TBA_GPU_SHARE"  # in a part's environment: its share of its GPUs' memory (`engines.vllm` reads it too)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -69,20 +71,37 @@ def _too_few(ranks: int, searchers: int, gpus: int, each: int) -> str:
     less = "use fewer --trainer.ranks" if ranks > 1 else "use fewer --searchers"
     if each > 1:
         less += " or a smaller --model.vllm.tensor-parallel"
+    some = f"{searchers} searcher{'s' if searchers > 1 else ''}"
     return (
-        f"{wanted}, {searchers} searcher{'s' if searchers > 1 else ''} {of_one} each: at least {least}, and this machine "
-        f"shows {gpus}; {less}, or show more of them ({_VISIBLE})"
+        f"{wanted}, {some} {of_one} each: at least {least}, and this machine shows {gpus}; {less}, or show more of "
+        f"them ({_VISIBLE})"
     )
 
 
-def environment(place: Place, visible: str | None = None) -> dict[str, str]:
-    """What a part's process is given so that it sees its own GPUs only.
+def places_here(recipe: Recipe, searchers: Sequence[str]) -> dict[str, Place]:
+    """A place on this machine for each part of the run. Raises `UserError` where they do not fit."""
+    ranks = [name_of_rank(rank) for rank in range(recipe.trainer.ranks)]
+    each = recipe.model.gpus_per_searcher
+    return placed(ranks, searchers, gpus_here() if each else 0, max(1, each))
+
+
+def gpus_here() -> int:
+    """How many GPUs this process sees. CUDA is not started for it: parts are forked, and could not use it then."""
+    import torch  # knows the GPUs
+
+    return torch.cuda.device_count()
+
+
+def environment_of(place: Place, visible: str | None = None) -> dict[str, str]:
+    """What a part's process is given so that it sees its own GPUs only; without any, nothing.
 
     visible: the driver's own CUDA_VISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
     """
+    if not place.gpus:
+        return {}
     names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
     numbers = [str(gpu) if names is None else names[gpu] for gpu in place.gpus]
-    return {_VISIBLE: ",".join(numbers), SHARE: f"{place.share:.4f}"}
+    return {_VISIBLE: ",".join(numbers), GIVEN: f"{place.share:.4f}"}
 
 
 def visible(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -94,7 +113,7 @@ def keep_to_share(environ: Mapping[str, str] = os.environ) -> None:
     """Holds this process to its share of its GPU's memory, if it has been given one."""
     import torch  # knows the GPUs
 
-    share = float(environ.get(SHARE, "0"))
+    share = float(environ.get(GIVEN, "0"))
     if 0 < share < USABLE and torch.cuda.is_available():
         for gpu in range(torch.cuda.device_count()):
             torch.cuda.set_per_process_memory_fraction(share, gpu)

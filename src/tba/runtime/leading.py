@@ -41,11 +41,6 @@ def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ra
     if not settings.sharded:
         return None
     device = recipe.model.trainer_device
-    if meeting is None and device.type == "cuda" and settings.ranks > torch.cuda.device_count():
-        raise UserError(
-            f"--trainer.ranks is {settings.ranks}, but this machine has {torch.cuda.device_count()} GPU and each rank "
-            "needs its own (NCCL takes no two on one): use fewer, or set --model.device cpu"
-        )
     meeting = meeting or Meeting(_store_here(settings.ranks))
     deadline = recipe.run.journal_deadline  # a rank that hangs is silent, as is rank 0 then: it is killed before
     patience = recipe.run.idle_deadline + recipe.run.silence_deadline  # rank 0 says nothing while it waits for a batch

@@ -19,6 +19,7 @@ from pathlib import Path
 from tba.errors import PartFailed
 from tba.foreign import read_json
 from tba.record.log import tail
+from tba.runtime.devices import environment_of, places_here, visible
 from tba.runtime.disk import no_space
 from tba.runtime.leading import STORE
 from tba.runtime.local.forkserver import Child, Program, start
@@ -42,7 +43,12 @@ class Processes(Driver):
     def _process(self, name: str, attempt: int = 0, environment: dict[str, str] | None = None) -> Process:
         parts = {type(getattr(self.recipe, f.name)).__module__ for f in fields(self.recipe)}
         loads = tuple(sorted(module for module in parts if module.startswith("tba.")))
-        return Process(name, self.run, self.recipe.run.threads, attempt, environment or {}, loads)
+        own = {**self.gpus_of(name), **(environment or {})}
+        return Process(name, self.run, self.recipe.run.threads, attempt, own, loads)
+
+    def gpus_of(self, name: str) -> dict[str, str]:
+        """What a part's environment says of the GPUs that are its own."""
+        return environment_of(places_here(self.recipe, self.searchers)[name], visible())
 
     def _ranks(self, attempt: int, ends: ExitStack) -> list[Process]:
         """Of one life of the trainer; they find each other over a file of its own."""

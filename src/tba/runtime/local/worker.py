@@ -63,10 +63,12 @@ def run(arguments: Sequence[str]) -> int:
     stop.listen()
     faulthandler.register(signal.SIGUSR1)  # a look at where it is, in its log
     from tba.record.log import set_up_log
+    from tba.runtime.devices import keep_to_share
     from tba.runtime.run_dir import RunDirectory
 
     directory = RunDirectory.open(path)
     set_up_log(path, part)
+    keep_to_share()
     try:
         _body(part)(directory, stop)
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows it as its own
