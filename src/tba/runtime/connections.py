@@ -72,7 +72,8 @@ def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[
     return Connections(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)
 
 
-_AT_ONCE = ("claim", "finish", "count", "unscored", "put_scores")  # methods that are independent of what is being written
+# methods that are independent of what is being written
+_AT_ONCE = ("claim", "finish", "count", "unscored", "put_scores")
 
 
 class BackgroundJournal:

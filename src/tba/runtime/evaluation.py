@@ -35,7 +35,8 @@ class Requests:
     steps: int  # of the run
     weights: KeptWeights
     done: Callable[[str], bool]  # whether an evaluation has been done, by its name
-    _pending: dict[Version, float] = field(default_factory=dict)  # -> seconds into the run at which it had these weights
+    # -> seconds into the run at which it had these weights
+    _pending: dict[Version, float] = field(default_factory=dict)
     _seen: int | None = None  # the step of the newest version that was published
 
     def beside(self, version: Version, seconds: float) -> list[dict[str, Json]]:
@@ -71,7 +72,8 @@ class Requests:
         wanted = {version: seconds for version, seconds in asked.items() if not self.done(_job(version))}
         there = self.weights.versions()
         self._pending = {version: seconds for version, seconds in wanted.items() if version in there}
-        self._seen = state["seen"] if len(self._pending) == len(wanted) else None  # None: the next version is evaluated in their place
+        # None: the next version is evaluated in their place
+        self._seen = state["seen"] if len(self._pending) == len(wanted) else None
         for version in there:
             if version not in self._pending and _WHY in self.weights.pins(version):
                 self.weights.unpin(version, _WHY)
@@ -117,7 +119,8 @@ class Examiner:
             self.prompts,
             self.reward,
             settings,
-            np.random.default_rng([self.seed, 7]),  # the same draws for every version, so that they can be compared in pairs
+            # the same draws for every version, so that they can be compared in pairs
+            np.random.default_rng([self.seed, 7]),
             now=time.monotonic,
             policy_temperature=self.policy_temperature,
             interrupted=self.interrupted,

@@ -48,7 +48,8 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
     path = run.journal(recipe)
     with JournalWriter(path, IMPORTS) as journal, _alone(Path(f"{path}-import"), run):
         train = _prompts(recipe, tokenizer, "train")
-        both = {prompt.key for prompt in train}  # a prompt on both sides (in a task with a single prompt, that one) is not held out
+        # a prompt on both sides (in a task with a single prompt, that one) is not held out
+        both = {prompt.key for prompt in train}
         encoder = Encoder(
             task=recipe.task.name,
             tokenizer=tokenizer,
@@ -130,8 +131,7 @@ def _alone(path: Path, run: RunDirectory) -> Iterator[None]:
 
 
 def prepare(path: Path, name: str, overrides: list[str], recipe: Recipe) -> RunDirectory:
-    """Make a run that has not begun and can import trajectories; `tba train` begins it. Raises `UserError` as `create`.
-    """
+    """Make a run that has not begun and can import trajectories; `tba train` begins it. Raises `UserError` as `create`."""
     run = RunDirectory.create(path, name, overrides, recipe)
     write_json(path / "recipe.json", {**run.facts, PREPARED: True})
     return run

@@ -47,7 +47,8 @@ def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ra
             "needs its own (NCCL takes no two on one): use fewer, or set --model.device cpu"
         )
     meeting = meeting or Meeting(_store_here(settings.ranks))
-    deadline = recipe.run.journal_deadline  # a rank that hangs is silent, and so is rank 0 then: it is killed before this ends
+    # a rank that hangs is silent, and so is rank 0 then: it is killed before this ends
+    deadline = recipe.run.journal_deadline
     patience = recipe.run.idle_deadline + recipe.run.silence_deadline  # rank 0 sends nothing while it waits for a batch
     return Ranks(rank, settings.ranks, meeting, device, deadline, patience)
 

@@ -14,7 +14,8 @@ from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.types import Prompt, Split
 
-LEASE_SECONDS = 1800.0  # a prompt not answered by then is handed out again; this is longer than a round of long answers takes
+# a prompt not answered by then is handed out again; this is longer than a round of long answers takes
+LEASE_SECONDS = 1800.0
 
 log = logging.getLogger("tba.searcher")
 
@@ -34,8 +35,7 @@ def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Promp
 
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:
-    """Returns the prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from.
-    """
+    """Returns the prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from."""
     seconds, selection = LEASE_SECONDS, recipe.prompts.selection
     if selection == "epochs":
         return PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, seconds))

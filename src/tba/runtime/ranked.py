@@ -23,7 +23,8 @@ SETTLE = 5.0  # seconds after the first failure in which other ranks may still r
 class RankedPart(Generic[P]):
     """All ranks as one part. Only rank 0 gives a heartbeat, for all of them."""
 
-    begin: Callable[[int, ExitStack], Sequence[P]]  # starts all ranks of its n-th life, 0 the first; the stack is unwound when that life ends
+    # starts all ranks of its n-th life, 0 the first; the stack is unwound when that life ends
+    begin: Callable[[int, ExitStack], Sequence[P]]
     culprit: Callable[[Sequence[P], bool], P | None]  # (failed ranks, whether more may be learnt) -> the rank
     # that failed by itself; None while that cannot be decided
     attempt: int = 0

@@ -90,7 +90,8 @@ class RunDirectory:
             "incarnations": [{"why": "begun", "program": version()}],
             "resolved": resolved(recipe),
         }
-        with JournalFollower(run.journal(recipe)) as journal:  # no part creates it: one that finds no journal reports that
+        # no part creates it: one that finds no journal reports that
+        with JournalFollower(run.journal(recipe)) as journal:
             if journal.counters().keys() - {IMPORTS}:
                 raise UserError(
                     f"{run.journal(recipe)} is of another run ({journal.totals().rows:,} trajectories): choose another "
@@ -192,8 +193,7 @@ class RunDirectory:
         return folder / f"{self.path.name}-{key}.sqlite"
 
     def journal_there(self) -> Path:
-        """Returns the journal's file from recipe.json alone, for commands that read a run: nothing is executed or made.
-        """
+        """Returns the journal's file from recipe.json alone, for commands that read a run: nothing is executed or made."""
         beside = self.path / "journal.sqlite"
         if beside.exists():
             return beside

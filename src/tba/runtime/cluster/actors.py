@@ -185,7 +185,7 @@ class PartActor:
                     _search(recipe, contact, place, attempt, self._told)
         except (ray.exceptions.RayError, PartFailed, HandedOutLost):
             raise  # it lost contact with its run, and is treated as dead
-        except BaseException as error:  # the actor ends here; the driver shows the error as its own
+        except BaseException as error:  # noqa: BLE001 - the actor ends here; the driver shows the error as its own
             error = disk_full(error, run.path) or error
             return {"kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         return None

@@ -34,7 +34,8 @@ def folder_for_ray() -> Iterator[Path]:
     """Yields a folder for Ray's sockets and logs; when the block or this process ends, all processes that use it are
     ended.
     """
-    made = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))  # short: the paths of sockets begin with it, and are limited in length
+    # short: the paths of sockets begin with it, and are limited in length
+    made = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))
     folder = Path(made).resolve()
     reaper = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "tba.runtime.cluster.reaper", str(folder)], stdin=subprocess.PIPE, start_new_session=True

@@ -151,7 +151,8 @@ class Forge:
         sys.stdout.flush()  # otherwise buffered text would be written twice
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they are a matrix library's, which survives a fork
+            # about threads: they are a matrix library's, which survives a fork
+            warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process == 0:
             ours.close()
@@ -273,7 +274,7 @@ def _end_with(channel: socket.socket) -> None:
     code = 1
     try:
         code = _serve(channel)
-    except BaseException:  # the process ends here
+    except BaseException:  # noqa: BLE001 - the process ends here
         with suppress(OSError):
             traceback.print_exc()
     finally:

@@ -36,7 +36,8 @@ class Pulse:
         self._last = now
         with suppress(OSError):
             self.path.touch()
-            os.utime(self.path, ns=(time.monotonic_ns(), time.monotonic_ns()))  # differs from the value before in any case
+            # differs from the value before in any case
+            os.utime(self.path, ns=(time.monotonic_ns(), time.monotonic_ns()))
 
 
 @dataclass

@@ -84,7 +84,8 @@ class Process:
     def start(self) -> None:
         own = {"TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
         environment = {**os.environ, **own, **self.environment}
-        held = () if self.run.lock is None else (self.run.lock,)  # the part holds the run's lock for as long as it can write
+        # the part holds the run's lock for as long as it can write
+        held = () if self.run.lock is None else (self.run.lock,)
         self.watch = Watch(pulse_of(self.run.path, self.name))
         with self.run.log(self.name).open("ab") as log:
             program = Program(self.name, "tba.runtime.local.worker", (self.name, str(self.run.path)), self.loads)

@@ -59,8 +59,7 @@ class Stop:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a part (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done; returns its exit code.
-    """
+    """Run a part (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done; returns its exit code."""
     part, path = arguments[0], Path(arguments[1])
     stop = Stop(pulse_of(path, part))
     stop.listen()
@@ -72,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     set_up_log(path, part)
     try:
         _body(part)(directory, stop)
-    except BaseException as error:  # the process ends here; the driver shows the error as its own
+    except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows the error as its own
         return _left(directory, part, error)
     return 0
 
