@@ -1,7 +1,7 @@
-"""Folders that appear whole or not at all: filled beside their place, then renamed into it.
+"""Folders that appear whole or not at all: they are filled under a temporary name, then renamed.
 
-Invariant: whoever can see a folder by its own name sees all of it. What a crash leaves behind has a name that begins
-with a dot, and `remove_leftovers` takes it away.
+Invariant: a folder that is visible under its own name is complete. What a crash leaves behind has a name that begins
+with a dot, and `remove_leftovers` deletes it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pathlib import Path
 
 @contextmanager
 def folder_beside(path: Path, durable: bool = False) -> Iterator[Path]:
-    """A new folder to fill, which becomes `path` in one rename when the block ends; if it raises, nothing stays.
+    """Yields a new folder to fill, which becomes `path` in one rename when the block ends; if it raises, nothing stays.
 
-    With `durable` it outlives a power cut once the block has ended. Raises `FileExistsError` when `path` is a folder
+    With `durable` it survives a power cut once the block has ended. Raises `FileExistsError` when `path` is a folder
     with something in it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,21 +39,21 @@ def folder_beside(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Take a folder away at once: nobody sees it by its name half removed. Raises `FileNotFoundError` when gone."""
+    """Delete a folder in one step: it is never visible half removed. Raises `FileNotFoundError` when it does not exist."""
     gone = _beside(path, "removed")
     os.rename(path, gone)
     shutil.rmtree(gone)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Take away what a crash left in `parent`. Only for its one writer, while it writes nothing there."""
+    """Delete what a crash left in `parent`. Only its one writer may call this, while it writes nothing there."""
     for leftover in parent.glob(".*"):
         if leftover.name.startswith((".writing-", ".removed-")):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file, or a folder's list of names."""
+    """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
