@@ -51,7 +51,7 @@ class BufferSettings:
     evict: Literal["oldest", "lowest_reward"] = "oldest"  # what leaves over capacity (lowest: possibly the newest one
     # itself; among equal rewards the oldest)
     keep_recent: bool = False  # what was replaced by a near duplicate or left over capacity can still be drawn as
-    # recent, while it is among the last `total` of these: the recent half is then all that the policy says, whatever is kept
+    # recent, while it is among the last `total` of these: the recent half then holds all that the policy says
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):

@@ -147,8 +147,8 @@ class JournalWriter:
         if not self._database.rows(scores.UNSCORED, str(reference)):
             return []  # nearly always, and without the write lock
         with self._database.transaction() as connection:
-            # The clock of `issued` restarts only with the machine, and then so does this process: adjusting the (possibly
-            # many) rows once is enough.
+            # The clock of `issued` restarts only with the machine, and then so does this process: adjusting the
+            # (possibly many) rows once is enough.
             now = self._clock() if self._scored_before else self._now(connection, "unscored")
             self._scored_before = True
             rows = scores.lease(connection, reference, count, self.owner, now, seconds)
@@ -182,7 +182,10 @@ class JournalWriter:
             return claimed.rowcount == 1
 
     def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
-        """Record that the job is done, with its results; those of a job that another claimant has finished are ignored."""
+        """Record that the job is done, with its results.
+
+        Those of a job that another claimant has finished are ignored.
+        """
         with self._database.transaction() as connection:
             finished = connection.execute(
                 "INSERT INTO jobs VALUES (?1, ?2, ?3, 0, 1) ON CONFLICT (job) DO UPDATE "

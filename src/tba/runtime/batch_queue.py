@@ -108,7 +108,10 @@ class BatchQueue:
             wait([self._ahead], self._deadline)
 
     def close(self) -> None:
-        """End the wait and the thread; the batch drawn ahead is given back. Raises `DeadlineExceeded` when that hangs."""
+        """End the wait and the thread; the batch drawn ahead is given back.
+
+        Raises `DeadlineExceeded` when that hangs.
+        """
         self._closed = True
         if self._thread is None:
             return

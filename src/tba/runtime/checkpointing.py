@@ -69,7 +69,7 @@ def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
 
 
 def held_by_journal(run: RunDirectory, checkpoint: Checkpoint | None) -> Held:
-    """Returns the most that the run's journal is known to have held, according to the newest weights or the checkpoint."""
+    """Returns the most that the journal is known to have held, according to the newest weights or the checkpoint."""
     weights = WeightDirectory(run.weights)
     known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
     known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]

@@ -188,7 +188,9 @@ class Joined:
         return [name for name, _, there in self._all() if there]
 
     def record(self) -> list[dict[str, Any]]:
-        """Returns all who ever joined: `name`, when they `joined` and `left` (seconds since the run began), and `how`."""
+        """Returns all who ever joined: `name`, when they `joined` and `left` (seconds since the run began), and
+        `how`.
+        """
         return [
             {
                 "name": name,
@@ -199,7 +201,10 @@ class Joined:
         ]
 
     def _all(self) -> list[tuple[str, dict[str, Any], bool]]:
-        """Returns (name, content of its file, whether the process is alive). The file of one who has left is read once."""
+        """Returns (name, content of its file, whether the process is alive).
+
+        The file of one who has left is read once.
+        """
         found: list[tuple[str, dict[str, Any], bool]] = []
         numbered = [p for p in _folder(self.run).glob("searcher-*.json") if p.stem.rpartition("-")[2].isdecimal()]
         for path in sorted(numbered, key=lambda p: int(p.stem.rpartition("-")[2])):

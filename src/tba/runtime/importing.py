@@ -131,7 +131,10 @@ def _alone(path: Path, run: RunDirectory) -> Iterator[None]:
 
 
 def prepare(path: Path, name: str, overrides: list[str], recipe: Recipe) -> RunDirectory:
-    """Make a run that has not begun and can import trajectories; `tba train` begins it. Raises `UserError` as `create`."""
+    """Make a run that has not begun and can import trajectories; `tba train` begins it.
+
+    Raises `UserError` as `create`.
+    """
     run = RunDirectory.create(path, name, overrides, recipe)
     write_json(path / "recipe.json", {**run.facts, PREPARED: True})
     return run

@@ -35,7 +35,10 @@ def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Promp
 
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:
-    """Returns the prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from."""
+    """Returns the prompts in the order that the recipe wants.
+
+    Raises `UserError` when there are too few to choose from.
+    """
     seconds, selection = LEASE_SECONDS, recipe.prompts.selection
     if selection == "epochs":
         return PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, seconds))

@@ -193,7 +193,9 @@ class RunDirectory:
         return folder / f"{self.path.name}-{key}.sqlite"
 
     def journal_there(self) -> Path:
-        """Returns the journal's file from recipe.json alone, for commands that read a run: nothing is executed or made."""
+        """Returns the journal's file from recipe.json alone, for commands that read a run: nothing is executed or
+        made.
+        """
         beside = self.path / "journal.sqlite"
         if beside.exists():
             return beside

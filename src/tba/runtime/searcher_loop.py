@@ -95,7 +95,10 @@ class SearcherLoop:
         return True
 
     def round(self) -> None:
-        """Make a round. While the searcher is ahead of what is wanted: only rescore what is to be rescored, and pause."""
+        """Make a round.
+
+        While the searcher is ahead of what is wanted: only rescore what is to be rescored, and pause.
+        """
         eased = 0.0 if self.eased_since is None else time.monotonic() - self.eased_since
         if not self.ahead() or eased > EASED_OFF:
             self.eased_since = None

@@ -157,7 +157,10 @@ class TrainerLoop:
             self.ranks.say("end")
 
     def close(self) -> None:
-        """Leave what the summary needs, and end the threads. Everything is closed, even if something fails on the way."""
+        """Leave what the summary needs, and end the threads.
+
+        Everything is closed, even if something fails on the way.
+        """
         with ExitStack() as ends:
             ranks = [] if self.ranks is None else [self.ranks]
             for part in (*ranks, self.weights, self.journal, self.recorder):

@@ -39,7 +39,10 @@ def folder_beside(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder in one step: it is never visible half removed. Raises `FileNotFoundError` when it does not exist."""
+    """Delete a folder in one step: it is never visible half removed.
+
+    Raises `FileNotFoundError` when it does not exist.
+    """
     gone = _beside(path, "removed")
     os.rename(path, gone)
     shutil.rmtree(gone)

@@ -165,7 +165,10 @@ class WeightDirectory:
         return PublishedWeights(version, notes, read)
 
     def base(self, version: Version) -> Version | None:
-        """Returns the base of the changes in its file; None: it is whole. Raises `FileNotFoundError` when it is gone."""
+        """Returns the base of the changes in its file; None: it is whole.
+
+        Raises `FileNotFoundError` when it is gone.
+        """
         since = self._parsed(version, MANIFEST, _MANIFEST).get("base")
         return None if since is None else Version.parse(since)
 

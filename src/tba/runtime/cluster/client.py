@@ -72,7 +72,10 @@ class ActorContact:
             ) from error
 
     def fetch(self, references: Sequence[Any]) -> list[Flat]:
-        """Returns the pieces themselves, one after the other. Raises `HandedOutLost` when they died with the gateway."""
+        """Returns the pieces themselves, one after the other.
+
+        Raises `HandedOutLost` when they died with the gateway.
+        """
         what = "a piece of the weights from Ray's object store"
         try:
             return [get(reference, self.deadline, what) for reference in references]

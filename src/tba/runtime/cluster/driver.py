@@ -48,7 +48,10 @@ class Cluster(Driver):
     _exchange: Any = None
 
     def go(self) -> dict[str, object]:
-        """Run to the end in the cluster; returns the faults that it survived. Raises the error that a part ended with."""
+        """Run to the end in the cluster; returns the faults that it survived.
+
+        Raises the error that a part ended with.
+        """
         with connected(self.recipe.address, self.recipe.cluster.object_store_gb) as found:
             self._placed = {placed.part: placed for placed in plan(self.recipe, found, self.searchers)}
             self._start_exchange(next(node for node in found if node.here))
@@ -229,7 +232,10 @@ class ActorPart:
             self._not_started()
 
     def _not_started(self) -> None:
-        """No node has room for the actor. If it has never been started, or is the trainer's, the run cannot continue."""
+        """No node has room for the actor.
+
+        If it has never been started, or is the trainer's, the run cannot continue.
+        """
         asked = f"{self.placed.asked['CPU']:g} CPU and {self.placed.asked['GPU']:g} GPU"
         waited = f"waited {self.deadline:g} s for Ray to start {self.who} with {asked}"
         self.kill()

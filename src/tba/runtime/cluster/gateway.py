@@ -89,7 +89,10 @@ class Exchange:
         return self._run.incarnation
 
     def newest(self, seen: Version | None) -> Offer | Version | None:
-        """Returns the newest version, or only its name where the searcher has `seen` it already; None before the first."""
+        """Returns the newest version, or only its name where the searcher has `seen` it already.
+
+        None before the first.
+        """
         while True:  # terminates: where a version was pruned, a newer one exists
             newest = self._weights.newest()
             if newest is None or newest == seen:

@@ -59,7 +59,10 @@ class Stop:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a part (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done; returns its exit code."""
+    """Run a part (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done.
+
+    Returns its exit code.
+    """
     part, path = arguments[0], Path(arguments[1])
     stop = Stop(pulse_of(path, part))
     stop.listen()
