@@ -84,7 +84,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype 
         for name, tensor in tensors.items():
             kind, shape = kinds.pop(name, (None, None))
             if kind is None or shape != tuple(tensor.shape):
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, but what was said of it is {shape}")
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came: expected shape {shape}")
             file.seek(len(header) + places[name])
             write_flat(file, tensor.detach(), kind)
         if kinds:

@@ -185,5 +185,5 @@ class Encoder:
 
 
 def _said(text: str) -> str:
-    """Returns a normalised text: equal ones say the same, as some tokenizers normalise letters and drop leading spaces."""
+    """Returns a normalised text, for comparison: some tokenizers normalise letters and drop leading spaces."""
     return "".join(unicodedata.normalize("NFKC", text).split())

@@ -168,7 +168,9 @@ class Intake:
         )
 
     def _marks(self, candidates: Sequence[Candidate]) -> list[Judgement | Refusal]:
-        """The task's own mark of each, or the claimed one if that is believed; all at once if that goes well."""
+        """Returns the task's own judgement of each, or the claimed reward if that is believed; all in one call if
+        possible.
+        """
         believed = [self.believe and c.claimed is not None for c in candidates]
         asked = [c for c, b in zip(candidates, believed, strict=True) if not b]
         own = iter(self._judged(asked))
@@ -184,7 +186,7 @@ class Intake:
         return _each(candidates, self._scored, "the reference cannot score it")
 
     def _scored(self, candidates: Sequence[Candidate]) -> list[FloatArray]:
-        """The reference's log-probabilities of each, in order, prompt by prompt; equal answers are scored once."""
+        """Returns the reference's log-probabilities of each, in order, prompt by prompt; equal answers are scored once."""
         by_prompt: dict[str, tuple[Prompt, dict[str, Completion]]] = {}
         for prompt, completion in (c.pair for c in candidates):
             by_prompt.setdefault(prompt.key, (prompt, {}))[1].setdefault(completion.digest, completion)
@@ -197,7 +199,7 @@ class Intake:
         return [scored[prompt.key, completion.digest] for prompt, completion in (c.pair for c in candidates)]
 
     def _compare(self, trajectory: Trajectory, report: Report) -> None:
-        """What was claimed against what it got."""
+        """Compare the claimed reward with the one it got."""
         claimed = trajectory.provenance.get("claimed_reward")
         if claimed is not None:
             report.claimed += 1
@@ -205,7 +207,7 @@ class Intake:
 
 
 def _each(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason: str) -> list[T | Refusal]:
-    """`act` of all at once; where that fails, of ever smaller parts, until those are alone that it fails on.
+    """Calls `act` on all at once; where that fails, on ever smaller parts, until only those it fails on are left.
 
     Raises `DeadlineExceeded` as it does: what hangs would hang again.
     """

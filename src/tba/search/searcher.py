@@ -244,7 +244,7 @@ class Searcher:
                 self.rejected = self._described(prompt, completion, judgement, known)
                 continue
             drawn = self.rng.bytes(16)
-            # Ids increase with the rounds, so inserts always touch the index page just written, however large the journal is.
+            # Ids increase with the rounds, so inserts always touch the index page just written, however long it is.
             series = series or self.rounds.to_bytes(4, "big") + drawn[:8]
             trajectories.append(
                 Trajectory(

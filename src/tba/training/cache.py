@@ -38,7 +38,9 @@ def cached_supervised(folder: Path, key: str, make: Callable[[Path], None]) -> P
 def supervised_key(
     settings: Sequence[object], pairs: Sequence[Pair], weights: Mapping[str, Tensor] | None = None
 ) -> str:
-    """32 hex digits of all that decides the result: settings (dataclasses or JSON), pairs, the first weights."""
+    """Returns 32 hex digits of all that decides the result: settings (dataclasses or JSON), pairs, the first
+    weights.
+    """
     digest = hashlib.blake2b(FORMAT, digest_size=16)
     digest.update(json.dumps([_plain(value) for value in settings], sort_keys=True, default=str).encode())
     for pair in pairs:

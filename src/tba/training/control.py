@@ -53,7 +53,7 @@ class Control:
         return dict.fromkeys(others, "signal") if self.signal == "none" else {}
 
     def start(self, sync_every: int, m: float) -> Controller:
-        """Returns a controller that begins at k = `sync_every` and `m`. Raises `UserError` when one is out of bounds."""
+        """Returns a controller starting at k = `sync_every` and `m`. Raises `UserError` when one is out of bounds."""
         if self.signal != "none" and sync_every > self.most_sync_every:
             raise UserError(
                 f"--sync-every is {sync_every}, above --control.most-sync-every {self.most_sync_every}: raise the bound"

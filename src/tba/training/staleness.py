@@ -48,15 +48,15 @@ class Staleness:
         """Returns what is known, in nats and over the rows that have behaviour log-probabilities; `beta` in units of
         reward.
 
-            off_policy: the mean of log(mu / pi) over rows, whole answers: an estimate of KL(mu || pi) for the mixture mu of
-            versions that sampled the batch. off_policy_p05, off_policy_p95: its quantiles (nearest rank), within +-20.
-            off_policy_token, off_policy_token_p05, off_policy_token_p95: the same over tokens.
-            ess: (sum w)^2 / (n sum w^2), w = pi / mu of a whole answer (Kish 1965): the effective sample size as a share of the
-            n rows, were they reweighted to be on-policy; 1 on-policy, 1 / n when one row has all the weight.
-            behavior_share: the share of rows with behaviour log-probabilities.
-            residual_spread: the standard deviation of r / beta - log(pi / pi_ref) within groups, pooled (K - 1 below).
-            residual_relative: the same over that of r / beta: 1 where the policy is the reference, 0 in balance, above 1
-            where it has gone further than the rewards account for.
+        off_policy: the mean of log(mu / pi) over rows, whole answers: an estimate of KL(mu || pi) for the mixture mu of
+        versions that sampled the batch. off_policy_p05, off_policy_p95: its quantiles (nearest rank), within +-20.
+        off_policy_token, off_policy_token_p05, off_policy_token_p95: the same over tokens.
+        ess: (sum w)^2 / (n sum w^2), w = pi / mu of a whole answer (Kish 1965): the effective sample size as a share of
+        the n rows, were they reweighted to be on-policy; 1 on-policy, 1 / n when one row has all the weight.
+        behavior_share: the share of rows with behaviour log-probabilities.
+        residual_spread: the standard deviation of r / beta - log(pi / pi_ref) within groups, pooled (K - 1 below).
+        residual_relative: the same over that of r / beta: 1 where the policy is the reference, 0 in balance, above 1
+        where it has gone further than the rewards account for.
         """
         if not self._rows:
             return {}

@@ -196,7 +196,7 @@ def _parts(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
 
 
 def _summed_loss(model: PreTrainedModel, rows: Sequence[_Row]) -> Tensor:
-    """Returns cross-entropy summed over the rows' trained tokens. Padding comes last, so causality hides it: no mask."""
+    """Returns the summed cross-entropy of the trained tokens. Padding comes last, so causality hides it: no mask."""
     longest = max(len(row.ids) for row in rows)
     first = min(row.start for row in rows) - 1  # the position that predicts the first response token
     ids = np.zeros((len(rows), longest), dtype=np.int64)

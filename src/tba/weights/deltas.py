@@ -41,7 +41,7 @@ def write_changes(
         file.seek(room)
         for name, tensor in tensors.items():
             if shapes.pop(name, None) != tuple(tensor.shape):
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, which is not what was said of it")
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, which is not its declared shape")
             kind = as_written(tensor.dtype, dtype)
             for key, written, shape in _changes(name, tensor.detach().contiguous().view(-1), base(name), kind):
                 begin = file.tell() - room
