@@ -186,7 +186,10 @@ class Intake:
         return _each(candidates, self._scored, "the reference cannot score it")
 
     def _scored(self, candidates: Sequence[Candidate]) -> list[FloatArray]:
-        """Returns the reference's log-probabilities of each, in order, prompt by prompt; equal answers are scored once."""
+        """Returns the reference's log-probabilities of each, in order, prompt by prompt.
+
+        Equal answers are scored once.
+        """
         by_prompt: dict[str, tuple[Prompt, dict[str, Completion]]] = {}
         for prompt, completion in (c.pair for c in candidates):
             by_prompt.setdefault(prompt.key, (prompt, {}))[1].setdefault(completion.digest, completion)
@@ -207,7 +210,7 @@ class Intake:
 
 
 def _each(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason: str) -> list[T | Refusal]:
-    """Calls `act` on all at once; where that fails, on ever smaller parts, until only those it fails on are left.
+    """Calls `act` on all at once; where that fails, on ever smaller parts.
 
     Raises `DeadlineExceeded` as it does: what hangs would hang again.
     """

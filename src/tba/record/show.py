@@ -39,7 +39,7 @@ def show(run: RunRecord) -> RenderableType:
 
 
 def closing_page(run: RunRecord, next_steps: Sequence[str] = ()) -> RenderableType:
-    """Returns accuracy before and after, problems answered before and after, what was trained, where it is, what next."""
+    """Returns accuracy and answers before and after, what was trained, where it is, and what to do next."""
     parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run)), *_fallen(run)]
     pairs = run.answers_before_after()[:ANSWERS_SHOWN]
     if pairs:

@@ -15,7 +15,7 @@ from tba.record.text import printable
 
 
 class Terminal(Console):
-    """rich's console, with every text made harmless, in tables too. A `Text` is printed as it is: its maker checks it."""
+    """rich's console, with every text made harmless, in tables too. A `Text` is printed unchanged."""
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Returns the text to show."""

@@ -30,7 +30,7 @@ import numpy.typing as npt
 from tba.errors import UserError
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates
-from tba.replay.prompt_index import Listing, Newest, Shelf
+from tba.replay.prompt_index import Listing, Newest, PromptIndex
 from tba.replay.rows import Answers, Rows
 from tba.types import Score, Trajectory, Version
 
@@ -98,9 +98,9 @@ class Buffer:
         self._near = settings.near.start(self._rows.tokens)
         # rows that are in the recent index only, in the order in which they came there
         self._passing: dict[int, None] = {}
-        self._kept = self._shelf()  # all rows that are kept
-        self._current = self._shelf()  # those of the current reference
-        self._recent = self._shelf()  # those of the current reference that searchers brought, and those in `_passing`
+        self._kept = self._index()  # all rows that are kept
+        self._current = self._index()  # those of the current reference
+        self._recent = self._index()  # those of the current reference that searchers brought, and those in `_passing`
         self._newest: dict[int, Newest] = {}  # group size -> the prompts that have as many recent rows, by arrival
         self._by_reference: Counter[Version] = Counter()
         self._used = array("i")  # uses by place, also of trajectories that have left
@@ -276,7 +276,7 @@ class Buffer:
     def reference(self, reference: Version) -> None:
         if reference != self._reference:
             self._reference = reference
-            self._current, self._recent, self._newest = self._shelf(), self._shelf(), {}
+            self._current, self._recent, self._newest = self._index(), self._index(), {}
             self._rows.is_recent[:] = False
             for row in self._rows.in_order().tolist():
                 self._make_current(row)
@@ -374,7 +374,7 @@ class Buffer:
         if not (self._settings.keep_recent and self._rows.is_recent[row]):
             self._remove(row, how)
             return
-        self._unshelve(row)
+        self._unindex(row)
         self._rows.let_pass(row, how)
         self._passing[row] = None
         if len(self._passing) > self._settings.total:
@@ -386,7 +386,7 @@ class Buffer:
         if self._rows.passing[row]:
             del self._passing[row]
         else:
-            self._unshelve(row)
+            self._unindex(row)
         self._by_reference.subtract([self._reference_of(row)])
         if self._rows.is_recent[row]:
             self._recent.remove(self._key(row), row)
@@ -397,7 +397,7 @@ class Buffer:
             (self._duplicate if how == _DUPLICATE else self._evicted).add(length)
         self._rows.remove(row)
 
-    def _unshelve(self, row: int) -> None:
+    def _unindex(self, row: int) -> None:
         """Remove a row from the indexes of rows that are kept."""
         prompt = self._key(row)
         self._kept.remove(prompt, row)
@@ -406,8 +406,8 @@ class Buffer:
         if self._reference_of(row) == self._reference:
             self._current.remove(prompt, row)
 
-    def _shelf(self) -> Shelf:
-        return Shelf(lambda row: self._rows.arrival.item(row))  # a Python number, cheaper than indexing
+    def _index(self) -> PromptIndex:
+        return PromptIndex(lambda row: self._rows.arrival.item(row))  # a Python number, cheaper than indexing
 
     def _make_current(self, row: int) -> None:
         """Make a row sampleable, if it is of the current reference; as recent, unless it was imported."""

@@ -66,7 +66,7 @@ class Listing(Sequence[str]):
         return key in self._place
 
 
-class Shelf:
+class PromptIndex:
     """Rows by prompt.
 
     arrival: the order of rows; it is kept whatever the order in which they are added.

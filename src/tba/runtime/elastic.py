@@ -128,20 +128,20 @@ def _claim(run: RunDirectory, recipe: Recipe) -> tuple[int, IO[str]]:
     """Returns a number that nobody has had, and its file, locked before it appears under its name."""
     folder = _folder(run)
     folder.mkdir(exist_ok=True)
-    beside = folder / f".{os.getpid()}"
-    file = beside.open("w+")
+    temporary = folder / f".{os.getpid()}"
+    file = temporary.open("w+")
     fcntl.flock(file, fcntl.LOCK_EX)
     number = max(FIRST, recipe.searchers)
     try:
         while True:  # terminates: each number that is taken has a file that somebody made
             try:
-                os.link(beside, folder / f"searcher-{number}.json")
+                os.link(temporary, folder / f"searcher-{number}.json")
             except FileExistsError:
                 number += 1
             else:
                 return number, file
     finally:
-        beside.unlink()
+        temporary.unlink()
 
 
 @dataclass

@@ -39,7 +39,7 @@ class Requests:
     _pending: dict[Version, float] = field(default_factory=dict)
     _seen: int | None = None  # the step of the newest version that was published
 
-    def beside(self, version: Version, seconds: float) -> list[dict[str, Json]]:
+    def manifest_entries(self, version: Version, seconds: float) -> list[dict[str, Json]]:
         """Returns what the manifest of a version that is published now says about evaluations."""
         for done in [v for v in self._pending if self.done(_job(v))]:
             del self._pending[done]

@@ -52,7 +52,7 @@ class Inline:
                 elapsed=lambda: clock() - search.clock.seconds().get("eval", 0.0),
             )
             ends.callback(train.close)
-            train.beside = search
+            train.turn_taker = search
             _restore(search, train)
             self._turns(search, train, stop)
             train.finish()

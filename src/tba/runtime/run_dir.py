@@ -196,9 +196,9 @@ class RunDirectory:
         """Returns the journal's file from recipe.json alone, for commands that read a run: nothing is executed or
         made.
         """
-        beside = self.path / "journal.sqlite"
-        if beside.exists():
-            return beside
+        own = self.path / "journal.sqlite"
+        if own.exists():
+            return own
         settings = self.facts["resolved"].get("run")
         folder = settings.get("journal_dir") if isinstance(settings, dict) else None
         return self._journal_in(Path(folder) if isinstance(folder, str) else None)

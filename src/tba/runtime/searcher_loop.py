@@ -174,8 +174,8 @@ def searcher_loop_at(
     prompts = prompts_of(recipe, tokenizer, "train")
     ends, clock = reach(), ShareClock()
     if background:
-        beside = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
-        ends = replace(ends, journal=cast(Journal, beside))  # which it implements by forwarding
+        in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
+        ends = replace(ends, journal=cast(Journal, in_background))  # which it implements by forwarding
     try:
         return _half_at(ends, clock, recipe, model, prompts, index, attempt, interrupted)
     except BaseException:

@@ -88,7 +88,7 @@ class TrainerLoop:
     clock: ShareClock
     elapsed: Callable[[], float]  # seconds since the run began, without evaluation
     resumed: Mapping[str, Json] | None = None  # the state of the checkpoint that it resumes from
-    beside: Stateful | None = None  # the searcher that takes turns with it, saved at the same step
+    turn_taker: Stateful | None = None  # the searcher that takes turns with it, saved at the same step
     ranks: Ranks | None = None  # where its policy is spread over several
     trained: int = 0  # batches, by this process
     checkpointed: Version | None = None  # the newest checkpoint's version
@@ -127,7 +127,7 @@ class TrainerLoop:
         """Publish the weights as they are; with `reset` they are the reference from here on."""
         version = self.trainer.version
         notes: dict[str, Json] = {
-            "evaluate": self.requests.beside(version, self.elapsed()),
+            "evaluate": self.requests.manifest_entries(version, self.elapsed()),
             "stop": self.finished,
             "reference": str(version if reset else self.references.now),
             "journal": Held.of(self.journal).state(),
@@ -185,7 +185,7 @@ class TrainerLoop:
             "clock": self.clock.seconds(),
             "began_training": self.began_training,
             "ended_training": self.ended_training,
-            "searcher": None if self.beside is None else self.beside.state(),
+            "searcher": None if self.turn_taker is None else self.turn_taker.state(),
         }
 
     def restore(self, checkpoint: Checkpoint | None) -> None:

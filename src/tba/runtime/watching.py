@@ -57,13 +57,13 @@ class Watch:
         if best is None:
             return
         path, _ = best
-        link, beside = self._run.path / NAME, self._run.path / f".{NAME}-{os.getpid()}"
+        link, temporary = self._run.path / NAME, self._run.path / f".{NAME}-{os.getpid()}"
         if link.exists() and not link.is_symlink():
             return  # somebody copied the run and followed its links: leave what is there
         if not (link.is_symlink() and os.readlink(link) == f"checkpoints/{path.name}"):
-            beside.unlink(missing_ok=True)
-            beside.symlink_to(f"checkpoints/{path.name}")
-            beside.replace(link)
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(f"checkpoints/{path.name}")
+            temporary.replace(link)
 
     def worth_keeping(self, pending: Iterable[Version]) -> set[Version]:
         """Returns versions whose checkpoints stay whatever their age: the best, and those whose evaluation is still to

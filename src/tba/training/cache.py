@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tba.training.supervised import Pair
 from tba.types import Json
-from tba.weights.atomic_dir import folder_beside
+from tba.weights.atomic_dir import atomic_folder
 
 FORMAT = b"1"  # raised when the same input is to give another result
 
@@ -27,7 +27,7 @@ def cached_supervised(folder: Path, key: str, make: Callable[[Path], None]) -> P
     path = folder / key
     if not path.is_dir():
         try:
-            with folder_beside(path, durable=True) as beside:
+            with atomic_folder(path, durable=True) as beside:
                 make(beside)
         except FileExistsError:
             if not path.is_dir():  # made by another process in the meantime: its result is as good

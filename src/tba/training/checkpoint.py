@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tba.errors import UserError
 from tba.foreign import parsed
 from tba.types import Json, Version
-from tba.weights.atomic_dir import folder_beside, remove_folder, remove_leftovers
+from tba.weights.atomic_dir import atomic_folder, remove_folder, remove_leftovers
 
 if TYPE_CHECKING:
     import torch
@@ -114,16 +114,16 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     path = folder / f"step-{version.step}"
-    with folder_beside(path, durable=True) as beside:
-        save_model(beside)
-        optimizer.save(beside)
+    with atomic_folder(path, durable=True) as temporary:
+        save_model(temporary)
+        optimizer.save(temporary)
         if heads:
             import safetensors.torch
 
-            safetensors.torch.save_file(heads.state_dict(), beside / HEADS)
-        files = {name: _measured(file) for name, file in _files(beside).items()}
+            safetensors.torch.save_file(heads.state_dict(), temporary / HEADS)
+        files = {name: _measured(file) for name, file in _files(temporary).items()}
         manifest = json.dumps({"version": str(version), "state": dict(state or {}), "files": files})
-        (beside / RUN).write_text(json.dumps({**json.loads(manifest), "digest": _digest(json.loads(manifest))}))
+        (temporary / RUN).write_text(json.dumps({**json.loads(manifest), "digest": _digest(json.loads(manifest))}))
         if path.exists():
             remove_folder(path)
     for old, version in checkpoints_in(folder)[:-keep]:

@@ -15,24 +15,24 @@ from pathlib import Path
 
 
 @contextmanager
-def folder_beside(path: Path, durable: bool = False) -> Iterator[Path]:
+def atomic_folder(path: Path, durable: bool = False) -> Iterator[Path]:
     """Yields a new folder to fill, which becomes `path` in one rename when the block ends; if it raises, nothing stays.
 
     With `durable` it survives a power cut once the block has ended. Raises `FileExistsError` when `path` is a folder
     with something in it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = _beside(path, "writing")
-    beside.mkdir()
+    temporary = _hidden_name(path, "writing")
+    temporary.mkdir()
     try:
-        yield beside
+        yield temporary
         if durable:
-            for root, _, names in os.walk(beside):
+            for root, _, names in os.walk(temporary):
                 for written in (*names, "."):
                     sync(Path(root) / written)
-        _rename(beside, path)
+        _rename(temporary, path)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     if durable:
         sync(path.parent)
@@ -43,7 +43,7 @@ def remove_folder(path: Path) -> None:
 
     Raises `FileNotFoundError` when it does not exist.
     """
-    gone = _beside(path, "removed")
+    gone = _hidden_name(path, "removed")
     os.rename(path, gone)
     shutil.rmtree(gone)
 
@@ -64,13 +64,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _beside(path: Path, what: str) -> Path:
+def _hidden_name(path: Path, what: str) -> Path:
     return path.with_name(f".{what}-{path.name}-{uuid.uuid4().hex[:12]}")
 
 
-def _rename(beside: Path, path: Path) -> None:
+def _rename(temporary: Path, path: Path) -> None:
     try:
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:  # "directory not empty", under whichever of its two names the system uses
         if path.is_dir():
             raise FileExistsError(f"{path} is there already") from error

@@ -81,24 +81,24 @@ class WeightDirectory:
         if not self._clean:
             self._remove_leftovers()
             self._clean = True
-        beside = self.path / f".{version}{TENSORS}"
-        base = self._write_tensors(beside, weights)
-        os.replace(beside, self._file(version, TENSORS))
+        temporary = self.path / f".{version}{TENSORS}"
+        base = self._write_tensors(temporary, weights)
+        os.replace(temporary, self._file(version, TENSORS))
         head = {"version": str(version), "names": sorted(weights), "notes": dict(manifest)}
         self._write(version, MANIFEST, head if base is None else head | {"base": str(base)})
         self._base, self._since = (version, 1) if base is None else (base, self._since + 1)
         self._prune()
 
-    def _write_tensors(self, beside: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
+    def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
         """Write all tensors, or what has changed; returns the base of the changes."""
         dtype = None if self._settings.dtype == "own" else getattr(torch, self._settings.dtype)
         if self._base is None or self._since >= self._settings.full_every:
-            write_tensors(beside, weights, dtype)
+            write_tensors(temporary, weights, dtype)
             return None
         with safetensors.safe_open(self.file(self._base), framework="pt") as base:
             if sorted(base.keys()) != sorted(weights):
                 raise ValueError(f"these weights have other names than those of version {self._base}")
-            write_changes(beside, weights, base.get_tensor, dtype)
+            write_changes(temporary, weights, base.get_tensor, dtype)
         return self._base
 
     def settle(self) -> None:
@@ -235,9 +235,9 @@ class WeightDirectory:
 
     def _write(self, version: Version, suffix: str, value: Json) -> None:
         """Write a small file, under a temporary name that is then replaced by its own."""
-        beside = self.path / f".{version}{suffix}"
-        beside.write_text(json.dumps(value))
-        os.replace(beside, self._file(version, suffix))
+        temporary = self.path / f".{version}{suffix}"
+        temporary.write_text(json.dumps(value))
+        os.replace(temporary, self._file(version, suffix))
 
     def _prune(self) -> None:
         versions = self.versions()

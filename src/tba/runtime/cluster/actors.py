@@ -28,7 +28,7 @@ from tba.record.log import log_to, set_up_log
 from tba.runtime.cluster.client import ActorContact, get
 from tba.runtime.cluster.gateway import Exchange, note_place
 from tba.runtime.cluster.remote import Guests, checkpoint_through, stand_in, through
-from tba.runtime.cluster.rendezvous import BoardStore
+from tba.runtime.cluster.rendezvous import ActorStore
 from tba.runtime.disk import disk_full
 from tba.runtime.program import refuse_others
 from tba.runtime.run_dir import RunDirectory, keep
@@ -139,17 +139,17 @@ class Told:
 class MeetAt:
     """Where the ranks of one life of the trainer find each other."""
 
-    board: Any  # the actor that holds their key-value store
+    store: Any  # the actor that holds their key-value store
     spread: bool  # whether they are on more than one machine
 
     def meeting(self, deadline: float) -> Meeting:
         """Returns the meeting point for the rank in this process."""
 
         def call(method: str, *arguments: Any) -> Any:
-            reference = getattr(self.board, method).remote(*arguments)
+            reference = getattr(self.store, method).remote(*arguments)
             return get(reference, deadline, f"the board where the trainer's ranks meet ({method})")
 
-        return Meeting(BoardStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
+        return Meeting(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
 
 
 class PartActor:

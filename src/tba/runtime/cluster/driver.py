@@ -29,7 +29,7 @@ from tba.runtime.cluster.client import connected, exchange_name, get
 from tba.runtime.cluster.gateway import PLACES
 from tba.runtime.cluster.placement import Node, Placed, plan
 from tba.runtime.cluster.remote import whole_facts
-from tba.runtime.cluster.rendezvous import Board
+from tba.runtime.cluster.rendezvous import KeyValueStore
 from tba.runtime.ranked import RankedPart
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Part, failed
@@ -98,9 +98,9 @@ class Cluster(Driver):
         names = [name_of_rank(rank) for rank in range(self.recipe.trainer.ranks)]
         places = [self._placed[name].node for name in names]
         here = NodeAffinitySchedulingStrategy(places[0].key, soft=False)
-        board = _remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
-        ends.callback(ray.kill, board)
-        meet = MeetAt(board, spread=len({node.key for node in places}) > 1)
+        store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=here).remote()
+        ends.callback(ray.kill, store)
+        meet = MeetAt(store, spread=len({node.key for node in places}) > 1)
         return [self._actor(name, attempt, meet) for name in names]
 
     @property

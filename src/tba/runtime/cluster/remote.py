@@ -35,7 +35,7 @@ from tba.runtime.run_dir import RunDirectory
 from tba.settings import MARK
 from tba.training.checkpoint import Checkpoint
 from tba.types import Json, Version
-from tba.weights.atomic_dir import folder_beside, remove_folder
+from tba.weights.atomic_dir import atomic_folder, remove_folder
 from tba.weights.chunks import Flat, tensors
 from tba.weights.deltas import restored
 
@@ -140,14 +140,14 @@ def checkpoint_through(contact: Contact, part: str, there: Path, checkpoints: Pa
     if here.exists():  # left by an earlier life: it may be a different one of the same step
         remove_folder(here)
     here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with folder_beside(here) as beside:
+    with atomic_folder(here) as temporary:
         for name, references in contact.call("checkpoint", there.name):
-            file = beside / name
+            file = temporary / name
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("wb") as out:
                 for reference in references:
                     out.write(contact.fetch([reference])[0])
-        Checkpoint.load(beside).verify()
+        Checkpoint.load(temporary).verify()
     try:
         yield here
     finally:

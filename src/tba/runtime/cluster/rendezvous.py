@@ -18,7 +18,7 @@ import torch.distributed as dist
 _POLL = 0.02  # seconds between two polls for a key
 
 
-class Board:
+class KeyValueStore:
     """A store of keys and bytes through which the ranks of a trainer find each other."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Board:
         return len(self._values)
 
 
-class BoardStore(dist.Store):  # type: ignore[name-defined] # exported by builds of torch that have `distributed`
+class ActorStore(dist.Store):  # type: ignore[name-defined] # exported by builds of torch that have `distributed`
     """The key-value store in the actor, as torch calls it. `call(method, ...)` reaches the actor; a wait ends after
     `patience` seconds.
     """
@@ -110,7 +110,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined] # exported by builds
     def timeout(self) -> timedelta:
         return timedelta(seconds=self._patience)
 
-    def clone(self) -> BoardStore:
+    def clone(self) -> ActorStore:
         return self
 
     def _awaited(self, keys: Sequence[str], patience: float) -> list[bytes]:

@@ -81,7 +81,7 @@ def start(program: Program, environment: Mapping[str, str], log: int, held: Sequ
     gone.
     """
     if _CAN_FORK:
-        return _the_forge().start(program, environment, log, held)
+        return _the_forkserver().start(program, environment, log, held)
     return subprocess.Popen(  # noqa: S603 - our own module, our own arguments
         [sys.executable, "-m", program.module, *program.arguments],
         stdin=subprocess.PIPE,
@@ -98,28 +98,28 @@ def prepare() -> None:
 
     Without it, starting the first part starts an interpreter as the forkserver, which imports everything once more.
     """
-    global _forge
-    if _CAN_FORK and _forge is None and threading.active_count() == 1:
-        _forge = Forge.forked()
+    global _forkserver
+    if _CAN_FORK and _forkserver is None and threading.active_count() == 1:
+        _forkserver = Forkserver.forked()
 
 
 @dataclass
-class _Forged:
+class _Forked:
     """A child of the forkserver, as its driver sees it."""
 
-    forge: Forge
+    forkserver: Forkserver
     number: int
     stdin: IO[bytes]
     pid: int = 0  # 0: not begun yet
     code: int | None = None
 
     def poll(self) -> int | None:
-        self.forge.look()
+        self.forkserver.look()
         return self.code
 
     def kill(self) -> None:
         if self.poll() is None:
-            self.forge.send({"kill": self.number})
+            self.forkserver.send({"kill": self.number})
 
     def wait(self) -> int:
         """Wait until it has ended; returns its exit code. Raises `PartFailed` when it has not ended within a minute."""
@@ -127,25 +127,25 @@ class _Forged:
         while self.poll() is None:
             if time.monotonic() > deadline:
                 raise PartFailed(f"waited {_WAIT:g} s for process {self.pid} to end, which was killed")
-            self.forge.look(0.05)
+            self.forkserver.look(0.05)
         assert self.code is not None
         return self.code
 
 
 @dataclass
-class Forge:
+class Forkserver:
     """The driver's side of the forkserver."""
 
     channel: socket.socket
     process: int
     alive: bool = True
-    _children: dict[int, _Forged] = field(default_factory=dict)
+    _children: dict[int, _Forked] = field(default_factory=dict)
     _count: int = 0
     _loaded: set[str] = field(default_factory=set)
     one_at_a_time: threading.Lock = field(default_factory=threading.Lock)  # a study starts its runs from threads
 
     @classmethod
-    def forked(cls) -> Forge:
+    def forked(cls) -> Forkserver:
         """Fork a forkserver from this process, with all that it has loaded."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()  # otherwise buffered text would be written twice
@@ -156,12 +156,12 @@ class Forge:
             process = os.fork()
         if process == 0:
             ours.close()
-            be_a_forge(theirs)
+            be_a_forkserver(theirs)
         theirs.close()
         return cls(ours, process)
 
     @classmethod
-    def executed(cls) -> Forge:
+    def executed(cls) -> Forkserver:
         """Start a forkserver as an interpreter of its own, which loads what its parts need."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -177,11 +177,11 @@ class Forge:
     def __post_init__(self) -> None:
         atexit.register(self._end, os.getpid())
 
-    def start(self, program: Program, environment: Mapping[str, str], log: int, held: Sequence[int]) -> _Forged:
+    def start(self, program: Program, environment: Mapping[str, str], log: int, held: Sequence[int]) -> _Forked:
         theirs, ours = os.pipe()
         with self.one_at_a_time:
             self._count += 1
-            child = self._children[self._count] = _Forged(self, self._count, os.fdopen(ours, "wb", buffering=0))
+            child = self._children[self._count] = _Forked(self, self._count, os.fdopen(ours, "wb", buffering=0))
         if wanted := {*_LIBRARIES, *program.loads} - self._loaded:
             self._loaded |= wanted
             self.send({"import": sorted(wanted)})
@@ -240,27 +240,27 @@ class Forge:
         self._children.clear()
 
 
-_forge: Forge | None = None
+_forkserver: Forkserver | None = None
 
 
 _making = threading.Lock()
 
 
-def _the_forge() -> Forge:
-    global _forge  # one for all runs of a process: it is what it has loaded
+def _the_forkserver() -> Forkserver:
+    global _forkserver  # one for all runs of a process: it is what it has loaded
     with _making:
-        if _forge is not None:
-            _forge.look()
-        if _forge is None or not _forge.alive:
-            _forge = Forge.executed()
-        return _forge
+        if _forkserver is not None:
+            _forkserver.look()
+        if _forkserver is None or not _forkserver.alive:
+            _forkserver = Forkserver.executed()
+        return _forkserver
 
 
 MESSAGE = 1 << 20  # bytes at most
 _DESCRIPTORS = 16  # that may come with a message
 
 
-def be_a_forge(channel: socket.socket) -> None:
+def be_a_forkserver(channel: socket.socket) -> None:
     """Serve, in a forked process. Does not return, and runs nothing of what the driver has still to do."""
     os.setsid()
     with open(os.devnull, "r+b") as nothing:

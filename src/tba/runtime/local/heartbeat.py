@@ -16,13 +16,13 @@ from pathlib import Path
 _EVERY = 0.5  # seconds between two heartbeats at least
 
 
-def pulse_of(run: Path, part: str) -> Path:
+def heartbeat_file(run: Path, part: str) -> Path:
     """Returns the file whose modification time is the part's heartbeat."""
     return run / "logs" / f"{part}.pulse"
 
 
 @dataclass
-class Pulse:
+class Heartbeat:
     """The part's side: call `beat` as often as you like."""
 
     path: Path

@@ -21,7 +21,7 @@ from tba.record.log import tail
 from tba.runtime.disk import no_space
 from tba.runtime.leading import STORE
 from tba.runtime.local.forkserver import Child, Program, start
-from tba.runtime.local.heartbeat import Watch, pulse_of
+from tba.runtime.local.heartbeat import Watch, heartbeat_file
 from tba.runtime.local.worker import NO_SPACE
 from tba.runtime.ranked import RankedPart
 from tba.runtime.run_dir import RunDirectory
@@ -86,7 +86,7 @@ class Process:
         environment = {**os.environ, **own, **self.environment}
         # the part holds the run's lock for as long as it can write
         held = () if self.run.lock is None else (self.run.lock,)
-        self.watch = Watch(pulse_of(self.run.path, self.name))
+        self.watch = Watch(heartbeat_file(self.run.path, self.name))
         with self.run.log(self.name).open("ab") as log:
             program = Program(self.name, "tba.runtime.local.worker", (self.name, str(self.run.path)), self.loads)
             self.process = start(program, environment, log.fileno(), held)

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba.runtime.local.heartbeat import Pulse, pulse_of
+from tba.runtime.local.heartbeat import Heartbeat, heartbeat_file
 
 if TYPE_CHECKING:
     from tba.runtime.run_dir import RunDirectory
@@ -36,12 +36,12 @@ class Stop:
     heartbeat.
     """
 
-    def __init__(self, pulse: Path) -> None:
+    def __init__(self, heartbeat: Path) -> None:
         self._event = threading.Event()
-        self._pulse = Pulse(pulse)
+        self._heartbeat = Heartbeat(heartbeat)
 
     def __call__(self) -> bool:
-        self._pulse.beat()
+        self._heartbeat.beat()
         return self._event.is_set()
 
     def listen(self) -> None:
@@ -64,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns its exit code.
     """
     part, path = arguments[0], Path(arguments[1])
-    stop = Stop(pulse_of(path, part))
+    stop = Stop(heartbeat_file(path, part))
     stop.listen()
     faulthandler.register(signal.SIGUSR1)  # writes a stack trace to its log
     from tba.record.log import set_up_log
