@@ -48,7 +48,7 @@ def find(name: str) -> Recipe:
 
 
 def defined(name: str, kind: Kind) -> Any:
-    """Returns the `recipe` or `study` that the module of a name (`staleness`) or a path defines; None if it does not."""
+    """Returns the `recipe` or `study` that the module of a name (`staleness`) or a path defines, or None."""
     return getattr(module_of(name, kind), kind, None)
 
 

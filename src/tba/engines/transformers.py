@@ -146,7 +146,7 @@ class TransformersEngine:
         rng: np.random.Generator,
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """The same by prompt, in the order in which they are done. See `protocols.Streaming`."""
+        """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
         call = self._call(prompts, count, sampling, rng)
         if call is None:
             yield from ((i, []) for i in range(len(prompts)))
@@ -162,7 +162,7 @@ class TransformersEngine:
     def _call(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, rng: np.random.Generator
     ) -> _Call | None:
-        """Checked, but not begun; None when nothing is asked for."""
+        """Returns the call, checked but not begun; None when nothing is asked for."""
         for prompt in prompts:
             self.room.check(prompt)
         return _Call(self, prompts, count, sampling, rng) if prompts and count > 0 else None

@@ -45,9 +45,9 @@ _LOGITS_PER_CHUNK = 2**22  # 16 MiB of float32: they stay in the processor's cac
 def load_model(
     path: str | Path, device: torch.device | str, dtype: torch.dtype, seed: int | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
+    """Loads a causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
 
-    With a `seed` the weights are drawn anew from the configuration, whatever weights are there.
+    With a `seed` the weights are drawn at random from the configuration, whatever weights are there.
     Raises `UserError` when the model or its tokenizer is missing or unreadable.
     """
     try:

@@ -1,4 +1,4 @@
-"""Ranks that find each other through a key-value store in an actor: what torch's store is to do, and a process group over it."""
+"""Ranks that find each other through a key-value store: what torch asks of it, and a process group over it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tba.runtime.cluster.rendezvous import KeyValueStore, ActorStore
+from tba.runtime.cluster.rendezvous import ActorStore, KeyValueStore
 
 
 def store_on(table: KeyValueStore, patience: float = 30.0) -> ActorStore:
