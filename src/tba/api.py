@@ -86,8 +86,8 @@ def train(
     recipe: an object, a name (`"quickstart"`) or the path of a file that defines one. fields: values of its own fields
     (`steps=50`, `seed=1`, `runtime="inline"`); setting `steps` adjusts the lengths of schedules. A recipe object is
     trained as it is, in any runtime: other processes make it again from `recipe.py` in the run's folder. What they
-    cannot make (a class of a notebook's cell) trains with `runtime="inline"` only, and is refused otherwise. A script that
-    calls this does so below `if __name__ == "__main__":`, as with `multiprocessing`.
+    cannot make (a class of a notebook's cell) trains with `runtime="inline"` only, and is refused otherwise. A script
+    that calls this does so below `if __name__ == "__main__":`, as with `multiprocessing`.
 
     After Ctrl-C the run is left whole, with a checkpoint; `tba train --resume` goes on with it.
     """

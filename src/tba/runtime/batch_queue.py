@@ -24,7 +24,7 @@ from tba.types import Version
 
 _POLL = 0.004  # seconds between two polls of the journal while there is no batch
 _LOOK = 0.02  # seconds between two checks of why there is none
-_WHY: dict[NotReady, str] = {  # the cause of a reason for which the searchers' state need not be read
+_WHY: dict[NotReady, str] = {  # explains a reason that lies in replay itself, not with the searchers
     "paced": "; those that came have been used as often as --replay.pacing.max-mean-uses or samples-per-insert allows",
 }
 
@@ -130,7 +130,7 @@ class BatchQueue:
             with self._clock.state("idle"):
                 while wait([asked], _LOOK).not_done:
                     self._clock.reclassify("paced" if self._reason == "paced" else "idle")
-                    if time.monotonic() - began > 2 * self._deadline:  # the wait itself has this deadline too
+                    if time.monotonic() - began > 2 * self._deadline:  # the thread's own deadline comes earlier
                         raise DeadlineExceeded(f"replay gave no batch and no reason in {2 * self._deadline:g} s")
         return asked.result()
 

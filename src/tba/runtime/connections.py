@@ -154,7 +154,7 @@ class BackgroundJournal:
             try:
                 return asked.result(self._deadline_s)
             except TimeoutError as error:
-                if asked.done():  # its own deadline, not this wait's
+                if asked.done():  # the call's own error, not this wait's
                     raise
                 raise DeadlineExceeded(
                     f"the journal had not taken what a searcher gave it after {self._deadline_s:g} s"

@@ -43,7 +43,7 @@ class BackgroundPublisher:
             try:
                 job.result(self._deadline)
             except TimeoutError as error:
-                if job.done():  # its own deadline, not this wait's
+                if job.done():  # the job's own error, not this wait's
                     raise
                 raise DeadlineExceeded(
                     f"the weights had not been written into {self._directory.path} after {self._deadline:g} s"
