@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def parts_of(pid: int) -> dict[str, int]:
-    """Live parts of the driver `pid`, by name: what its forge has made."""
+    """Live parts of the driver `pid`, by name: what its forkserver has made."""
     return {
         name.removeprefix("tba-"): process
-        for forge, called in forked(pid).items()
+        for forkserver, called in forked(pid).items()
         if called == "tba-forge"
-        for process, name in forked(forge).items()
+        for process, name in forked(forkserver).items()
     }
 
 

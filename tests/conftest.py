@@ -38,7 +38,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def own_forge() -> None:
+def own_forkserver() -> None:
     """Parts of runs are forked from a copy of this process: to load the libraries once more takes seconds of a core."""
     if forkserver._CAN_FORK:
-        forkserver._forge = forkserver.Forge.forked()
+        forkserver._forkserver = forkserver.Forkserver.forked()

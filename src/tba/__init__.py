@@ -1,7 +1,7 @@
 """Trajectory Balance with Asynchrony: asynchronous, off-policy RL post-training of language models.
 
-All that a recipe or a script usually names is here: `import tba`, then `tba.Recipe`, `tba.HuggingFace`, `tba.train`.
-Each name is loaded when it is first used, so that the import itself is light and loads no model library.
+The names that a recipe or a script usually needs are here: `import tba`, then `tba.Recipe`, `tba.HuggingFace`,
+`tba.train`. Each name is loaded when it is first used, so that the import itself is light and loads no model library.
 """
 
 import importlib

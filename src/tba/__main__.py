@@ -76,8 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tba: stopped", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # whoever read it has seen enough (`tba recipes | head`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nor is there anything to flush at the end
+    except BrokenPipeError:  # the reader has closed the pipe (`tba recipes | head`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
         return 0
 
 
@@ -215,7 +215,7 @@ def red_team(arguments: list[str]) -> int:
 
 
 def _made(arguments: list[str], verb: str, of: str, source: str, what: str) -> tuple[str, list[str], Path]:
-    """What a model is made of, the fields that are set, and the folder that it goes to."""
+    """Returns what a model is made of, the fields that are set, and the folder that it goes to."""
     from tba.command.options import OutOptions
     from tba.errors import UserError
     from tba.settings import split_options
@@ -268,7 +268,7 @@ def recipes(arguments: list[str]) -> int:
 
 
 def show(arguments: list[str]) -> int:
-    """`tba show RUN`: print what a run has come to so far."""
+    """`tba show RUN`: print the results of a run so far."""
     from tba.command.show import show_run
 
     name, left = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")

@@ -1,4 +1,4 @@
-"""What a script or a notebook calls: `tba.train`, `tba.check`, `tba.evaluate`, `tba.open_run`."""
+"""The functions that a script or a notebook calls: `tba.train`, `tba.check`, `tba.evaluate`, `tba.open_run`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _AT_ONCE = 512  # trajectories in memory
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk, while it goes on or after it has ended. All is read when it is asked for."""
+    """A run on disk, while it goes on or after it has ended. Everything is read when it is asked for."""
 
-    path: Path  # the folder that it is in, such as runs/NAME
+    path: Path  # its folder, such as runs/NAME
 
     @property
     def summary(self) -> Summary | None:
-        """What it came to: held-out figures, seconds, shares, lag, faults. None while it has not ended."""
+        """The run's results: held-out figures, seconds, shares, lag, faults. None while it has not ended."""
         from tba.record.summary import Summary
 
         return Summary.read(self.path)
@@ -57,7 +57,7 @@ class Run:
         return read_metrics(self.path)
 
     def trajectories(self) -> Iterator[Trajectory]:
-        """All that searchers have sent down and that is still on disk, oldest first."""
+        """All trajectories that searchers have sent and that are still on disk, oldest first."""
         from tba.replay.follower import JournalFollower
         from tba.runtime.run_dir import RunDirectory
 
@@ -67,7 +67,7 @@ class Run:
 
 
 def open_run(path: str | Path) -> Run:
-    """The run in a folder. Raises `UserError` when there is none."""
+    """Opens the run in a folder. Raises `UserError` when there is none."""
     from tba.runtime.run_dir import RunDirectory
 
     return Run(RunDirectory.open(Path(path)).path)
@@ -84,10 +84,10 @@ def train(
     """Train, and wait for the end. Raises `UserError` for what cannot run, before anything is made.
 
     recipe: an object, a name (`"quickstart"`) or the path of a file that defines one. fields: values of its own fields
-    (`steps=50`, `seed=1`, `runtime="inline"`); with `steps` go the lengths of schedules. A recipe object is trained as
-    it is, in any runtime: other processes make it again from `recipe.py` in the run's folder. What they could not make
-    (a class of a notebook's cell) trains with `runtime="inline"` only, and is else refused. A script that calls this
-    does so below `if __name__ == "__main__":`, as with `multiprocessing`.
+    (`steps=50`, `seed=1`, `runtime="inline"`); setting `steps` adjusts the lengths of schedules. A recipe object is
+    trained as it is, in any runtime: other processes make it again from `recipe.py` in the run's folder. What they
+    cannot make (a class of a notebook's cell) trains with `runtime="inline"` only, and is refused otherwise. A script
+    that calls this does so below `if __name__ == "__main__":`, as with `multiprocessing`.
 
     After Ctrl-C the run is left whole, with a checkpoint; `tba train --resume` goes on with it.
     """
@@ -108,7 +108,7 @@ def train(
 
 
 def check(recipe: Recipe | str, **fields: Any) -> Estimate:
-    """Time and memory that a recipe will take here, measured on a few rounds and steps; nothing is learnt.
+    """Estimates the time and memory that a recipe will take here, from a few rounds and steps; nothing is learnt.
 
     Raises `UserError` for what cannot run. Takes a quarter of a minute for the quickstart.
     """
@@ -125,7 +125,8 @@ def check(recipe: Recipe | str, **fields: Any) -> Estimate:
 def evaluate(
     recipe: Recipe | str, checkpoint: str | Path | None = None, *, split: str = "eval", **fields: Any
 ) -> Sequence[Evaluation]:
-    """Accuracy of a model on a recipe's problems: greedy, sampled, pass@k, as the recipe's `evaluation` asks.
+    """Measures the accuracy of a model on a recipe's problems: greedy, sampled, pass@k, as the recipe's `evaluation`
+    asks.
 
     checkpoint: a folder in the Hugging Face layout, a run (its newest checkpoint) or a Hub name; None: the recipe's own
     model. split: `"eval"`, held out, or `"train"`. Raises `UserError` for what cannot be evaluated.
@@ -138,9 +139,9 @@ def evaluate(
 
 
 def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str, list[str]]:
-    """The recipe with the fields set; its name or path and the fields as on the command line, if these say all of it.
+    """Returns the recipe with the fields set; its name or path and the fields as on the command line, if these suffice.
 
-    Of a recipe that they do not (an object, or one with a field set to an object) the name is empty.
+    The name is empty for a recipe that they cannot express (an object, or one with a field set to an object).
     """
     if (file := being_loaded()) is not None:
         raise UserError(
@@ -156,7 +157,8 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
     begun = find(recipe) if isinstance(recipe, str) else recipe
     begun = replace(begun, **{k: v for k, v in fields.items() if k not in plain})
     said = isinstance(recipe, str) and len(plain) == len(fields)
-    made = override(begun, flags, "tba.train", recorded=True)  # it is code that asks, which may set what is for code
+    # the caller is code, which may set fields that are for code
+    made = override(begun, flags, "tba.train", recorded=True)
     return made, recipe if isinstance(recipe, str) and said else "", flags
 
 
@@ -168,14 +170,15 @@ def _flag(name: str, value: bool | float | str) -> list[str]:
 
 
 def _written(recipe: Recipe, folder: Path) -> str:
-    """The file from which other processes make a recipe object; where there are no others, one that says so.
+    """Writes the file from which other processes make a recipe object; in the inline runtime, one that says there are
+    none.
 
-    Nothing is made where the recipe is refused, or where the folder has a run already.
+    Nothing is written where the recipe is refused, or where the folder has a run already.
     """
     if (folder / "recipe.json").exists():
         raise UserError(f"{folder} holds a run already: choose another run_name, or remove it")
-    with tempfile.TemporaryDirectory() as beside:
-        path = Path(beside) / "recipe.py"
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "recipe.py"
         try:
             write_recipe(recipe, path)
         except UserError:

@@ -1,10 +1,10 @@
-"""Groups as tensors: padding, masks, shifts and slicing live here and nowhere else.
+"""Groups as tensors: padding, masks, shifts and slicing are here and nowhere else.
 
 Invariant: a row carries its group as data (`group_B`), so nothing depends on the order of rows, and a group may be
 ragged or split over micro-batches.
 
-Shape legend: B rows (one completion each), T completion positions, G groups (one prompt each), P prompt positions,
-S steps of a completion.
+Shape legend: B rows (one completion each), T completion positions, G groups (one prompt each), P prompt positions, S
+steps of a completion.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ TbaError
 ├── UserError          bad input: one sentence saying what was given, what is wanted, what to do; exit code 2
 ├── DeadlineExceeded   a wait expired: names the part, its process id and its log file
 ├── PartFailed         a searcher or the trainer ended with an error of its own
-├── HandedOutLost      what was handed out to be fetched is gone with who held it: ask again
+├── HandedOutLost      what was offered to be fetched is gone with the process that held it: ask again
 └── NonFiniteLoss      three non-finite steps in a row; the batch was saved
 """
 
@@ -28,7 +28,7 @@ class PartFailed(TbaError):
 
 
 class HandedOutLost(TbaError):
-    """What was offered to be fetched is gone with the process that held it; another offer of the same can be had."""
+    """What was offered to be fetched is gone with the process that held it; the caller can ask for another offer."""
 
 
 class NonFiniteLoss(TbaError):

@@ -1,4 +1,4 @@
-"""The comments behind a dataclass's fields: what the command line's help and the page of settings say of them.
+"""The comments after a dataclass's fields, which the command line's help and the page of settings show.
 
 Invariant: nothing is written twice; a field is explained where it is defined and nowhere else.
 """
@@ -12,11 +12,11 @@ import textwrap
 import tokenize
 from io import StringIO
 
-_MARK = re.compile(r"#\s*(noqa: [A-Z0-9, ]+ - )?")  # what begins a comment, and what is said to a linter
+_MARK = re.compile(r"#\s*(noqa: [A-Z0-9, ]+ - )?")  # what begins a comment, possibly after a remark to the linter
 
 
 def comments(kind: type) -> dict[str, str]:
-    """Field -> the comment behind it, with those that follow it on lines of their own; none without its source."""
+    """Returns field -> the comment after it, with the comment lines that follow; empty without the source."""
     try:
         source = textwrap.dedent(inspect.getsource(kind))
     except OSError:  # made in a console

@@ -1,11 +1,12 @@
-"""The fields of settings by dotted name: which there are, which of them count, their values from words, their help.
+"""The fields of settings by dotted name: which exist, which have an effect, parsing of their values, their help.
 
-Invariant: what a field takes follows from its declared type alone; what fits in no field, or in another way than its
-type says, ends in one sentence. Nothing is guessed from a value.
+Invariant: what a field takes follows from its declared type alone; an unknown field, or a value that does not fit its
+type, ends in one sentence. Nothing is guessed from a value.
 
-A settings class may say that some of its fields have no effect as its others stand: its property `unused` maps the name
-of each (or of settings within, which stands for all of theirs) to what would make it count, beginning with the name of
-a field: `{"low": "signal"}`, `{"cluster": "runtime cluster"}`. Such a field is shown, and can be set, once it counts.
+A settings class may say that some of its fields have no effect, given the values of others: its property `unused` maps
+the name of each (or of nested settings, which stands for all of theirs) to what would give it an effect, beginning with
+the name of a field: `{"low": "signal"}`, `{"cluster": "runtime cluster"}`. Such a field is shown, and can be set, once
+it has an effect.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from tba.field_comments import comments
 T = TypeVar("T")
 BY_CODE = {"by_code": True}  # the metadata of a field that a recipe's code sets, and no command line
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path"}
-_INDENT, _WIDTH = 26, 80  # columns of a help: before what a field means, and in all
+_INDENT, _WIDTH = 26, 80  # columns of a help text: before what a field means, and in all
 
 
 @dataclass(frozen=True)
 class Field:
     """One field that can be set."""
 
-    flag: str  # by which it is set
-    settings: Any  # that it is a field of
+    flag: str  # the option that sets it
+    settings: Any  # the settings object that has the field
     name: str
     hint: Any
 
@@ -46,21 +47,21 @@ class Field:
 
     @property
     def place(self) -> str:
-        """The flag without its last name: whose field it is."""
+        """The flag without its last name: the settings that have the field."""
         return self.flag.rpartition(".")[0] or "-"
 
     @property
     def off(self) -> str:
-        """The flag that switches it off; of what is on or off."""
+        """The flag that switches it off, for a field that is on or off."""
         place, dot, name = self.flag.removeprefix("--").rpartition(".")
         return f"--{place}{dot}no-{name}"
 
 
 def fields_of(settings: Any, prefix: str = "--", by_code: bool = False) -> Iterator[Field]:
-    """Every field that can be set, those of settings within under their dotted names.
+    """Yields every field that can be set, those of nested settings under their dotted names.
 
-    The rest (functions, tuples of settings, parts that are chosen by code and are None here) is a recipe's own.
-    by_code: those too that a command line could spell but that are for code to set.
+    The rest (functions, tuples of settings, components that are chosen by code and are None here) only a recipe can
+    set. by_code: include those that a command line could spell but that are for code to set.
     """
     hints = typing.get_type_hints(type(settings))
     for f in dataclasses.fields(settings):
@@ -72,7 +73,9 @@ def fields_of(settings: Any, prefix: str = "--", by_code: bool = False) -> Itera
 
 
 def without_effect(settings: Any, prefix: str = "--") -> dict[str, str]:
-    """The flags of fields that do not count, and of settings within whose fields all do not: what would make them."""
+    """Returns the flags of fields without effect, and of nested settings of which none has any: what would give them
+    one.
+    """
     found = {}
     for name, when in getattr(settings, "unused", {}).items():
         switch, _, value = when.partition(" ")
@@ -85,18 +88,18 @@ def without_effect(settings: Any, prefix: str = "--") -> dict[str, str]:
 
 
 def counting(settings: Any) -> list[Field]:
-    """The fields that can be set and count."""
+    """Returns the fields that can be set and have an effect."""
     idle = without_effect(settings)
     return [field for field in fields_of(settings) if _cause(field.flag, idle) is None]
 
 
 def flags(settings: Any) -> list[str]:
-    """The flags of all fields that can be set and count."""
+    """Returns the flags of all fields that can be set and have an effect."""
     return [field.flag for field in counting(settings)]
 
 
 def _cause(flag: str, idle: Mapping[str, str]) -> str | None:
-    """What would make the field count; None: it does."""
+    """Returns what would give the field an effect; None: it has one."""
     return next((when for name, when in idle.items() if flag == name or flag.startswith(f"{name}.")), None)
 
 
@@ -113,10 +116,10 @@ def _is_plain(hint: Any) -> bool:
 
 
 def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool = False) -> list[tuple[Field, Any]]:
-    """The fields that `arguments` name, each with its value, in their order.
+    """Returns the fields that `arguments` name, each with its value, in their order.
 
-    by_code: those too that are for code to set. Raises `UserError` for a field that there is not, or a value that does
-    not fit.
+    by_code: include those that are for code to set. Raises `UserError` for an unknown field, or a value that does not
+    fit.
     """
     known = {field.flag: field for field in fields_of(settings, by_code=True)}
     allowed = {field.flag for field in fields_of(settings, by_code=by_code)}
@@ -147,7 +150,7 @@ def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool =
 
 
 def _words(left: Sequence[str], hint: Any) -> list[str]:
-    """Those that are the value of a field, of all that follow its name."""
+    """Returns those of the words after a field's name that are its value."""
     end = next((i for i, word in enumerate(left) if word.startswith("--")), len(left))
     if typing.get_origin(hint) is not tuple:
         return list(left[: min(end, 1)])
@@ -168,7 +171,7 @@ def _value(words: Sequence[str], field: Field, program: str) -> Any:
 
 
 def _read(words: Sequence[str], hint: Any) -> Any:
-    """The value of type `hint` that is spelt so. Raises `ValueError` where none is."""
+    """Parses a value of type `hint`. Raises `ValueError` if the words are none."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         kinds = [inner[0]] * len(words) if Ellipsis in inner else inner
@@ -177,7 +180,7 @@ def _read(words: Sequence[str], hint: Any) -> Any:
         raise ValueError
     if origin in (Union, UnionType):
         return _first(words[0], inner)
-    few = {type(None): (None,), bool: (True, False)}.get(hint, inner)  # the values that there are, where these are few
+    few = {type(None): (None,), bool: (True, False)}.get(hint, inner)  # all values of the type, where there are few
     if not few:
         return hint(words[0])
     named = {str(value): value for value in few}
@@ -187,7 +190,7 @@ def _read(words: Sequence[str], hint: Any) -> Any:
 
 
 def _first(word: str, kinds: Iterable[Any]) -> Any:
-    """The value of the first of several types that takes the word: a text, which takes any, is the last of them."""
+    """Returns the value of the first of several types that accepts the word; text, which accepts any, comes last."""
     for kind in sorted(kinds, key=lambda kind: (kind is not type(None), kind in (str, Path))):
         try:
             return _read([word], kind)
@@ -197,7 +200,7 @@ def _first(word: str, kinds: Iterable[Any]) -> Any:
 
 
 def _kind(hint: Any) -> str:
-    """What a field of this type takes, in words."""
+    """Returns what a field of this type takes, in words."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is tuple:
         return f"any number of: {_kind(inner[0])}" if Ellipsis in inner else " and ".join(map(_kind, inner))
@@ -209,7 +212,7 @@ def _kind(hint: Any) -> str:
 
 
 def _nearest(flag: str, known: Iterable[Field], program: str) -> str:
-    """What may have been meant: a field of that name elsewhere, or one that is spelt nearly so in the same place."""
+    """Returns what may have been meant: a field of that name elsewhere, or a similar name in the same place."""
     place, _, name = flag.rpartition(".") if "." in flag else ("-", "", flag.lstrip("-"))
     last = {field.flag: field.flag.lstrip("-").rpartition(".")[2] for field in known}
     same = {last[field.flag]: field.flag for field in known if field.place == place}
@@ -223,7 +226,7 @@ def _nearest(flag: str, known: Iterable[Field], program: str) -> str:
 
 
 def replaced(settings: T, values: Mapping[str, Any], prefix: str = "--") -> T:
-    """The same with these values, by flag."""
+    """Returns the settings with these values, by flag."""
     changes = {}
     for f in dataclasses.fields(settings):  # type: ignore[arg-type]
         flag, value = prefix + _dashed(f.name), getattr(settings, f.name)
@@ -235,7 +238,7 @@ def replaced(settings: T, values: Mapping[str, Any], prefix: str = "--") -> T:
 
 
 def refuse_without_effect(settings: Any, named: Iterable[str], program: str) -> None:
-    """Raises `UserError` when one of the fields that were `named` does not count."""
+    """Raises `UserError` when one of the fields that were `named` has no effect."""
     idle = without_effect(settings)
     for flag in named:
         if (when := _cause(flag, idle)) is not None:
@@ -243,9 +246,10 @@ def refuse_without_effect(settings: Any, named: Iterable[str], program: str) -> 
 
 
 def help_of(settings: Any, first: Sequence[str] = ()) -> str:
-    """Every field that counts, with its value and what it means: those in `first` before the rest, which has headings.
+    """Returns every field with an effect, its value and its meaning: those in `first` before the rest, which has
+    headings.
 
-    At its end stands what the fields that do not count wait for.
+    At the end it says what would give the other fields an effect.
     """
     fields = counting(settings)
     known = {f.flag: f for f in fields}
@@ -271,14 +275,14 @@ def _root(place: str) -> str:
 
 
 def _heading(place: str, settings: Any) -> str:
-    """Whose fields follow: their place, their class and the first sentence that it says of itself."""
+    """Returns whose fields follow: their place, their class and the first sentence of its docstring."""
     said = " ".join(inspect.cleandoc(type(settings).__doc__ or "").split("\n\n")[0].split())
     sentence = re.split(r"(?<=\.) (?=[A-Z])", said)[0]
     return textwrap.fill(f"{place.removeprefix('--').strip('-') or 'the run'}: {sentence}", _WIDTH)
 
 
 def rows(fields: Sequence[Field]) -> list[str]:
-    """The lines of a help about these fields."""
+    """Returns the lines of a help text about these fields."""
     meanings = {kind: comments(kind) for kind in {type(f.settings) for f in fields}}
     lines = []
     for f in fields:
@@ -297,7 +301,7 @@ def _default(value: Any) -> str:
 
 
 def _wrapped(flag: str, meaning: str) -> list[str]:
-    """A flag and what it means beside it; below it where the flag is long."""
+    """Returns a flag with its meaning to the right; below it where the flag is long."""
     lines = textwrap.wrap(meaning, _WIDTH - _INDENT, break_long_words=True, break_on_hyphens=False)
     lines = [f"{' ' * _INDENT}{line}" for line in lines]
     if not lines:

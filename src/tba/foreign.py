@@ -1,4 +1,4 @@
-"""What comes from outside: JSON whose shape is checked before it is believed, and models without code of their own.
+"""Input from outside: JSON whose shape is checked before it is used, and models without code of their own.
 
 Invariant: whatever a file or a reply holds, reading it here ends in a value of the shape that was asked for or in a
 `ValueError` of one clause; nothing of it is executed or unpickled.
@@ -23,12 +23,12 @@ from safetensors import SafetensorError
 from tba.errors import UserError
 from tba.types import Json, Version
 
-DEEPEST = 64  # levels of lists and objects in one another: ours have six
-_LONGEST_NAME = 200  # bytes: what is made of it is a few longer, and 255 is what file systems take
+DEEPEST = 64  # nesting levels of lists and objects: ours have six
+_LONGEST_NAME = 200  # bytes: names derived from it are a few longer, and file systems allow 255
 _LARGEST = 2**64  # of a whole number
 _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 SAFE: dict[str, Any] = {"trust_remote_code": False}  # for `from_pretrained` of configurations and tokenizers
-SAFE_MODEL: dict[str, Any] = {**SAFE, "use_safetensors": True}  # for that of models: no pickle, whatever lies there
+SAFE_MODEL: dict[str, Any] = {**SAFE, "use_safetensors": True}  # for models: no pickle, whatever files there are
 UNREADABLE = (  # what transformers raises for a folder whose files are not what they should be
     *(OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, RecursionError),
     *(ArithmeticError, ImportError, AssertionError, SafetensorError, StrictDataclassError),
@@ -36,10 +36,11 @@ UNREADABLE = (  # what transformers raises for a folder whose files are not what
 
 
 def parsed(text: str | bytes, kind: Any = None, /, **fields_there: Any) -> Any:
-    """The JSON value in `text`, which has to be of a kind: an annotation as of a field (`str`, `list[int]`,
+    """Returns the JSON value in `text`, which has to be of a kind: an annotation as of a field (`str`, `list[int]`,
     `float | None`, a dataclass for an object of its fields), or the fields that an object has to have, by name, each
-    with its kind (by default those given by keyword); one that may be null may be missing, and there may be others.
-    Raises `ValueError` for anything else.
+    with its kind (by default those given by keyword).
+
+    A field that may be null may be missing, and there may be other fields. Raises `ValueError` for anything else.
     """
     try:
         value = json.loads(text)
@@ -57,7 +58,7 @@ def is_name(text: str) -> bool:
 
 
 def check(value: Json, kind: Any, what: str) -> None:
-    """Raises `ValueError` unless the JSON value is of the kind; `what` it is called in the message."""
+    """Raises `ValueError` unless the JSON value is of the kind; the message calls it `what`."""
     origin, of = typing.get_origin(kind) or kind, typing.get_args(kind)
     if kind is Any:
         return
@@ -69,7 +70,7 @@ def check(value: Json, kind: Any, what: str) -> None:
         fitting = [one for one in of if _is_of(value, one)]
         if not fitting:
             raise ValueError(_sentence(value, kind, what))
-        check(value, fitting[0], what)  # says what is wrong inside
+        check(value, fitting[0], what)  # explains what is wrong inside
     elif is_dataclass(kind) and kind is not Version:
         check(value, dict[str, Any], what)
         hints = _hints(typing.cast("type", kind))
@@ -92,7 +93,7 @@ def check(value: Json, kind: Any, what: str) -> None:
 
 
 def _is_of(value: Json, kind: Any) -> bool:
-    """Whether the value itself is of the kind, whatever is in it."""
+    """Whether the value itself is of the kind, whatever it contains."""
     origin = typing.get_origin(kind) or kind
     if origin is Any:
         return True
@@ -137,7 +138,7 @@ def _name(kind: Any) -> str:
 
 
 def _deeper(value: Json, most: int) -> bool:
-    """Whether lists and objects lie in one another more than so many levels deep."""
+    """Whether lists and objects are nested more than `most` levels deep."""
     level = [value]
     for _ in range(most):
         level = [
@@ -158,7 +159,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def read_json(path: Path, mend: str, kind: Any = None, /, **fields_there: Any) -> Any:
-    """`parsed` of a file. Raises `UserError`, which says what to do about it, when that cannot be."""
+    """Returns `parsed` of a file. Raises `UserError`, which says what to do about it, when that fails."""
     try:
         return parsed(path.read_bytes(), kind, **fields_there)
     except OSError as error:
@@ -168,7 +169,7 @@ def read_json(path: Path, mend: str, kind: Any = None, /, **fields_there: Any) -
 
 
 def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """Messages as a tokenizer's own template writes them. Raises `UserError` for what the template raises."""
+    """Returns messages as a tokenizer's own template writes them. Raises `UserError` for what the template raises."""
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
     except Exception as error:  # a template raises what it likes

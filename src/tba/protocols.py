@@ -1,12 +1,12 @@
-"""The seams: what each part asks of its neighbours, and nothing more.
+"""The interfaces between components: what each needs of its neighbours, and nothing more.
 
     Task -> PromptSource -> Searcher --Journal--> replay (Selector) --groups--> Trainer
                        (Engine, Reward, Reference)                      (Policy, Objective)
                                ^                                               |
                                +--- WeightSource / WeightPublisher, every k ---+
 
-Everything here is structural (`typing.Protocol`): an implementation imports nothing from this file.
-Torch is imported for type checkers only, so that replay and types stay free of it.
+Everything here is structural (`typing.Protocol`): an implementation imports nothing from this file. Torch is imported
+for type checkers only, so that replay and types stay free of it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Tokenizer(Protocol):
 
 
 class Reward(Protocol):
-    """Marks completions in batches. Rewards are computed by us, never believed."""
+    """Grades completions in batches. Rewards are computed here; claimed ones are not trusted."""
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
         """One judgement for each (prompt, completion), in order."""
@@ -64,7 +64,7 @@ class Reward(Protocol):
 
 @runtime_checkable
 class Task(Protocol):
-    """Where prompts come from and how an answer is marked. A frozen dataclass; light: its files are read on use."""
+    """Where prompts come from and how an answer is graded. A frozen dataclass; light: its files are read on use."""
 
     @property
     def name(self) -> str: ...
@@ -85,22 +85,22 @@ class Examined(Protocol):
         ...
 
 
-EMBEDDING = "embedding"  # the array of a trajectory that says where its text lies
+EMBEDDING = "embedding"  # the array of a trajectory that holds its text's embedding
 
 
 class Embedder(Protocol):
-    """Gives texts places: those that say nearly the same lie in nearly the same direction."""
+    """Embeds texts: similar texts get similar directions."""
 
     def embed(self, sentences: Sequence[str]) -> FloatArray:
-        """[N, D], in order."""
+        """Returns [N, D], in order."""
         ...
 
 
 class Embedding(Protocol):
-    """The setting of an embedder."""
+    """The settings of an embedder."""
 
     def start(self) -> Embedder:
-        """In the process that embeds."""
+        """Returns the embedder, in the process that uses it."""
         ...
 
 
@@ -148,11 +148,11 @@ class Engine(Protocol):
 
 @runtime_checkable
 class InFlight(Protocol):
-    """An engine that can take newer weights in the middle of `generate`, when it asks whether it is interrupted."""
+    """An engine that can load newer weights in the middle of `generate`, when it asks whether it is interrupted."""
 
     @property
     def in_flight(self) -> bool:
-        """Whether it is to."""
+        """Whether it is to do so."""
         ...
 
 
@@ -196,7 +196,7 @@ class Reference(Protocol):
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """What the model being trained says of a batch. Shapes: B rows, T positions, G groups."""
+    """The output of the model being trained for a batch. Shapes: B rows, T positions, G groups."""
 
     log_policy_BT: torch.Tensor  # 0 where the batch's mask is False
     value_BT: torch.Tensor | None = None
@@ -211,7 +211,7 @@ class Policy(Protocol):
 
     @property
     def heads(self) -> torch.nn.ModuleDict:
-        """Those of `HEADS` that it was made with, by name, all zero at first."""
+        """Returns those of `HEADS` that it was made with, by name, all zero at first."""
         ...
 
     def evaluate(self, batch: Batch) -> PolicyOutput: ...
@@ -228,10 +228,10 @@ class Policy(Protocol):
 
 
 class SavedPolicy(Policy, Protocol):
-    """A policy that can be spread over ranks, and written with weights that come from elsewhere."""
+    """A policy that can be spread over ranks, and written with weights that were gathered from them."""
 
     def everything(self) -> Mapping[str, torch.Tensor]:
-        """`weights`, and those that adapters leave as they are."""
+        """Returns `weights`, and those that adapters leave unchanged."""
         ...
 
     def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, torch.Tensor] | None = None) -> None: ...
@@ -257,22 +257,25 @@ class Objective(Protocol):
 
 
 class PromptSource(Protocol):
-    """What a searcher answers next."""
+    """The source of the prompts that a searcher answers."""
 
     def take(self, count: int) -> tuple[list[int], list[Prompt]]:
-        """Leased positions and their prompts; the positions are given back with their trajectories."""
+        """Leases the next positions; returns them and their prompts. The positions are given back with their
+        trajectories.
+        """
         ...
 
     def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
-        """What of the answers' rewards, by position, is to be told to all searchers."""
+        """Returns what all searchers are to learn from the answers' rewards, by position."""
         ...
 
 
 class Journal(Protocol):
     """What a part that is not the trainer may ask of the journal, all of it in the name of one owner.
 
-    Every method may be called from another machine: the remote side is generated from these names, and the gateway
-    beside the trainer answers to no others (`runtime/cluster/`). So arguments and results are plain values or nouns.
+    Every method may be called from another machine: the remote side is generated from these names, and the gateway on
+    the trainer's machine answers to no others (`runtime/cluster/`). So arguments and results are plain values or the
+    types of `tba.types`.
     """
 
     def put(
@@ -282,37 +285,39 @@ class Journal(Protocol):
         counters: Mapping[str, int] | None = None,
         outcomes: Sequence[Outcome] = (),
     ) -> None:
-        """Returns once they are on disk. In the same transaction the leases are given back as done, and the owner's
-        counters and what is told of the prompts are added. A repeated call changes nothing.
+        """Returns once the trajectories are on disk. In the same transaction the leases are given back as done, and the
+        owner's counters and the prompts' outcomes are added.
+
+        A repeated call changes nothing.
         """
         ...
 
     def known(self, uids: Sequence[str]) -> set[str]:
-        """Which of these were ever put."""
+        """Returns which of these were ever put."""
         ...
 
     def rows(self) -> int:
-        """How many trajectories were ever put, by anybody."""
+        """Returns how many trajectories were ever put, by all owners."""
         ...
 
     def lease(self, count: int, seconds: float) -> list[int]:
-        """`count` prompt positions of an endless order, which nobody else is given for so many seconds."""
+        """Leases `count` prompt positions of an endless order, which nobody else is given for `seconds`."""
         ...
 
     def lease_first(self, order: Sequence[int], count: int, seconds: float) -> list[int]:
-        """The first `count` positions in `order` that nobody holds; fewer when all are held."""
+        """Leases the first `count` positions in `order` that nobody holds; fewer when all are held."""
         ...
 
     def outcomes(self, after: int) -> list[tuple[int, int, float, float]]:
-        """(number, *outcome) of all that were told and are numbered above `after`, in order."""
+        """Returns (number, *outcome) of all outcomes numbered above `after`, in order."""
         ...
 
     def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
-        """Up to `count` trajectories whose score under `reference` the trainer asks for, leased for so many seconds."""
+        """Leases up to `count` trajectories whose score under `reference` the trainer requests, for `seconds`."""
         ...
 
     def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
-        """In one transaction, as `put`."""
+        """Writes scores in one transaction, like `put`."""
         ...
 
     def count(self, **increments: int) -> None:
@@ -320,19 +325,19 @@ class Journal(Protocol):
         ...
 
     def claim(self, job: str, seconds: float) -> bool:
-        """True for exactly one claimant, whose the job then is until it is finished or so many seconds are over."""
+        """Returns True for exactly one claimant, which then has the job until it is finished or `seconds` are over."""
         ...
 
     def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
-        """The job is done, with its results; those of a job that somebody else has finished are ignored."""
+        """Records that the job is done, with its results; those of a job that another has finished are ignored."""
         ...
 
     def resume(self) -> None:
-        """Whoever had this owner's name before is dead: all that it held is for others."""
+        """Lets everything expire that an earlier process of this name held."""
         ...
 
     def close(self) -> None:
-        """Nothing more is asked."""
+        """Closes the connection."""
         ...
 
 
@@ -352,24 +357,24 @@ class Answered(Protocol):
 
 
 class Records(Protocol):
-    """What a searcher leaves for people and for the summary, on its own machine or from another, as the journal."""
+    """What a searcher leaves for people and for the summary, on its own machine or through the gateway."""
 
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
-        """Those of one evaluation of one version."""
+        """Writes the results of one evaluation of one version."""
         ...
 
     def fault(self, kind: str, what: str) -> None:
-        """One that was survived."""
+        """Records a fault that was survived."""
         ...
 
     def result(self, part: str, result: Json) -> None:
-        """What the summary needs of the part."""
+        """Leaves what the summary needs of the part."""
         ...
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """One published version: its manifest now, its tensors when asked."""
+    """One published version: its manifest at once, its tensors when asked for."""
 
     version: Version
     manifest: Mapping[str, Json]
@@ -377,25 +382,25 @@ class PublishedWeights:
 
 
 class WeightPublisher(Protocol):
-    """Where the trainer sends its weights."""
+    """Where the trainer publishes its weights."""
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None: ...
 
 
 class WeightSource(Protocol):
-    """Where searchers find them."""
+    """Where searchers find published weights."""
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """The newest published version if it is newer than `version` (None: any), else None. Never waits."""
         ...
 
     def at(self, version: Version) -> PublishedWeights:
-        """That very version. Raises `UserError` when it is not (or no longer) there."""
+        """Returns exactly that version. Raises `UserError` when it is not (or no longer) there."""
         ...
 
 
 class KeptWeights(Protocol):
-    """Published versions that can be kept from being pruned, each for some reasons."""
+    """Published versions that can be pinned, each for some reasons."""
 
     def versions(self) -> list[Version]: ...
 
@@ -416,24 +421,27 @@ class TrajectoryStore(Protocol):
     def of(self, prompt: str) -> Sequence[Trajectory]: ...
 
     def rewards(self, prompt: str) -> npt.NDArray[np.float64]:
-        """Those of `of(prompt)`, in order."""
+        """Returns the rewards of `of(prompt)`, in order."""
         ...
 
     def numbers(self, prompt: str) -> Sequence[int]:
-        """Of those of `of(prompt)`, in order: equal ones are the same trajectory, until the store changes."""
+        """Returns row numbers of `of(prompt)`, in order: until the store changes, equal numbers are the same
+        trajectory.
+        """
         ...
 
     def newest(self, prompt: str, size: int, within: int) -> Sequence[int]:
-        """The numbers of up to `size` of `prompt` in the order of their turns: the newest first, and among the last
-        `within` arrivals what was never used before what was.
+        """Returns the numbers of up to `size` rows of `prompt` in the order in which they are to be drawn: the newest
+        first, and among the last `within` arrivals those never used before the others.
         """
         ...
 
     def newest_prompts(self, size: int, within: int, count: int) -> Sequence[str]:
-        """The first prompts with `size` recent trajectories in the order of their turns, `count` or more if there are.
+        """Returns the first prompts with `size` recent trajectories in the order in which they are to be drawn, `count`
+        or more if there are.
 
-        First come those with one of the last `within` arrivals: the one whose next `size` have been used least in all,
-        of several the one with the newest. Then the next newest.
+        First come those with one of the last `within` arrivals: the prompt whose next `size` have been used least in
+        all comes first, and of several the one with the newest. Then the next newest.
         """
         ...
 
@@ -447,7 +455,7 @@ class TrajectoryStore(Protocol):
 
 
 class Selector(Protocol):
-    """Which prompts and which of their trajectories. The paper's m lives here and nowhere else."""
+    """Which prompts and which of their trajectories make a batch. The paper's m is here and nowhere else."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -457,7 +465,7 @@ class Selector(Protocol):
     def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]: ...
 
     def state(self) -> Json:
-        """What `restore` takes, so that a resumed run draws as it would have."""
+        """Returns what `restore` takes, so that a resumed run draws the same."""
         ...
 
     def restore(self, state: Json) -> None: ...
@@ -470,17 +478,17 @@ class Selection(Protocol):
 
 
 class Model(Protocol):
-    """The weights a run begins with, and what each half makes of them."""
+    """The weights a run begins with, and how searchers and the trainer use them."""
 
     def prepared(self, task: Task, log: Any = ...) -> Model:
-        """The same, with its weights at hand (a supervised warm start is run, or found in the cache)."""
+        """Returns the same, with its weights ready (a supervised warm start is run, or found in the cache)."""
         ...
 
     def tokenizer(self) -> Tokenizer: ...
 
     @property
     def heads(self) -> frozenset[str]:
-        """Which heads (`HEADS`) its policies can be given."""
+        """Which heads (`HEADS`) its policies can have."""
         ...
 
     @property
@@ -500,9 +508,10 @@ class Model(Protocol):
         saved: Path | None = ...,
         sharding: Sharding | None = ...,
     ) -> Policy:
-        """What is trained, with its heads at zero; with the weights that `save` wrote into the folder `saved`.
+        """Returns the policy to train, with its heads at zero; with the weights that `save` wrote into the folder
+        `saved`.
 
-        With a `sharding` it is this rank's share of it. Raises `UserError` when it cannot be shared.
+        With a `sharding` it is this rank's share of it. Raises `UserError` when it cannot be sharded.
         """
         ...
 
@@ -521,5 +530,5 @@ class Model(Protocol):
     def reference(self, temperature: float, version: Version) -> Reference: ...
 
     def save(self, policy: Policy, path: Path) -> None:
-        """The policy in the Hugging Face layout, with its tokenizer."""
+        """Saves the policy in the Hugging Face layout, with its tokenizer."""
         ...

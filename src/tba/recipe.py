@@ -33,14 +33,14 @@ from tba.weights.directory import PublishSettings
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """How the parts are run, and how long they may take over what."""
+    """How the parts are run, and their deadlines."""
 
     idle_deadline: float = 1800.0  # seconds the trainer may wait for one batch
-    silence_deadline: float = 1800.0  # seconds a part may give no sign of life before it is killed and started again
+    silence_deadline: float = 1800.0  # seconds a part may be without a heartbeat before it is killed and restarted
     reward_deadline: float = 600.0  # seconds the reward may take over a round's answers
-    restarts: int = 3  # of each part that dies; the trainer goes on from its newest checkpoint
+    restarts: int = 3  # of each part that dies; the trainer resumes from its newest checkpoint
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
-    journal_dir: Path | None = None  # where the journal lies; the run's directory unless that is a network filesystem
+    journal_dir: Path | None = None  # where the journal is; the run's directory unless that is on a network filesystem
     threads: int = 1  # torch threads in each process
     checkpoints: int = 2  # how many are kept
     checkpoint_every: int = 100  # steps; made at the first weight sync from there on; 0 = at the end only
@@ -55,12 +55,14 @@ class RuntimeSettings:
 
     @property
     def first_sign_deadline(self) -> float:
-        """Seconds that a part has for its first sign of life: it loads libraries and a model."""
+        """Seconds until a part must give its first heartbeat: it loads libraries and a model before."""
         return max(self.silence_deadline, 120.0)
 
     @property
     def journal_deadline(self) -> float:
-        """Seconds that a part waits for the journal's lock: one that hangs while it holds the lock is killed before."""
+        """Seconds that a part waits for the journal's lock: a part that hangs while it holds the lock is killed
+        earlier.
+        """
         return self.first_sign_deadline + 30.0
 
 
@@ -98,7 +100,7 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class InitialFill:
-    """What is taken in before a run begins, marked by the task and scored under the reference as `tba import` does."""
+    """What is imported before a run begins, graded by the task and scored under the reference as `tba import` does."""
 
     demonstrations: int = 0  # of the task's own demonstrations, the first so many; 0: none
     files: tuple[Path, ...] = ()  # JSON Lines, Parquet, or the folders of other runs
@@ -129,7 +131,7 @@ class Recipe:
     prompts_per_round: int = 3  # prompts a searcher answers in one round
     sync_every: int = 2  # k, optimizer updates between weight syncs
     reference_reset: int = 0  # optimizer updates after which the reference becomes the policy, each time; 0 = never
-    reset_optimizer: bool = False  # begin the optimizer's moments anew at each reset of the reference
+    reset_optimizer: bool = False  # reset the optimizer's moments at each reset of the reference
     rescored_per_round: int = 512  # older trajectories a searcher scores under a new reference between two rounds
     policy_temperature: float = 1.0  # of the policy and the reference in the objective
     max_tokens_per_pass: int = 16384  # of one forward and backward; larger batches go in slices
@@ -239,7 +241,7 @@ class Recipe:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect as the others stand, each with what would make it count (`tba.fields`)."""
+        """Returns the fields without effect, each with what would give it one (`tba.fields`)."""
         found: dict[str, str] = {}
         if self.runtime != "cluster":
             found |= {"cluster": "runtime cluster", "address": "runtime cluster"}
@@ -253,9 +255,9 @@ class Recipe:
 
     @property
     def largest_reward(self) -> float:
-        """The largest |reward| that is learnt from: over the smallest beta of the run, its square is still a number.
+        """The largest |reward| that is trained on: divided by the smallest beta of the run, its square is still finite.
 
-        An objective without a beta, or whose beta reaches 0, is held to a beta of 1.
+        An objective without a beta, or whose beta reaches 0, is treated as if beta were 1.
         """
         smallest = 1.0
         for name in ("beta", "reward_temperature"):  # what Trajectory Balance divides a reward by
@@ -270,11 +272,11 @@ class Recipe:
 class Gone:
     """A field that recipes had in earlier versions of the program."""
 
-    value: Json  # that it always has now; `...`: what it meant is gone too, whatever it was
-    now: str  # in words, what holds in its place
+    value: Json  # the value that is now fixed; `...`: no value has a meaning any longer
+    now: str  # what holds in its place, in words
 
     def is_said_by(self, word: str) -> bool:
-        """Whether `word` of a command line is that value."""
+        """Whether `word` of a command line spells that value."""
         if isinstance(self.value, float | int) and not isinstance(self.value, bool):
             try:
                 return float(word) == self.value
@@ -308,7 +310,9 @@ _COUNTS = (
 
 
 def resolved(value: Any) -> Json:
-    """Any setting as JSON: dataclasses by field (with their class), paths as text (ours from the package on)."""
+    """Returns any setting as JSON: dataclasses by field (with their class), paths as text (ours relative to the
+    package).
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: resolved(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"class": f"{type(value).__module__}.{type(value).__qualname__}", **fields}
@@ -326,10 +330,10 @@ def resolved(value: Any) -> Json:
 
 
 def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(dotted name, then, now) wherever two resolved recipes differ; what one of them lacks is None there.
+    """Yields (dotted name, then, now) wherever two resolved recipes differ; a missing value is None.
 
-    A class is known by its name: the module that it lies in may have moved since. A field that is gone differs where it
-    had another value than it always has now; what `name` the values have in their recipe tells which these are.
+    A class is identified by its name: its module may have moved since. A removed field differs where it had another
+    value than the one now fixed; `name`, the path of the values in their recipe, tells which fields these are.
     """
     if isinstance(made, Mapping) and isinstance(wanted, Mapping):
         for key in [*wanted, *(k for k in made if k not in wanted)]:

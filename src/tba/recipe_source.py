@@ -1,7 +1,7 @@
-"""A recipe object as the Python source that makes it again in another process: nothing is pickled.
+"""Writes a recipe object as the Python source that makes it again in another process: nothing is pickled.
 
-Invariant: what is written names classes and functions by their modules and values by themselves, so that it can be
-read, kept and run on another day; it makes an equal recipe, or is refused.
+Invariant: the source names classes and functions by their modules and writes values out, so that it can be read, kept
+and run later; it makes an equal recipe, or the recipe is refused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
     path.write_text(f"{_HEAD}{imports}\n{loaded}recipe = {made}\n")
     for name, was, now in differences(resolved(recipe), resolved(find(str(path)))):
         if str(was).startswith("__main__.") and str(was).rpartition(".")[2] == str(now).rpartition(".")[2]:
-            continue  # a function of the script that runs, which is another module where it is loaded
+            continue  # a function of the running script, which is another module where it is loaded
         raise UserError(
             f"{recipe.name}: {name} is {was}, and would be {now} in another process: put what it is made of into "
             'fields of a dataclass, or train with runtime="inline"'
@@ -42,14 +42,14 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
 
 
 class _Writer:
-    """Expressions, the modules that they name, and the user's files that stand for modules."""
+    """Writes expressions, and collects the modules that they name and the user's files that stand for modules."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
         self.files: dict[str, str] = {}
 
     def expression(self, value: Any, where: str) -> str:
-        """`value` as an expression; `where` names it for who has to mend it."""
+        """Returns `value` as an expression; `where` names it in errors."""
         if value is None or (isinstance(value, bool | int | str | bytes) and not isinstance(value, Enum)):
             return repr(value)
         if isinstance(value, float):
@@ -78,7 +78,7 @@ class _Writer:
         )
 
     def name_of(self, thing: Any, where: str) -> str:
-        """A class or function by the module or the file that it is of."""
+        """Returns the name of a class or function, by the module or the file that defines it."""
         module, name = thing.__module__, thing.__qualname__
         if "<" in name:
             raise UserError(

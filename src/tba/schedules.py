@@ -3,7 +3,7 @@
 Invariant: steps count from 1, as the paper's do: `schedule(1)` is what the first update uses, `schedule(n)` the n-th,
 with n - 1 updates behind it. Every schedule is a frozen pure function, defined for all steps >= 1 (asking for less
 raises `ValueError`), and each anneal is monotone, so that its first and its last value bound it.
-Standard library only, a leaf beside `batch`: objectives and the optimizer both import it.
+Standard library only, a leaf next to `batch`: objectives and the optimizer both import it.
 """
 
 from __future__ import annotations
@@ -115,10 +115,10 @@ class WarmupConstant:
 
     @property
     def planned(self) -> None:
-        """It has no end."""
+        """Returns None: it has no end."""
 
     def lasting(self, steps: int) -> WarmupConstant:
-        """It lasts as long as any run."""
+        """Returns itself: it lasts as long as any run."""
         return self
 
 
@@ -206,7 +206,7 @@ RateShape: TypeAlias = WarmupConstant | WarmupLinear | WarmupCosine | WarmupStab
 
 
 def _behind(step: int) -> int:
-    """How many updates lie behind `step`."""
+    """Returns how many updates were made before `step`."""
     if step < 1:
         raise ValueError(f"steps count from 1 (the first update), but got step {step}")
     return step - 1
@@ -218,7 +218,7 @@ def _warm(step: int, warmup: int) -> float:
 
 
 def _progress(step: int, held: int, decay: int) -> float:
-    """0 while at most `held` updates are behind, then linearly to 1 at `held + decay` of them."""
+    """Returns 0 for at most `held` updates, then a linear rise to 1 at `held + decay` of them."""
     return min(max(_behind(step) - held, 0) / decay, 1.0)
 
 

@@ -28,7 +28,7 @@ T = TypeVar("T")
 Kind: TypeAlias = Literal["recipe", "study"]
 MARK = "::"  # between a study's name or path and a variant's name
 _SHIPPED: dict[Kind, str] = {"recipe": "tba.recipes", "study": "tba.research.studies"}  # loaded when they are named
-FIRST = (  # what is set most: a recipe's help begins with it
+FIRST = (  # the fields that are set most: a recipe's help begins with them
     *("--steps", "--seed", "--model.path", "--model.generation.max-completion-tokens", "--optimizer.lr"),
     *("--objective.beta.value", "--objective.beta.start", "--objective.beta.end", "--groups-per-step", "--group-size"),
     *("--searchers", "--sync-every", "--replay.selection.m", "--evaluation.problems", "--runtime"),
@@ -37,7 +37,9 @@ _being_loaded: list[Path] = []
 
 
 def find(name: str) -> Recipe:
-    """The recipe of a name (`quickstart`), of a path to a Python file that defines `recipe`, or of STUDY::VARIANT."""
+    """Returns the recipe of a name (`quickstart`), of a path to a Python file that defines `recipe`, or of
+    STUDY::VARIANT.
+    """
     study, mark, variant = name.partition(MARK)
     if mark:
         recipe: Recipe = defined(study, "study").recipe_of(variant)
@@ -46,18 +48,18 @@ def find(name: str) -> Recipe:
 
 
 def defined(name: str, kind: Kind) -> Any:
-    """What the module of a name (`staleness`) or a path defines as `recipe` or `study`; None when it does not."""
+    """Returns the `recipe` or `study` that the module of a name (`staleness`) or a path defines, or None."""
     return getattr(module_of(name, kind), kind, None)
 
 
 def names(kind: Kind = "recipe") -> list[str]:
-    """Those that come with the package."""
+    """Returns the names of those that come with the package."""
     path = importlib.import_module(_SHIPPED[kind]).__path__
     return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
 
 
 def module_of(name: str, kind: Kind) -> ModuleType:
-    """The module that defines a recipe or a study: one of those shipped, by name, or a file's."""
+    """Returns the module that defines a recipe or a study: one of those shipped, by name, or a file's."""
     if name.endswith(".py"):
         return _from_file(Path(name), kind)
     shipped = names(kind)
@@ -90,7 +92,7 @@ def _from_file(path: Path, kind: Kind) -> ModuleType:
 
 
 def _mend(error: BaseException, kind: Kind) -> str:
-    """What to do about a mistake in a user's file."""
+    """Returns what to do about a mistake in a user's file."""
     keyword = re.search(r"unexpected keyword argument '(\w+)'", str(error))
     for name, gone in GONE.items():
         if keyword is not None and keyword[1] == name.rpartition(".")[2]:
@@ -104,7 +106,7 @@ def being_loaded() -> Path | None:
 
 
 def _place(error: BaseException, path: Path) -> str:
-    """Where in a user's file it went wrong."""
+    """Returns where in a user's file the error is."""
     if isinstance(error, SyntaxError):
         return f"{error.filename or path}, line {error.lineno or 1}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -120,10 +122,10 @@ def _recipe_in(module: Any, where: str) -> Recipe:
 
 
 def override(default: T, arguments: Sequence[str], program: str, recorded: bool = False) -> T:
-    """`default` with fields set from `--dotted.name value` arguments. Raises `UserError` for what does not fit.
+    """Returns `default` with fields set from `--dotted.name value` arguments. Raises `UserError` for what does not fit.
 
-    recorded: they are not asked for now but were, by a run that is there or another part of the program. Then what is
-    no setting any longer may stand among them with the value that it always has now, and so may fields without effect.
+    recorded: the arguments are those of an existing run or come from another part of the program. Then they may contain
+    removed settings with the value that is now fixed, and fields without effect.
     """
     if not arguments:
         return default
@@ -151,7 +153,7 @@ def _refuse_gone(arguments: Sequence[str], program: str) -> None:
 
 
 def _without_gone(arguments: Sequence[str]) -> list[str]:
-    """The arguments but for what is no setting any longer and was given the value that it always has now."""
+    """Returns the arguments without removed settings that have the value that is now fixed."""
     kept, left = [], list(arguments)
     while left:
         argument = left.pop(0)
@@ -163,20 +165,21 @@ def _without_gone(arguments: Sequence[str]) -> list[str]:
         on = argument.replace("-", "_") == f"__{name}"
         value = str(on) if switch else argument.partition("=")[2] or "".join(left[:1])
         if not gone.is_said_by(value):
-            kept.append(argument)  # which is refused
+            kept.append(argument)  # it will be refused
         elif not switch and "=" not in argument:
             del left[:1]
     return kept
 
 
 def _field_named(argument: str) -> str:
-    """The dotted name of the field that an argument sets, switches that are turned off by the same name; or ""."""
+    """Returns the dotted name of the field that an argument sets, also for switches that are turned off; or ""."""
     name = argument.partition("=")[0].replace("-", "_")
     return re.sub(r"(^|\.)no_(?=[^.]*$)", r"\1", name[2:]) if argument.startswith("--") else ""
 
 
 def _lasting(recipe: Recipe, found: Sequence[tuple[Field, Any]]) -> Recipe:
-    """The recipe with a learning rate that lasts as long as the `--steps` that are asked for, if nothing is said of it.
+    """Returns the recipe with a learning-rate schedule as long as the given `--steps`, unless the schedule is set
+    itself.
 
     A run of fewer steps is the beginning of the whole one.
     """
@@ -190,7 +193,7 @@ def _lasting(recipe: Recipe, found: Sequence[tuple[Field, Any]]) -> Recipe:
 
 
 def split_options(options: T, arguments: Sequence[str], program: str) -> tuple[T, list[str]]:
-    """The command's own options taken out of `arguments`; what is left sets the recipe's fields."""
+    """Takes the command's own options out of `arguments`; what is left sets the recipe's fields."""
     own = {field.flag: field for field in fields_of(options)}
     rest, mine = [], []
     waiting = iter(arguments)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sharding:
-    """Over which ranks a policy's parameters are spread, and in which type it computes."""
+    """Over which ranks a policy's parameters are sharded, and in which type it computes."""
 
     mesh: Any  # a one-dimensional torch DeviceMesh
     compute: torch.dtype  # of forward and backward; parameters, sums of gradients and moments keep their own
@@ -32,7 +32,7 @@ def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def own_rows(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, detached, on the same memory: its rows, or all of what is not sharded."""
+    """Returns this rank's part of a tensor, detached, on the same memory: its rows, or all of what is not sharded."""
     if not is_sharded(tensor):
         return tensor.detach()
     with torch.no_grad():

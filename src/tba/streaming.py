@@ -1,10 +1,10 @@
-"""Tensors that come one after the other, and a safetensors file written from them: never a second copy of all.
+"""Tensors that are made one after the other, and a safetensors file written from them: never a second copy of all.
 
-Invariant: what is known of a tensor before it comes (name, type, shape) is what it then has. A `Streamed` is read once,
-by `items()`, to the end: somewhere others may be sending each tensor as it is reached.
+Invariant: a tensor has the name, type and shape that were declared before it was made. A `Streamed` is read once, by
+`items()`, to the end: other ranks may be sending each tensor as it is reached.
 
 The file format is that of the safetensors library (a header of JSON with every tensor's place, then their bytes), whose
-own writer wants all tensors at once.
+own writer needs all tensors at once.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Streamed(Mapping[str, Tensor]):
 
 
 class _Items(ItemsView[str, Tensor]):
-    """The one reading of a `Streamed`."""
+    """The items of a `Streamed`, which can be read once."""
 
     def __init__(self, mapping: Streamed, tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
         super().__init__(mapping)
@@ -67,15 +67,15 @@ class _Items(ItemsView[str, Tensor]):
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What has each tensor's type and shape: the tensors themselves, or what is known of those that are to come."""
+    """Returns tensors with each one's type and shape: the tensors themselves, or the declared ones of a `Streamed`."""
     return tensors.like if isinstance(tensors, Streamed) else tensors
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
     """Write `tensors` as a safetensors file, one after the other; returns its bytes.
 
-    Those of floating point are written as `dtype` (None: as they are). Raises `ValueError` when what comes is
-    not what was said of it.
+    Those of floating point are written as `dtype` (None: as they are). Raises `ValueError` when a tensor does not have
+    its declared shape.
     """
     kinds = {name: (as_written(like.dtype, dtype), tuple(like.shape)) for name, like in shapes_of(tensors).items()}
     header, places = _header(kinds)
@@ -84,7 +84,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype 
         for name, tensor in tensors.items():
             kind, shape = kinds.pop(name, (None, None))
             if kind is None or shape != tuple(tensor.shape):
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, but what was said of it is {shape}")
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came: expected shape {shape}")
             file.seek(len(header) + places[name])
             write_flat(file, tensor.detach(), kind)
         if kinds:
@@ -93,13 +93,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype 
 
 
 def as_written(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """The type that a tensor is written in: `wanted` where there is one and the tensor is of floating point."""
+    """Returns the type that a tensor is written in: `wanted` if given and the tensor is of floating point."""
     return wanted if wanted is not None and own.is_floating_point else own
 
 
 def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[bytes, dict[str, int]]:
-    """The file's first bytes, and where each tensor lies behind them: the widest types first, so all are aligned."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # which transformers asks for
+    """Returns the file's first bytes, and where each tensor begins after them: the widest types first, so all are
+    aligned.
+    """
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers requires it
     at, places = 0, {}
     for name, (kind, shape) in sorted(kinds.items(), key=lambda item: -item[1][0].itemsize):
         size = math.prod(shape) * kind.itemsize
@@ -112,7 +114,7 @@ def _header(kinds: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[b
 
 
 def write_flat(file: BinaryIO, tensor: Tensor, kind: torch.dtype) -> None:
-    """A block at a time: what is converted or comes from a device is never there as a whole."""
+    """Write a block at a time: what is converted or comes from a device is never in memory as a whole."""
     flat = tensor.contiguous().view(-1)
     for block in flat.split(max(1, BLOCK // kind.itemsize)):
         own = block.to("cpu", kind)

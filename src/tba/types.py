@@ -91,7 +91,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A tokenised question with whatever its reward needs to mark an answer: what engines answer.
+    """A tokenised question with the fields by which its reward grades an answer: what engines answer.
 
     Two prompts are the same if their `key` is, whatever their text and fields.
     """
@@ -192,11 +192,11 @@ class Trajectory:
     reward_parts: Mapping[str, float] = field(default_factory=dict)  # the judgement's parts
     arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # step boundaries, step values, ...
     provenance: Mapping[str, Json] = field(default_factory=dict)  # {"searcher": "searcher-0", "round": 3}
-    created: float = 0.0  # seconds since the epoch, when it was sent down
+    created: float = 0.0  # seconds since the epoch, when it was sent
 
     @property
     def version(self) -> Version:
-        """The oldest weights that had a hand in it."""
+        """The oldest weights that sampled a part of it."""
         return self.completion.versions[0]
 
     @property
@@ -248,7 +248,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Score:
-    """What a later reference says of one trajectory."""
+    """The log-probabilities of one trajectory under a later reference."""
 
     uid: str
     reference: Version

@@ -133,7 +133,7 @@ def command(*arguments: str, out: int | None = None) -> Command:
         for place, file in ((1, out), (2, err)):
             os.dup2(file, place)
         sys.stdout, sys.stderr = (os.fdopen(place, "w", closefd=False) for place in (1, 2))
-        tba.runtime.local.forkserver._forge = None  # it makes one of its own
+        tba.runtime.local.forkserver._forkserver = None  # it makes one of its own
         code = main(arguments)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -152,17 +152,21 @@ def until(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 def children(pid: int) -> dict[str, int]:
-    """Live parts by name (`trainer`, `searcher-0`) of the driver `pid`, whose forge has made them."""
-    return {name.removeprefix("tba-"): part for forge in _forges(pid) for part, name in _forked(forge).items()}
+    """Live parts by name (`trainer`, `searcher-0`) of the driver `pid`, whose forkserver has made them."""
+    return {
+        name.removeprefix("tba-"): part
+        for forkserver in _forkservers(pid)
+        for part, name in _forked(forkserver).items()
+    }
 
 
-def forge_of(pid: int) -> int:
+def forkserver_of(pid: int) -> int:
     """The process that forks the parts of the driver `pid`."""
-    (forge,) = _forges(pid)
-    return forge
+    (forkserver,) = _forkservers(pid)
+    return forkserver
 
 
-def _forges(pid: int) -> list[int]:
+def _forkservers(pid: int) -> list[int]:
     return [process for process, name in _forked(pid).items() if name == "tba-forge"]
 
 

@@ -27,8 +27,8 @@ def evaluated(train: TrainerLoop, step: int) -> None:
     records = EvaluationWriter(train.run.path)
     records.write(found)
     records.close()
-    train.beside.journal.claim(f"evaluate {version}", 60.0)  # type: ignore[union-attr]
-    train.beside.journal.finish(f"evaluate {version}", found)  # type: ignore[union-attr]
+    train.turn_taker.journal.claim(f"evaluate {version}", 60.0)  # type: ignore[union-attr]
+    train.turn_taker.journal.finish(f"evaluate {version}", found)  # type: ignore[union-attr]
     train._look_at_evaluations()
 
 
@@ -36,7 +36,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
     train = start_training(recipe, run, lambda: False, ahead=False, fill=search.searcher.round)
-    train.beside = search
+    train.turn_taker = search
     there, best = {}, {}
     try:
         while not train.finished:
@@ -73,7 +73,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_with_the_best_beside_it(tmp_pa
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
     train = start_training(recipe, run, lambda: False, ahead=False, fill=search.searcher.round)
-    train.beside = search
+    train.turn_taker = search
     while not train.finished:
         train.step()
         if train.trainer.version.step == 30:

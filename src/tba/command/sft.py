@@ -20,7 +20,7 @@ from tba.record.terminal import terminal
 from tba.settings import find, override
 from tba.tasks.jsonl import Jsonl
 from tba.tasks.rows import read_rows
-from tba.weights.atomic_dir import folder_beside
+from tba.weights.atomic_dir import atomic_folder
 
 _NONE = sys.float_info.min  # a share above 0, as `Jsonl` wants it, and below any digest
 
@@ -49,7 +49,7 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
             if path
             else warm_started(replace(start, shipped=None), task, console.print)
         )
-    with folder_beside(out) as beside:
+    with atomic_folder(out) as beside:
         for file in made.iterdir():
             shutil.copy2(file, beside / file.name)
     console.print(f"model in {out} ({(out / FACTS).read_text().strip()})", highlight=False)

@@ -1,14 +1,13 @@
-"""What an answer may not be: shorter than so many tokens, or one that begins otherwise.
+"""Rules of sampling: a minimum length of an answer, and which tokens it may begin with.
 
-Invariant: a rule takes tokens out before a draw, after which probabilities are renormalised, so that `log_behavior` is
-of what was really drawn from. The policy knows nothing of rules: what they forbid is never sampled, and Trajectory
-Balance says nothing about it.
+Invariant: a rule removes tokens before a draw, after which probabilities are renormalised, so that `log_behavior` is of
+the distribution that was really drawn from. The policy knows nothing of rules: what they forbid is never sampled, and
+Trajectory Balance determines nothing about it.
 
 Shape legend: R rows, V vocabulary.
 
-How long a prompt may be, and how long an answer to it: the same for every engine.
-
-Whether weights are those of a model: told before any of them is copied.
+`Room` says how long a prompt may be, and how long an answer to it: the same for every engine. `matched` checks whether
+weights are those of a model before any of them is copied.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ _AFTER_PADDING = ("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert")  # po
 
 @dataclass(frozen=True)
 class Rules:
-    """As tensors on the model's device. `none` is no rule."""
+    """The rules as tensors on the model's device. `none` is no rule."""
 
     eos_V: Tensor  # bool, the tokens that end an answer
     least: int = 0  # tokens before the one that ends an answer
     never_first_V: Tensor | None = None  # bool, the tokens that no answer begins with
 
     def first(self, logits_RV: Tensor) -> Tensor:
-        """What an answer's first token is drawn from."""
+        """Returns the logits that an answer's first token is drawn from."""
         if self.never_first_V is not None:
             logits_RV = logits_RV.masked_fill(self.never_first_V, -torch.inf)
         return logits_RV.masked_fill(self.eos_V, -torch.inf) if self.least else logits_RV
 
     def next(self, logits_RV: Tensor, count_R1: Tensor) -> Tensor:
-        """What the token after `count_R1` others is drawn from."""
+        """Returns the logits that the token after `count_R1` others is drawn from."""
         if self.least < 2:
             return logits_RV
         return logits_RV.masked_fill((count_R1 < self.least) & self.eos_V, -torch.inf)
@@ -51,7 +50,9 @@ class Rules:
 def rules_of(
     tokenizer: Tokenizer, eos_V: Tensor, least: int, first: Sequence[str], never_first: Sequence[str]
 ) -> Rules:
-    """Raises `UserError` for a text that is not one token, and when no token is left to begin with."""
+    """Makes the rules of an engine's settings. Raises `UserError` for a text that is not one token, and when no first
+    token is left.
+    """
     banned_V = torch.zeros_like(eos_V)
     if first:
         banned_V[:] = True
@@ -74,7 +75,7 @@ def _token(tokenizer: Tokenizer, text: str, vocabulary: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """What the settings allow and what the model has positions for."""
+    """The lengths that the settings allow and that the model has positions for."""
 
     max_completion_tokens: int
     max_prompt_tokens: int | None
@@ -95,7 +96,7 @@ class Room:
             )
 
     def of(self, prompt: Prompt) -> int:
-        """The most tokens a completion of `prompt` can have."""
+        """Returns the most tokens a completion of `prompt` can have."""
         most = self.max_completion_tokens
         return most if self.positions is None else min(most, self.positions - len(prompt.tokens))
 
@@ -103,7 +104,8 @@ class Room:
 def matched(
     model: nn.Module, weights: Mapping[str, Tensor], replaced: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
-    """What `weights` (by Hugging Face name) are to be copied into, by the names that they have there.
+    """Returns the parameters into which `weights` (by Hugging Face name) are to be copied, by the names that these have
+    there.
 
     A tied weight may be given under any of its names; `replaced` says which parameters have to be given. Raises
     `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape.
@@ -122,7 +124,7 @@ def matched(
 
 
 def positions(config: Any, most: int) -> int:
-    """Tokens that a model has positions for, at most `most`."""
+    """Returns the number of tokens that a model has positions for, at most `most`."""
     found = getattr(config, "max_position_embeddings", None) or most
     if config.model_type in _AFTER_PADDING:
         found -= config.pad_token_id + 1

@@ -1,6 +1,6 @@
 """Where a completion ends: which tokens are EOS, and at which token a stop string is complete.
 
-Invariant: the verdict on a stop string is always taken from the decoded text of the whole completion; the look at its
+Invariant: whether there is a stop string is always decided from the decoded text of the whole completion; checking its
 last few tokens while it grows only saves computing.
 """
 

@@ -47,9 +47,9 @@ class TabularEngine:
         rng: np.random.Generator,
         interrupted: Callable[[], bool] | None = None,
     ) -> list[list[Completion]]:
-        """`count` completions of each prompt, position by position; `interrupted` is asked before each.
+        """Samples `count` completions of each prompt, position by position; `interrupted` is asked before each.
 
-        Behind its letter a prompt may have symbols: an answer that was begun, which is continued.
+        After its letter a prompt may have symbols: an answer that was begun, which is continued.
         """
         asked = np.array([self.task.question(p) for p in prompts for _ in range(count)], dtype=np.int64)
         log_behavior_QNV = log_behavior(self._logits_QNV, sampling)

@@ -31,7 +31,7 @@ from tba.protocols import Tokenizer
 from tba.types import Completion, FloatArray, Prompt, Sampling, Version
 
 PREFILL_TOKENS = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
-_STEPS_BETWEEN_LOOKS = 4  # where looking at the tokens costs more than a step: on an accelerator, for stop strings
+_STEPS_BETWEEN_LOOKS = 4  # where reading the tokens costs more than a step: on an accelerator, and for stop strings
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
 _PROBE = 7  # tokens of the longest prompt of the self-test
 
@@ -146,7 +146,7 @@ class TransformersEngine:
         rng: np.random.Generator,
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """The same by prompt, in the order in which they are done. See `protocols.Streaming`."""
+        """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
         call = self._call(prompts, count, sampling, rng)
         if call is None:
             yield from ((i, []) for i in range(len(prompts)))
@@ -162,7 +162,7 @@ class TransformersEngine:
     def _call(
         self, prompts: Sequence[Prompt], count: int, sampling: Sampling, rng: np.random.Generator
     ) -> _Call | None:
-        """Checked, but not begun; None when nothing is asked for."""
+        """Returns the call, checked but not begun; None when nothing is asked for."""
         for prompt in prompts:
             self.room.check(prompt)
         return _Call(self, prompts, count, sampling, rng) if prompts and count > 0 else None
@@ -206,7 +206,7 @@ class _Call:
         self.total = len(prompts) * count
         self.results: list[Completion | None] = [None] * self.total
         self.lacking = [count] * len(prompts)  # of each prompt's completions
-        self.done: list[int] = []  # prompts that lack none; whoever hands them out takes them away
+        self.done: list[int] = []  # prompts that lack none, until they are handed out
         self.next_request = 0
         self.steps = _STEPS_BETWEEN_ASKING  # since `interrupted` was asked
         self.positions = max(len(p.tokens) + engine.room.of(p) for p in prompts)
@@ -217,14 +217,14 @@ class _Call:
         self.prompt_R = np.zeros(self.extent, dtype=np.int64)  # prompt tokens
         self.count_R = np.zeros(
             self.extent, dtype=np.int64
-        )  # completion tokens so far, as in `rows` but without waiting
+        )  # completion tokens so far, as in `rows` but known without waiting for the device
         self.limit_R = np.zeros(self.extent, dtype=np.int64)
         self.device = self.rows.eos_V.device
         looks_are_cheap = self.device.type == "cpu" and not self.settings.stop_strings
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
 
     def run(self, interrupted: Callable[[], bool] | None) -> bool:
-        """Consumes the queue until further prompts are done; whether there is more to do.
+        """Consumes the queue until further prompts are finished; returns whether there is more to do.
 
         There is none when no row is left, or when `interrupted` says so.
         """
@@ -244,7 +244,7 @@ class _Call:
         return False
 
     def of(self, prompt: int) -> list[Completion]:
-        """What completions a prompt has so far."""
+        """Returns the completions that a prompt has so far."""
         return [c for c in self.results[prompt * self.count : (prompt + 1) * self.count] if c is not None]
 
     def _fill(self) -> None:
@@ -307,7 +307,7 @@ class _Call:
         self.cache.move(source_R, target_R, int((self.prompt_R + self.count_R)[:extent].max()))
 
     def _grow(self) -> int:
-        """One token more for every row, `stride` times if no row reaches its limit before; returns how often."""
+        """Append one token to every row, `stride` times if no row reaches its limit before; returns how often."""
         n, rows = self.extent, self.rows
         steps = min(self.stride, int((self.limit_R - self.count_R)[:n].min()))
         for _ in range(steps):
@@ -324,7 +324,7 @@ class _Call:
         return steps
 
     def _finished(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Rows whose completion has ended. The one place that waits for the device."""
+        """Returns the rows whose completion has ended. The one place that waits for the device."""
         n = self.extent
         done = self.rows.ended_R[:n].cpu().numpy() | (self.count_R >= self.limit_R)[:n]
         if self.settings.stop_strings:
@@ -357,7 +357,8 @@ class _Call:
 def _self_test(model: PreTrainedModel) -> int:
     """Compare slots with the model's plain forward on two short prompts; returns the size of the logits.
 
-    Raises `UserError` for a model whose attention cannot go through the slots: better refused than sampled wrongly.
+    Raises `UserError` for a model whose attention cannot go through the slots: refusing is better than sampling
+    wrongly.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []

@@ -2,7 +2,7 @@
 
 Invariants: a completion's log-probabilities are of the weights that sampled each of its tokens, after temperature and
 top-p, renormalised. When weights are replaced no key or value of the old ones is used again: the prefix cache is
-emptied, and what is still growing (only where `update` says in_flight) is read anew.
+emptied, and for completions still being generated (only where `update` says in_flight) they are computed again.
 
 vLLM is imported when an engine is made: it takes seconds, and only this engine needs it.
 """
@@ -42,9 +42,9 @@ from tba.types import Completion, Prompt, Sampling, StopReason, Version
 SUPPORTED = ("0.32",)
 GIVEN = "TBA_GPU_SHARE"  # in the environment: which part of its GPUs' memory is this process's (`runtime.devices`)
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
-_BLOCK = 128  # positions that keys and values are kept by, at most
+_BLOCK = 128  # positions in a block of keys and values, at most
 _ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process: weights are handed over, not pickled
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process: weights are passed directly, not pickled
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several searchers would bind to the same cores
@@ -53,7 +53,7 @@ _ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """What only vLLM knows (`--model.generation.engine vllm`)."""
+    """The settings of vLLM alone (`--model.generation.engine vllm`)."""
 
     tensor_parallel: int = 1  # processes, one for each GPU, that share one engine; the reference stays on the first
     memory_share: float = 0.5  # of the part of each GPU's memory that is this searcher's; the reference needs some too
@@ -75,7 +75,7 @@ class VllmSettings:
 
 @dataclass
 class _Growing:
-    """One completion under way."""
+    """One completion that is being generated."""
 
     tokens: list[int] = field(default_factory=list)
     log_behavior: list[float] = field(default_factory=list)
@@ -101,7 +101,7 @@ class VllmEngine:
         version: Version | None = None,
         adapted: PreTrainedModel | None = None,
     ) -> None:
-        """adapted: the same model with adapters; what is loaded is adapters then, which vLLM is given merged.
+        """adapted: the same model with adapters; then only adapters are loaded, which vLLM is given merged.
 
         Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model.
         """
@@ -121,11 +121,11 @@ class VllmEngine:
         self._stop = StopStrings(settings.stop_strings, tokenizer)
         self._eos = eos_ids(_generation_config(path), config, tokenizer)
         longest = _longest(settings, own, positions)
-        whole = device.type == "cpu"  # prompts in parts and seeds of requests do not go together there
+        whole = device.type == "cpu"  # prompts in parts and seeds of requests do not work together there
         arguments = vllm.EngineArgs(
             model=path,
             tokenizer=path,
-            skip_tokenizer_init=not settings.stop_strings,  # what it needs one for
+            skip_tokenizer_init=not settings.stop_strings,  # only stop strings need one
             dtype=str(dtype).removeprefix("torch."),
             tensor_parallel_size=own.tensor_parallel,
             max_model_len=longest,
@@ -134,11 +134,12 @@ class VllmEngine:
             enable_chunked_prefill=not whole,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # sampling is ours to say
+            generation_config="vllm",  # the sampling settings are ours
             gpu_memory_utilization=own.memory_share * float(os.environ.get(GIVEN, 1)),
             kv_cache_memory_bytes=_cache_bytes(settings, own, config, device, dtype),
             enforce_eager=device.type == "cpu" or not own.graphs,
-            async_scheduling=False if self.in_flight else None,  # a token would be counted to the next weights
+            # otherwise a token would be attributed to the next weights
+            async_scheduling=False if self.in_flight else None,
             disable_log_stats=True,
             use_tqdm_on_load=False,
             load_format="dummy" if untied else "safetensors",
@@ -146,7 +147,7 @@ class VllmEngine:
         )
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", FutureWarning)  # for vLLM's authors
+                warnings.simplefilter("ignore", FutureWarning)  # meant for vLLM's authors
                 self._llm: Any = vllm.LLMEngine.from_engine_args(arguments)
         except (ValueError, NotImplementedError) as error:
             reason = " ".join(str(error).split())
@@ -163,7 +164,7 @@ class VllmEngine:
 
     @property
     def in_flight(self) -> bool:
-        """Whether `load` may be called while `generate` asks whether it is interrupted."""
+        """Whether `load` may be called from `interrupted` while `generate` runs."""
         return self.own.update == "in_flight"
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
@@ -184,15 +185,15 @@ class VllmEngine:
         self._set(version)
 
     def _replace(self, weights: Mapping[str, Tensor]) -> None:
-        """By all of the model's own names, one after the other."""
+        """Replace weights by all of the model's own names, one after the other."""
         shapes = shapes_of(weights)
-        chosen = {id(place): name for name, place in matched(self._shapes, shapes).items()}  # of tied names one
+        chosen = {id(place): name for name, place in matched(self._shapes, shapes).items()}  # one of several tied names
         names = {name: self._names[place] for place, name in chosen.items() if place in self._names}
         like = {one: shapes[name] for name, its in names.items() for one in its}
         named = Streamed(like, lambda: ((one, t) for name, t in weights.items() for one in names.get(name, ())))
         if self.own.tensor_parallel == 1:
             self._reload({"weights_iterator": iter(named.items())})
-        else:  # its workers are other processes, and nothing is to be pickled: by file
+        else:  # its workers are other processes, and nothing is to be pickled: through a file
             with _memory_folder() as folder:
                 write_tensors(folder / "model.safetensors", named)
                 self._reload({"weights_path": str(folder)})
@@ -228,13 +229,13 @@ class VllmEngine:
         rng: np.random.Generator,
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """The same by prompt, in the order in which they are done. See `protocols.Streaming`."""
+        """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
         for prompt in prompts:
             self.room.check(prompt)
         if not prompts or count < 1:
             yield from ((i, []) for i in range(len(prompts)))
             return
-        drawn = count if sampling.temperature > 0 else 1  # of the greedy one it gives no second
+        drawn = count if sampling.temperature > 0 else 1  # it gives no second sample of the greedy answer
         call = next(self._calls)
         growing: dict[str, list[_Growing]] = {}
         first = self._version
@@ -267,7 +268,7 @@ class VllmEngine:
             seed=None if sampling.temperature == 0 else seed,
             stop=list(self.settings.stop_strings),
             detokenize=bool(self.settings.stop_strings),
-            ignore_eos=True,  # all that end a completion are named:
+            ignore_eos=True,  # all tokens that end a completion are listed:
             stop_token_ids=sorted(self._eos),
             max_tokens=self.room.of(prompt),
             min_tokens=self.settings.min_completion_tokens,
@@ -276,7 +277,7 @@ class VllmEngine:
         )
 
     def _run(self, growing: Mapping[str, list[_Growing]], interrupted: Callable[[], bool] | None) -> Iterator[str]:
-        """Until all are finished, or `interrupted` says so; the names of the requests, as each is."""
+        """Runs until all are finished, or `interrupted` says so; yields each request's name when it is finished."""
         steps = 0
         while self._llm.has_unfinished_requests():
             if interrupted is not None and steps % _STEPS_BETWEEN_ASKING == 0 and interrupted():
@@ -294,9 +295,10 @@ class VllmEngine:
         if not np.isfinite(log_behavior).all():
             raise TbaError(f"the weights of version {self.version} give probabilities that are not finite")
         if sampling.temperature == 0:
-            log_behavior[:] = 0.0  # as of a draw that could not have been another
+            log_behavior[:] = 0.0  # the log-probability of a draw that could not have been another
         n, text, reason = self._stop.ended(grown.tokens, self._eos, not grown.finished)
-        if grown.stopped and reason is StopReason.LENGTH:  # its text as it grew; not that of all tokens together
+        # its text as it was generated; not that of all tokens together
+        if grown.stopped and reason is StopReason.LENGTH:
             reason = StopReason.STOP_STRING
         versions = grown.versions or (first, self._version)
         tokens = np.array(grown.tokens[:n], dtype=np.int32)
@@ -304,7 +306,7 @@ class VllmEngine:
 
 
 def _extend(grown: _Growing, part: Any) -> None:
-    """By what vLLM says is new (a `CompletionOutput`)."""
+    """Extend a completion by what is new in vLLM's output (a `CompletionOutput`)."""
     grown.tokens.extend(part.token_ids)
     grown.log_behavior.extend(
         found[token].logprob for token, found in zip(part.token_ids, part.logprobs or (), strict=True)
@@ -318,7 +320,7 @@ def _extend(grown: _Growing, part: Any) -> None:
 
 
 def _imported(device: torch.device) -> Any:
-    """The package. Raises `UserError` when it is missing, of another version, or built for another device."""
+    """Returns the package. Raises `UserError` when it is missing, of another version, or built for another device."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "the engine is vllm, which is not installed: pip install -e '.[vllm]' -c constraints-vllm.txt in an "
@@ -332,7 +334,7 @@ def _imported(device: torch.device) -> Any:
         )
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # what it says while it is imported
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # what it logs while it is imported
     import vllm
     from vllm.platforms import current_platform
 
@@ -345,7 +347,7 @@ def _imported(device: torch.device) -> Any:
 
 
 def _installed() -> str:
-    """Under either of its names: the CPU build is a distribution of its own."""
+    """Returns its version, under either of its names: the CPU build is a distribution of its own."""
     for name in ("vllm", "vllm-cpu"):
         try:
             return version(name)
@@ -355,7 +357,7 @@ def _installed() -> str:
 
 
 def _names(model: PreTrainedModel, untied: bool) -> dict[int, list[str]]:
-    """What vLLM is to be given each parameter as: one name; all that it has where what is tied is kept apart.
+    """Returns the name under which vLLM is given each parameter; all of its names where tied ones are kept apart.
 
     On a CPU vLLM keeps the output embedding repacked, and reloading a tied one leaves that as it was.
     """
@@ -375,7 +377,7 @@ def _generation_config(path: str) -> GenerationConfig | None:
 
 
 def _longest(settings: EngineSettings, own: VllmSettings, positions: int | None) -> int | None:
-    """Positions of the longest prompt with the longest answer. None: what the model has."""
+    """Returns the positions of the longest prompt with the longest answer. None: as many as the model has."""
     if own.max_prompt_tokens is None:
         return positions
     wanted = own.max_prompt_tokens + settings.max_completion_tokens
@@ -385,7 +387,7 @@ def _longest(settings: EngineSettings, own: VllmSettings, positions: int | None)
 def _cache_bytes(
     settings: EngineSettings, own: VllmSettings, config: PretrainedConfig, device: torch.device, dtype: torch.dtype
 ) -> int | None:
-    """Room for keys and values in bytes; None: vLLM takes what is left of its share of the GPU's memory."""
+    """Returns the room for keys and values in bytes; None: vLLM takes what is left of its share of the GPU's memory."""
     if own.cache_gb is not None:
         return int(own.cache_gb * 1e9)
     if device.type != "cpu":
@@ -403,7 +405,7 @@ def _cache_bytes(
 
 @contextmanager
 def _memory_folder() -> Iterator[Path]:
-    """A folder that is gone afterwards; in memory where the system has such a place."""
+    """Yields a folder that is deleted afterwards; in memory where the system has such a place."""
     memory = Path("/dev/shm")  # noqa: S108 - where Linux keeps files in memory
     with tempfile.TemporaryDirectory(prefix="tba-weights-", dir=memory if memory.is_dir() else None) as folder:
         yield Path(folder)

@@ -1,10 +1,10 @@
-"""How many held-out problems one version of the weights answers.
+"""Accuracy: how many held-out problems one version of the weights answers correctly.
 
 Invariant: a figure is over all the problems asked for, or it is not reported: an interrupted evaluation leaves no
 figure over some other set of problems. Its seconds and tokens are counted here, apart from generation for training.
 
-Metrics: `pass@1/greedy`; `pass@1/sampled` at the training temperature; `pass@K/sampled`, unbiased, K a number, from
-the same draws. Consumes an engine and a reward, waits for nothing; `interrupted` ends it between and within chunks.
+Metrics: `pass@1/greedy`; `pass@1/sampled` at the training temperature; `pass@K/sampled`, unbiased, K a number, from the
+same draws. It consumes an engine and a reward, and waits for nothing; `interrupted` ends it between and within chunks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One problem and how it was answered, to look at."""
+    """One problem and its answer, for people to read."""
 
     prompt: str
     completion: str
@@ -92,7 +92,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Assessment:
-    """All that one evaluation of one version found and cost."""
+    """All results of one evaluation of one version, and its cost."""
 
     version: Version
     wall_seconds: float  # since the run began, when it was begun: the weights were this good by then
@@ -147,7 +147,7 @@ def evaluate(
         for name, values in _scores(metric, correct, settings).items():
             scores[name] = values
             evaluations.append(Evaluation(version, began, name, float(values.mean()), len(asked), *cost))
-            cost = (0.0, 0)  # figures of the same draws: the first bears the cost
+            cost = (0.0, 0)  # figures of the same draws: the first is charged for them
     return Assessment(
         version=version,
         wall_seconds=began,
@@ -163,7 +163,7 @@ def evaluate(
 
 @dataclass
 class _Examiner:
-    """Puts problems to an engine, marks the answers and counts what that cost."""
+    """Gives problems to an engine, grades the answers and counts what that cost."""
 
     engine: Engine
     reward: Reward

@@ -1,7 +1,7 @@
-"""How far a policy has gone from its reference, and what reward it has for it: one point of the frontier.
+"""How far a policy is from its reference, and what reward it gets: one point of the frontier.
 
-Invariant: on-policy. The answers are sampled from the weights that are measured, at the policy temperature, whole; what
-the trainer's batches say of the log-ratio depends on how old they are and which were selected, this does not.
+Invariant: on-policy. The answers are sampled from the weights that are measured, at the policy temperature, whole; the
+log-ratio of the trainer's batches depends on how old they are and which were selected, this one does not.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def divergence(
     policy_temperature: float = 1.0,
     chunk: int = 64,
 ) -> Divergence:
-    """Of the engine's present weights, by `samples` answers to each of `prompts`.
+    """Measures the engine's present weights, by `samples` answers to each of `prompts`.
 
     Raises `UserError` when there is nothing to sample.
     """

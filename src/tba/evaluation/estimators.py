@@ -1,4 +1,4 @@
-"""Figures of accuracy and how far they can be trusted. Pure functions of numbers.
+"""Figures of accuracy and their confidence intervals. Pure functions of numbers.
 
 Invariant: every estimator is unbiased or says its method, every random one takes a seed, and an interval always
 contains the figure it belongs to.
@@ -83,7 +83,7 @@ def ratio_interval(
 ) -> Interval:
     """The percentile bootstrap interval of sum(totals) / sum(counts): whole clusters are drawn, [i] of both is one.
 
-    For shares of things that come in clusters, such as pairs of a document. Clusters without any count for nothing.
+    For shares of things that come in clusters, such as pairs of a document. Clusters without any count do not matter.
     Raises `ValueError` for unequal lengths, or when nothing is counted.
     """
     total, count = np.asarray(totals, dtype=np.float64), np.asarray(counts, dtype=np.float64)
@@ -214,7 +214,7 @@ def relative_variance(gram: npt.NDArray[np.floating], *, confidence: float = 0.9
     if rest <= 0 or rest_left.min() <= 0:
         return Interval(estimate, 0.0, math.inf)
     ratios = left_out / rest_left - 1
-    if min(estimate, ratios.min()) <= 0:  # no variance to speak of
+    if min(estimate, ratios.min()) <= 0:  # the draws cannot tell the mean from 0
         return Interval(estimate, min(estimate, 0.0), max(estimate, float(ratios.max())))
     logs = np.log(ratios)
     error = math.sqrt((count - 1) / count * float(((logs - logs.mean()) ** 2).sum()))

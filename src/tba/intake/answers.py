@@ -1,4 +1,4 @@
-"""What a line of a file says: a prompt, an answer to it, and what is claimed of it.
+"""What a line of a file says: a prompt, an answer to it, and the reward that it claims.
 
 Invariant: any object gives an `Answer` or a `Refusal`, never an error. Nothing is believed here: a claimed reward is
 kept as claimed.
@@ -36,7 +36,7 @@ class Answer:
 
 
 def answer_of(values: Values) -> Answer | Refusal:
-    """What an object says, or why that is no answer to a prompt. Fields that are null count as missing."""
+    """Returns the answer that an object holds, or why it holds none. Fields that are null count as missing."""
     given = {name: value for name, value in values.items() if value is not None}
     asked = given.get("prompt", given.get("messages"))
     if asked is None:
@@ -93,7 +93,7 @@ def _conversation(messages: list[Json]) -> tuple[Message, ...] | Refusal:
 
 
 def _content(content: Json) -> str | None:
-    """A message's text, which some logs write in parts; None when it is (also) something else."""
+    """Returns a message's text, which some logs write in parts; None when it is (also) something else."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]

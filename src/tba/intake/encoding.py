@@ -1,7 +1,7 @@
 """Answers as the run's own tokens, each to a prompt of its task where the task has it.
 
 Invariant: what comes out says, token by token, what went in: the text of a completion is decoded from its tokens, and a
-text that the tokenizer cannot write is refused. Nothing is taken that answers a prompt held out for evaluation.
+text that the tokenizer cannot express is refused. No answer to a prompt held out for evaluation is taken.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tba.protocols import Tokenizer
 from tba.types import ELSEWHERE, Completion, Message, Prompt, StopReason, Trajectory
 
 _QUESTION = "question"  # the field in which a task keeps what its prompt asks, without the words around it
-_CHARACTERS = 256  # of one token at most: what is longer than so many a token is not even tokenised
+_CHARACTERS = 256  # upper bound per token: a text with more characters than the limit allows is not even tokenised
 _HELD_OUT = Refusal("its prompt is held out for evaluation")
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt and a completion from elsewhere, and whether the prompt is one of the task's own."""
+    """An imported prompt and completion, and whether the prompt is one of the task's own."""
 
     prompt: Prompt
     completion: Completion
@@ -33,7 +33,7 @@ class Encoded:
 
 
 class Known:
-    """A split's prompts, to be found by their tokens, their text or the question that they ask."""
+    """A split's prompts, found by their tokens, their text or the question that they ask."""
 
     def __init__(self, prompts: Iterable[Prompt]) -> None:
         self._by_key: dict[str, Prompt] = {}
@@ -48,12 +48,12 @@ class Known:
                 self._by_question[asked] = None if asked in self._by_question else prompt
 
     def find(self, texts: Sequence[str], question: str) -> Prompt | None:
-        """The prompt that reads exactly like the first of `texts` that any does, else the one that asks `question`."""
+        """Returns the prompt that equals the first possible one of `texts`, else the one that asks `question`."""
         found = next((prompt for text in texts if (prompt := self._by_text.get(text)) is not None), None)
         return found or self._by_question.get(question.strip())
 
     def at(self, key: str) -> Prompt | None:
-        """The prompt with that key."""
+        """Returns the prompt with that key."""
         return self._by_key.get(key)
 
 
@@ -65,14 +65,15 @@ class Encoder:
     tokenizer: Tokenizer
     train: Known
     held_out: Known
-    chat: bool  # the task's prompts are chats: a text that it does not know is put as a user's message
+    chat: bool  # the task's prompts are chats: an unknown text becomes a user's message
     max_prompt_tokens: int
-    max_tokens: int  # of an answer, its end of text included
-    met: dict[str, Prompt] = field(default_factory=dict)  # by key, prompts that the task lacks, as they came first: all
-    # answers to one prompt are marked by the same fields
+    max_tokens: int  # of an answer, including its end-of-text token
+    # by key, the first form of each prompt that the task lacks: all
+    met: dict[str, Prompt] = field(default_factory=dict)
+    # answers to one prompt are scored with the same fields
 
     def encode(self, answer: Answer) -> Encoded | Refusal:
-        """Raises nothing: what cannot be tokenised is refused."""
+        """Encodes an answer. Raises nothing: what cannot be tokenised is refused."""
         prompt = self._prompt(answer)
         if isinstance(prompt, Refusal):
             return prompt
@@ -81,9 +82,9 @@ class Encoder:
         return completion if isinstance(completion, Refusal) else Encoded(prompt, completion, known)
 
     def adopt(self, trajectory: Trajectory) -> Encoded | Answer | Refusal:
-        """A trajectory of another run with its tokens as they are; as an `Answer` where they are another tokenizer's.
+        """Takes a trajectory of another run with its tokens; as an `Answer` where they are another tokenizer's.
 
-        Its behaviour's log-probabilities stay; the weights that sampled it are none of this run's.
+        Its behaviour log-probabilities stay; the weights that sampled it are none of this run's.
         """
         prompt, completion = replace(trajectory.prompt, task=self.task), trajectory.completion
         own = self._decoded(prompt.tokens.tolist(), special=True) == prompt.text
@@ -121,7 +122,7 @@ class Encoder:
         return self.train.at(prompt.key) or self.met.setdefault(prompt.key, prompt)
 
     def _texts(self, prompt: str | tuple[Message, ...]) -> tuple[list[str], str]:
-        """The texts as which a prompt may be meant, the likeliest first, and the question that it asks."""
+        """Returns the texts that a prompt may stand for, the likeliest first, and the question that it asks."""
         if isinstance(prompt, str):
             rendered = self._rendered(({"role": "user", "content": prompt},))
             texts = [rendered, prompt] if self.chat else [prompt, rendered]
@@ -149,7 +150,7 @@ class Encoder:
         if tokens is None:
             return Refusal("an answer that the tokenizer cannot write")
         written = answer.response
-        if eos is not None and tokens and tokens[-1] == eos:  # the log spells the end of the text
+        if eos is not None and tokens and tokens[-1] == eos:  # the log spells out the end-of-text token
             while tokens and tokens[-1] == eos:
                 tokens.pop()
             mark = self.tokenizer.decode([eos], skip_special_tokens=False)
@@ -167,7 +168,7 @@ class Encoder:
         return Completion(np.array(tokens, dtype=np.int32), text, reason, (ELSEWHERE, ELSEWHERE))
 
     def _too_long(self, tokens: int | None) -> Refusal:
-        """Longer than an answer of the run can be."""
+        """Returns the refusal of an answer that is longer than the run's own can be."""
         return Refusal(f"an answer longer than {self.max_tokens} tokens", "" if tokens is None else f"{tokens} tokens")
 
     def _tokens(self, text: str) -> list[int] | None:
@@ -184,5 +185,5 @@ class Encoder:
 
 
 def _said(text: str) -> str:
-    """What two texts have to share to say the same: some tokenizers normalise letters and drop leading spaces."""
+    """Returns a normalised text, for comparison: some tokenizers normalise letters and drop leading spaces."""
     return "".join(unicodedata.normalize("NFKC", text).split())

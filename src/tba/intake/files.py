@@ -1,7 +1,7 @@
-"""Files of answers from elsewhere: JSON Lines (gzipped where the name ends in `.gz`) and Parquet, line by line.
+"""Files of answers to import: JSON Lines (gzipped where the name ends in `.gz`) and Parquet, line by line.
 
-Invariant: every line that is not blank comes out exactly once, in order: as its object, or as what is wrong with it. No
-content of a file raises or is held in memory as a whole; only a file that cannot be opened does raise.
+Invariant: every line that is not blank is yielded exactly once, in order: as its object, or as what is wrong with it.
+No content of a file raises or is held in memory as a whole; only a file that cannot be opened does raise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ROWS = 1024  # of a Parquet file at a time
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a line is not taken: a reason that is counted, and what it was in this case."""
+    """Why a line is not imported: a reason that is counted, and its details."""
 
     reason: str
     detail: str = ""
@@ -34,7 +34,7 @@ Values: TypeAlias = Mapping[str, Json]
 
 
 def read(path: Path, longest: int = LONGEST) -> Iterator[tuple[int, Values | Refusal]]:
-    """(number from 1, object or refusal) of every line. Raises `UserError` when the file cannot be opened."""
+    """Yields (number from 1, object or refusal) of every line. Raises `UserError` when the file cannot be opened."""
     return _parquet(path) if path.suffix == ".parquet" else _json_lines(path, longest)
 
 

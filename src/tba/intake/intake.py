@@ -1,10 +1,10 @@
-"""Trajectories from anywhere: answers are tokenised, marked by the task's own reward, scored under the reference.
+"""Importing trajectories: answers are tokenised, graded by the task's own reward, scored under the reference.
 
 Invariant: each line ends as a trajectory in the journal, as there already, or refused, and is counted as exactly one of
 these (`Report`). A trajectory's name follows from its source, prompt, answer and how often the same has come before, so
-that an import that was cut off, or is made again, adds what is missing and nothing twice. A claimed reward is recorded
-as claimed, and believed only by order. No weights of the run sampled it: it is never recent, and what has no
-log-probabilities of its behaviour gets none.
+that an import that was cut off, or is repeated, adds what is missing and nothing twice. A claimed reward is recorded as
+claimed, and believed only on request. No weights of the run sampled it: it is never recent, and if it has no behaviour
+log-probabilities it gets none.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Trajector
 
 S = TypeVar("S")
 T = TypeVar("T")
-CHUNK = 1024  # lines that are marked, scored and written together
+CHUNK = 1024  # lines that are graded, scored and written together
 Entry: TypeAlias = tuple[int, Values | Refusal | Trajectory]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An encoded answer on its way: its line, what was claimed and where it is from."""
+    """An encoded answer that is not written yet: its line, the reward claimed and its source."""
 
     number: int
     uid: str
@@ -52,23 +52,24 @@ class Candidate:
 
 @dataclass
 class Intake:
-    """Takes the lines of one source after another into the journal."""
+    """Imports the lines of one source after another into the journal."""
 
     encoder: Encoder
     reward: Reward
     reference: Reference
     journal: Journal
-    believe: bool = False  # claimed rewards, where there are any
-    needs_behavior: bool = False  # refuse what comes without log-probabilities of its behaviour
+    believe: bool = False  # use claimed rewards, where there are any
+    needs_behavior: bool = False  # refuse what comes without behaviour log-probabilities
     largest_reward: float = sys.float_info.max  # refuse what has a larger |reward|
-    embedded: Callable[[Sequence[Trajectory]], Sequence[Trajectory]] = lambda as_they_are: as_they_are  # before the put
+    # applied before the put
+    embedded: Callable[[Sequence[Trajectory]], Sequence[Trajectory]] = lambda as_they_are: as_they_are
     now: Callable[[], float] = time.time
     _seen: Counter[tuple[str, str, str]] = field(default_factory=Counter)
 
     def take(
         self, entries: Iterable[Entry], source: str, progress: Callable[[int], None] = lambda lines: None
     ) -> Report:
-        """All of one source. Raises only what the journal raises."""
+        """Import all of one source. Raises only what the journal raises."""
         report, lines = Report(source), iter(entries)
         while chunk := list(islice(lines, CHUNK)):
             report.lines += len(chunk)
@@ -77,7 +78,7 @@ class Intake:
         return report
 
     def _encoded(self, chunk: Sequence[Entry], report: Report) -> list[Candidate]:
-        """What can be tokenised, named; the others are refused."""
+        """Returns what can be tokenised, with its name; the others are refused."""
         candidates = []
         for number, entry in chunk:
             made = self._candidate(number, entry, report.source)
@@ -110,20 +111,20 @@ class Intake:
         return Candidate(number, self._uid(source, found), found, claimed, provenance)
 
     def _uid(self, source: str, encoded: Encoded) -> str:
-        """32 hex digits of what it is and the how-many-eth of its kind."""
+        """Returns 32 hex digits: hash of the content, and its repeat index."""
         kind = (source, encoded.prompt.key, f"{encoded.completion.digest} {encoded.completion.stop_reason}")
         self._seen[kind] += 1
         name = "\0".join((*kind, str(self._seen[kind])))
         return hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
 
     def _new(self, candidates: list[Candidate], report: Report) -> list[Candidate]:
-        """Those that are not in the journal already."""
+        """Returns those that are not in the journal already."""
         known = self.journal.known([c.uid for c in candidates])
         report.repeated += sum(c.uid in known for c in candidates)
         return [c for c in candidates if c.uid not in known]
 
     def _put(self, candidates: list[Candidate], report: Report) -> None:
-        """Mark, score, write; only what is written is counted as imported."""
+        """Grade, score, write; only what is written is counted as imported."""
         kept: list[tuple[Candidate, Judgement]] = []
         for candidate, mark in zip(candidates, self._marks(candidates), strict=True):
             if isinstance(mark, Refusal):
@@ -167,7 +168,9 @@ class Intake:
         )
 
     def _marks(self, candidates: Sequence[Candidate]) -> list[Judgement | Refusal]:
-        """The task's own mark of each, or the claimed one if that is believed; all at once if that goes well."""
+        """Returns the task's own judgement of each, or the claimed reward if that is believed; all in one call if
+        possible.
+        """
         believed = [self.believe and c.claimed is not None for c in candidates]
         asked = [c for c, b in zip(candidates, believed, strict=True) if not b]
         own = iter(self._judged(asked))
@@ -183,7 +186,10 @@ class Intake:
         return _each(candidates, self._scored, "the reference cannot score it")
 
     def _scored(self, candidates: Sequence[Candidate]) -> list[FloatArray]:
-        """The reference's log-probabilities of each, in order, prompt by prompt; equal answers are scored once."""
+        """Returns the reference's log-probabilities of each, in order, prompt by prompt.
+
+        Equal answers are scored once.
+        """
         by_prompt: dict[str, tuple[Prompt, dict[str, Completion]]] = {}
         for prompt, completion in (c.pair for c in candidates):
             by_prompt.setdefault(prompt.key, (prompt, {}))[1].setdefault(completion.digest, completion)
@@ -196,7 +202,7 @@ class Intake:
         return [scored[prompt.key, completion.digest] for prompt, completion in (c.pair for c in candidates)]
 
     def _compare(self, trajectory: Trajectory, report: Report) -> None:
-        """What was claimed against what it got."""
+        """Compare the claimed reward with the one it got."""
         claimed = trajectory.provenance.get("claimed_reward")
         if claimed is not None:
             report.claimed += 1
@@ -204,7 +210,7 @@ class Intake:
 
 
 def _each(items: Sequence[S], act: Callable[[Sequence[S]], Sequence[T]], reason: str) -> list[T | Refusal]:
-    """`act` of all at once; where that fails, of ever smaller parts, until those are alone that it fails on.
+    """Calls `act` on all at once; where that fails, on ever smaller parts.
 
     Raises `DeadlineExceeded` as it does: what hangs would hang again.
     """

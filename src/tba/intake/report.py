@@ -1,4 +1,4 @@
-"""What became of the lines of one import: taken, there already, or refused, and why.
+"""What became of the lines of one import: imported, there already, or refused, and why.
 
 Invariant: every line is in exactly one of the three: lines = imported + repeated + rejected.
 """
@@ -25,7 +25,7 @@ class Rejected:
 
 @dataclass
 class Rewards:
-    """Those of a prompt's answers."""
+    """The rewards of a prompt's answers."""
 
     count: int = 0
     least: float = float("inf")
@@ -39,7 +39,7 @@ class Rewards:
 
 @dataclass
 class Report:
-    """One source's lines; `source` is what its trajectories are known by."""
+    """The lines of one source; `source` is the name by which its trajectories are known."""
 
     source: str
     lines: int = 0
@@ -47,45 +47,45 @@ class Report:
     repeated: int = 0  # there from an earlier import of the same source
     unknown_prompts: int = 0  # trajectories whose prompt is none of the task's own
     claimed: int = 0  # trajectories that came with a reward
-    disagreed: int = 0  # of these, how many claimed another than the task's own mark
+    disagreed: int = 0  # of these, how many claimed another reward than the task's own
     rejected: dict[str, Rejected] = field(default_factory=dict)
     of: dict[str, Rewards] = field(default_factory=dict)  # by prompt key
 
     @property
     def imported(self) -> int:
-        """How many trajectories were taken in."""
+        """How many trajectories were imported."""
         return sum(rewards.count for rewards in self.of.values())
 
     @property
     def refused(self) -> int:
-        """Lines that were not taken."""
+        """How many lines were not imported."""
         return sum(rejected.count for rejected in self.rejected.values())
 
     @property
     def varied(self) -> int:
-        """Prompts with different rewards: of these alone there is something to learn."""
+        """Prompts with different rewards: only from these is there something to learn."""
         return sum(rewards.most > rewards.least for rewards in self.of.values())
 
     def refuse(self, number: int, refusal: Refusal) -> None:
-        """Line `number` is not taken."""
+        """Count line `number` as refused."""
         rejected = self.rejected.setdefault(refusal.reason, Rejected())
         rejected.count += 1
         if len(rejected.examples) < EXAMPLES:
             rejected.examples.append((number, refusal.detail))
 
     def hide(self) -> None:
-        """Forget the details of what was refused, which quote texts; the reasons and their counts stay."""
+        """Delete the details of refusals, which quote texts; the reasons and their counts stay."""
         for rejected in self.rejected.values():
             rejected.examples = [(number, "") for number, _ in rejected.examples]
 
     def take(self, trajectory: Trajectory, known: bool) -> None:
-        """One more trajectory is in the journal."""
+        """Count one more trajectory in the journal."""
         self.tokens += trajectory.length
         self.unknown_prompts += not known
         self.of.setdefault(trajectory.prompt.key, Rewards()).add(trajectory.reward)
 
     def to_json(self) -> Mapping[str, Json]:
-        """A line of `imports.jsonl`."""
+        """Returns a line of `imports.jsonl`."""
         return {
             "source": self.source,
             "lines": self.lines,
@@ -105,5 +105,5 @@ class Report:
 
 
 def counters(trajectories: list[Trajectory]) -> dict[str, int]:
-    """What the ledger is told of these."""
+    """Returns the ledger's counts of these."""
     return dict(Counter(imported_trajectories=len(trajectories), imported_tokens=sum(t.length for t in trajectories)))

@@ -1,4 +1,4 @@
-"""A Hugging Face causal language model as a recipe's model: an engine and a reference here, a policy there.
+"""A Hugging Face causal language model as a recipe's model: engine and reference for searchers, policy for the trainer.
 
 Invariant: all three begin from the same weights, reference and policy at the same precision (unless settings say
 otherwise), so that at version 0 every log-ratio to the reference is 0. Where there are no weights yet, a supervised
@@ -41,7 +41,7 @@ from tba.types import Json, Problem, Version
 
 FACTS = "warm_start.json"
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
-_FOUND: dict[tuple[str, str, str], Path] = {}  # by this process: to look means to make and to encode all problems
+_FOUND: dict[tuple[str, str, str], Path] = {}  # found by this process: finding means building and encoding all problems
 
 
 def refuse_missing_folder(path: str) -> None:
@@ -54,10 +54,10 @@ def refuse_missing_folder(path: str) -> None:
 
 @dataclass(frozen=True)
 class Lesson:
-    """One part of a warm start: the task's demonstrations, perhaps with some of its fields changed."""
+    """One part of a warm start: the task's demonstrations, possibly with some of its fields changed."""
 
     settings: SupervisedSettings
-    task_fields: Mapping[str, Json] = field(default_factory=dict)  # the task's fields that are others here
+    task_fields: Mapping[str, Json] = field(default_factory=dict)  # the task's fields that differ here
     prompts: bool = False  # the prompts' own tokens are learnt too: language, where answers are few and short
 
     def pairs(self, task: Task, tokenizer: Any) -> list[Pair]:
@@ -68,7 +68,7 @@ class Lesson:
 
 @dataclass(frozen=True)
 class WarmStart:
-    """A small policy from nothing, taught the task's own demonstrations."""
+    """A small model, made untrained and then taught the task's own demonstrations."""
 
     scratch: ScratchModel = field(default_factory=ScratchModel)
     tokenizer: Literal["characters", "bpe"] = "bpe"  # of the task's characters, or byte-level BPE trained on its texts
@@ -85,7 +85,7 @@ class HuggingFace:
     Raises `UserError`, once it is `prepared`, for a folder that is not there or cannot be read.
     """
 
-    path: str = ""  # a folder, or a name on the Hub; empty: what the warm start gives
+    path: str = ""  # a folder, or a name on the Hub; empty: the result of the warm start
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of engine and reference; auto: of the engine bfloat16 on
     # CUDA, else float32, as the trainer computes by default (with --trainer.compute bfloat16 set this to it, too)
@@ -104,7 +104,7 @@ class HuggingFace:
         return found | ({"warm_start": 'path ""'} if self.path and self.warm_start is not None else {})
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:
-        """The same, with a path: given, shipped, cached, or trained now.
+        """Returns the same with a path: given, shipped, cached, or trained now.
 
         Raises `UserError` when there is neither a path nor a warm start, or no demonstrations to start from.
         """
@@ -146,7 +146,7 @@ class HuggingFace:
         saved: Path | None = None,
         sharding: Sharding | None = None,
     ) -> CausalPolicy:
-        device = self._device if sharding is None else torch.device("cpu")  # from where a rank takes its rows only
+        device = self._device if sharding is None else torch.device("cpu")  # a rank takes only its rows from there
         base = saved if saved is not None and not self.lora.rank else self.path
         model, _ = _loaded(str(base), device, torch.float32)  # the weights that AdamW keeps
         if self.lora.rank:
@@ -179,7 +179,7 @@ class HuggingFace:
         served = self.generation.engine == "vllm"
         if self.lora.rank or not served:
             model, tokenizer = _loaded(self.path, self._device, self._dtype)
-        else:  # vLLM has its own; on the one above adapters are merged
+        else:  # vLLM has its own copy; on the other engine's, adapters are merged
             model, tokenizer = None, self.tokenizer()
         if self.lora.rank:
             add_adapters(model, self.lora)
@@ -205,7 +205,7 @@ class HuggingFace:
 
     def save(self, policy: Policy, path: Path) -> None:
         with _no_bars():
-            cast(SavedPolicy, policy).save(path, self.tokenizer())  # a policy of this model, or led over ranks
+            cast(SavedPolicy, policy).save(path, self.tokenizer())  # a policy of this model, possibly led over ranks
 
     @property
     def _device(self) -> torch.device:
@@ -217,8 +217,10 @@ class HuggingFace:
 
     @property
     def reference_dtype(self) -> torch.dtype:
-        """In which the reference scores. What the trainer computes in, or log-ratios have noise before anything is
-        learnt; with adapters it is the engine's base, at the engine's precision.
+        """The precision at which the reference scores: the trainer's, or log-ratios have noise before anything is
+        learnt.
+
+        With adapters the reference is the engine's base, at the engine's precision.
         """
         if self.lora.rank:
             return self._dtype
@@ -232,7 +234,7 @@ class HuggingFace:
 
 
 def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Path:
-    """The folder of the warm start's result for this task: shipped, cached, or made now."""
+    """Returns the folder of the warm start's result for this task: shipped, cached, or made now."""
     tokenizer = tokenizer_for(start, _demonstrated(task))
     lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*start.before, Lesson(start.sft))]
     settings = [start.scratch, tokenizer.get_vocab(), *(settings for settings, _ in lessons)]
@@ -261,14 +263,14 @@ def _cache() -> Path:
 
 
 def continued(path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None]) -> Path:
-    """The model at `path` taught the task's demonstrations: cached, or made now."""
+    """Returns the model at `path` taught the task's demonstrations: cached, or made now."""
     return taught(path, settings, lambda tokenizer: list(pairs_of(_demonstrated(task), tokenizer)), log)
 
 
 def taught(
     path: str, settings: SupervisedSettings, pairs_in: Callable[[Any], list[Pair]], log: Callable[[str], None]
 ) -> Path:
-    """The model at `path` taught what `pairs_in` makes of its tokenizer: cached, or made now."""
+    """Returns the model at `path` taught what `pairs_in` makes of its tokenizer: cached, or made now."""
     model, tokenizer = _loaded(path, "cpu", torch.float32)
     pairs = pairs_in(tokenizer)
     key = supervised_key([settings], pairs, dict(model.state_dict()))
@@ -300,7 +302,7 @@ def teach(
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Inside, transformers draws no progress bars: a folder is read and written in a moment."""
+    """Inside, transformers draws no progress bars: reading and writing a folder takes a moment."""
     drawn = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -311,13 +313,13 @@ def _no_bars() -> Iterator[None]:
 
 
 def _loaded(path: str, device: torch.device | str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A model and its tokenizer; a download from the Hub shows how far it is."""
+    """Returns a model and its tokenizer; a download from the Hub shows its progress."""
     with _no_bars() if Path(path).is_dir() else nullcontext():
         return load_model(path, device, dtype)
 
 
 def tokenizer_for(start: WarmStart, problems: list[Problem]) -> Any:
-    """Of the characters that occur, or BPE trained on the texts."""
+    """Returns a tokenizer of the characters that occur, or BPE trained on the texts."""
     texts = [text for p in problems for text in (str(p.prompt), p.demonstration or "")]
     if start.tokenizer == "characters":
         return character_tokenizer("".join(sorted(set("".join(texts)))))
@@ -325,7 +327,7 @@ def tokenizer_for(start: WarmStart, problems: list[Problem]) -> Any:
 
 
 def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
-    """Problem -> (prompt, response) token ids; encoded all at once, which is several times faster."""
+    """Yields problems as (prompt, response) token ids; encoded all at once, which is several times faster."""
     if not problems:
         return
     prompts = [p.prompt if isinstance(p.prompt, str) else templated(tokenizer, p.prompt) for p in problems]
@@ -338,7 +340,7 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
 
 
 def adapters_in(folder: Path) -> dict[str, torch.Tensor]:
-    """Those that `save` left beside the merged model. Raises `UserError` when there are none."""
+    """Returns the adapters that `save` left next to the merged model. Raises `UserError` when there are none."""
     try:
         return safetensors.torch.load_file(folder / ADAPTERS)
     except (OSError, safetensors.SafetensorError) as error:

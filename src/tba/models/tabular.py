@@ -1,6 +1,6 @@
-"""The enumerable toy as a recipe's model, so that any runtime can be held against its exact ideal policy.
+"""The enumerable toy as a recipe's model, so that any runtime can be compared with its exact ideal policy.
 
-Invariant: both halves begin as the reference of the one `TabularTask`; at version 0 every log-ratio is 0.
+Invariant: policy and engine begin as the reference of the one `TabularTask`; at version 0 every log-ratio is 0.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TabularModel:
     task: TabularTask = field(default_factory=TabularTask)  # has to be the recipe's task
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> TabularModel:
-        """Itself; there is nothing to prepare. Raises `UserError` when the recipe's task is another."""
+        """Returns itself; there is nothing to prepare. Raises `UserError` when the recipe's task is another."""
         if isinstance(task, TabularTask) and task != self.task:
             raise UserError(f"the tabular model is of {self.task}, but the recipe's task is {task}; make them equal.")
         return self
@@ -78,6 +78,6 @@ class TabularModel:
         return TabularReference(self.task, temperature, version)
 
     def save(self, policy: Policy, path: Path) -> None:
-        """The one tensor as `model.safetensors` in the folder `path`."""
+        """Write the one tensor as `model.safetensors` in the folder `path`."""
         path.mkdir(parents=True, exist_ok=True)
         safetensors.torch.save_file({WEIGHT: policy.weights()[WEIGHT].contiguous()}, path / MODEL)

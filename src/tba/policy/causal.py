@@ -39,15 +39,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOGITS_PER_CHUNK = 2**22  # 16 MiB of float32: they stay in the cache of the processor
+_LOGITS_PER_CHUNK = 2**22  # 16 MiB of float32: they stay in the processor's cache
 
 
 def load_model(
     path: str | Path, device: torch.device | str, dtype: torch.dtype, seed: int | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
+    """Loads a causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
 
-    With a `seed` the weights are drawn anew from the configuration, whatever weights are there.
+    With a `seed` the weights are drawn at random from the configuration, whatever weights are there.
     Raises `UserError` when the model or its tokenizer is missing or unreadable.
     """
     try:
@@ -69,7 +69,7 @@ def load_model(
 
 @dataclass(frozen=True)
 class _Forward:
-    """What one forward gives of a batch's trained tokens, and of its prompts if a head reads them."""
+    """The hidden states of a batch's trained tokens from one forward, and of its prompts if a head reads them."""
 
     log_M: Tensor
     place_M: Tensor  # int64 into B * T
@@ -81,7 +81,7 @@ class CausalPolicy:
     """The model being trained. It owns `model`: its attention and mode are set here, and dropout is never used.
 
     With `share_prompt` each prompt is run once per group (`policy.packed`); a model that cannot (its own masks,
-    recurrence, ...) is found out by comparing both forwards once, and takes the plain padded forward.
+    recurrence, ...) is detected by comparing both forwards once, and takes the plain padded forward.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class CausalPolicy:
     def shard(self, sharding: Sharding) -> None:
         """Keep only this rank's rows of each of the model's parameters, for good (the few of the heads stay whole).
 
-        Every rank does this, with the same model, and from then on each `evaluate` with all others.
+        Every rank calls this, with the same model, and from then on each `evaluate` together with all others.
         """
         from tba.policy.sharded import ShardedEvaluation  # which loads a good part of torch.distributed
 
@@ -136,7 +136,9 @@ class CausalPolicy:
         self.heads.to(sharding.mesh.device_type)
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """log_policy_BT (float32, 0 where the mask is False) and heads, with gradients unless they are switched off."""
+        """Returns log_policy_BT (float32, 0 where the mask is False) and heads, with gradients unless they are switched
+        off.
+        """
         return self._evaluate(batch) if self._sharded is None else self._sharded.evaluate(batch)
 
     def _evaluate(self, batch: Batch) -> PolicyOutput:
@@ -156,7 +158,7 @@ class CausalPolicy:
         return flat_BT.index_copy(0, place_M, x_M).view(batch.completion_BT.shape)
 
     def _packed(self, batch: Batch) -> _Forward:
-        """Each prompt run once."""
+        """Runs each prompt once."""
         packed = pack(batch)
         hidden_NW = packed_hidden(self._body, packed)
         hidden_MW = hidden_NW.index_select(0, packed.predictor_M)
@@ -166,7 +168,7 @@ class CausalPolicy:
         return _Forward(self._log_probabilities(hidden_MW, packed.target_M), packed.place_M, hidden_MW, prompt_GW)
 
     def _plain(self, batch: Batch) -> _Forward:
-        """The same by a padded forward of prompt + completion. Padding comes last, so causality hides it."""
+        """Does the same by a padded forward of prompt + completion. Padding comes last, so causality hides it."""
         row_M, step_M = batch.mask_BT.nonzero(as_tuple=True)
         prompt_B = batch.prompt_length_G[batch.group_B]
         input_BT = _joined(batch)
@@ -190,20 +192,20 @@ class CausalPolicy:
         return token_log_probabilities(hidden_MW, head, target_M, self.temperature, self.vocab_chunk, self._kept)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
-        """Those that are trained, each once, those of the heads last."""
+        """Returns the trained parameters, each once, those of the heads last."""
         return [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Detached views by the names `save_pretrained` uses; tied weights once, heads not at all.
+        """Returns detached views by the names `save_pretrained` uses; tied weights once, heads not at all.
 
-        Of a model with adapters (`policy.lora`) these alone. Of a sharded policy they are shards, in the same order on
-        every rank.
+        For a model with adapters (`policy.lora`) these are the adapters alone. For a sharded policy they are shards, in
+        the same order on every rank.
         """
         everything = self.everything()
         return {name: tensor for name, tensor in everything.items() if not self.adapted or is_adapter(name)}
 
     def everything(self) -> Mapping[str, Tensor]:
-        """The same with the base of adapters."""
+        """Returns the same with the base of adapters."""
         if self._sharded is not None:
             self._sharded.let_go()
         return untied(self.model)
@@ -233,19 +235,20 @@ class CausalPolicy:
         tokenizer: PreTrainedTokenizerBase | None = None,
         weights: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """The Hugging Face layout: configuration, safetensors and the tokenizer. Written beside and renamed.
+        """Write the Hugging Face layout: configuration, safetensors and the tokenizer, under a temporary name that is
+        then replaced.
 
-        Adapters are merged, and beside it by themselves. `weights` are `everything` of a sharded policy, as it comes
-        from its ranks.
+        Adapters are merged into the model, and also saved by themselves. `weights` are `everything` of a sharded
+        policy, as it comes from its ranks.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        # By these names the next checkpoint takes away what a kill leaves behind (`weights.beside`).
+        # A kill leaves a folder of such a name behind, which the next checkpoint deletes (`weights.atomic_dir`).
         beside, replaced = (path.with_name(f".{what}-{path.name}-{os.getpid()}") for what in ("writing", "removed"))
         try:
             self._fill(beside, weights)
             if tokenizer is not None:
                 tokenizer.save_pretrained(beside)
-        except BaseException:  # a full disk stays full with a part of the model on it
+        except BaseException:  # otherwise part of the model would keep a full disk full
             shutil.rmtree(beside, ignore_errors=True)
             raise
         if path.exists():
@@ -254,7 +257,7 @@ class CausalPolicy:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _fill(self, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
-        """All but the tokenizer."""
+        """Write all but the tokenizer."""
         if self.adapted:
             adapters: dict[str, Tensor] = {}
             self._write(folder, merged(self.model, weights or self.everything(), adapters))
@@ -265,7 +268,7 @@ class CausalPolicy:
             self._write(folder, weights)
 
     def _write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """What `save_pretrained` writes, with the tensors one after the other."""
+        """Write what `save_pretrained` writes, with the tensors one after the other."""
         folder.mkdir()
         config = copy(self.model.config)
         config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
@@ -277,7 +280,7 @@ class CausalPolicy:
 
 
 def _joined(batch: Batch) -> Tensor:
-    """Prompt and completion of each row, one after the other, right-padded: int64 [B, longest]."""
+    """Returns prompt and completion of each row, one after the other, right-padded: int64 [B, longest]."""
     prompt_B = batch.prompt_length_G[batch.group_B]
     position_T = torch.arange(int((prompt_B + batch.length_B).max()), device=prompt_B.device)
     step_BT = position_T - prompt_B[:, None]
@@ -299,7 +302,7 @@ def _mean_prompt(hidden_BTW: Tensor, batch: Batch) -> Tensor:
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """What is in each layer but its attention, which takes what is new with every batch (the pack's layout)."""
+    """Compile each layer but its attention, whose input (the pack's layout) is new with every batch."""
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             for part in layer.children():

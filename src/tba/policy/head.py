@@ -1,18 +1,18 @@
-"""Log-probabilities of tokens from hidden states, without ever holding all logits.
+"""Log-probabilities of tokens from hidden states, without ever holding all logits; and linear heads.
 
 Invariant: equal to `log_softmax(head(hidden) / temperature)` in float32 at the target tokens, values and gradients.
 
 With p = softmax(z), d log p_y / dz = onehot(y) - p, so both gradients are one matrix product with p - onehot(y). It is
-formed in float32, for little is left of it where p_y is near 1, and kept for the first tokens, as many as
-`KeptProbabilities` may hold; that of the others is computed again, a chunk at a time. Chunks are added up in float32
-(but those of a head with a softcap, whose gradient is autograd's, in the weight's type).
+formed in float32, because little is left of it where p_y is near 1, and kept for the first tokens, as many as
+`KeptProbabilities` may hold; for the others it is computed again, a chunk at a time. Chunks are added up in float32
+(except those of a head with a softcap, whose gradient is autograd's, in the weight's type).
 
 Shape legend: M tokens, W hidden width, V vocabulary, C tokens of one block.
 
-Linear heads on hidden states: a value before each token, log Z of a prompt.
+Linear heads on hidden states (`linear_heads`): a value before each token, log Z of a prompt.
 
-Invariant: they begin at zero, are float32 whatever the model is, and belong to the policy that trains them: saved
-beside its model, never published.
+Invariant: they begin at zero, are float32 whatever the model is, and belong to the policy that trains them: saved next
+to its model, never published.
 
 Shape legend: N any number of hidden states, W their width.
 """
@@ -61,7 +61,7 @@ class Head:
 
 
 class KeptProbabilities:
-    """At most `limit` bytes, lent by a forward to its backward and used again by the next.
+    """At most `limit` bytes, lent by a forward to its backward and reused by the next.
 
     New memory costs more than its first use (every page of it is a fault), so one buffer stays.
     """
@@ -224,7 +224,7 @@ def linear_heads(names: Iterable[str], width: int, device: torch.device) -> torc
 
 
 def read(head: torch.nn.Module, hidden_NW: Tensor) -> Tensor:
-    """[N] float32: what a head says of hidden states."""
+    """[N] float32: the output of a head for hidden states."""
     said_N: Tensor = head(hidden_NW.float())[:, 0]
     return said_N
 

@@ -1,6 +1,6 @@
 """LoRA (Hu et al. 2021, arXiv 2106.09685) by peft: a frozen base, and small adapters that are trained.
 
-Invariant: adapters begin as nothing (B = 0), so a model with new ones is its base. The base never changes: what is
+Invariant: adapters begin at zero (B = 0), so a model with new ones equals its base. The base never changes: what is
 published and loaded is adapters alone, and a reference is the base with its adapters off, until another one is loaded.
 Merged, W + (alpha / rank) B A is a plain model that any program can read.
 """
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from tba.errors import UserError
 from tba.streaming import Streamed, shapes_of
 
-FILE = "adapters.safetensors"  # beside the merged model in a checkpoint: what training goes on from
+FILE = "adapters.safetensors"  # next to the merged model in a checkpoint: training resumes from it
 _NAME = "default"  # peft's, of the one adapter of each layer
 
 
@@ -44,7 +44,7 @@ class LoraSettings:
 
 
 def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
-    """Give the model's layers adapters, in place; nothing else of it is trained from here on.
+    """Add adapters to the model's layers, in place; nothing else of it is trained from here on.
 
     Raises `UserError` without peft, and for targets that the model does not have.
     """
@@ -75,7 +75,7 @@ def has_adapters(model: torch.nn.Module) -> bool:
 
 
 def switch_adapters(model: torch.nn.Module, on: bool) -> None:
-    """With them the model is the policy, without them the base."""
+    """Switch adapters on or off: with them the model is the policy, without them the base."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in model.modules():
@@ -84,7 +84,7 @@ def switch_adapters(model: torch.nn.Module, on: bool) -> None:
 
 
 def copy_on_same_base(model: PreTrainedModel) -> PreTrainedModel:
-    """The same model with adapters of its own, whose base is in the same memory."""
+    """Returns the same model with adapters of its own, and a base that shares its memory."""
     shared = {id(p): p for name, p in model.named_parameters() if not is_adapter(name)}
     return copy.deepcopy(model, shared)
 
@@ -99,13 +99,13 @@ def merged_with(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Strea
 
 
 def untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All weights by name, detached, of those that are tied one alone."""
+    """Returns all weights by name, detached; of tied ones only one."""
     tied = model.all_tied_weights_keys
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
 
 
 def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> Streamed:
-    """What `model` would be without adapters: plain weights by the names of its base, one after the other.
+    """Yields `model` without adapters: plain weights by the names of its base, one after the other.
 
     `weights` are all of its own, the base's before its adapter's; those of adapters are put into `adapters`.
     """
@@ -135,6 +135,6 @@ def _plain(name: str) -> str:
 
 @torch.no_grad()
 def _with_change(layer: Any, base: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """base + (alpha / rank) B A, the other way round where the layer's weight is."""
+    """Returns base + (alpha / rank) B A, transposed where the layer's weight is."""
     change = b.float() @ a.float() * layer.scaling[_NAME]
     return base + (change.T if layer.fan_in_fan_out else change).to(base)

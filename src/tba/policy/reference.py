@@ -39,7 +39,7 @@ class FrozenReference:
         return self.log_probabilities_of([(prompt, completions)])[0]
 
     def log_probabilities_of(self, answered: Sequence[Answered]) -> list[list[FloatArray]]:
-        """The same for several prompts at once: [i][j] is of the j-th completion of the i-th prompt.
+        """Does the same for several prompts at once: [i][j] is of the j-th completion of the i-th prompt.
 
         At most `tokens_per_pass` tokens go through the model at a time (a single longer row goes alone).
         """
@@ -81,7 +81,7 @@ def _passes(answered: Sequence[Answered], limit: int) -> Iterator[list[tuple[int
 
 
 def _batch(answered: Sequence[Answered]) -> Batch:
-    """A batch to be scored: nothing is known of its rewards and reference yet, so these are 0."""
+    """Returns a batch to be scored: its rewards and reference log-probabilities are not known yet, so these are 0."""
     completions = [c for _, completions in answered for c in completions]
     length_B = np.array([len(c.tokens) for c in completions], dtype=np.int64)
     prompt_length_G = np.array([len(prompt.tokens) for prompt, _ in answered], dtype=np.int64)

@@ -5,7 +5,7 @@ and the sum is the gradient that one process would have. Every rank makes the sa
 has no rows to evaluate evaluates some all the same and backpropagates zeros.
 
 A layer's parameters are gathered for its forward and again for its backward. Computing in a lower precision casts what
-is gathered: the rows that a rank holds, and the sums of gradients, stay as they are.
+is gathered: the rows that a rank holds, and the sums of gradients, keep their precision.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ class ShardedEvaluation:
                 module.set_force_sum_reduction_for_comms(True)  # which gloo can do
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """The policy's own, within the gathering of its parameters."""
+        """Runs the policy's own `evaluate`, while its parameters are gathered."""
         log_policy_BT, value_BT, log_z_G = self._whole(batch)
         return PolicyOutput(log_policy_BT, value_BT, log_z_G)
 
     def let_go(self) -> None:
-        """Free what is still gathered: after a forward without a backward that is what no layer has."""
+        """Free what is still gathered: after a forward without a backward, the parameters outside all layers."""
         for module in self._whole.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 class _Whole(torch.nn.Module):
-    """The model and what a policy makes of it, as one module: FSDP acts where its forward begins and ends."""
+    """The model and the policy's evaluation as one module: FSDP acts where its forward begins and ends."""
 
     def __init__(self, model: PreTrainedModel, evaluate: Callable[[Batch], PolicyOutput]) -> None:
         super().__init__()
@@ -61,4 +61,4 @@ class _Whole(torch.nn.Module):
     def forward(self, batch: Batch) -> tuple[Tensor | None, ...]:
         output = self._evaluate(batch)
         given = (output.log_policy_BT, output.value_BT, output.log_z_G)
-        return tuple(None if tensor is None else tensor.clone() for tensor in given)  # FSDP warns of views
+        return tuple(None if tensor is None else tensor.clone() for tensor in given)  # FSDP warns about views

@@ -1,12 +1,12 @@
-"""An enumerable toy whose ideal policy can be written down: the ground truth that real parts are tested against.
+"""An enumerable toy whose ideal policy can be written down: the ground truth that real components are tested against.
 
 Invariant: everything follows from the fields of a `TabularTask`; the probability of every outcome is known exactly, so
 that pi* = pi_ref exp(r / beta) / Z is an array and the distance to it a number.
 
-Completions are strings over A symbols, at most L tokens: EOS (token 0) ends one early, one of L symbols is truncated.
-A prefix of fewer than L symbols is a node of an A-ary heap: the root is 0, node n followed by symbol s (token 1..A) is
-node n A + s. An outcome has the number of its symbols' node, counting one level deeper: outcome o < N is "node o, then
-EOS", the others are the truncated ones.
+Completions are strings over A symbols, at most L tokens: EOS (token 0) ends one early, one of L symbols is truncated. A
+prefix of fewer than L symbols is a node of a complete A-ary tree, numbered level by level: the root is 0, node n
+followed by symbol s (token 1..A) is node n A + s. An outcome has the number of its symbols' node, counting one level
+deeper: outcome o < N is "node o, then EOS", the others are the truncated ones.
 
 Shape legend: Q prompts (questions), N nodes, V = 1 + A next tokens, O = N + A^L outcomes, B rows, T positions.
 """
@@ -88,7 +88,7 @@ class TabularTask:
         return q
 
     def begun(self, prompt: Prompt) -> list[int]:
-        """The symbols behind a prompt's last letter: an answer that is to be continued."""
+        """Returns the symbols after a prompt's last letter: an answer that is to be continued."""
         tokens: list[int] = prompt.tokens.tolist()
         letters = [i for i, token in enumerate(tokens) if token > self.symbols]
         return tokens[max(letters, default=len(tokens) - 1) + 1 :]

@@ -1,4 +1,4 @@
-"""Where the wall-clock of a loop went.
+"""A clock that divides the wall-clock time of a loop among states.
 
 Invariant: at every moment the clock is in exactly one state, so the seconds of all states add up to the time since it
 was made. Until `end_warm_up()` all of it is warm-up; shares are of the wall-clock after warm-up.
@@ -15,7 +15,7 @@ State: TypeAlias = Literal["warm_up", "busy", "idle", "paced", "eval", "journal"
 
 
 class ShareClock:
-    """Accounts the wall-clock of one loop into states. `now` gives seconds and never goes back."""
+    """Divides the wall-clock time of one loop among states. `now` gives seconds and is monotone."""
 
     def __init__(self, warming_up: bool = False, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
@@ -38,12 +38,12 @@ class ShareClock:
         self._switch(name)
 
     def end_warm_up(self) -> None:
-        """From here on time counts as the state it is in. Once is enough; more does nothing."""
+        """From here on time counts as the state it is in. Further calls change nothing."""
         self._settle()
         self._warming_up = False
 
     def carry(self, seconds: Mapping[State, float]) -> None:
-        """Add those of an earlier clock of the same loop, which this one goes on from."""
+        """Add the seconds of an earlier clock of the same loop, which this one continues."""
         for name, spent in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + spent
 
@@ -66,7 +66,7 @@ class ShareClock:
         return before
 
     def _settle(self) -> None:
-        """Book the time since the last booking."""
+        """Add the time since the last call to the present state."""
         now = self._now()
         name: State = "warm_up" if self._warming_up else self._state
         self._seconds[name] = self._seconds.get(name, 0.0) + now - self._since

@@ -1,7 +1,7 @@
-"""`evaluations.jsonl` and `answers.jsonl`: what each evaluation found, on disk as soon as it is found.
+"""`evaluations.jsonl` and `answers.jsonl`: the results of each evaluation, written as soon as they are there.
 
-Invariant: a figure here is one of `tba.types.Evaluation`, whole; the answers are those to the same first problems
-each time, so that before and after can be laid side by side. Without text (a setting) no answer is written.
+Invariant: a figure here is one of `tba.types.Evaluation`, whole; the answers are those to the same first problems each
+time, so that before and after can be compared. Without text (a setting) no answer is written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EvaluationWriter:
         self._answers = JsonLines(directory / ANSWERS_FILE)
 
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
-        """Those of one evaluation of one version."""
+        """Append the results of one evaluation of one version."""
         for a in answers if evaluations and self._text else ():
             first = evaluations[0]
             answer = RecordedAnswer(
@@ -57,12 +57,12 @@ class EvaluationWriter:
 
 
 def read_evaluations(directory: Path) -> list[Evaluation]:
-    """A run's figures, in the order written; none when it has none yet."""
+    """Returns a run's figures, in the order written; none when it has none yet."""
     return read_lines(directory / FILE, evaluation_of)
 
 
 class RunningEvaluations:
-    """The newest figure of each metric, for whoever looks again and again: a look reads what is new."""
+    """The newest figure of each metric, for repeated reading: each call of `look` reads only what is new."""
 
     def __init__(self, directory: Path) -> None:
         self._lines = NewLines(directory / FILE, evaluation_of)
@@ -82,7 +82,7 @@ class RunningEvaluations:
 
 
 def read_answers(directory: Path) -> list[RecordedAnswer]:
-    """A run's shown answers, in the order written; none when it has none yet."""
+    """Returns a run's shown answers, in the order written; none when it has none yet."""
     return read_lines(directory / ANSWERS_FILE, lambda row: RecordedAnswer(**_versioned(row)))
 
 
@@ -103,5 +103,5 @@ def _versioned(row: dict[str, Json]) -> dict[str, Any]:
 
 
 def _line(record: Evaluation | RecordedAnswer) -> dict[str, Json]:
-    # asdict would open the version up into its fields; it is written by its name
+    # asdict would convert the version to a dict; it is written by its name
     return {**asdict(record), "version": str(record.version)}

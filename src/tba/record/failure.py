@@ -1,6 +1,6 @@
-"""`failure.json`: why a run ended before its time, by an error. A run has it or a summary, not both.
+"""`failure.json`: the error that ended a run early. A run has it or a summary, not both.
 
-Invariant: the kind is that of the error where it arose, also when it was a part in another process that had it.
+Invariant: the kind is that of the error where it arose, also when a part in another process raised it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Failure:
 
     @classmethod
     def record(cls, directory: Path, error: BaseException | str) -> Failure:
-        """Write what ended the run in `directory`; a part that left an error of its own is believed before `error`."""
+        """Write what ended the run in `directory`; an error that a part has left takes precedence over `error`."""
         kind, message = (error, error) if isinstance(error, str) else (type(error).__name__, str(error))
         for file in sorted((directory / "logs").glob("*.error.json")):
             with suppress(UserError):
@@ -43,7 +43,9 @@ class Failure:
 
     @classmethod
     def read(cls, directory: Path) -> Failure | None:
-        """What ended the run in `directory`; None when nothing did. Raises `UserError` when the file is damaged."""
+        """Returns what ended the run in `directory`; None when nothing did. Raises `UserError` when the file is
+        damaged.
+        """
         path = directory / FILE
         if not path.exists():
             return None

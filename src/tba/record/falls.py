@@ -1,11 +1,11 @@
-"""A figure that falls far from its best: the held-out figures, and the mean reward of what searchers bring.
+"""Detects a figure that falls far below its best: a held-out figure, or the mean reward of what searchers bring.
 
 Invariant: noise is no fall. A held-out figure has fallen when it is more than 5 points and more than 5 standard errors
 (of the difference of two proportions) below the best one before it; the mean reward of the newest answers when it is
 more than 6 standard errors (of the difference of two means over prompts) below the best before, and more than half of
-all that had been gained since the beginning is lost. So many, since the best of many is the best by chance too: among a
-hundred figures that differ by chance alone, fewer than one run in a hundred has such two. A fall is told once, and the
-next one when the figure had come back in between.
+all that had been gained since the beginning is lost. The thresholds are that high because the best of many figures is
+partly luck: with a hundred figures that differ by chance alone, fewer than one run in a hundred reports a fall. A fall
+is reported once, and the next one only when the figure had recovered in between.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _FIGURES = ("pass@1/sampled", "pass@1/greedy")  # by which of them checkpoints a
 
 
 def falls(evaluations: Iterable[Evaluation]) -> list[str]:
-    """A sentence for each time that a held-out figure fell, in the order of versions."""
+    """Returns a sentence for each time that a held-out figure fell, in the order of versions."""
     best: dict[str, Evaluation] = {}
     fallen: dict[str, bool] = {}
     found = []
@@ -45,7 +45,7 @@ def falls(evaluations: Iterable[Evaluation]) -> list[str]:
 
 
 def note_falls(directory: Path, evaluations: Iterable[Evaluation]) -> list[str]:
-    """Those that nobody has recorded yet for the run in `directory`, which are faults from here on."""
+    """Record the falls that are not recorded yet for the run in `directory`, as faults; returns them."""
     known = {line["what"] for line in read_faults(directory) if line["kind"] == HELD_OUT}
     new = [what for what in falls(evaluations) if what not in known]
     for what in new:
@@ -54,12 +54,12 @@ def note_falls(directory: Path, evaluations: Iterable[Evaluation]) -> list[str]:
 
 
 def noted_falls(directory: Path) -> list[str]:
-    """All that were recorded, oldest first."""
+    """Returns all that were recorded, oldest first."""
     return [str(line["what"]) for line in read_faults(directory) if line["kind"] in (HELD_OUT, REWARD)]
 
 
 def by_version(evaluations: Sequence[Evaluation]) -> Mapping[Version, Evaluation]:
-    """The one figure of each version by which versions are compared: sampled accuracy where that was measured."""
+    """Returns the figure of each version by which versions are compared: sampled accuracy where that was measured."""
     names = {e.metric for e in evaluations}
     name = next((metric for metric in _FIGURES if metric in names), min(names, default=""))
     return {e.version: e for e in evaluations if e.metric == name}
@@ -67,16 +67,17 @@ def by_version(evaluations: Sequence[Evaluation]) -> Mapping[Version, Evaluation
 
 @dataclass
 class RewardWatch:
-    """Is shown the rewards that arrive, by prompt, and tells when their mean has fallen."""
+    """Watches the rewards that arrive, by prompt, and reports when their mean has fallen."""
 
     prompts: int = PROMPTS
-    _open: dict[str, list[float]] = field(default_factory=dict)  # answers of the mean that is being made
+    # answers that belong to the mean that is not complete yet
+    _open: dict[str, list[float]] = field(default_factory=dict)
     _first: tuple[float, float] | None = None  # mean, standard error
     _best: tuple[float, float] | None = None
     _fallen: bool = False
 
     def see(self, rewards: Iterable[tuple[str, float]]) -> list[str]:
-        """(prompt, reward) of each new answer; a sentence for each fall that they show."""
+        """Takes (prompt, reward) of each new answer; returns a sentence for each fall that they show."""
         found = []
         for prompt, reward in rewards:
             if len(self._open) == self.prompts and prompt not in self._open:
@@ -86,7 +87,7 @@ class RewardWatch:
         return found
 
     def _compare(self, means: Sequence[float]) -> list[str]:
-        """One more mean over prompts: a sentence if it is a fall."""
+        """Compare one more mean over prompts with the best; returns a sentence if it is a fall."""
         mean = sum(means) / len(means)
         error = math.sqrt(sum((m - mean) ** 2 for m in means) / (len(means) - 1) / len(means))
         if self._first is None or self._best is None:
@@ -101,6 +102,6 @@ class RewardWatch:
 
 
 def _error(e: Evaluation) -> float:
-    """The standard error of a proportion, kept off 0 (Agresti and Coull 1998)."""
+    """Returns the standard error of a proportion, kept above 0 (Agresti and Coull 1998)."""
     share = (e.value * e.n + 2) / (e.n + 4)
     return math.sqrt(max(0.0, share * (1 - share)) / (e.n + 4))

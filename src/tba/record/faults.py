@@ -1,7 +1,7 @@
-"""`faults.jsonl`: what went wrong in a run and was survived, a line for each, as soon as it has happened.
+"""`faults.jsonl`: the faults that a run survived, a line for each, written when it happens.
 
-Invariant: it outlives every process of the run, so that the summary counts over all of a run's incarnations. What ended
-a run is not here but in `failure.json`.
+Invariant: the file outlives every process of the run, so that the summary counts over all of a run's incarnations. What
+ended a run is not here but in `failure.json`.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tba.types import Json
 log = logging.getLogger("tba.record.faults")
 FILE = "faults.jsonl"
 KINDS = (
-    "searcher_restarts",  # a searcher was killed and started again
-    "searchers_given_up",  # no node of the cluster had room for one that was to be started again
-    "trainer_restarts",  # the trainer was, and went on from its checkpoint
-    "exchange_restarts",  # a cluster's exchange died beside the trainer and was made anew
-    "evaluations_missing",  # because of those that were given up
-    "silences",  # a part gave no sign of life for too long and was killed
-    "resumes",  # the whole run was left and taken up again
-    "damaged_checkpoints",  # passed over on the way to one that is whole
-    "reward_retries",  # a reward raised or hung and was asked again
-    "journal_recoveries",  # a damaged journal was set aside, and its rows brought into another
+    "searcher_restarts",  # a searcher was killed and restarted
+    "searchers_given_up",  # no node of the cluster had room for one that was to be restarted
+    "trainer_restarts",  # the trainer was killed, and resumed from its checkpoint
+    "exchange_restarts",  # a cluster's gateway (`exchange`) died and was restarted
+    "evaluations_missing",  # because a searcher was given up
+    "silences",  # a part gave no heartbeat for too long and was killed
+    "resumes",  # the whole run was left and resumed
+    "damaged_checkpoints",  # passed over in favour of an older one that is whole
+    "reward_retries",  # a reward raised or hung and was called again
+    "journal_recoveries",  # a damaged journal was set aside, and its rows moved to a new one
     "damaged_trajectories",  # one of the journal was not what had been written: it is left out
     "joined_deaths",  # a searcher that had joined died
     "joined_late",  # one had not left when the run ended
@@ -41,7 +41,9 @@ KINDS = (
 
 
 def record_fault(directory: Path, kind: str, what: str) -> None:
-    """One more fault of the run in `directory`. On a full disk it is in the log only: the run has other worries."""
+    """Record one more fault of the run in `directory`. On a full disk it is only logged: that error is reported
+    elsewhere.
+    """
     line = {"kind": kind, "what": what, "time": round(time.time(), 3)}
     try:
         with closing(JsonLines(directory / FILE)) as lines:
@@ -51,19 +53,19 @@ def record_fault(directory: Path, kind: str, what: str) -> None:
 
 
 def read_faults(directory: Path) -> list[dict[str, Json]]:
-    """All of them, oldest first: `kind`, `what`, and the `time` (seconds since the epoch)."""
+    """Returns all of them, oldest first: `kind`, `what`, and the `time` (seconds since the epoch)."""
     return read_lines(directory / FILE, _fault)
 
 
 def unreadable(directory: Path) -> dict[str, list[int]]:
-    """The files of records that have lines which cannot be read, and the numbers of these lines."""
+    """Returns the files of records that have lines which cannot be read, and the numbers of these lines."""
     files = ((metrics.FILE, metrics.step_of), (evaluations.FILE, evaluation_of), (FILE, _fault))
     found = {name: lines_of(directory / name, read)[1] for name, read in files}
     return {name: bad for name, bad in found.items() if bad}
 
 
 def note_unreadable(directory: Path) -> list[str]:
-    """Record each line that cannot be read as a fault, once; a sentence for each file that has such lines."""
+    """Record each line that cannot be read as a fault, once; returns a sentence for each file that has such lines."""
     told = {line["what"] for line in read_faults(directory) if line["kind"] == "unreadable_lines"}
     found = unreadable(directory)
     for what in [f"{name}, line {number}" for name, bad in found.items() for number in bad]:
@@ -73,7 +75,7 @@ def note_unreadable(directory: Path) -> list[str]:
 
 
 def left_out(name: str, bad: Sequence[int]) -> str:
-    """The sentence on the lines of a file that cannot be read."""
+    """Returns the sentence about the lines of a file that cannot be read."""
     return (
         f"{name}: line {bad[0]} cannot be read and is left out"
         if len(bad) == 1
@@ -88,6 +90,6 @@ def _fault(row: dict[str, Json]) -> dict[str, Json]:
 
 
 def count_faults(directory: Path) -> dict[str, int]:
-    """How many there were of each kind; every kind of `KINDS` is there."""
+    """Returns how many there were of each kind; every kind of `KINDS` is there."""
     found = Counter(str(line["kind"]) for line in read_faults(directory))
     return {kind: found[kind] for kind in dict.fromkeys((*KINDS, *found))}

@@ -1,9 +1,9 @@
 """Files of one JSON object per line, which a crash can only shorten.
 
-Invariant: every line but the last is whole. A line is one `write` under the file's lock, so a torn one can only be
-the last; readers skip it, and whoever appends next cuts it off first. Several processes may append to one file. A line
-that was damaged since is passed over by readers, and told and counted by `faults.note_unreadable`: none of these files
-is needed for a run to go on.
+Invariant: every line but the last is whole. A line is one `write` under the file's lock, so only the last can be torn;
+readers skip it, and the next process to append cuts it off first. Several processes may append to one file. A line that
+was damaged later is passed over by readers, and reported and counted by `faults.note_unreadable`: none of these files
+is needed for a run to continue.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ import numpy as np
 from tba.types import Json, Version
 
 BLOCK_BYTES = 1 << 16
-UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)  # what a line can be that is not ours
+# what reading a line that is not ours can raise
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 T = TypeVar("T")
 
 
 def plain(value: object) -> Json:
-    """`value` as what JSON can hold: numpy numbers as Python's, not-a-number and infinities as None.
+    """Returns `value` as what JSON can hold: numpy numbers as Python's, not-a-number and infinities as None.
 
     Raises `TypeError`, naming the type, for what has no plain form.
     """
@@ -121,7 +122,8 @@ def read_lines(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> lis
 
 
 class NewLines:
-    """Reads what was appended to a file of JSON lines since it was last read: what a look costs does not grow with it.
+    """Reads what was appended to a file of JSON lines since it was last read: the cost of a read does not grow with the
+    file.
 
     A last line that is not whole yet waits for the next time. A line that cannot be read, as in `lines_of`, is passed
     over and counted in `bad`. A file that was cut or replaced meanwhile is read from its beginning.
@@ -132,11 +134,13 @@ class NewLines:
         self.bad = 0  # of the file that is read now
         self._read = read
         self._file = 0  # its inode
-        self._at = 0  # behind the last whole line that was read
-        self._last = b""  # that line: while it stands there, what comes before it need not be read again
+        self._at = 0  # after the last whole line that was read
+        self._last = b""  # that line: while it is unchanged, what comes before it need not be read again
 
     def read(self) -> tuple[bool, list[Any]]:
-        """(whether it is read from its beginning, what can be read of what is new); nothing while there is no file."""
+        """Returns (whether it was read from its beginning, what can be read of what is new); nothing while there is no
+        file.
+        """
         anew, lines = self._lines()
         found = []
         for line in lines:
@@ -189,7 +193,9 @@ def _object(line: bytes) -> dict[str, Json]:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write one JSON file beside and rename it: a reader sees the old one or the new one, never half of one."""
+    """Write one JSON file under a temporary name and rename it: a reader sees the old one or the new one, never half of
+    one.
+    """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -1,10 +1,9 @@
-"""Where everything that was generated went.
+"""The account of everything that was generated.
 
 Invariant: generated + imported = trained at least once + waiting + evicted + rejected + duplicate + damaged + in flight
-at stop, exactly.
-Each term is counted at its own place (searcher, journal, replay, trainer) and none by subtraction, so `closes` is a
-check and not a definition. `trained_total` counts every use; `evaluation` and `auxiliary` stand apart and are in
-neither side.
+at stop, exactly. Each term is counted where it arises (searcher, journal, replay, trainer) and none by subtraction, so
+`closes` is a check and not a definition. `trained_total` counts every use; `evaluation` and `auxiliary` are reported
+apart and are in neither side.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Ledger:
     """Counts of one unit (completion tokens, or trajectories)."""
 
     generated: int = 0  # for training, by all searchers
-    imported: int = 0  # taken in from elsewhere (`tba import`)
+    imported: int = 0  # by `tba import`
     trained_once: int = 0  # went into at least one optimizer step
     trained_total: int = 0  # every use counted
     waiting: int = 0  # in the journal or in memory, never trained on
@@ -29,13 +28,13 @@ class Ledger:
     rejected: int = 0  # not usable: a reward or a log-probability not finite, or a reward too large
     duplicate: int = 0  # the same completion of the same prompt was there already
     damaged: int = 0  # was on the disk and could not be read again
-    in_flight_at_stop: int = 0  # unfinished, or finished and not yet put down, when the run ended
+    in_flight_at_stop: int = 0  # unfinished, or finished and not yet written, when the run ended
     evaluation: int = 0  # generated to evaluate; reported apart
     auxiliary: int = 0  # continued from prefixes of answers, for the values of steps; reported apart
 
     @classmethod
     def of(cls, counts: Mapping[str, int]) -> Ledger:
-        """The counts whose names are terms of the ledger; other names are somebody else's."""
+        """Returns the counts whose names are terms of the ledger; other names are ignored."""
         return cls(**{name: int(counts[name]) for name in TERMS if name in counts})
 
     @classmethod

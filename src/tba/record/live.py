@@ -1,6 +1,7 @@
-"""A run as it goes: a table on a terminal, a short line now and then when there is none.
+"""The live view of a run: a table on a terminal, a short line now and then when there is none.
 
-Invariant: shows snapshots that it is given and touches nothing of the run; a number nobody has yet is shown as `-`.
+Invariant: it shows snapshots that it is given and does not touch the run; a number that is not known yet is shown as
+`-`.
 """
 
 from __future__ import annotations

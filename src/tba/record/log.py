@@ -1,7 +1,7 @@
-"""`logs/PART.log`: what each part of a run said, in plain text.
+"""`logs/PART.log`: the log of each part of a run, in plain text.
 
-Invariant: a part's file holds everything it logged, the traceback of the error it ended with, and the stack of a
-crash outside Python. A restarted part goes on in the same file; a line is never written twice.
+Invariant: a part's file holds everything it logged, the traceback of the error it ended with, and the stack of a crash
+outside Python. A restarted part continues the same file; a line is never written twice.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ TAIL_BYTES = 1 << 16
 
 
 def log_path(run: Path, part: str) -> Path:
-    """Where `part` of the run in directory `run` logs."""
+    """Returns where `part` of the run in directory `run` logs."""
     return run / "logs" / f"{part}.log"
 
 
 def set_up_log(run: Path, part: str, level: int = logging.INFO) -> logging.FileHandler:
     """From here on everything logged in this process, and every warning, goes to the part's log (times in UTC).
 
-    Doing it again for the same file changes nothing. Returns the handler, for whoever wants to take it off.
+    A second call for the same file changes nothing. Returns the handler, so that it can be removed.
     """
     path = log_path(run, part).absolute()
     root = logging.getLogger()
@@ -51,7 +51,7 @@ def set_up_log(run: Path, part: str, level: int = logging.INFO) -> logging.FileH
 
 
 class _LogFile(logging.FileHandler):
-    """One that a full disk does not upset: the run itself says so, once."""
+    """A log file whose write errors on a full disk are ignored: the run itself reports them, once."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -60,7 +60,9 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def log_to(run: Path, part: str, level: int = logging.INFO) -> Iterator[Path]:
-    """The same for the length of a block; an exception that leaves it is logged with its traceback, and goes on."""
+    """Logs to the part's file inside the block; an exception that leaves it is logged with its traceback, and
+    re-raised.
+    """
     root = logging.getLogger()
     level_before, crashes_elsewhere = root.level, faulthandler.is_enabled()
     handler = set_up_log(run, part, level)

@@ -1,8 +1,8 @@
 """`metrics.jsonl`: one line per optimizer step.
 
-Invariant: every line holds `step`, `version` and `wall_seconds` (since the run began), and whatever numbers the step
-gave; a number that is not finite is null. The names below are those that the curves and the live view know; a
-trainer may add any other.
+Invariant: every line holds `step`, `version` and `wall_seconds` (since the run began), and all numbers that the step
+gave; a number that is not finite is null. The names below are those that the curves and the live view know; a trainer
+may add any other.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TRAINED_TOKENS = "tokens"  # in this step's batch
 
 RATE_POINTS = 40  # at most, over a run
 STEPS_PER_RATE_POINT = 5  # at least
-KEPT_POINTS = 512  # of a running total that is followed: more than enough for RATE_POINTS
+KEPT_POINTS = 512  # of a running total: more than enough for RATE_POINTS
 
 
 class MetricsWriter:
@@ -84,9 +84,9 @@ def column(
 
 
 def rates(rows: Sequence[Mapping[str, Json]]) -> dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
-    """(wall-clock, completion tokens per second of wall-clock) of each half: `generated`, and `trained` (every use).
+    """Returns (wall-clock, completion tokens per second of wall-clock) of `generated`, and of `trained` (every use).
 
-    Each point is the mean over an equal span of wall-clock. Empty for a half whose tokens were not recorded.
+    Each point is the mean over an equal span of wall-clock. Empty where the tokens were not recorded.
     """
     x, generated = column(rows, GENERATED_TOKENS)
     y, trained = column(rows, TRAINED_TOKENS)
@@ -94,8 +94,9 @@ def rates(rows: Sequence[Mapping[str, Json]]) -> dict[str, tuple[npt.NDArray[np.
 
 
 class RunningMetrics:
-    """A run's metrics as they come, for whoever looks again and again: a look reads what is new, and keeps a bounded
-    number of points, however many steps there are.
+    """A run's metrics for repeated reading: each call of `look` reads only what is new.
+
+    A bounded number of points is kept, however many steps there are.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -130,12 +131,14 @@ class RunningMetrics:
                 self._totals["trained"].add(seconds, self._trained)
 
     def rates(self) -> dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
-        """As `rates` of all rows; beyond `KEPT_POINTS` of them between points that are kept."""
+        """Returns what `rates` gives for all rows; beyond `KEPT_POINTS` of them interpolated between points that are
+        kept.
+        """
         return {half: _rate(*total.points()) for half, total in self._totals.items()}
 
 
 class _Total:
-    """A running total over wall-clock: every point, or of many every 2nd, 4th ... and the newest."""
+    """A running total over wall-clock: every point, or, of many, every 2nd, 4th ... and the newest."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[float, float]] = []

@@ -1,7 +1,7 @@
 """Everything a run records step by step, behind one object.
 
-Invariant: `metrics.jsonl` is always written, and first; the rest is a copy of it for other eyes. What an evaluation
-found is written by the part that evaluates (`evaluations`).
+Invariant: `metrics.jsonl` is always written, and first; the rest is a copy of it for other programs. The results of an
+evaluation are written by the part that evaluates (`evaluations`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RecordSettings:
                 raise UserError(f"record: {name} must not be negative, but is {getattr(self, name)}.")
 
     def start(self, directory: Path, recipe: Mapping[str, Json] | None = None) -> Recorder:
-        """Open the files of the run in `directory`; `recipe` is what W&B is told of it.
+        """Open the files of the run in `directory`; `recipe` is the configuration that W&B shows.
 
         Raises `UserError` when W&B is asked for and not installed.
         """
@@ -53,7 +53,7 @@ class RecordSettings:
 
 @dataclass
 class Recorder:
-    """Fans each step out to the files that were asked for."""
+    """Writes each step to all files that were asked for."""
 
     metrics: MetricsWriter
     samples: SampleWriter | None = None
@@ -67,7 +67,7 @@ class Recorder:
         metrics: Mapping[str, float],
         trajectories: Sequence[Trajectory] = (),
     ) -> None:
-        """One optimizer step: its metrics, and a few of the trajectories it was made of.
+        """Record one optimizer step: its metrics, and a few of the trajectories it was made of.
 
         `wall_seconds` are since the run began.
         """
@@ -77,7 +77,7 @@ class Recorder:
         self._copy(version.step, metrics)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """A held-out figure, for TensorBoard and W&B, by the step of the version it measured."""
+        """Send a held-out figure to TensorBoard and W&B, by the step of the version it measured."""
         self._copy(evaluation.version.step, {f"eval/{evaluation.metric}": evaluation.value})
 
     def _copy(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""`curves.png`: a run, or several laid over each other, against wall-clock.
+"""`curves.png`: the curves of a run, or of several in one figure, against wall-clock.
 
 Invariant: drawn from what a run left on disk alone, so that it can be drawn again at any time; a panel whose numbers
 were not recorded says so. Faint lines are the numbers as recorded, strong ones their running mean.
@@ -77,7 +77,7 @@ PANELS = (
 
 
 def draw_curves(runs: Sequence[RunRecord], path: Path) -> Path:
-    """Draw the runs to a PNG (256 colours: at most about 150 kB), written beside and renamed; returns its path.
+    """Draw the runs to a PNG (256 colours: at most about 150 kB), replaced in one rename; returns its path.
 
     Raises `UserError` when no run has recorded anything.
     """
@@ -85,13 +85,13 @@ def draw_curves(runs: Sequence[RunRecord], path: Path) -> Path:
 
 
 def save_figure(figure: Any, path: Path) -> Path:
-    """A matplotlib figure as a PNG of 256 colours, written beside and renamed; returns its path."""
+    """Save a matplotlib figure as a PNG of 256 colours, replaced in one rename; returns its path."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from PIL import Image  # comes with matplotlib
 
     figure.set_dpi(DPI)
     canvas = FigureCanvasAgg(figure)
-    canvas.draw()  # its pixels as they are: to write a PNG and read it again takes as long as to draw it
+    canvas.draw()  # reads the drawn pixels directly: writing a PNG and reading it again takes as long as drawing
     drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     drawn.quantize(256, dither=Image.Dither.NONE).save(beside, format="PNG")
@@ -100,7 +100,7 @@ def save_figure(figure: Any, path: Path) -> Path:
 
 
 def curves(runs: Sequence[RunRecord]) -> Any:
-    """The same as a matplotlib figure, one set of axes per panel of `PANELS`, in order."""
+    """Returns the same as a matplotlib figure, one set of axes per panel of `PANELS`, in order."""
     if not any(run.metrics or run.evaluations for run in runs):
         names = ", ".join(str(run.directory) for run in runs) or "no run"
         raise UserError(f"{names}: there is nothing to draw yet; no step and no evaluation is recorded.")
@@ -133,7 +133,7 @@ def smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _draw(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, seconds_per_unit: float) -> bool:
-    """One run's part of a panel; whether there was any."""
+    """Draw one run's part of a panel; returns whether there was any."""
     draw: Callable[..., bool] = {ACCURACY: _draw_accuracy, RATES: _draw_rates}.get(panel, _draw_series)
     if runs == 1 and run.summary is not None:
         before = (run.summary.wall_seconds.sft + run.summary.wall_seconds.warm_up) / seconds_per_unit
@@ -183,20 +183,20 @@ def _draw_accuracy(axes: Any, panel: Panel, run: RunRecord, index: int, runs: in
 
 
 def _accuracies(run: RunRecord, runs: int) -> list[str]:
-    """All of them for one run; for several the one that tells most, so that they can be told apart."""
+    """Returns all figures for one run; for several only the most telling one, so that the runs can be told apart."""
     names = run.evaluated()
     return names if runs == 1 else [name for name in names if name == SAMPLED] or names[:1]
 
 
 def _look(run: int, series: int, runs: int) -> dict[str, str]:
-    """One run: a colour per series. Several: a colour per run and a line style per series."""
+    """Returns the line's style. One run: a colour per series. Several: a colour per run and a line style per series."""
     if runs == 1:
         return {"color": COLOURS[series % len(COLOURS)], "linestyle": "-"}
     return {"color": COLOURS[run % len(COLOURS)], "linestyle": STYLES[series % len(STYLES)]}
 
 
 def frame(axes: Any, title: str, note: str) -> None:
-    """Axes as all our figures have them, before anything is drawn."""
+    """Set up axes in the common style of all figures, before anything is drawn."""
     axes.set_title(literal(title), loc="left", fontsize=11, fontweight="bold", color=INK, pad=20)
     axes.text(0, 1.03, note, transform=axes.transAxes, fontsize=8.5, color=GREY, va="bottom")
     axes.spines[["top", "right"]].set_visible(False)

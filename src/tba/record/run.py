@@ -108,7 +108,9 @@ class RunRecord:
 
 
 def _best(directory: Path, found: Sequence[Evaluation]) -> str | None:
-    """By the link that the run leaves, if it is to an older step than the last that was evaluated."""
+    """Returns the best checkpoint, by the link that the run leaves, if that is an older step than the last one
+    evaluated.
+    """
     link, figures = directory / "best", by_version(found)
     step = link.readlink().name.removeprefix("step-") if link.is_symlink() else ""
     best = max((e for e in figures.values() if str(e.version.step) == step), key=lambda e: e.version, default=None)

@@ -1,6 +1,6 @@
-"""`samples.jsonl`: a few trajectories of some steps to look at.
+"""`samples.jsonl`: a few trajectories of some steps, for people to read.
 
-Invariant: what is written is what was trained on, unedited; without text (a setting) nothing of what was said is
+Invariant: what is written is what was trained on, unedited; without text (a setting) no prompt and no answer is
 written, only keys, lengths and numbers.
 """
 

@@ -1,7 +1,7 @@
-"""A run on a page: `tba show RUN`, and what the quickstart ends with.
+"""A run on a page: `tba show RUN`, and the end of the quickstart.
 
-Invariant: made from what the run left on disk alone; what an unfinished run has not got is said to be missing, and an
-account that does not close is said not to.
+Invariant: made from what the run left on disk alone; what an unfinished run lacks is said to be missing, and an account
+that does not close is said not to.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ANSWERS_SHOWN = 5
 
 
 def show(run: RunRecord) -> RenderableType:
-    """All that a run came to; so far, when it has not ended."""
+    """Returns all results of a run; so far, when it has not ended."""
     parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run)), *_fallen(run)]
     if run.summary is None:
         parts.append(_section("So far", _so_far(run)))
@@ -39,7 +39,7 @@ def show(run: RunRecord) -> RenderableType:
 
 
 def closing_page(run: RunRecord, next_steps: Sequence[str] = ()) -> RenderableType:
-    """Accuracy before and after, problems answered before and after, what was trained, where it lies, what next."""
+    """Returns accuracy and answers before and after, what was trained, where it is, and what to do next."""
     parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run)), *_fallen(run)]
     pairs = run.answers_before_after()[:ANSWERS_SHOWN]
     if pairs:
@@ -70,7 +70,7 @@ def accuracy(run: RunRecord) -> RenderableType:
 
 
 def answers(pairs: Sequence[tuple[RecordedAnswer, RecordedAnswer]]) -> RenderableType:
-    """A row per problem: the question, the answer before and the answer after, marked."""
+    """Returns a row per problem: the question, the answer before and the answer after, each with its grade."""
     table = _table("problem", "before", "after", justify="left")
     for before, after in pairs:
         table.add_row(Text(printable(before.prompt, 300).strip()), _marked(before), _marked(after))
@@ -91,7 +91,7 @@ def ledger(summary: Summary) -> RenderableType:
 
 
 def _fallen(run: RunRecord) -> list[RenderableType]:
-    """What fell far below its best, and where the best checkpoint is if that is not the newest."""
+    """Returns what fell far below its best, and where the best checkpoint is if that is not the newest."""
     lines = [Text(printable(what, 300), style="yellow") for what in run.falls]
     if run.best is not None:
         lines.append(Text(f"the best checkpoint is {run.best}"))

@@ -1,7 +1,7 @@
-"""`summary.json`: what a run came to.
+"""`summary.json`: the results of a run.
 
-Invariant: its keys are always the same and all there; it is written beside and renamed; it is built from counts that
-were taken at their own places, so that it can show an account that does not close.
+Invariant: its keys are always the same and all there; it is written under a temporary name and renamed; it is built
+from counts that were taken where they arose, so that it can show an account that does not close.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tba.types import Evaluation, Json
 
 FILE = "summary.json"
 WAITED = 0.02  # of wall-clock: a side that waited for less did not wait
-EVEN = 0.1  # mean uses so near to one are one
+EVEN = 0.1  # mean uses this close to one count as one
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +66,15 @@ class Summary:
     wall_seconds: WallSeconds
     evaluations: Sequence[Evaluation] = ()
     trainer_idle: float = 0.0  # waiting for data
-    trainer_paced: float = 0.0  # held by the limit on reuse
+    trainer_paced: float = 0.0  # held back by the limit on reuse
     searcher_idle: float = 0.0
-    searcher_paced: float = 0.0  # easing off because they were ahead
+    searcher_paced: float = 0.0  # held back because they were ahead
     tokens: Ledger = field(default_factory=Ledger)
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
     recent_share: float = 0.0  # of all groups, those all of whose trajectories were among the newest arrivals
     reference_resets: Sequence[Mapping[str, Json]] = ()  # each the step, the version that became it, and when
-    control: Sequence[Mapping[str, Json]] = ()  # each move of the controller: its step, why, what holds from there on
+    control: Sequence[Mapping[str, Json]] = ()  # each change by the controller: its step, why, the values from then on
     joined: Sequence[Mapping[str, Json]] = ()  # searchers that joined: `name`, `joined` and `left` in seconds, `how`
     faults: Mapping[str, Json] = field(default_factory=dict)  # what went wrong and was survived: {"restarts": 1}
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by part
@@ -83,8 +83,9 @@ class Summary:
 
     @property
     def slow_side(self) -> str:
-        """The side that the other had to wait for; where neither waited, the one that would have held a pace of one use
-        for each trajectory: `searchers`, `trainer` or `neither`.
+        """The side that the other had to wait for: `searchers`, `trainer` or `neither`.
+
+        Where neither waited, it is the side that could not have kept up a pace of one use for each trajectory.
         """
         trainer, searchers = self.trainer_idle + self.trainer_paced, self.searcher_idle + self.searcher_paced
         uses = self.trajectories.samples_per_insert

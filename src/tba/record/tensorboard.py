@@ -17,7 +17,7 @@ class TensorBoardEvents:
     """Writes scalars; TensorBoard's own thread flushes them every few seconds, `close` at once."""
 
     def __init__(self, directory: Path) -> None:
-        # half a second to load, and not wanted by whoever only reads a run
+        # half a second to load, and not needed by commands that only read a run
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

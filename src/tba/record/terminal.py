@@ -1,4 +1,4 @@
-"""Where people are told things.
+"""The terminals to which messages for people are printed.
 
 Invariant: what is printed is text: nothing in it stands for a style, a picture or a command to the terminal.
 """
@@ -15,10 +15,10 @@ from tba.record.text import printable
 
 
 class Terminal(Console):
-    """rich's, with every text made harmless, in tables too. A `Text` is taken as it is: who makes one sees to it."""
+    """rich's console, with every text made harmless, in tables too. A `Text` is printed unchanged."""
 
     def render_str(self, text: str, **how: Any) -> Text:
-        """What a text is shown as."""
+        """Returns the text to show."""
         return super().render_str(printable(text, sys.maxsize), **how)
 
 

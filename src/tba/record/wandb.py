@@ -1,4 +1,4 @@
-"""Weights & Biases, for who asks for it by naming a project; nothing is sent otherwise.
+"""Weights & Biases, for users who name a project; nothing is sent otherwise.
 
 Invariant: the same numbers as `metrics.jsonl`, under the same names, by optimizer step. No text is sent.
 """

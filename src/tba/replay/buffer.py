@@ -1,18 +1,18 @@
-"""The trajectories in the trainer's memory: by prompt, the newest (distinct) ones, oldest out first by default.
+"""The replay buffer: the trajectories in the trainer's memory, by prompt. Over capacity the oldest leave by default.
 
 Invariant: every trajectory that was added is exactly one of trained (used at least once), waiting (in memory, never
-used), evicted (left by the capacity rule, never used) or duplicate (gave way to a copy or a near one, never used), each
-counted at its own event; what the source had and could not give is evicted or damaged. Only trajectories of the current
-reference can be sampled. What has another one keeps its place, its uses and its turn to leave, and can be sampled once
-it has been scored anew; until then it waits, unless it was used.
+used), evicted (removed by the capacity rule, never used) or duplicate (replaced by a copy or a near one, never used),
+each counted when it happens; what the source has on record and could not give is evicted or damaged. Only trajectories
+of the current reference can be sampled. One with an older reference keeps its position, its uses and its place in the
+order of eviction, and can be sampled once it has been rescored; until then it counts as waiting, unless it was used.
 
-"Newer" and "recent" are by arrival, the one order on which all searchers agree; weights are compared of copies only.
-What is kept follows from what arrived, its rewards and its weights alone, in order, so that a memory that is rebuilt is
-the same. With `keep_recent` what is kept no longer stays on the recent shelf, and nowhere else.
+"Newer" and "recent" are by arrival, the one order on which all searchers agree; only copies are compared by their
+weights. What is kept follows from what arrived, its rewards and its weights alone, in order, so that a buffer that is
+rebuilt is the same. With `keep_recent` a trajectory that is no longer kept stays in the recent index only.
 
-No operation loops over the memory, but moving to another reference. Where near duplicates or the lowest reward are
-looked for, some columns are read from end to end by numpy, and those of a prompt where its newest are. Trajectories lie
-in arrays (`rows`), and become objects when they are asked for.
+No operation loops over the whole buffer, except a change of reference. Where near duplicates or the lowest reward are
+searched, numpy reads some columns from end to end, and likewise those of a prompt where its newest rows are needed.
+Trajectories are stored in arrays (`rows`), and become objects when they are asked for.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ import numpy.typing as npt
 from tba.errors import UserError
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates
-from tba.replay.prompt_index import Listing, Newest, Shelf
+from tba.replay.prompt_index import Listing, Newest, PromptIndex
 from tba.replay.rows import Answers, Rows
 from tba.types import Score, Trajectory, Version
 
 _FIRST = Version()
-_DUPLICATE, _EVICTED = 1, 2  # how it left what is kept
+_DUPLICATE, _EVICTED = 1, 2  # how a row left what is kept
 
 
 @dataclass(frozen=True)
 class BufferSettings:
-    """How much the trainer's memory holds."""
+    """How much the replay buffer in the trainer's memory holds."""
 
     per_prompt: int = 100  # trajectories of a prompt (paper: 100)
     total: int = 100_000  # trajectories in all (paper, red-teaming: 100k to 150k)
@@ -48,10 +48,10 @@ class BufferSettings:
     # weights (paper); off: both stay, for answers of a few tokens, where a prompt has fewer than K distinct ones and
     # repeats are how likely each is
     near: NearDuplicates = field(default_factory=NearDuplicates)
-    evict: Literal["oldest", "lowest_reward"] = "oldest"  # what leaves over capacity (lowest: the newest one too, if it
-    # is that; of equal ones the oldest)
-    keep_recent: bool = False  # what gave way to a near duplicate or left over capacity can be drawn as recent all the
-    # same, the last `total` of these: the online half is then all that the policy says, whatever is kept
+    evict: Literal["oldest", "lowest_reward"] = "oldest"  # what leaves over capacity (lowest: possibly the newest one
+    # itself; among equal rewards the oldest)
+    keep_recent: bool = False  # what was replaced by a near duplicate or left over capacity can still be drawn as
+    # recent, while it is among the last `total` of these: the recent half then holds all that the policy says
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):
@@ -63,7 +63,7 @@ class BufferSettings:
 
 @dataclass(slots=True)
 class Amount:
-    """How many trajectories, and how many completion tokens they have."""
+    """A number of trajectories, and of their completion tokens."""
 
     trajectories: int = 0
     tokens: int = 0
@@ -88,7 +88,7 @@ class Counts:
 
 
 class Buffer:
-    """A `TrajectoryStore` (see protocols)."""
+    """A `TrajectoryStore` (see protocols): the replay buffer."""
 
     def __init__(self, settings: BufferSettings, reference: Version = _FIRST) -> None:
         self._settings = settings
@@ -96,13 +96,14 @@ class Buffer:
         self._now = Version()
         self._rows = Rows()
         self._near = settings.near.start(self._rows.tokens)
-        self._passing: dict[int, None] = {}  # rows that are on the recent shelf only, as they came there
-        self._kept = self._shelf()  # all of them
-        self._current = self._shelf()  # those of the current reference
-        self._recent = self._shelf()  # those of these that searchers brought, and those that are passing
-        self._newest: dict[int, Newest] = {}  # size of a group -> the prompts that have as many of these, by arrival
+        # rows that are in the recent index only, in the order in which they came there
+        self._passing: dict[int, None] = {}
+        self._kept = self._index()  # all rows that are kept
+        self._current = self._index()  # those of the current reference
+        self._recent = self._index()  # those of the current reference that searchers brought, and those in `_passing`
+        self._newest: dict[int, Newest] = {}  # group size -> the prompts that have as many recent rows, by arrival
         self._by_reference: Counter[Version] = Counter()
-        self._used = array("i")  # uses by place, also of those that have left
+        self._used = array("i")  # uses by place, also of trajectories that have left
         self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
         self._waiting, self._evicted, self._duplicate, self._damaged = Amount(), Amount(), Amount(), Amount()
         self._retired = False  # whether some of what was evicted had left by the source's own retention
@@ -111,12 +112,12 @@ class Buffer:
         return len(self._rows)
 
     def add(self, new: Trajectory | Stored, uses: int = 0, incarnation: int | None = None) -> None:
-        """Take it in as the newest; `uses` is how often it was used before (on resume).
+        """Add a trajectory as the newest; `uses` is how often it was used before (on resume).
 
-        incarnation: of the weights that sampled it, where that goes by another number now (None: as it says). An
-        earlier copy of the same completion is replaced, or stays in its place if it is of newer weights; near ones, and
-        what is over capacity, leave by the settings. Raises `ValueError` when this very trajectory is in memory, or as
-        the journal's format does.
+        incarnation: that of the weights that sampled it, if it is to count as another one now (None: as it says). An
+        earlier copy of the same completion is replaced, or stays in its place if it is of newer weights; near
+        duplicates, and what is over capacity, leave according to the settings. Raises `ValueError` when this very
+        trajectory is in memory, or as the journal's format does.
         """
         stored = Stored.of(new) if isinstance(new, Trajectory) else new
         rows, prompt = self._rows, stored.prompt.key
@@ -127,7 +128,7 @@ class Buffer:
         self._used.extend([0] * (place + 1 - len(self._used)))
         copy = rows.copy_of(prompt, stored.digest) if self._settings.distinct else None
         if copy is not None:
-            # what was on its way for longer than the copy does not take its place
+            # one that arrived later but was sampled by older weights than its copy does not replace it
             if (incarnation, stored.version.step) < (rows.incarnation.item(copy), rows.step.item(copy)):
                 self._received.add(stored.length)
                 self._duplicate.add(stored.length)
@@ -159,7 +160,7 @@ class Buffer:
             self._let_go(self._rows.oldest if oldest else self._rows.lowest, _EVICTED)
 
     def pass_over(self, evicted: Amount, damaged: Amount) -> None:
-        """What the source had and could not give: it had left by the source's own retention, or cannot be read."""
+        """Count what the source has on record and could not give: deleted by its own retention, or unreadable."""
         for own, more in ((self._evicted, evicted), (self._damaged, damaged)):
             for amount in (own, self._received):
                 amount.trajectories += more.trajectories
@@ -167,15 +168,15 @@ class Buffer:
         self._retired |= evicted.trajectories > 0
 
     def score(self, score: Score) -> None:
-        """A trajectory is of the current reference from here on; one whose score is not finite leaves.
+        """Give a trajectory its score under the current reference; one whose score is not finite is removed.
 
-        Nothing happens when it has left before or is kept no longer, or the score is of a reference that is not the
-        current one any longer.
+        Nothing happens when it has left before or is no longer kept, or the score is of a reference that is no longer
+        the current one.
         """
         row = self._rows.find(score.uid)
         if row is None or score.reference != self._reference or self._reference_of(row) == score.reference:
             return
-        if self._rows.passing[row]:  # it leaves with the reference under which it was recent
+        if self._rows.passing[row]:  # it leaves together with the reference under which it was recent
             return
         if not np.isfinite(score.log_reference).all():
             self._remove(row, _EVICTED)
@@ -192,7 +193,7 @@ class Buffer:
             self._use(self._row(trajectory))
 
     def take_back(self, trajectories: Iterable[Trajectory]) -> None:
-        """Undo one `use` of each: the batch was drawn and then not trained. Raises `KeyError` as `use` does."""
+        """Undo one `use` of each: the batch was drawn and then not trained on. Raises `KeyError` as `use` does."""
         for trajectory in trajectories:
             row = self._row(trajectory)
             self._trained_total.add(trajectory.length, -1)
@@ -203,12 +204,12 @@ class Buffer:
                 self._trained_once.add(trajectory.length, -1)
 
     def uses(self, uid: str) -> int:
-        """How often a trajectory in memory was used."""
+        """Returns how often a trajectory in memory was used."""
         row = self._rows.find(uid)
         return 0 if row is None else int(self._rows.uses[row])
 
     def counts(self) -> Counts:
-        """A copy of the counts."""
+        """Returns a copy of the counts."""
         amounts = (
             *(self._received, self._trained_once, self._trained_total),
             *(self._waiting, self._evicted, self._duplicate, self._damaged),
@@ -216,20 +217,22 @@ class Buffer:
         return Counts(*(Amount(a.trajectories, a.tokens) for a in amounts))
 
     def used(self) -> npt.NDArray[np.int32]:
-        """[places + 1] how often each trajectory that was ever added was used, by its place in the source (from 1)."""
+        """[places + 1] Returns how often each trajectory that was ever added was used, by its place in the source (from
+        1).
+        """
         return np.array(self._used, dtype=np.int32)
 
     def carry(self, counts: Counts, used: npt.NDArray[np.int32]) -> None:
-        """Go on counting from `counts` and `used`, those of a memory that was rebuilt here from what its source has.
+        """Continue counting from `counts` and `used`, those of a buffer that was rebuilt here from its source.
 
-        Nothing changes where the source has all of it. What is damaged there now, and had not been trained, counts as
-        damaged, and all else as it is here. What has left by the source's own retention counts as it did, or as
-        evicted where it was waiting.
+        Nothing changes where the source still has everything. What is damaged there now, and had not been trained on,
+        counts as damaged, and all else as it does here. What was deleted by the source's own retention counts as it
+        did, or as evicted where it was waiting.
         """
         trained = Amount(
             counts.trained_once.trajectories - self._trained_once.trajectories,
             counts.trained_once.tokens - self._trained_once.tokens,
-        )  # of what is not here any longer
+        )  # of what is no longer here
         if self._damaged.trajectories > counts.damaged.trajectories and not self._retired:
             self._damaged.trajectories -= trained.trajectories
             self._damaged.tokens -= trained.tokens
@@ -255,14 +258,14 @@ class Buffer:
 
     @property
     def now(self) -> Version:
-        """The trainer's version. What was passing at a reset of the reference leaves when this is set."""
+        """The trainer's version. Setting it removes rows that were only recent under an earlier reference."""
         return self._now
 
     @now.setter
     def now(self, now: Version) -> None:
         self._now = now
         for row in [row for row in self._passing if not self._rows.is_recent[row]]:
-            self._remove(row, 0)  # not before: a batch that was fetched ahead of the reset may be given back
+            self._remove(row, 0)  # not before: a batch that was drawn ahead of the reset may be given back
 
     @property
     def reference(self) -> Version:
@@ -273,7 +276,7 @@ class Buffer:
     def reference(self, reference: Version) -> None:
         if reference != self._reference:
             self._reference = reference
-            self._current, self._recent, self._newest = self._shelf(), self._shelf(), {}
+            self._current, self._recent, self._newest = self._index(), self._index(), {}
             self._rows.is_recent[:] = False
             for row in self._rows.in_order().tolist():
                 self._make_current(row)
@@ -285,35 +288,37 @@ class Buffer:
 
     @property
     def references(self) -> set[Version]:
-        """Those that trajectories in memory have."""
+        """Returns the references of the trajectories in memory."""
         return {reference for reference, count in self._by_reference.items() if count}
 
     def unscored(self) -> list[str]:
-        """The uids of those in memory that are not of the current reference, oldest first."""
+        """Returns the uids of those in memory that are not of the current reference, oldest first."""
         rows = self._rows.in_order()
         others = rows[self._rows.reference[rows] != self._rows.reference_number(self._reference)]
         others = others[self._rows.passing[others] == 0]
         return [self._rows.uid(row) for row in others.tolist()]
 
     def prompts(self, size: int = 1) -> Listing:
-        """Prompts with at least `size` distinct trajectories."""
+        """Returns the prompts with at least `size` distinct trajectories."""
         return self._current.prompts(size)
 
     def of(self, prompt: str) -> Answers:
-        """The distinct trajectories of `prompt`, oldest first; good until the buffer changes."""
+        """Returns the distinct trajectories of `prompt`, oldest first; valid until the buffer changes."""
         return Answers(self._rows, self._current.of(prompt))
 
     def rewards(self, prompt: str) -> npt.NDArray[np.float64]:
-        """Those of `of(prompt)`, in order."""
+        """Returns the rewards of `of(prompt)`, in order."""
         return self._rows.reward[np.asarray(self._current.of(prompt), dtype=np.intp)]
 
     def numbers(self, prompt: str) -> Sequence[int]:
-        """Of those of `of(prompt)`, in order: equal ones are the same trajectory, until the buffer changes."""
+        """Returns row numbers of `of(prompt)`, in order: until the buffer changes, equal numbers are the same
+        trajectory.
+        """
         return self._current.of(prompt)
 
     def newest(self, prompt: str, size: int, within: int) -> Sequence[int]:
-        """The numbers of up to `size` of `prompt` in the order of their turns: the newest first, and among the last
-        `within` arrivals what was never used before what was.
+        """Returns the numbers of up to `size` rows of `prompt` in the order in which they are to be drawn: the newest
+        first, and among the last `within` arrivals those never used before the others.
         """
         rows = np.asarray(self._recent.of(prompt)[-max(size, within) :], dtype=np.intp)[::-1]
         late = (self._rows.uses[rows] > 0) | ~self._among_last(rows, within)
@@ -321,10 +326,11 @@ class Buffer:
         return turns
 
     def newest_prompts(self, size: int, within: int, count: int) -> list[str]:
-        """The first prompts with `size` recent trajectories in the order of their turns, `count` or more if there are.
+        """Returns the first prompts with `size` recent trajectories in the order in which they are to be drawn, `count`
+        or more if there are.
 
-        First come those with one of the last `within` arrivals: the one whose next `size` have been used least in all,
-        of several the one with the newest. Then the next newest.
+        First come those with one of the last `within` arrivals: the prompt whose next `size` have been used least in
+        all comes first, and of several the one with the newest. Then the next newest.
         """
         if size not in self._newest:
             self._newest[size] = Newest(self._recent.prompts(size), self._newest_arrival)
@@ -335,11 +341,11 @@ class Buffer:
         )
 
     def numbered(self, numbers: Iterable[int]) -> list[Trajectory]:
-        """The trajectories of these numbers, oldest first."""
+        """Returns the trajectories of these numbers, oldest first."""
         return list(Answers(self._rows, sorted(numbers, key=self._rows.arrival.item)))
 
     def behind(self, trajectories: Iterable[Trajectory]) -> int:
-        """How many have arrived since the first of these, itself included."""
+        """Returns how many have arrived since the first of these, itself included."""
         return len(self._used) - min(self._rows.arrival.item(self._row(t)) for t in trajectories)
 
     def _row(self, trajectory: Trajectory) -> int:
@@ -364,23 +370,23 @@ class Buffer:
         self._used[self._rows.arrival.item(row)] += 1
 
     def _let_go(self, row: int, how: int) -> None:
-        """It is kept no longer; here as one of the recent ones for a while, if the settings say so."""
+        """Stop keeping a row; it stays in the recent index for a while, if the settings say so."""
         if not (self._settings.keep_recent and self._rows.is_recent[row]):
             self._remove(row, how)
             return
-        self._unshelve(row)
+        self._unindex(row)
         self._rows.let_pass(row, how)
         self._passing[row] = None
         if len(self._passing) > self._settings.total:
             self._remove(next(iter(self._passing)), 0)
 
     def _remove(self, row: int, how: int) -> None:
-        """It leaves memory; counted by how it was let go, now or before, if it was never used."""
+        """Remove a row from memory; if it was never used, it is counted by how it was let go, now or before."""
         how, length = int(self._rows.passing[row]) or how, int(self._rows.length[row])
         if self._rows.passing[row]:
             del self._passing[row]
         else:
-            self._unshelve(row)
+            self._unindex(row)
         self._by_reference.subtract([self._reference_of(row)])
         if self._rows.is_recent[row]:
             self._recent.remove(self._key(row), row)
@@ -391,8 +397,8 @@ class Buffer:
             (self._duplicate if how == _DUPLICATE else self._evicted).add(length)
         self._rows.remove(row)
 
-    def _unshelve(self, row: int) -> None:
-        """From among those that are kept."""
+    def _unindex(self, row: int) -> None:
+        """Remove a row from the indexes of rows that are kept."""
         prompt = self._key(row)
         self._kept.remove(prompt, row)
         if self._near is not None:
@@ -400,11 +406,11 @@ class Buffer:
         if self._reference_of(row) == self._reference:
             self._current.remove(prompt, row)
 
-    def _shelf(self) -> Shelf:
-        return Shelf(lambda row: self._rows.arrival.item(row))  # a Python number, at less cost than by its index
+    def _index(self) -> PromptIndex:
+        return PromptIndex(lambda row: self._rows.arrival.item(row))  # a Python number, cheaper than indexing
 
     def _make_current(self, row: int) -> None:
-        """It can be sampled, if it is of the current reference; as recent, unless it came from elsewhere."""
+        """Make a row sampleable, if it is of the current reference; as recent, unless it was imported."""
         if self._reference_of(row) == self._reference:
             key = self._key(row)
             if not self._rows.passing[row]:

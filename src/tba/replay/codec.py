@@ -5,11 +5,11 @@ NaN stays a NaN, whichever it was). Decoded arrays are read-only views of the by
 
 Layout: header length (31 bits) and a bit that says "sealed" (uint32), header (ASCII JSON), zeros up to a multiple of 8;
 then each array, padded to 8 bytes. A trajectory is sealed: its body ends with the CRC-32 of all that comes before, so
-that bytes that have changed on the disk are found before anything is learnt from them. A prompt is not: it has its
-digest for its name.
+that bytes that have changed on the disk are detected before anything is learnt from them. A prompt is not: its name is
+its digest.
 
-`Encoded` is what travels when the journal is elsewhere: plain values and bytes, which whoever writes them down neither
-unpickles nor decodes.
+`Encoded` is what is sent when the journal is on another machine: plain values and bytes, which the receiver writes
+without unpickling or decoding.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _STOP_REASONS = {reason.value: reason for reason in StopReason}
 _SEALED = 1 << 31
 _CRC_BYTES = 4
 _PADDING = [bytes(n) for n in range(8)]
-_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for each call
+_json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes an encoder for each call
 _quoted = json.encoder.encode_basestring_ascii
-_parse = json.JSONDecoder().raw_decode  # json.loads without looking for blanks around it
+_parse = json.JSONDecoder().raw_decode  # json.loads without skipping blanks around the value
 _Array = npt.NDArray[Any]
 _TRUE = ("false", "true")
 _FACTS_AT = 4
@@ -50,13 +50,15 @@ _MORE = re.compile(
 
 
 class Damaged(ValueError):
-    """A body whose bytes are not what was written."""
+    """Raised for a body whose bytes are not what was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """What a source of trajectories has on record and cannot give (any more): retired before it was taken in, or
-    damaged. Each is counted by whoever passes it over, once for each time that he passes.
+    """What a source of trajectories has on record and cannot give (any more): deleted by retention before it was read,
+    or damaged.
+
+    Each reader that passes over it counts it, once for each time that it does.
     """
 
     retired_trajectories: int = 0
@@ -69,7 +71,7 @@ class Gone:
 
 
 def encode_prompt(prompt: Prompt) -> bytes:
-    """The whole prompt, also what its key leaves out (text and fields)."""
+    """Encodes the whole prompt, also what its key leaves out (text and fields)."""
     tokens = np.ascontiguousarray(prompt.tokens, _TOKENS)
     header = {"task": prompt.task, "text": prompt.text, "fields": dict(prompt.fields), "tokens": len(tokens)}
     return _pack(_json(header), [tokens])
@@ -87,12 +89,12 @@ def decode_prompt(body: bytes) -> Prompt:
 
 
 def prompt_id(body: bytes) -> int:
-    """64 bits of the content, as SQLite's signed integer."""
+    """Returns 64 bits of the content's digest, as SQLite's signed integer."""
     return int.from_bytes(hashlib.blake2b(body, digest_size=8).digest(), "little", signed=True)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
-    """Everything but the prompt, which is kept once.
+    """Encodes everything but the prompt, which is stored once.
 
     Raises `ValueError` when an array does not have the completion's length T, or is not of plain numbers; `TypeError`
     when the provenance is not JSON.
@@ -101,7 +103,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 
 
 def encode_trajectories(trajectories: Sequence[Trajectory]) -> list[bytes]:
-    """Each as `encode_trajectory` does. A provenance and a time that they share are written once."""
+    """Encodes each as `encode_trajectory` does. A provenance and a time that they share are encoded once."""
     written: dict[tuple[int, int], str] = {}
     bodies = []
     for t in trajectories:
@@ -114,7 +116,7 @@ def encode_trajectories(trajectories: Sequence[Trajectory]) -> list[bytes]:
 
 
 def _origin(trajectory: Trajectory) -> str:
-    """Who made it and when."""
+    """Returns who made it and when, as JSON."""
     return f'"provenance":{_json(dict(trajectory.provenance))},"created":{_number(trajectory.created)},'
 
 
@@ -176,15 +178,16 @@ def decode_trajectory(body: bytes, prompt: Prompt, compare: bool = True) -> Traj
 
 
 def facts_of(body: bytes) -> dict[str, Any]:
-    """What is written of a trajectory apart from its arrays and its prompt; `uid` is one of the facts. Raises as
-    `decode_trajectory` does.
+    """Returns the header of a trajectory: everything but its arrays and its prompt; `uid` is one of the facts.
+
+    Raises as `decode_trajectory` does.
     """
     _compare(body)
     return _header(body)[0]
 
 
 def header_of(body: bytes) -> dict[str, Any]:
-    """What is written of a prompt or a trajectory apart from its arrays. Raises `Damaged` for what is neither."""
+    """Returns the header of a prompt or a trajectory. Raises `Damaged` for what is neither."""
     if _is_sealed(body):
         return facts_of(body)
     try:
@@ -195,49 +198,49 @@ def header_of(body: bytes) -> dict[str, Any]:
 
 
 def uid_of(body: bytes) -> str:
-    """Of a trajectory whose body is intact."""
+    """Returns the uid of a trajectory whose body is intact."""
     facts = _FACTS.match(body, _FACTS_AT)
     return facts[1].decode("ascii") if facts else str(_header(body)[0]["uid"])
 
 
 class Stored(NamedTuple):
-    """A trajectory as bytes, and what has to be known of it to keep it."""
+    """A trajectory as bytes, with the facts that the replay buffer needs to keep it."""
 
     prompt: Prompt
     body: bytes
     uid: str
     length: int  # completion tokens
     reward: float
-    version: Version  # the oldest weights that had a hand in it
+    version: Version  # the oldest weights that sampled a part of it
     reference: Version
     digest: int  # of the completion's tokens, 64 bits
-    place: int = 0  # its number in the journal, from 1 on; 0: it comes from none
+    place: int = 0  # its number in the journal, from 1 on; 0: it is in none
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> Stored:
-        """Raises as `encode_trajectory` does."""
+        """Encodes a trajectory. Raises as `encode_trajectory` does."""
         return cls.read(trajectory.prompt, encode_trajectory(trajectory))
 
     @classmethod
     def read(cls, prompt: Prompt, body: bytes) -> Stored:
-        """Raises `Damaged` when these are not the bytes that were written."""
+        """Reads the facts from an encoded body. Raises `Damaged` when these are not the bytes that were written."""
         _compare(body)
         uid, length, version, reference, reward = _found(body) or _parsed(body)
         return cls(prompt, body, uid, length, reward, version, reference, _digest(tokens_of(body, length)))
 
     @property
     def trajectory(self) -> Trajectory:
-        """Raises `Damaged` as `read` does."""
+        """Decodes the trajectory. Raises `Damaged` as `read` does."""
         return decode_trajectory(self.body, self.prompt)
 
     @property
     def tokens(self) -> IntArray:
-        """[T] of the completion."""
+        """Returns the completion's tokens, [T]."""
         return tokens_of(self.body, self.length)
 
 
 def tokens_of(body: bytes, length: int) -> IntArray:
-    """[T] of a trajectory whose body is intact, without a look at anything else; `length` is T."""
+    """Returns [T], the tokens of a trajectory whose body is intact, without decoding anything else; `length` is T."""
     return np.frombuffer(body, _TOKENS, length, _arrays_at(body))
 
 
@@ -249,9 +252,12 @@ _Facts: TypeAlias = tuple[str, int, Version, Version, float]  # uid, length, old
 
 
 def _found(body: bytes) -> _Facts | None:
-    """By looking for the facts where `_encoded` puts them, in a third of the time; None where they are not."""
+    """Finds the facts where `_encoded` puts them, in a third of the time of a JSON decoder; None where they are not
+    there.
+    """
     facts = _FACTS.match(body, _FACTS_AT)
-    more = _MORE.match(body, max(0, body.find(_VERSIONS)))  # a key: in a JSON string its quotes stand not alone
+    # this can only be the key: inside a JSON string its quotes would be escaped
+    more = _MORE.match(body, max(0, body.find(_VERSIONS)))
     if facts is None or more is None:
         return None
     version, reference = _version(int(more[1]), int(more[2])), _version(int(more[3]), int(more[4]))
@@ -302,7 +308,7 @@ def _trajectory(body: bytes, header: dict[str, Any], at: int, prompt: Prompt) ->
 
 
 def encode_logs(log_probabilities: FloatArray) -> bytes:
-    """Encode log-probabilities [T] alone, as a score is kept."""
+    """Encode log-probabilities [T] alone, as a score is stored."""
     return np.ascontiguousarray(log_probabilities, _LOGS).tobytes()
 
 
@@ -347,7 +353,7 @@ def _compare(body: bytes) -> None:
 
 
 def _header(body: bytes) -> tuple[dict[str, Any], int]:
-    """The header, and where the arrays begin."""
+    """Returns the header, and where the arrays begin."""
     text = body[4 : _header_end(body)].decode("ascii")
     header, used = _parse(text)
     if used != len(text) or not isinstance(header, dict):
@@ -378,7 +384,7 @@ def _sampling(temperature: float, top_p: float) -> Sampling:
 
 
 class Row(NamedTuple):
-    """A trajectory: what is known of it, and its body."""
+    """A trajectory's row in the journal: the known facts, and its body."""
 
     uid: str
     prompt: int  # the digest of its body
@@ -398,7 +404,10 @@ class Encoded(NamedTuple):
 
 
 def encoded(trajectories: Sequence[Trajectory] | Encoded) -> Encoded:
-    """What is encoded already stays as it is. Raises `ValueError` for arrays that do not fit their completion."""
+    """Encodes trajectories; what is encoded already is returned as it is.
+
+    Raises `ValueError` for arrays that do not fit their completion.
+    """
     if isinstance(trajectories, Encoded):
         return trajectories
     by_object: dict[int, int] = {}
@@ -416,13 +425,13 @@ def encoded(trajectories: Sequence[Trajectory] | Encoded) -> Encoded:
 
 
 def packed(value: Any) -> Any:
-    """An argument or a result as it travels: trajectories encoded, all else as it is."""
+    """Returns an argument or a result in the form in which it is sent: trajectories encoded, all else as it is."""
     some = isinstance(value, list | tuple) and len(value) > 0 and isinstance(value[0], Trajectory)
     return encoded(value) if some else value
 
 
 def unpacked(value: Any) -> Any:
-    """The inverse. Raises `Damaged` when the bytes are not those that were written."""
+    """The inverse of `packed`. Raises `Damaged` when the bytes are not those that were written."""
     if not isinstance(value, Encoded):
         return value
     prompts = {digest: decode_prompt(body) for digest, body in value.prompts.items()}

@@ -1,7 +1,7 @@
 """SQLite files as this project opens them: write-ahead log, durable, many processes, every wait with a deadline.
 
-Invariant: a connection opened here never checkpoints by itself, and a transaction is either committed in full or
-leaves no trace. Neither would hold on a network filesystem: `network_filesystem` tells one.
+Invariant: a connection opened here never checkpoints by itself, and a transaction is either committed in full or leaves
+no trace. Neither would hold on a network filesystem; `network_filesystem` detects one.
 """
 
 from __future__ import annotations
@@ -36,40 +36,39 @@ _NETWORK = {
     *("fuse.gcsfuse", "fuse.glusterfs", "fuse.juicefs", "fuse.rclone", "fuse.s3fs", "fuse.sshfs"),
 }
 _AT_A_TIME = 0.25  # seconds that SQLite itself waits
-_PAUSE = 0.005  # seconds between tries where SQLite itself does not wait
+_PAUSE = 0.005  # seconds between attempts where SQLite itself does not wait
 
 
 def suspect_mark(path: Path) -> Path:
-    """The file beside a file of ours that says that damage was met in it."""
+    """Returns the marker file, next to one of our files, that says that damage was met in it."""
     return Path(f"{path}-suspect")
 
 
 class Closable(Protocol):
-    """What is closed with a connection."""
+    """A resource that is closed together with a connection."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Schema:
-    """Which file this is, and what is in it."""
+    """Which kind of file this is, and which tables it has."""
 
-    kind: int  # in the file's header, which tells it from other people's files
+    kind: int  # in the file's header, which tells it from other programs' files
     version: int
-    tables: str  # statements that make an empty one
-    rows: str  # a query for how many rows were ever put into it
+    tables: str  # statements that create them in an empty file
+    rows: str  # a query for how many rows were ever inserted
     page_bytes: int  # of new files
 
 
 class Database:
-    """One connection. Safe to share between the threads of one process; never across a fork.
+    """One connection. The threads of one process may share it; never use it across a fork.
 
     Raises `UserError` when the file is something else or of another schema version, `DeadlineExceeded` when others keep
     it locked for longer than `deadline_s` seconds.
 
-    create: whether a file that is not there is made; else `UserError` says that it is gone.
-    lock: closed with it.
-    waiting: called now and then while it waits for others, who may hang and hold the file.
+    create: whether a file that is not there is made; else `UserError` says that it is gone. lock: closed with the
+    connection. waiting: called now and then while it waits for others, who may hang and hold the file.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Database:
         self.deadline_s = deadline_s
         self.lock = threading.RLock()
         self._schema = schema
-        self._file: tuple[int, int] | None = None  # which one it is: known once it is open
+        self._file: tuple[int, int] | None = None  # the file's identity, once it is open
         if create:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         elif not self.path.is_file():
@@ -105,12 +104,13 @@ class Database:
             raise
 
     def _prepare(self, schema: Schema) -> None:
-        self._connection.execute("BEGIN")  # one look, while another process may be making the tables
+        self._connection.execute("BEGIN")  # one snapshot: another process may be creating the tables
         try:
             self._refuse_others(schema)  # before anything is changed
         finally:
             self._connection.execute("ROLLBACK")
-        self._connection.execute(f"PRAGMA page_size = {schema.page_bytes}")  # of a new file; another keeps its own
+        # for a new file; an existing one keeps its own
+        self._connection.execute(f"PRAGMA page_size = {schema.page_bytes}")
         self._connection.execute("PRAGMA journal_mode = WAL")  # may be refused while another process does the same
         self._connection.execute("PRAGMA wal_autocheckpoint = 0")
         self._connection.execute("PRAGMA synchronous = FULL")
@@ -122,7 +122,7 @@ class Database:
                 connection.execute(f"PRAGMA user_version = {schema.version}")
 
     def _refuse_others(self, schema: Schema) -> bool:
-        """Whether the file is empty. Raises `UserError` when it cannot be used."""
+        """Returns whether the file is empty. Raises `UserError` when it cannot be used."""
         ((kind,), (found,), (entries,)) = (
             self._connection.execute(query).fetchone()
             for query in ("PRAGMA application_id", "PRAGMA user_version", "SELECT count(*) FROM sqlite_master")
@@ -154,7 +154,7 @@ class Database:
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
-        """A shorter deadline for what is done in the block."""
+        """Inside, waits have a shorter deadline."""
         with self.lock:
             usual, self.deadline_s = self.deadline_s, seconds
             self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * min(_AT_A_TIME, seconds))}")
@@ -165,13 +165,14 @@ class Database:
                 self._connection.execute(f"PRAGMA busy_timeout = {round(1000 * min(_AT_A_TIME, usual))}")
 
     def rows(self, query: str, *parameters: object) -> list[tuple[Any, ...]]:
-        """All rows of a query; the read transaction is over when this returns."""
+        """Returns all rows of a query; the read transaction is over when this returns."""
         with self.lock, self._explained():
             return self._waiting(lambda: self._connection.execute(query, parameters).fetchall())
 
     def require_file(self) -> None:
-        """Raises `UserError` when the file that was opened is not at its place any longer: it was deleted, or another
-        was put there. What is written from then on would be lost with it. Done in every transaction; costs a `stat`.
+        """Raises `UserError` when the file that was opened was deleted or replaced by another one.
+
+        What was written from then on would be lost with it. Checked in every transaction; costs a `stat`.
         """
         there = self._file_there()
         if self._file is None or there == self._file:
@@ -192,18 +193,18 @@ class Database:
 
     @property
     def wal_size(self) -> int:
-        """Bytes of the write-ahead log on disk."""
+        """Returns the bytes of the write-ahead log on disk."""
         wal = Path(f"{self.path}-wal")
         return wal.stat().st_size if wal.exists() else 0
 
     def checkpoint(self) -> bool:
-        """Move the write-ahead log into the file and truncate it; False when somebody was in the way."""
+        """Move the write-ahead log into the file and truncate it; returns False when another process prevented that."""
         self.rows("PRAGMA wal_checkpoint(PASSIVE)")  # most of the work, while writers go on
         ((busy, _, _),) = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
         return not busy
 
     def _waiting(self, act: Callable[[], T]) -> T:
-        """`act()`, tried again while the file is locked, until the deadline."""
+        """Returns `act()`, retried while the file is locked, until the deadline."""
         limit = time.monotonic() + self.deadline_s
         while True:
             try:
@@ -220,7 +221,7 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """What the user can mend, in one sentence."""
+        """Inside, errors that the user can mend are raised as one sentence."""
         try:
             yield
         except sqlite3.DatabaseError as error:
@@ -234,7 +235,7 @@ class Database:
             raise UserError(f"{self.path} {mend}") from error
 
     def close(self) -> None:
-        """Closed for good; what was committed stays."""
+        """Close it for good; what was committed stays."""
         with self.lock:
             self._connection.close()
             if self._held is not None:
@@ -250,7 +251,7 @@ class Database:
 
 
 def network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
-    """The type of the network filesystem that holds `path`, or None (local, or no mount table to ask).
+    """Returns the type of the network filesystem that holds `path`, or None (local, or there is no mount table).
 
     The longest mount point above the path decides.
     """
@@ -270,7 +271,7 @@ def network_filesystem(path: Path, mounts: Path = Path("/proc/mounts")) -> str |
 
 
 def _unescape(text: str) -> str:
-    """The mount table writes blanks and backslashes in octal."""
+    """Decodes blanks and backslashes, which the mount table writes in octal."""
     for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
         text = text.replace(code, character)
     return text

@@ -1,9 +1,9 @@
-"""The journal's reading end: what the searchers have put, in order, for the trainer's replay.
+"""The reader of the journal: what the searchers have put, in order, for the trainer's replay buffer.
 
-Invariant: everything acknowledged is given exactly once, in the order of acknowledgement, whoever reads it. Exactly one
+Invariant: everything acknowledged is given exactly once to each reader, in the order of acknowledgement. Exactly one
 connection checkpoints the write-ahead log and deletes what retention lets go: that of the follower that holds the lock
-beside the file. (SQLite also checkpoints for whoever closes the file last, when nobody else has it open.) No read
-transaction is held between calls.
+file next to the journal. (SQLite also checkpoints when the last connection to the file is closed.) No read transaction
+is held between calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tba.types import Evaluation, Prompt, Score, Trajectory, Version
 
 log = logging.getLogger("tba.journal")
 _LAST = 2**63 - 1  # no position is larger
-_PATIENCE = 0.1  # seconds that housekeeping may keep the trainer
+_PATIENCE = 0.1  # seconds that housekeeping may delay the trainer
 _RETIRED_AT_ONCE = 20_000  # rows
 T = TypeVar("T")
 _Row: TypeAlias = tuple[Any, ...]
@@ -41,17 +41,16 @@ class Totals:
     retired_rows: int
     retired_tokens: int
     positions: int  # of prompts that were handed out by `lease`
-    identity: int  # the file's own number; 0 where damage has taken it away
+    identity: int  # the file's random identifier; 0 where damage has destroyed it
 
 
 class JournalFollower:
-    """The reading end: a `TrajectorySource` that remembers its `position` and `score_position` (settable, to resume).
+    """The reader: a `TrajectorySource` that remembers its `position` and `score_position` (settable, to resume).
 
     keep_bytes: while the file holds more, the oldest bodies that have been drained are deleted, and counted (None: all
-    are kept). Deleting and checkpointing are done by one follower only, the first that is open; any other just reads.
-    wal_bytes: the write-ahead log is truncated when it is larger than this.
-    waiting: called now and then while others keep the file locked.
-    create: make the file where there is none.
+    are kept). Only one follower deletes and checkpoints, the first that is open; any other just reads. wal_bytes: the
+    write-ahead log is truncated when it is larger than this. waiting: called now and then while others keep the file
+    locked. create: make the file where there is none.
     """
 
     def __init__(
@@ -75,17 +74,18 @@ class JournalFollower:
         self._prompts: dict[int, Prompt] = {}
         self._evaluation = 0
         self._gone = Gone()
-        self._damaged = damaged  # is told of each trajectory that is found to be, once
+        self._damaged = damaged  # called once with each trajectory that is found to be damaged
 
     def drain(self, limit: int | None = None, until: int | None = None) -> list[Trajectory]:
-        """What is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never waits.
+        """Returns what is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never
+        waits.
 
-        What has been retired or cannot be read is passed over: `take_gone` tells how much that was.
+        What was deleted by retention or cannot be read is passed over: `take_gone` says how much that was.
         """
         return self._drained(lambda seq, body, prompt: decode_trajectory(body, prompt), limit, until)
 
     def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
-        """The same as bytes, at less than half the cost."""
+        """Returns the same as bytes, at less than half the cost."""
         return self._drained(lambda seq, body, prompt: Stored.read(prompt, body)._replace(place=seq), limit, until)
 
     def _drained(self, read: Callable[[int, bytes, Prompt], T], limit: int | None, until: int | None) -> list[T]:
@@ -99,12 +99,12 @@ class JournalFollower:
         return found
 
     def take_gone(self) -> Gone:
-        """What was passed over since last asked."""
+        """Returns what was passed over since the last call."""
         gone, self._gone = self._gone, Gone()
         return gone
 
     def _bodies(self, limit: int | None, until: int | None) -> list[_Row]:
-        """(seq, prompt, body) of what is next, and the position after it."""
+        """Returns (seq, prompt, body) of the next rows, and advances the position past them."""
         self._database.require_file()
         ((last,),) = self._database.rows(
             "SELECT coalesce(max(seq), 0) FROM trajectories WHERE seq <= ?", _LAST if until is None else until
@@ -137,7 +137,7 @@ class JournalFollower:
         return Gone(*amounts.get(True, (0, 0)), *amounts.get(False, (0, 0)))
 
     def _give_up(self, seq: int, why: str) -> Gone:
-        """A body that is not what was written is deleted; its facts stay."""
+        """Delete a body that is not what was written; its facts stay."""
         ((tokens,),) = self._database.rows("SELECT tokens FROM trajectories WHERE seq = ?", seq)
         what = f"trajectory {seq} of {self._database.path} is damaged and left out ({why})"
         log.warning("%s", what)
@@ -148,12 +148,14 @@ class JournalFollower:
         return Gone(damaged_trajectories=1, damaged_tokens=tokens)
 
     def ask(self, reference: Version, uids: Sequence[str]) -> None:
-        """Have searchers score these trajectories under `reference`; what was asked under another is forgotten."""
+        """Request that searchers score these trajectories under `reference`; requests for another reference are
+        dropped.
+        """
         with self._database.transaction() as connection:
             scores.ask(connection, reference, uids)
 
     def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
-        """The scores that are new since the last call, in the order given, as `drain` gives trajectories."""
+        """Returns the scores that are new since the last call, in the order given, as `drain` gives trajectories."""
         rows: list[_Row] = self._database.rows(
             scores.SCORES, self.score_position, _LAST if until is None else until, -1 if limit is None else limit
         )
@@ -163,7 +165,7 @@ class JournalFollower:
         return [scores.score_of(*row) for _, *row in rows]
 
     def undrained(self) -> dict[str, int]:
-        """{"trajectories", "tokens"} after the position."""
+        """Returns {"trajectories", "tokens"} after the position."""
         ((rows, tokens),) = self._database.rows(
             "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories "
             "WHERE seq > max(?, (SELECT value FROM totals WHERE name = 'retired_until'))",
@@ -172,30 +174,30 @@ class JournalFollower:
         return {"trajectories": rows, "tokens": tokens}
 
     def leases(self) -> list[int]:
-        """The prompt positions that are handed out and not given back."""
+        """Returns the prompt positions that are leased and not given back."""
         return [p for (p,) in self._database.rows("SELECT position FROM leases ORDER BY position")]
 
     def totals(self) -> Totals:
-        """What was ever appended and deleted."""
+        """Returns what was ever appended and deleted."""
         values = dict(self._database.rows("SELECT name, value FROM totals WHERE name <> 'retired_until'"))
         return Totals(**values)
 
     def recoveries(self) -> list[Recovery]:
-        """Each time that a damaged file was set aside, the first first."""
+        """Returns each time that a damaged file was set aside, the first first."""
         rows: list[_Row] = self._database.rows(
             "SELECT time, damaged, why, rows, lost_rows, lost_tokens FROM recoveries ORDER BY place"
         )
         return [Recovery(*row) for row in rows]
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """The counts of each owner, by name."""
+        """Returns the counts of each owner, by name."""
         counters: dict[str, dict[str, int]] = {}
         for owner, name, value in self._database.rows("SELECT owner, name, value FROM counters"):
             counters.setdefault(owner, {})[name] = value
         return counters
 
     def evaluations(self) -> list[Evaluation]:
-        """Those recorded since last asked, oldest first."""
+        """Returns the evaluations recorded since the last call, oldest first."""
         rows: list[_Row] = self._database.rows(
             "SELECT seq, version, wall_seconds, metric, value, n, seconds, tokens FROM evaluations "
             "WHERE seq > ? ORDER BY seq",
@@ -210,16 +212,18 @@ class JournalFollower:
         return bool(self._database.rows("SELECT 1 FROM jobs WHERE job = ? AND done", job))
 
     def jobs_done(self) -> set[str]:
-        """The evaluation jobs that have been finished."""
+        """Returns the evaluation jobs that have been finished."""
         return {job for (job,) in self._database.rows("SELECT job FROM jobs WHERE done")}
 
     @property
     def wal_size(self) -> int:
-        """Bytes of the write-ahead log on disk."""
+        """Returns the bytes of the write-ahead log on disk."""
         return self._database.wal_size
 
     def checkpoint(self) -> bool:
-        """Move the log into the file and truncate it; False when somebody was in the way (it is tried again later)."""
+        """Move the log into the file and truncate it; returns False when another process prevented that (it is retried
+        later).
+        """
         if not self._holds_lock():
             return False
         with self._database.patience(_PATIENCE):
@@ -230,8 +234,10 @@ class JournalFollower:
             self.checkpoint()
 
     def _retire(self) -> None:
-        """Delete the oldest drained bodies while the file holds too much, an eighth at a time: each time costs a disk
-        flush. Their facts stay, so that whoever takes in again what was written knows that they are gone.
+        """Delete the oldest drained bodies while the file holds too much, an eighth at a time, as each time costs a
+        disk flush.
+
+        Their facts stay, so that a reader that starts from the beginning knows that they are gone.
         """
         if self._keep_bytes is None or not self._holds_lock():
             return
@@ -253,7 +259,7 @@ class JournalFollower:
 
     def _delete_bodies(self, last: int) -> None:
         with (
-            suppress(DeadlineExceeded),  # tried again at the next drain
+            suppress(DeadlineExceeded),  # retried at the next drain
             self._database.patience(_PATIENCE),
             self._database.transaction() as connection,
         ):
@@ -265,7 +271,9 @@ class JournalFollower:
             connection.execute("UPDATE totals SET value = max(value, ?) WHERE name = 'retired_until'", (last,))
 
     def _prompt(self, content_id: int) -> Prompt:
-        """One object for each prompt, however many trajectories it has. Raises `Damaged` when it cannot be read."""
+        """Returns one object for each prompt, however many trajectories it has. Raises `Damaged` when it cannot be
+        read.
+        """
         prompt = self._prompts.get(content_id)
         if prompt is None:
             bodies = self._database.rows("SELECT body FROM prompts WHERE id = ?", content_id)
@@ -288,7 +296,7 @@ class JournalFollower:
         return True
 
     def close(self) -> None:
-        """Truncates the log if nobody is in the way, and closes. Rows stay."""
+        """Truncate the log if no other process prevents it, and close. Rows stay."""
         try:
             self.checkpoint()  # may fail, on a full disk
         finally:

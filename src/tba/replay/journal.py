@@ -1,9 +1,9 @@
-"""The journal's writing end: where searchers meet the trainer on disk. Any number of writers.
+"""The writer of the journal, the file through which searchers send trajectories to the trainer. Any number may write.
 
 Invariant: what was acknowledged is on disk in full (synchronous = FULL) and is seen by the follower (`follower.py`)
 exactly once, in the order of acknowledgement; what was not acknowledged left no trace.
 
-Prompts are leased here by position (0, 1, 2, ...) and their outcomes told, evaluation jobs are claimed here, and
+Prompts are leased here by position (0, 1, 2, ...) and their outcomes recorded, evaluation jobs are claimed here, and
 trajectories are scored under later references here (`scores`). Each owner's counts are kept here, in the transaction of
 what they count.
 """
@@ -24,16 +24,16 @@ from tba.replay.recovery import open_journal
 from tba.replay.schema import add_to_totals, bodies_into, facts_into, keep_prompts
 from tba.types import Evaluation, Outcome, Score, Trajectory, Version
 
-_AT_ONCE = 500  # parameters of one query, of which SQLite allows 999 where it is old
+_AT_ONCE = 500  # parameters of one query, of which old versions of SQLite allow 999
 _PUT_AT_ONCE = 100  # rows of 8 parameters
 
 
 class JournalWriter:
-    """A writing end, the `Journal` on its own disk. Any number in any process; threads may share one.
+    """A writer, the `Journal` on its own disk. Any number in any process; threads may share one.
 
     `owner` names who writes: its counts are kept under this name. Raises `UserError` on a network filesystem,
     `DeadlineExceeded` when other writers keep the file locked for `deadline_s` seconds; `waiting` is called now and
-    then while they do. create: make the file where there is none; a part of a run does not, for the run has made it.
+    then while they do. create: make the file where there is none; a part of a run does not, since the run has made it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class JournalWriter:
         counters: Mapping[str, int] | None = None,
         outcomes: Sequence[Outcome] = (),
     ) -> None:
-        """One transaction: append the trajectories (encoded already, where they come from elsewhere), give the leases
+        """In one transaction: append the trajectories (possibly encoded already, on another machine), give the leases
         back as done, add the counters and the outcomes of what was leased.
 
         A repeated call changes nothing: a uid that is there already is ignored, and when all of them are, so are the
@@ -80,7 +80,7 @@ class JournalWriter:
                 )
 
     def known(self, uids: Sequence[str]) -> set[str]:
-        """Which of these were ever put, also those that retention has deleted since."""
+        """Returns which of these were ever put, also those that retention has deleted since."""
         found: set[str] = set()
         for first in range(0, len(uids), _AT_ONCE):
             some = uids[first : first + _AT_ONCE]
@@ -90,12 +90,12 @@ class JournalWriter:
         return found
 
     def rows(self) -> int:
-        """How many trajectories were ever appended, by anybody."""
+        """Returns how many trajectories were ever appended, by all writers."""
         ((rows,),) = self._database.rows("SELECT value FROM totals WHERE name = 'rows'")
         return int(rows)
 
     def lease(self, count: int, seconds: float) -> list[int]:
-        """`count` prompt positions for the next `seconds`: first those whose lease ran out, then new ones.
+        """Returns `count` prompt positions for the next `seconds`: first those whose lease ran out, then new ones.
 
         A position that is leased and has not run out is never handed out again.
         """
@@ -115,7 +115,8 @@ class JournalWriter:
         return positions
 
     def lease_first(self, order: Iterable[int], count: int, seconds: float) -> list[int]:
-        """The first `count` positions in `order` that nobody holds, for the next `seconds`; fewer when all are held.
+        """Returns the first `count` positions in `order` that nobody holds, for the next `seconds`; fewer when all are
+        held.
 
         Positions may be leased again once given back: they are the prompts' own. Not to be mixed with `lease`.
         """
@@ -130,20 +131,24 @@ class JournalWriter:
         return positions
 
     def outcomes(self, after: int) -> list[tuple[int, int, float, float]]:
-        """(number, position, successes, failures) of all outcomes numbered above `after`, in the order of putting."""
+        """Returns (number, position, successes, failures) of all outcomes numbered above `after`, in the order of
+        putting.
+        """
         return self._database.rows(
             "SELECT seq, position, successes, failures FROM outcomes WHERE seq > ? ORDER BY seq", after
         )
 
     def unscored(self, reference: Version, count: int, seconds: float) -> list[Trajectory]:
-        """Up to `count` trajectories whose score under `reference` is asked for, newest first, for the next `seconds`.
+        """Returns up to `count` trajectories whose score under `reference` is requested, newest first, for the next
+        `seconds`.
 
         One that is handed out and has not run out is not handed out again.
         """
         if not self._database.rows(scores.UNSCORED, str(reference)):
             return []  # nearly always, and without the write lock
         with self._database.transaction() as connection:
-            # Many may be asked for: the clock begins again with the machine only, and then so do we.
+            # The clock of `issued` restarts only with the machine, and then so does this process: adjusting the
+            # (possibly many) rows once is enough.
             now = self._clock() if self._scored_before else self._now(connection, "unscored")
             self._scored_before = True
             rows = scores.lease(connection, reference, count, self.owner, now, seconds)
@@ -152,7 +157,7 @@ class JournalWriter:
         return [decode_trajectory(body, prompts[prompt]) for prompt, _, body in rows]
 
     def put_scores(self, scored: Sequence[Score], counters: Mapping[str, int] | None = None) -> None:
-        """One transaction: the scores, which are then not asked for any longer, and the counters.
+        """In one transaction: write the scores, whose requests are thereby done, and add the counters.
 
         A repeated call changes nothing: a score that is there already is ignored; when all are, so are the counters.
         """
@@ -166,9 +171,9 @@ class JournalWriter:
             self._count(connection, increments)
 
     def claim(self, job: str, seconds: float) -> bool:
-        """True for exactly one claimant, whose the job then is until it is done or `seconds` are over."""
+        """Returns True for exactly one claimant, which then has the job until it is done or `seconds` are over."""
         with self._database.transaction() as connection:
-            now = self._now(connection, "jobs", "AND job = ?2", job)  # of all that were ever done, this one
+            now = self._now(connection, "jobs", "AND job = ?2", job)  # only this one of all jobs that were ever done
             claimed = connection.execute(
                 "INSERT INTO jobs VALUES (?1, ?2, ?3, ?4, 0) ON CONFLICT (job) DO UPDATE "
                 "SET owner = ?2, issued = ?3, seconds = ?4 WHERE NOT done AND issued + seconds <= ?3",
@@ -177,7 +182,10 @@ class JournalWriter:
             return claimed.rowcount == 1
 
     def finish(self, job: str, evaluations: Sequence[Evaluation]) -> None:
-        """The job is done, with its results; those of a job that somebody else has finished are ignored."""
+        """Record that the job is done, with its results.
+
+        Those of a job that another claimant has finished are ignored.
+        """
         with self._database.transaction() as connection:
             finished = connection.execute(
                 "INSERT INTO jobs VALUES (?1, ?2, ?3, 0, 1) ON CONFLICT (job) DO UPDATE "
@@ -195,8 +203,8 @@ class JournalWriter:
                 )
 
     def resume(self) -> None:
-        """Whoever had this owner's name before is dead: what it held (prompts, unfinished jobs, what it was to score)
-        runs out now.
+        """Let everything expire that an earlier process under this owner's name held: prompts, unfinished jobs,
+        trajectories to score.
         """
         with self._database.transaction() as connection:
             connection.execute("UPDATE leases SET seconds = 0 WHERE owner = ?", (self.owner,))
@@ -204,7 +212,7 @@ class JournalWriter:
             connection.execute("UPDATE unscored SET seconds = 0 WHERE owner = ?", (self.owner,))
 
     def _append(self, connection: sqlite3.Connection, rows: Sequence[Row]) -> Sequence[Row]:
-        """Those that were new. Uids outlive bodies, so a repeat is known after retention.
+        """Append rows; returns those that were new. Uids outlive bodies, so a repeat is recognised after retention.
 
         All in one statement, which is twice as fast as one by one, unless some of them are there already.
         """
@@ -231,16 +239,17 @@ class JournalWriter:
         )
 
     def _now(self, connection: sqlite3.Connection, table: str, those: str = "", *named: str) -> float:
-        """The time, by a clock that all processes of a machine share and nobody sets. It begins again when the machine
-        does: what seems to have been issued in the future counts as issued now, and runs out after its own length at
-        the latest.
+        """Returns the time, by a monotonic clock that all processes of a machine share.
+
+        It restarts with the machine: what seems to have been issued in the future counts as issued now, and runs out
+        after its own length at the latest.
         """
         now = self._clock()
         connection.execute(f"UPDATE {table} SET issued = ?1 WHERE issued > ?1 {those}", (now, *named))  # noqa: S608 - our own names
         return now
 
     def close(self) -> None:
-        """No more writing; leases that were not given back run out."""
+        """Stop writing; leases that were not given back run out."""
         self._database.close()
 
     def __enter__(self) -> Self:

@@ -1,10 +1,10 @@
-"""Rows that a run had acknowledged and its journal does not have any longer.
+"""Detects rows that a run had acknowledged and its journal no longer has.
 
-A run writes down how much its journal held, in each checkpoint and beside each version of the weights. A run that goes
-on compares: a journal that is gone, shorter, or another file is noticed, whoever took the rows away.
+A run records how much its journal held, in each checkpoint and with each version of the weights. A run that resumes
+compares: a journal that is gone, shorter, or another file is detected, whatever removed the rows.
 
-Invariant: nothing is changed until somebody has accepted the loss. Then each lost trajectory has its place, without a
-body, so that it is counted as damaged and is never taken for data.
+Invariant: nothing is changed until the user has accepted the loss. Then each lost trajectory has its place, without a
+body, so that it is counted as damaged and never taken for data.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Held:
     rows: int = 0
     tokens: int = 0
     positions: int = 0  # of prompts that had been handed out
-    identity: int = 0  # of the file; 0: not known
+    identity: int = 0  # the file's random identifier; 0: not known
 
     @classmethod
     def of(cls, journal: JournalFollower) -> Held:
-        """What the journal holds now."""
+        """Returns what the journal holds now."""
         totals = journal.totals()
         return cls(totals.rows, totals.tokens, totals.positions, totals.identity)
 
@@ -57,8 +57,9 @@ class Loss:
 
 
 def find_loss(path: Path, held: Held) -> Loss | None:
-    """What the journal at `path` lacks of what it held; None when it lacks nothing. It is opened, and recovered if it
-    is damaged, but not made.
+    """Returns what the journal at `path` lacks of what it held; None when it lacks nothing.
+
+    It is opened, and recovered if it is damaged, but not created.
     """
     if not path.is_file():
         return Loss(held.rows, "is gone", Held()) if held.rows else None
@@ -72,7 +73,7 @@ def find_loss(path: Path, held: Held) -> Loss | None:
 
 
 def accept(path: Path, held: Held, loss: Loss) -> None:
-    """Go on with what is there. Another run's file is set aside under a name of its own."""
+    """Continue with what is there. Another run's file is set aside under a new name."""
     aside = ""
     if loss.there.rows and loss.there.identity not in (0, held.identity):
         aside = _set_aside(path)

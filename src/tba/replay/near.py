@@ -1,10 +1,10 @@
-"""Answers that are nearly another one to the same prompt: by edits between tokens, or by the angle of embeddings.
+"""Finds near duplicates: answers that nearly equal another one to the same prompt, by edits of tokens or by embeddings.
 
-Invariant: `of` gives exactly the rows that are nearer than the distance; what leaves rows out before tokens are
-compared is a bound that no near one can break. No loop over rows is in Python. By edits a query costs one pass over T
-bytes of each of N rows, and a table of T x L for each row that the bound lets through; by cosine, one product of N x D.
+Invariant: `of` gives exactly the rows that are nearer than the distance; rows are skipped before tokens are compared
+only by a bound that no near one can break. No loop over rows is in Python. By edits a query costs one pass over T bytes
+of each of N rows, and a table of T x L for each row that the bound lets through; by cosine, one product of N x D.
 
-Shape legend: N rows of a prompt, G buckets of tokens, T tokens of the answer asked for, C candidates, L tokens of the
+Shape legend: N rows of a prompt, G buckets of tokens, T tokens of the answer in question, C candidates, L tokens of the
 longest of them, D dimensions of an embedding.
 """
 
@@ -47,30 +47,30 @@ class NearDuplicates:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect while all answers stay."""
+        """Returns the fields without effect while all answers stay."""
         return {"distance": "by", "keep": "by"} if self.by == "none" else {}
 
     def start(self, tokens: Callable[[int], IntArray]) -> Neighbours | None:
-        """An empty index; `tokens` gives those of a row. None: nothing is near anything."""
+        """Returns an empty index; `tokens` gives the tokens of a row. None: nothing is near anything."""
         return None if self.by == "none" else Neighbours(self, tokens)
 
 
 class Neighbours:
-    """The rows in memory by prompt, each as what it is compared by."""
+    """The rows in memory by prompt, each with the features by which it is compared."""
 
     def __init__(self, settings: NearDuplicates, tokens: Callable[[int], IntArray]) -> None:
         self._settings = settings
         self._tokens = tokens
         self._sheets: dict[str, _Sheet] = {}
-        self._place = np.zeros(0, dtype=np.int32)  # by row, in the sheet of its prompt
+        self._place = np.zeros(0, dtype=np.int32)  # by row, its index in the sheet of its prompt
 
     def of(self, stored: Stored) -> _Rows:
-        """The rows of the same prompt that are near."""
+        """Returns the rows of the same prompt that are near."""
         sheet = self._sheets.get(stored.prompt.key)
         return np.zeros(0, dtype=np.intp) if sheet is None else sheet.near(stored)
 
     def add(self, row: int, stored: Stored) -> None:
-        """It must not be there."""
+        """Add a row, which must not be there yet."""
         sheet = self._sheets.get(stored.prompt.key)
         if sheet is None:
             sheet = self._sheets[stored.prompt.key] = self._sheet()
@@ -79,7 +79,7 @@ class Neighbours:
         self._place[row] = sheet.add(row, stored)
 
     def remove(self, row: int, prompt: str) -> None:
-        """It must be there; the last of its prompt takes its place."""
+        """Remove a row, which must be there; the last one of its prompt takes its index."""
         sheet, place = self._sheets[prompt], int(self._place[row])
         moved = sheet.remove(place)
         self._place[moved] = place
@@ -100,17 +100,19 @@ class _Sheet(Protocol):
     def near(self, stored: Stored) -> _Rows: ...
 
     def add(self, row: int, stored: Stored) -> int:
-        """Add an answer; returns its place."""
+        """Add an answer; returns its index."""
         ...
 
     def remove(self, place: int) -> int:
-        """The row that has this place now (the same where it was the last)."""
+        """Remove an index; returns the row that has it now (the same where it was the last)."""
         ...
 
 
 class _Edits:
-    """By edits. The bound: e edits leave max(a, b) - e tokens in common, counted with repeats (the bag distance,
-    Bartolini et al. 2002), and tokens are counted in buckets, which can only make more of them common.
+    """Compares by edits.
+
+    The bound: e edits leave max(a, b) - e tokens in common, counted with repeats (the bag distance, Bartolini et al.
+    2002), and tokens are counted in buckets, which can only make more of them common.
     """
 
     def __init__(self, distance: float, tokens: Callable[[int], IntArray]) -> None:
@@ -144,9 +146,10 @@ class _Edits:
         return self._row_N[np.concatenate(near)].astype(np.intp)
 
     def _wanted(self, length: int, longest: int, uncounted: int) -> npt.NDArray[np.int64]:
-        """[longest + 1]: how many tokens an answer of so many has to have in common with one of `length`, to be near.
+        """[longest + 1] Returns how many tokens answers of each length must have in common with one of `length`, to be
+        near.
 
-        uncounted: of those in common, how many a byte may not have counted.
+        uncounted: how many of those in common a byte may have failed to count.
         """
         other = np.arange(longest + 1)
         larger, limit = np.maximum(other, length), self._distance * (other + length)
@@ -177,7 +180,7 @@ class _Edits:
 
 
 class _Cosines:
-    """By cosine. What has no embedding, or one of zeros, is near nothing."""
+    """Compares by cosine. An answer without an embedding, or with one of zeros, is near nothing."""
 
     def __init__(self, distance: float) -> None:
         self._distance = distance
@@ -228,10 +231,10 @@ class _Cosines:
 
 
 def edits(answer_T: IntArray, others: list[IntArray]) -> npt.NDArray[np.int32]:
-    """[C]: insertions, deletions and substitutions between `answer_T` and each of the others (Levenshtein 1966).
+    """[C] Returns insertions, deletions and substitutions between `answer_T` and each of the others (Levenshtein 1966).
 
-    Wagner and Fischer's table for all of them at once, a row for each token of the answer. Within a row the insertions
-    are a running minimum: a step to the right costs 1.
+    This is Wagner and Fischer's table for all of them at once, a row for each token of the answer. Within a row the
+    insertions are a running minimum: a step to the right costs 1.
     """
     length_C = np.array([len(other) for other in others], dtype=np.int32)
     longest = int(length_C.max(initial=0))
@@ -239,7 +242,7 @@ def edits(answer_T: IntArray, others: list[IntArray]) -> npt.NDArray[np.int32]:
     for c, other in enumerate(others):
         other_LC[: len(other), c] = other
     step_L1 = np.arange(longest + 1, dtype=np.int32)[:, None]
-    row_LC = np.repeat(step_L1, len(others), axis=1)  # of no token of the answer: as many insertions as tokens
+    row_LC = np.repeat(step_L1, len(others), axis=1)  # the row of the empty prefix: as many insertions as tokens
     for t, token in enumerate(answer_T.tolist(), start=1):
         least_LC = np.empty_like(row_LC)
         least_LC[0] = t
@@ -251,7 +254,7 @@ def edits(answer_T: IntArray, others: list[IntArray]) -> npt.NDArray[np.int32]:
 
 
 def _bag(tokens: IntArray) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """The buckets that tokens fall into, and how many fall into each."""
+    """Returns the buckets that tokens fall into, and how many fall into each."""
     bucket_T = (tokens.astype(np.uint32) * np.uint32(2654435761)) >> np.uint32(24)  # Knuth's multiplicative hash
     count_G = np.bincount(bucket_T, minlength=_BUCKETS)
     bucket = np.flatnonzero(count_G)

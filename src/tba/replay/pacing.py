@@ -1,18 +1,19 @@
-"""Which side may go on: the trainer after the warm-up and while reuse allows it, and, if wished, both within a band.
+"""Pacing: which side may go on. The trainer is limited by the warm-up and by reuse, and, if wished, both sides by a
+band.
 
 Invariant: mean uses per trajectory received never exceed `max_mean_uses`, and the allowance is not saved up: what is
-not used soon after an arrival is forfeited, but for `band` batches (`forfeit`). So when searchers stall, the trainer is
-held after a few updates, and new arrivals let it go on. "The trainer never waits" is honest only with such a bound: a
-trainer that chews old data over and over is never idle either, and what it had learnt is lost within 50 updates
+not used soon after an arrival is forfeited, except for `band` batches (`forfeit`). So when searchers stall, the trainer
+is held after a few updates, and new arrivals let it go on. "The trainer never waits" is honest only with such a bound:
+a trainer that reuses old data over and over is never idle either, and what it had learnt is lost within 50 updates
 (docs/faults.md). All else here is off by default.
 
-With `samples_per_insert` = s uses are to keep up with what is received after the warm-up, as by Reverb's rate limiter
+With `samples_per_insert` = s, uses are to keep up with what is received after the warm-up, as in Reverb's rate limiter
 (Cassirer et al. 2021, arXiv 2102.04736, section 3.4): the balance
 
     s (received - warm_up) - uses
 
-is kept within +- `band` batches. A trainer that would take it below is held (`paced`); searchers ease off while it is
-above. Neither can hold the other for ever: see `wanted`.
+is kept within +- `band` batches. A trainer that would take it below is held (`paced`); searchers are held back while it
+is above. Neither can hold the other for ever: see `wanted`.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ Held: TypeAlias = Literal["warm_up", "paced"]
 
 @dataclass(frozen=True)
 class Pacing:
-    """How the trainer is held back, and how searchers ease off."""
+    """How the trainer and the searchers are held back."""
 
     warm_up: int = 500  # trajectories received before the first batch (paper: 500 GSM8K, 10,000 TL;DR)
     max_mean_uses: float = 8.0  # uses per trajectory received; the trainer is held (`paced`) beyond, and in a stall
-    samples_per_insert: float | None = None  # wanted uses of a trajectory that is received; None: as it comes
+    samples_per_insert: float | None = None  # wanted uses of a trajectory that is received; None: no target
     band: float = 8.0  # batches by which either side may be ahead of that; and that may be taken in a stall
-    eases_off: Literal["trainer", "searchers", "both"] = "both"  # who waits when ahead by more
+    eases_off: Literal["trainer", "searchers", "both"] = "both"  # the side that is throttled outside the band
 
     def __post_init__(self) -> None:
         if self.warm_up < 0:
@@ -52,11 +53,11 @@ class Pacing:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect while neither side is to keep up with the other."""
+        """Returns the fields without effect while neither side is to keep up with the other."""
         return {"eases_off": "samples_per_insert"} if self.samples_per_insert is None else {}
 
     def held(self, received: int, trained_total: int, batch: int, forfeited: float = 0.0) -> Held | None:
-        """Why a batch of `batch` trajectories may not be taken yet, or None: it may."""
+        """Returns why a batch of `batch` trajectories may not be taken yet, or None: it may."""
         if received < self.warm_up:
             return "warm_up"
         if trained_total + batch > self.max_mean_uses * (received - forfeited):
@@ -68,12 +69,13 @@ class Pacing:
         return None
 
     def forfeit(self, received: int, trained_total: int, batch: int, newest: int, forfeited: float = 0.0) -> float:
-        """For how many trajectories in all the allowance is lost, `newest` of those received having come last.
+        """Returns the number of trajectories in all for which the allowance is lost; `newest` of those received came
+        last.
 
         What is left is `band` batches, or the whole allowance of the newest where that is more: a run whose data came
         all at once (offline) loses nothing, and one whose rounds are long keeps what it needs until the next. It is
-        never less than a batch, so that no loss outlasts the next arrivals. Where searchers ease off nothing is lost:
-        they would wait for a trainer that is held.
+        never less than a batch, so that no loss outlasts the next arrivals. Where searchers are held back nothing is
+        lost: they would wait for a trainer that is held.
         """
         searchers_wait = self.samples_per_insert is not None and self.eases_off != "trainer"
         if searchers_wait or math.isinf(self.max_mean_uses):
@@ -82,10 +84,10 @@ class Pacing:
         return max(forfeited, received - trained_total / self.max_mean_uses - kept)
 
     def wanted(self, trained_total: int, batch: int, updates: int) -> int | None:
-        """How many trajectories searchers may have sent down, in all, before they ease off; None: any number.
+        """Returns how many trajectories searchers may have sent in all before they are held back; None: any number.
 
-        It holds until the next `updates` batches have been taken. They are allowed for, so that a trainer that is held
-        is never one that these searchers starve: with that many received it may take all of them.
+        It holds until the next `updates` batches have been taken. These are included, so that a trainer that is held
+        never waits for searchers that are held back too: with that many received it may take all of the batches.
         """
         if self.samples_per_insert is None or self.eases_off == "trainer":
             return None

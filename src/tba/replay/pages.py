@@ -1,11 +1,11 @@
-"""Rows out of a damaged SQLite file, page by page, without the trees that lead to them.
+"""Reads rows out of a damaged SQLite file, page by page, without the trees that lead to them.
 
-SQLite reads them itself: in a copy of the file a table of our own is said to begin on one leaf page after another, so
-that each page is a whole table. What the write-ahead log has of a page is laid over the copy first.
+SQLite itself reads them: in a copy of the file the root of a table of our own is set to one leaf page after another, so
+that each page is a whole table. Pages in the write-ahead log are copied over the file's first.
 
-Invariant: the damaged file is not changed, nothing raises for what its bytes are, and every row whose own pages are
-whole is given, unless it lies between two damaged ones of one page. A row may come twice, or have been deleted before:
-who asks knows his rows. Formats: https://www.sqlite.org/fileformat2.html, https://www.sqlite.org/walformat.html.
+Invariant: the damaged file is not changed, no content of it raises, and every row whose own pages are whole is given,
+unless it lies between two damaged ones of one page. A row may come twice, or have been deleted before: the caller must
+expect both. Formats: https://www.sqlite.org/fileformat2.html, https://www.sqlite.org/walformat.html.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-Row: TypeAlias = tuple[int, tuple[Any, ...]]  # rowid, COLUMNS columns: those that it lacks are None, as its rowid's own
+# rowid, COLUMNS columns: None where the table has fewer, or where the column is the rowid
+Row: TypeAlias = tuple[int, tuple[Any, ...]]
 COLUMNS = 9  # the most that a table of ours has
-UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)  # the second where SQLite quotes what is no text
+UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)  # the second where SQLite quotes bytes that are no text
 _HEAD = 100  # bytes of a file's header
 _MAGIC = b"SQLite format 3\0"
 _LEAF = b"\x0d"  # the first byte of a page with rows
@@ -40,7 +41,7 @@ class Frame:
 
 
 def wal_frames(wal: Path, page_bytes: int) -> list[Frame]:
-    """The frames of the log's present round, in order, whether whole or not; none when there is no log."""
+    """Returns the frames of the log's present round, in order, whether whole or not; none when there is no log."""
     if not wal.exists() or wal.stat().st_size < _WAL_HEAD:
         return []
     frames: list[Frame] = []
@@ -58,22 +59,22 @@ def wal_frames(wal: Path, page_bytes: int) -> list[Frame]:
 
 
 def committed(frames: list[Frame]) -> list[Frame]:
-    """Those up to the last that ends a transaction."""
+    """Returns the frames up to the last one that ends a transaction."""
     ends = [i for i, frame in enumerate(frames) if frame.commits]
     return frames[: ends[-1] + 1] if ends else []
 
 
 def torn(frames: list[Frame], read: int) -> bool:
-    """Whether transactions that were on the disk cannot be read by SQLite any more, which reads the first `read`.
+    """Whether transactions that were on the disk can no longer be read by SQLite, which reads the first `read` frames.
 
-    Each was flushed before the next began: two of them behind a frame that is not whole are damage. One may be what a
-    power cut left of the last, which nobody was told is done.
+    Each was flushed before the next began: two of them behind a frame that is not whole are damage. A single one may be
+    what a power cut left of the last transaction, which was never acknowledged.
     """
     return sum(frame.commits > 0 for frame in frames[read:]) >= 2
 
 
 def frames_read(path: Path) -> int:
-    """How many frames of its log SQLite takes for whole, while a connection that has read the file is open."""
+    """Returns how many frames of its log SQLite takes for whole, while a connection that has read the file is open."""
     index = Path(f"{path}-shm")
     if not index.exists():
         return 0
@@ -83,13 +84,13 @@ def frames_read(path: Path) -> int:
 
 
 def page_bytes_of(path: Path) -> int | None:
-    """The page size that the file's header states; None when there is no such header."""
+    """Returns the page size that the file's header states; None when there is no such header."""
     head = _beginning(path)
     return _page_bytes(head[16:18]) if head.startswith(_MAGIC) and len(head) == _HEAD else None
 
 
 def wal_page_bytes_of(wal: Path) -> int | None:
-    """The same of a log's header."""
+    """Returns the page size that a log's header states; None when there is no such header."""
     return _page_bytes(_beginning(wal)[8:12])
 
 
@@ -107,9 +108,9 @@ def _page_bytes(written: bytes) -> int | None:
 
 
 def rows_of(path: Path, copy: Path, page_bytes: int) -> Iterator[Row]:
-    """All rows of all tables with a rowid, in the order of pages. `copy` is made, as large as the file.
+    """Yields all rows of all tables with a rowid, in the order of pages. `copy` is created, as large as the file.
 
-    page_bytes: of a page, where neither the file nor its log says it any longer.
+    page_bytes: the page size, used where neither the file nor its log states it any longer.
     """
     wal = Path(f"{path}-wal")
     page_bytes = page_bytes_of(path) or wal_page_bytes_of(wal) or page_bytes
@@ -123,12 +124,14 @@ def rows_of(path: Path, copy: Path, page_bytes: int) -> Iterator[Row]:
             connection.execute(f"PRAGMA {setting}")
         for turn, leaf in enumerate(leaves, start=2):
             connection.execute("UPDATE sqlite_master SET rootpage = ?", (leaf,))
-            connection.execute(f"PRAGMA schema_version = {turn}")  # it reads its schema again
+            connection.execute(f"PRAGMA schema_version = {turn}")  # makes SQLite read its schema again
             yield from _both_ways(connection)
 
 
 def _lay_over(file: IO[bytes], path: Path, wal: Path, page_bytes: int) -> list[int]:
-    """All pages but the first, which is the copy's own, as the log has them last; which of them have rows."""
+    """Copies all pages but the first, which is the copy's own, in their last state in the log; returns those that have
+    rows.
+    """
     file.seek(page_bytes)
     if path.exists():
         with path.open("rb") as damaged:
@@ -137,7 +140,7 @@ def _lay_over(file: IO[bytes], path: Path, wal: Path, page_bytes: int) -> list[i
     frames = committed(wal_frames(wal, page_bytes))
     if frames:
         sizes = sorted(frame.commits for frame in frames if frame.commits)
-        most = sizes[len(sizes) // 2] + len(frames)  # pages that there can be: a number may be damaged
+        most = sizes[len(sizes) // 2] + len(frames)  # the most pages there can be: a page number may be damaged
         with wal.open("rb") as log:
             for frame in frames:
                 if 1 < frame.page <= most:
@@ -157,7 +160,7 @@ def _lay_over(file: IO[bytes], path: Path, wal: Path, page_bytes: int) -> list[i
 
 
 def _both_ways(connection: sqlite3.Connection) -> Iterator[Row]:
-    """From the first row on, and where one of them is damaged from the last on too."""
+    """Yields rows from the first one on, and, where one of them is damaged, from the last one on too."""
     for order in ("ASC", "DESC"):
         with suppress(*UNREADABLE):
             rows = connection.execute(f"SELECT rowid, * FROM page ORDER BY rowid {order}")  # noqa: S608 - our own words

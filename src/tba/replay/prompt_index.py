@@ -1,10 +1,10 @@
-"""Rows of trajectories by prompt, oldest first; which prompts have how many of them, and which the newest.
+"""Indexes of trajectories by prompt: the rows of each, oldest first; which prompts have how many, and which the newest.
 
-Invariant: a `Listing` of size n holds exactly the prompts with at least n rows on the shelf, and the order of `Newest`
-follows from a listing and the arrivals alone, so a memory that is rebuilt gives the same. Rows are numbers, in one
-array for each prompt. Nothing scans: adding the newest and listing cost O(1), finding another's place O(log n) of the
-prompt's own; a change of the order costs O(1) when it happens and O(log n) when the order is asked for, and so does
-each prompt that is given.
+Invariant: a `Listing` of size n holds exactly the prompts with at least n rows in the index, and the order of `Newest`
+follows from a listing and the arrivals alone, so an index that is rebuilt gives the same. Rows are numbers, in one
+array for each prompt. Nothing scans: adding the newest and listing cost O(1), finding the position of another row O(log
+n) of the prompt's own; a change of the order costs O(1) when it happens and O(log n) when the order is asked for, and
+so does each prompt that is returned.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import overload
 
 
 class Listing(Sequence[str]):
-    """A set of prompt keys in no particular order, which can also tell what was added lately."""
+    """A set of prompt keys in no particular order, which also reports recent additions."""
 
     def __init__(self) -> None:
         self._keys: list[str] = []
         self._place: dict[str, int] = {}
         self._added: list[str] = []  # the newest additions, in order; keys may have left since
-        self._forgotten = 0  # how many earlier additions are not in `_added` any more
+        self._forgotten = 0  # how many earlier additions are no longer in `_added`
 
     def add(self, key: str) -> None:
-        """`key` must not be in it."""
+        """Add `key`, which must not be in it."""
         self._place[key] = len(self._keys)
         self._keys.append(key)
         self._added.append(key)
@@ -36,14 +36,14 @@ class Listing(Sequence[str]):
             self._forgotten += half
 
     def remove(self, key: str) -> None:
-        """`key` must be in it; the last takes its place."""
+        """Remove `key`, which must be in it; the last one takes its position."""
         place, last = self._place.pop(key), self._keys.pop()
         if last != key:
             self._keys[place] = last
             self._place[last] = place
 
     def since(self, cursor: int) -> tuple[int, Sequence[str]]:
-        """(new cursor, the keys added since `cursor`, possibly more); begin with 0."""
+        """Returns (new cursor, the keys added since `cursor`, possibly more); begin with 0."""
         end = self._forgotten + len(self._added)
         if cursor < self._forgotten:
             return end, self._keys
@@ -66,10 +66,10 @@ class Listing(Sequence[str]):
         return key in self._place
 
 
-class Shelf:
+class PromptIndex:
     """Rows by prompt.
 
-    arrival: the order of rows, by which they are kept whatever the order in which they are added.
+    arrival: the order of rows; it is kept whatever the order in which they are added.
     """
 
     def __init__(self, arrival: Callable[[int], int]) -> None:
@@ -78,15 +78,15 @@ class Shelf:
         self._listings: dict[int, Listing] = {}
 
     def count(self, prompt: str) -> int:
-        """How many rows the prompt has."""
+        """Returns how many rows the prompt has."""
         return len(self._by_prompt.get(prompt, ()))
 
     def of(self, prompt: str) -> Sequence[int]:
-        """The prompt's rows, oldest first: a live view, not to be changed."""
+        """Returns the prompt's rows, oldest first: a live view, not to be changed."""
         return self._by_prompt.get(prompt, ())
 
     def add(self, prompt: str, row: int) -> None:
-        """It must not be there."""
+        """Add a row, which must not be there yet."""
         rows = self._by_prompt.setdefault(prompt, array("i"))
         if not rows or self._arrival(rows[-1]) < self._arrival(row):
             rows.append(row)
@@ -96,7 +96,7 @@ class Shelf:
             listing.add(prompt)
 
     def remove(self, prompt: str, row: int) -> None:
-        """Raises `KeyError` when it is not there."""
+        """Remove a row. Raises `KeyError` when it is not there."""
         rows = self._by_prompt[prompt]
         place = self._place(rows, row)
         if place == len(rows) or rows[place] != row:
@@ -108,7 +108,7 @@ class Shelf:
             del self._by_prompt[prompt]
 
     def prompts(self, size: int) -> Listing:
-        """The prompts with at least `size` rows: a live view, kept up from the first time asked."""
+        """Returns the prompts with at least `size` rows: a live view, maintained from the first call on."""
         if size not in self._listings:
             listing = self._listings[size] = Listing()
             for prompt, rows in self._by_prompt.items():
@@ -132,15 +132,17 @@ class Newest:
         self._listing = listing
         self._newest = newest
         self._there: dict[str, int] = {}
-        self._heap: list[tuple[int, str]] = []  # below 0, the newest first; and some that are not so any longer
+        self._heap: list[tuple[int, str]] = []  # negative arrivals, the newest first; some entries are outdated
         self._changed = set(listing)
 
     def changed(self, prompt: str) -> None:
-        """It has come, gone, or its newest arrival is another."""
+        """Note that the prompt has come, has left, or has another newest arrival."""
         self._changed.add(prompt)
 
     def first(self, count: int, last: int) -> list[str]:
-        """The newest `count` prompts, newest first, and all further ones whose newest arrival is `last` or later."""
+        """Returns the newest `count` prompts, newest first, and all further ones whose newest arrival is `last` or
+        later.
+        """
         self._take_in_changes()
         heap, given = self._heap, list[tuple[int, str]]()
         while heap and (len(given) < count or -heap[0][0] >= last):

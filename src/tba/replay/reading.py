@@ -1,7 +1,7 @@
-"""The journal as people read it: counted, asked in SQL, written out.
+"""The journal as people read it: counts, SQL queries, export.
 
-Invariant: nothing is changed, also by a query that would (the connection is read-only, and may do nothing but select),
-and every query has a deadline. A run may be going on meanwhile.
+Invariant: nothing is changed, even by a query that tries to (the connection is read-only, and may do nothing but
+select), and every query has a deadline. A run may be going on meanwhile.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tba.replay.recovery import OpenLock, look_over
 from tba.types import Json, Trajectory
 
 _MAY = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
-_LOOK = 20_000  # virtual machine instructions between two looks at the clock
+_LOOK = 20_000  # virtual machine instructions between two checks of the deadline
 _AT_ONCE = 512  # trajectories of an export
-_PARTS = 10  # of a table
+_PARTS = 10  # ranges that a table is divided into
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,10 @@ class Share:
 
 
 class JournalReader:
-    """A read-only end. `used` ([places + 1], see `Buffer.used`) fills the table `uses`: how often each was trained on.
+    """A read-only connection. `used` ([places + 1], see `Buffer.used`) fills the table `uses`: how often each was
+    trained on.
 
-    A damaged journal that nobody has open is recovered first, as by anybody who opens it.
+    A damaged journal that nobody has open is recovered first, as always when a journal is opened.
     """
 
     def __init__(self, path: Path, used: npt.NDArray[np.int32] | None = None, deadline_s: float = 60.0) -> None:
@@ -69,15 +70,16 @@ class JournalReader:
         self._connection.set_authorizer(_authorize)
 
     def query(self, sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
-        """The names of the columns, and the rows. Raises `UserError` for what is no query, or may not be done, and
-        `DeadlineExceeded`, also while rows are taken.
+        """Returns the names of the columns, and the rows.
+
+        Raises `UserError` for what is no query, or is not allowed, and `DeadlineExceeded`, also while rows are fetched.
         """
         rows = self._rows(sql)
         names = next(rows)
         return [str(name) for name in names], rows
 
     def by_version(self) -> list[Share]:
-        """Oldest weights first, in ranges of steps where there are many."""
+        """Returns shares by version, oldest weights first, in ranges of steps where there are many."""
         groups = self._all(
             "SELECT incarnation, step, count(*), sum(tokens), count(reward), coalesce(sum(reward), 0) "
             "FROM trajectories GROUP BY 1, 2 ORDER BY 1, 2"
@@ -90,11 +92,11 @@ class JournalReader:
         return [_share(_range(part[0][:2], part[-1][:2]), [group[2:] for group in part]) for part in parts]
 
     def by_owner(self) -> list[Share]:
-        """Each searcher, or other, that put them."""
+        """Returns a share for each searcher, or other owner, that put them."""
         return self._shares("owner", "owner")
 
     def by_reward(self) -> list[Share]:
-        """Each reward, or as many ranges where there are many."""
+        """Returns a share for each reward, or for ranges of rewards where there are many."""
         ((distinct, low, high),) = self._all(
             "SELECT count(DISTINCT reward), min(reward), max(reward) FROM trajectories"
         )
@@ -107,7 +109,7 @@ class JournalReader:
         return [Share(names[i], s.trajectories, s.tokens, s.reward) for i, s in found.items()]
 
     def by_uses(self) -> list[Share]:
-        """How often they were trained on."""
+        """Returns shares by how often they were trained on."""
         return self._shares(
             "CASE WHEN n IS NULL THEN 'never' WHEN n < 4 THEN n WHEN n < 8 THEN '4 to 7' ELSE '8 or more' END",
             "min(coalesce(n, 0), 8)",
@@ -127,7 +129,7 @@ class JournalReader:
         return list(rows)
 
     def _rows(self, sql: str) -> Iterator[tuple[Any, ...]]:
-        """The names of the columns, then the rows."""
+        """Yields the names of the columns, then the rows."""
         limit = time.monotonic() + self.deadline_s
         with self._explained(limit):
             cursor = self._connection.execute(sql)
@@ -171,7 +173,7 @@ class JournalReader:
 
 
 def written_out(path: Path, used: npt.NDArray[np.int32]) -> Iterator[list[dict[str, Json]]]:
-    """All trajectories that can be read, oldest first, some at a time, as what `tba import` takes and more."""
+    """Yields all trajectories that can be read, oldest first, in chunks, in the form that `tba import` takes."""
     with JournalFollower(path) as follower:
         while chunk := follower.drain_stored(_AT_ONCE):
             yield [_written(t.trajectory, int(used[t.place]) if t.place < len(used) else 0) for t in chunk]
@@ -202,7 +204,7 @@ def _written(t: Trajectory, uses: int) -> dict[str, Json]:
 
 
 def _share(name: str, groups: Sequence[Sequence[Any]]) -> Share:
-    """Of (trajectories, tokens, how many rewards are known, their sum)."""
+    """Returns a share of (trajectories, tokens, how many rewards are known, their sum)."""
     trajectories, tokens, known, total = (sum(column) for column in zip(*groups, strict=True))
     return Share(name, trajectories, tokens, total / known if known else None)
 
@@ -215,7 +217,7 @@ def _range(first: tuple[int, int], last: tuple[int, int]) -> str:
 
 
 def _facts(body: object) -> str | None:
-    """Of a body or a prompt, as JSON text; NULL for anything else."""
+    """Returns the header of a body or a prompt, as JSON text; NULL for anything else."""
     try:
         return json.dumps(header_of(body)) if isinstance(body, bytes) else None
     except Damaged:

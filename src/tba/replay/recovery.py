@@ -1,15 +1,16 @@
-"""Opening a journal. Whoever does so first looks it over; a damaged one is set aside, its rows brought into a new file.
+"""Opening a journal. The first process to do so checks it; a damaged one is set aside, and its rows go into a new file.
 
-    journal.sqlite-open          locked: shared by all who have it open, alone by who looks it over
-    journal.sqlite-suspect       somebody met damage while it was in use: it is recovered, whatever a look at it finds
+    journal.sqlite-open          locked: shared by all who have it open, exclusively by the one that checks it
+    journal.sqlite-suspect       a process met damage while using it: it is recovered, whatever the check finds
     journal.sqlite.damaged-1     what was set aside (with its -wal), as it was; nothing is ever deleted
     journal.sqlite.recovering    the new file while it is made; `.recovered` once it is whole
     journal.sqlite.pages         a copy of the damaged one, in which its pages are read (`pages`)
 
-Invariant: a file is replaced only while nobody else has it open, and only by one that is whole on the disk; killed at
-any moment, the next to open it ends what was begun. Every trajectory whose own pages are whole is brought over, with
-its checksum compared; of the others the number is kept, in their places, without a body, so that they are counted and
-never taken for data. Counts (`counters`) that cannot be read are made again from the trajectories.
+Invariant: a file is replaced only while nobody else has it open, and only by one that is whole on the disk; if the
+process is killed at any moment, the next one to open the journal finishes what was begun. Every trajectory whose own
+pages are whole is brought over, with its checksum compared; the numbers of the others are kept, without a body, so that
+they are counted and never taken for data. Counts (`counters`) that cannot be read are computed again from the
+trajectories.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from tba.replay.pages import (
 from tba.replay.schema import JOURNAL, keep_prompts
 
 log = logging.getLogger("tba.journal")
-_DEADLINE = 1800.0  # seconds that looking over and recovering a large file may take
+_DEADLINE = 1800.0  # seconds that checking and recovering a large file may take
 _POLL = 0.02
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 _PLAIN = ("leases", "outcomes", "jobs", "evaluations", "counters", "unscored", "scores", "recoveries")
@@ -71,13 +72,13 @@ class Recovery:
 
 
 class OpenLock:
-    """A file's lock. Gone when it is closed, or forgotten, or with its process."""
+    """A lock file's lock. It is released when it is closed or garbage-collected, or with its process."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def take(self, how: int) -> bool:
-        """Whether it is ours now: `LOCK_SH` or `LOCK_EX`."""
+        """Whether this process could take it: `LOCK_SH` or `LOCK_EX`."""
         try:
             fcntl.flock(self._descriptor, how | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -93,7 +94,7 @@ class OpenLock:
 
 
 def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object], create: bool = True) -> Database:
-    """The file, looked over, with its tables; `create`: also where there was no file.
+    """Returns the journal, checked, with its tables; `create`: also where there was no file.
 
     Raises `UserError` on a network filesystem, and as `Database` does.
     """
@@ -112,9 +113,10 @@ def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object], c
 
 
 def look_over(path: Path, deadline_s: float = _DEADLINE) -> OpenLock:
-    """The lock that whoever has the journal open holds. The first looks the file over, the others wait until it has.
+    """Returns the lock that every process holds that has the journal open. The first checks the file, the others wait
+    until it has.
 
-    Raises `DeadlineExceeded` when that takes too long, `UserError` for a file that is none of ours.
+    Raises `DeadlineExceeded` when that takes too long, `UserError` for a file that is no journal.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = OpenLock(Path(f"{path}-open"))
@@ -133,9 +135,9 @@ def look_over(path: Path, deadline_s: float = _DEADLINE) -> OpenLock:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a journal, in a few words; None when nothing is. Nothing is changed.
+    """Returns what is wrong with a journal, in a few words; None when nothing is. Nothing is changed.
 
-    A file of somebody else's is not damaged: who opens it will refuse it.
+    Another program's file is not damaged: opening it will refuse it.
     """
     wal = Path(f"{path}-wal")
     if not path.exists() or not path.stat().st_size:
@@ -152,7 +154,7 @@ def damage(path: Path) -> str | None:
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
             return str(error)
-        return None  # who opens it says what it is
+        return None  # opening it will say what it is
 
 
 def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Frame]) -> str | None:
@@ -160,7 +162,7 @@ def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Fra
     if torn(frames, frames_read(path)):
         return "its log is damaged"
     if kind != JOURNAL.kind or version != JOURNAL.version:
-        return None  # who opens it will refuse it
+        return None  # opening it will refuse it
     found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]  # indexes too, at no more cost
     if found != "ok":
         return str(found).splitlines()[-1]
@@ -203,7 +205,7 @@ def _seen_in_use(path: Path) -> str | None:
 
 
 def _replace(path: Path, recovered: Path, aside: Path) -> None:
-    """Both names first, so that at no moment there is a journal without its data under some name."""
+    """Put the new file in the damaged one's place, which gets its second name first: its data always have a name."""
     if path.exists():
         os.link(path, aside)
     wal = Path(f"{path}-wal")
@@ -219,7 +221,7 @@ def _replace(path: Path, recovered: Path, aside: Path) -> None:
 
 
 def _recover(path: Path, new: Path, why: str, aside: str) -> Recovery:
-    """A new file of all that can be read in `path`. Raises `UserError` when nothing shows that it was a journal."""
+    """Write a new file of all that can be read in `path`. Raises `UserError` when nothing shows it to be a journal."""
     with Database(new, JOURNAL) as database:
         with database.transaction() as connection:
             known = _copy_tables(path, connection)
@@ -231,12 +233,12 @@ def _recover(path: Path, new: Path, why: str, aside: str) -> Recovery:
             record_recovery(connection, *astuple(recovery))
         database.checkpoint()
     for part in ("-wal", "-shm"):
-        Path(f"{new}{part}").unlink(missing_ok=True)  # empty: it has been moved into the file
+        Path(f"{new}{part}").unlink(missing_ok=True)  # empty: its content has been moved into the file
     return recovery
 
 
 def record_recovery(connection: sqlite3.Connection, *facts: object) -> None:
-    """Those of a `Recovery`, in their order."""
+    """Insert the facts of a `Recovery`, in their order."""
     connection.execute(
         "INSERT INTO recoveries (time, damaged, why, rows, lost_rows, lost_tokens) VALUES (?, ?, ?, ?, ?, ?)", facts
     )
@@ -244,7 +246,7 @@ def record_recovery(connection: sqlite3.Connection, *facts: object) -> None:
 
 @dataclass
 class _Known:
-    """What the damaged file says of itself, as far as SQLite can read it."""
+    """What the damaged file says about itself, as far as SQLite can read it."""
 
     most: int  # trajectories that a file of its size can have
     ours: bool = False
@@ -252,17 +254,17 @@ class _Known:
     counters: bool = False  # whether they are all there
 
     def believe(self, totals: dict[str, Any]) -> None:
-        """Take totals over that are possible; else there are none."""
+        """Accept totals that are possible; otherwise there are none."""
         numbers = all(isinstance(value, int) and value >= 0 for value in totals.values())
         if numbers and totals.get("retired_until", 0) <= totals.get("rows", -1) <= self.most:
             self.totals = totals
 
 
 def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
-    """The small tables, each as far as it can be read."""
+    """Copy the small tables, each as far as it can be read."""
     known = _Known(sum(p.stat().st_size for p in (path, Path(f"{path}-wal")) if p.exists()) // _LEAST_BYTES)
     with suppress(*UNREADABLE, OSError), closing(_read_only(path)) as old:
-        old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads a file that was cut off as far as that goes
+        old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads as far as a truncated file goes
         known.ours = old.execute("PRAGMA application_id").fetchone()[0] == JOURNAL.kind
         for table in _PLAIN:
             whole = _copy_table(old, connection, table)
@@ -273,12 +275,12 @@ def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
 
 
 def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, table: str) -> bool:
-    """Whether all of it could be read."""
+    """Copy a table; returns whether all of it could be read."""
     try:
         columns = [row[1] for row in new.execute(f"PRAGMA table_info({table})")]
         marks = ",".join("?" * len(columns))
         for row in old.execute(f"SELECT {','.join(columns)} FROM {table}"):  # noqa: S608 - our own names
-            with suppress(sqlite3.IntegrityError):  # a damaged value where there has to be one
+            with suppress(sqlite3.IntegrityError):  # a damaged value in a column that must not be empty
                 new.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", row)  # noqa: S608
     except UNREADABLE:
         return False
@@ -286,12 +288,12 @@ def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, table: str) ->
 
 
 def _copy_rows(path: Path, connection: sqlite3.Connection, known: _Known) -> None:
-    """Prompts, bodies and facts, page by page; bodies whose prompt is lost are no data."""
+    """Copy prompts, bodies and facts, page by page; bodies whose prompt is lost are dropped."""
     retired = known.totals.get("retired_until", 0)
     connection.execute("CREATE TEMP TABLE facts (seq INTEGER PRIMARY KEY, uid, owner, prompt, tokens, i, s, r, c)")
     copy = Path(f"{path}.pages")
     for rowid, columns in rows_of(path, copy, JOURNAL.page_bytes):
-        is_number = 0 < rowid <= known.most  # else it is of a prompt, or has changed
+        is_number = 0 < rowid <= known.most  # otherwise it is a prompt's, or damaged
         match columns:
             case (None, bytes(body), *_) if prompt_id(body) == rowid:
                 keep_prompts(connection, [(rowid, body)])
@@ -318,7 +320,7 @@ def _is_whole(body: bytes, tokens: int) -> bool:
 
 
 def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
-    """Facts, totals and counts that agree with the bodies; (trajectories, tokens) that are lost."""
+    """Make facts, totals and counts agree with the bodies; returns (trajectories, tokens) that are lost."""
     totals = known.totals
     retired = totals.get("retired_until", 0)
     owners = dict(connection.execute("SELECT seq, owner FROM facts"))
@@ -342,7 +344,7 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
         "retired_tokens": totals.get("retired_tokens", old_tokens),
     }
     connection.executemany("UPDATE totals SET value = ? WHERE name = ?", [(v, name) for name, v in new.items()])
-    if not (known.counters and totals):  # counts of rows that nobody knows of would be of no use
+    if not (known.counters and totals):  # counts without the rows they count would be of no use
         _count_again(connection)
     elif rows > totals["rows"]:  # of transactions that SQLite itself could not read
         count_put(connection, totals["rows"])
@@ -350,7 +352,7 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
 
 
 def _described(seq: int, prompt: int, tokens: int, body: bytes, owner: str) -> tuple[object, ...]:
-    """A row of `trajectories` from a whole body."""
+    """Returns a row of `trajectories` from a whole body."""
     facts = facts_of(body)
     incarnation, step, *_ = facts["versions"]
     made_by = owner or str(facts["provenance"].get("searcher", ""))
@@ -361,7 +363,9 @@ _AMOUNT = "SELECT count(*), coalesce(sum(tokens), 0) FROM trajectories WHERE"
 
 
 def _fill_places(connection: sqlite3.Connection, totals: dict[str, int]) -> None:
-    """A trajectory of which nothing is left keeps its place; the first such has the tokens that are missing."""
+    """Insert rows without a body for lost trajectories, so that they keep their places; the first one gets the missing
+    tokens.
+    """
     retired = totals.get("retired_until", 0)
     (last, tokens) = connection.execute("SELECT coalesce(max(seq), 0), sum(tokens) FROM trajectories").fetchone()
     last = max(last, totals.get("rows", 0))
@@ -374,7 +378,7 @@ def _fill_places(connection: sqlite3.Connection, totals: dict[str, int]) -> None
 
 
 def _count_again(connection: sqlite3.Connection) -> None:
-    """What each owner generated or imported: all that it put, and what it rejected or left unfinished."""
+    """Compute again what each owner generated or imported: all that it put, and what it rejected or left unfinished."""
     for unit in ("trajectories", "tokens"):
         names = (f"generated_{unit}", f"imported_{unit}", f"rejected_{unit}", f"in_flight_{unit}")
         connection.execute("DELETE FROM counters WHERE name IN (?, ?)", names[:2])
@@ -401,7 +405,7 @@ def _read_only(path: Path) -> sqlite3.Connection:
 
 
 def free_name(path: Path, why: str = "damaged") -> Path:
-    """A name beside the file that nothing has."""
+    """Returns a name next to the file that is not taken."""
     n = 1
     while (aside := path.with_name(f"{path.name}.{why}-{n}")).exists() or Path(f"{aside}-wal").exists():
         n += 1

@@ -1,8 +1,8 @@
-"""Replay: takes trajectories in, keeps them by prompt, says when a batch may be sampled, and samples it.
+"""Replay: takes trajectories into the replay buffer, decides when a batch may be drawn, and draws it.
 
 Invariant: nothing is dropped for being old; what leaves leaves by the capacity rule, and is counted. Mean uses per
-trajectory stay within the limit. All groups of a batch are of the reference that is current when it is sampled. Safe to
-share between the trainer's threads.
+trajectory stay within the limit. All groups of a batch are scored under the reference that is current when it is drawn.
+The trainer's threads may share it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ReplaySettings:
     pacing: Pacing = field(default_factory=Pacing)
     buffer: BufferSettings = field(default_factory=BufferSettings)
     take_in: Literal["always", "sync"] = "always"  # new data at once, or only at weight syncs (the paper's own way)
-    keep_gb: float | None = None  # the journal on disk is kept to this size: the oldest leave; None: all is kept
+    keep_gb: float | None = None  # the journal on disk is kept to this size: the oldest are deleted; None: all is kept
 
     def __post_init__(self) -> None:
         if self.keep_gb is not None and not self.keep_gb > 0:
@@ -50,7 +50,7 @@ class ReplaySettings:
 
 
 class TrajectorySource(Protocol):
-    """Where trajectories come from, in one order for ever: the journal's follower.
+    """Where trajectories come from, always in the same order: the journal's follower.
 
     Positions count what was drained, trajectories and scores; they may be set, to drain again from there.
     """
@@ -59,27 +59,30 @@ class TrajectorySource(Protocol):
     score_position: int
 
     def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
-        """What is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never waits."""
+        """Returns what is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never
+        waits.
+        """
         ...
 
     def take_gone(self) -> Gone:
-        """What was passed over since last asked, for it could not be read."""
+        """Returns what was passed over since the last call because it could not be read."""
         ...
 
     def ask(self, reference: Version, uids: Sequence[str]) -> None:
-        """Have searchers score these trajectories under `reference`."""
+        """Request that searchers score these trajectories under `reference`."""
         ...
 
     def drain_scores(self, limit: int | None = None, until: int | None = None) -> list[Score]:
-        """The scores that are new, as `drain_stored` gives trajectories."""
+        """Returns the scores that are new, as `drain_stored` gives trajectories."""
         ...
 
 
 class Replay:
-    """What the trainer asks for groups. Set `now` to the trainer's version before each batch.
+    """The replay buffer with its rules, from which the trainer draws groups. Set `now` to the trainer's version before
+    each batch.
 
-    sync_every: the trainer's k, with which goes what counts as the newest. arrived: is shown prompt and reward of all
-    that searchers bring, as it comes in.
+    sync_every: the trainer's k, on which depends which arrivals count as the newest. arrived: called with prompt and
+    reward of all that searchers bring, as it comes in.
     """
 
     def __init__(
@@ -97,14 +100,15 @@ class Replay:
         if isinstance(self.selector, RecencyRewardSelector):
             self.selector.sync_every = sync_every
         self._source = source
-        self._rng = np.random.default_rng([seed, 0x5E1EC7])  # apart from the searchers' streams of the same seed
+        self._rng = np.random.default_rng([seed, 0x5E1EC7])  # independent of the searchers' streams of the same seed
         self._lock = threading.RLock()
         self._sampled = 0  # batches
         self._newest: Sequence[Group] = ()  # the last of them
         self._show = arrived
         self._arrived = 0  # trajectories, the last time that there were any
         self._forfeited = 0.0  # trajectories whose uses are lost (`Pacing.forfeit`)
-        self._lineage: list[tuple[int, int]] = []  # (position, incarnation) of the checkpoints that this goes on from
+        # (position, incarnation) of the checkpoints that this run has resumed from
+        self._lineage: list[tuple[int, int]] = []
 
     @property
     def now(self) -> Version:
@@ -118,7 +122,7 @@ class Replay:
 
     @property
     def reference(self) -> Version:
-        """The reference whose trajectories are sampled. The others wait to be scored under it, which is asked for."""
+        """The reference whose trajectories can be drawn. Setting it requests that the others be rescored under it."""
         return self.buffer.reference
 
     @reference.setter
@@ -129,12 +133,12 @@ class Replay:
 
     @property
     def references(self) -> set[Version]:
-        """Those that trajectories in memory have."""
+        """Returns the references of the trajectories in memory."""
         with self._lock:
             return self.buffer.references
 
     def drain(self) -> int:
-        """Take in all that the source has, scores too; how many trajectories that were. Never waits."""
+        """Take in all that the source has, scores too; returns how many trajectories that were. Never waits."""
         taken = 0
         with self._lock:
             while chunk := self._source.drain_stored(_CHUNK):
@@ -154,18 +158,18 @@ class Replay:
         return taken
 
     def sync(self) -> None:
-        """A weight sync has happened: with `take_in = "sync"` this is when new data comes in."""
+        """Note a weight sync: with `take_in = "sync"` this is when new data comes in."""
         self.drain()
 
     def ready(self, groups: int, size: int) -> NotReady | None:
-        """Why a batch of `groups` x `size` may not be sampled now, or None: it may.
+        """Returns why a batch of `groups` x `size` may not be drawn now, or None: it may.
 
-        Takes new data in, if the settings say so. While no batch may be sampled it always does: a trainer that is
-        held back is at a sync point, and would wait for ever otherwise.
+        Takes new data in, if the settings say so. While no batch may be drawn it always does: a trainer that is held
+        back is at a sync point, and would wait for ever otherwise.
 
-        After a reset of the reference ("unscored") a batch may be sampled once as many trajectories as the warm-up
-        wants (and a batch has) are scored under the new one, or all that there are: else the first batches would be
-        made of a few trajectories over and over.
+        After a reset of the reference ("unscored") a batch may be drawn once as many trajectories as the warm-up asks
+        for (and a batch has) are scored under the new one, or all that there are: otherwise the first batches would
+        consist of the same few trajectories.
         """
         with self._lock:
             if self.settings.take_in == "always" or self._held(groups, size) is not None:
@@ -175,13 +179,13 @@ class Replay:
             return self._held(groups, size)
 
     def sample_if_ready(self, groups: int, size: int) -> list[Group] | NotReady:
-        """A batch, or why none may be sampled now. Nobody changes the reference between the question and the draw."""
+        """Returns a batch, or why none may be drawn now. The reference cannot change between the two."""
         with self._lock:
             reason = self.ready(groups, size)
             return self.sample(groups, size) if reason is None else reason
 
     def sample(self, groups: int, size: int) -> list[Group]:
-        """One batch, whose uses are counted. Raises `RuntimeError` unless `ready` would answer None."""
+        """Draws one batch and counts its uses. Raises `RuntimeError` unless `ready` would return None."""
         with self._lock:
             if (reason := self._held(groups, size)) is not None:
                 raise RuntimeError(f"no batch may be sampled now ({reason}): wait until ready() answers None")
@@ -194,9 +198,10 @@ class Replay:
             return chosen
 
     def take_back(self, groups: Sequence[Group]) -> None:
-        """The newest batch was not trained after all (it was fetched ahead of the end): its uses do not count.
+        """Give back the newest batch, which was not trained on after all (it was drawn ahead of the end): its uses do
+        not count.
 
-        Nothing may have been taken in since it was sampled.
+        Nothing may have been taken in since it was drawn.
         """
         trajectories = [t for group in groups for t in group.trajectories]
         with self._lock:
@@ -204,7 +209,7 @@ class Replay:
             self._sampled, self._newest = self._sampled - 1, ()
 
     def steer(self, m: float, sync_every: int) -> None:
-        """From the next batch on: the share of recent groups, and the trainer's k.
+        """Set, from the next batch on, the share of recent groups and the trainer's k.
 
         Raises `ValueError` when the selection has no such share.
         """
@@ -214,7 +219,7 @@ class Replay:
             self.selector.m, self.selector.sync_every = m, sync_every
 
     def wanted(self, batch: int, updates: int) -> int | None:
-        """How many trajectories searchers may have sent down before they ease off (`Pacing.wanted`)."""
+        """Returns how many trajectories searchers may have sent before they are held back (`Pacing.wanted`)."""
         with self._lock:
             return self.settings.pacing.wanted(self.buffer.trained_total, batch, updates)
 
@@ -224,8 +229,10 @@ class Replay:
         return self.buffer.trained_total / max(1, self.buffer.received)
 
     def ledger(self) -> dict[str, int]:
-        """What became of all that was taken in: received, trained_once, trained_total, waiting, evicted and duplicate,
-        each as `<term>_trajectories` and `<term>_tokens`. What is still in the source is not in it.
+        """Returns what became of all that was taken in: received, trained_once, trained_total, waiting, evicted and
+        duplicate, each as `<term>_trajectories` and `<term>_tokens`.
+
+        What is still in the source is not included.
         """
         with self._lock:
             counts = self.buffer.counts()
@@ -233,7 +240,7 @@ class Replay:
         return {f"{name}_{unit}": getattr(amount, unit) for name, amount in terms.items() for unit in _UNITS}
 
     def metrics(self) -> dict[str, float]:
-        """For the step's line: sizes, reuse, and what was drawn so far (groups)."""
+        """Returns metrics of the step: sizes, reuse, and what was drawn so far (groups)."""
         with self._lock:
             sizes = {
                 "replay_trajectories": float(len(self.buffer)),
@@ -244,9 +251,9 @@ class Replay:
             return sizes | {f"groups_{name}": float(count) for name, count in self.selector.counts.items()}
 
     def state(self, trained: int | None = None) -> Json:
-        """What `restore` needs besides the source.
+        """Returns what `restore` needs besides the source.
 
-        trained: how many of the batches sampled here have been trained; of one that was fetched ahead the uses do not
+        trained: how many of the batches drawn here have been trained on; the uses of one that was drawn ahead do not
         count (None: all have been).
         """
         with self._lock:
@@ -269,14 +276,15 @@ class Replay:
             }
 
     def restore(self, state: Json, now: Version | None = None) -> None:
-        """Rebuild a fresh replay as it was at `state()`: it then samples exactly as that would have.
+        """Rebuild a new replay as it was at `state()`: it then draws exactly the batches that the other would have.
 
         now: the trainer's version from here on, the same step of a later incarnation (None: as it was). What the
-        incarnations that led to the state had taken in by then was sampled by this one's own past, and is named so: it
-        is as old as it was. All else that the source has is of weights that are no past of these, and comes after it.
+        incarnations that led to the state had taken in by then was sampled by ancestors of the present weights, and is
+        renamed to this incarnation: its lag is unchanged. All else that the source has was sampled by weights that are
+        no ancestors of these, and comes after it.
 
         Reads the source again from its beginning. What was used after the state was taken counts as never used: the
-        weights that it trained are gone. Raises `ValueError` when this replay is not fresh.
+        weights that it trained are gone. Raises `ValueError` when this replay is not new.
         """
         if self.buffer.received:
             raise ValueError("only a fresh replay can be restored: this one has taken in trajectories")
@@ -295,7 +303,7 @@ class Replay:
             self.selector.restore(state["selector"])
 
     def _pass_over(self) -> None:
-        """What the source had and could not give is accounted for."""
+        """Count what the source has on record and could not give."""
         gone = self._source.take_gone()
         self.buffer.pass_over(
             evicted=Amount(gone.retired_trajectories, gone.retired_tokens),
@@ -303,12 +311,12 @@ class Replay:
         )
 
     def _ask(self, uids: Sequence[str]) -> None:
-        """Have these scored under the reference of now."""
+        """Request scores of these under the current reference."""
         if uids:
             self._source.ask(self.reference, uids)
 
     def _take_in_again(self, used: npt.NDArray[np.int32]) -> None:
-        """What had been taken in by each checkpoint of the lineage, in the same order."""
+        """Take in what each checkpoint of the lineage had taken in, in the same order."""
         self._source.position = 0
         for position, incarnation in self._lineage:
             while chunk := self._source.drain_stored(_CHUNK, position):
@@ -319,7 +327,7 @@ class Replay:
             self._source.position = position
 
     def _restore_scores(self, until: int) -> None:
-        """What had come in up to a position. What came in under an earlier reference does not count any longer."""
+        """Take in the scores up to a position. Those under an earlier reference no longer count."""
         self._source.score_position = 0
         while scores := self._source.drain_scores(_CHUNK, until):
             for score in scores:

@@ -1,7 +1,7 @@
-"""The trajectories in memory as rows of a few arrays: what the rules ask of each in columns, all the rest as bytes.
+"""The trajectories in memory as rows of a few arrays: the fields that the rules need in columns, the rest as bytes.
 
-Invariant: a trajectory that is asked for equals what was added, and what is held of it (its body, its uid and numbers)
-is nothing that the garbage collector follows. A row keeps its number until it is removed; numbers are used again.
+Invariant: a trajectory that is asked for equals what was added, and nothing that is held of it (its body, its uid and
+numbers) is tracked by the garbage collector. A row keeps its number until it is removed; numbers are used again.
 Everything but a list of all rows costs O(1), amortised.
 """
 
@@ -22,29 +22,29 @@ _Number = TypeVar("_Number", bound=np.generic)
 
 
 class Rows:
-    """Columns by row. Whoever asks a column of a row that is not there gets nonsense."""
+    """Columns by row. The values of a row that does not exist are meaningless."""
 
     def __init__(self) -> None:
         self.length = np.zeros(0, dtype=np.int32)
         self.reward = np.zeros(0, dtype=np.float64)
-        self.incarnation = np.zeros(0, dtype=np.int32)  # of the oldest weights that had a hand in it
+        self.incarnation = np.zeros(0, dtype=np.int32)  # of the oldest weights that sampled a part of it
         self.step = np.zeros(0, dtype=np.int32)
         self.reference = np.zeros(0, dtype=np.int32)  # by number, see `reference_number`
         self.uses = np.zeros(0, dtype=np.int32)
         self.arrival = np.zeros(0, dtype=np.int64)
         self.is_recent = np.zeros(0, dtype=np.bool_)
-        self.passing = np.zeros(0, dtype=np.int8)  # how it left what is kept, where it is here while it is recent
+        self.passing = np.zeros(0, dtype=np.int8)  # why it is no longer kept, where it is here only while it is recent
         self._standing = np.zeros(0, dtype=np.float64)  # its reward while it is kept, else infinite
         self._prompt = np.zeros(0, dtype=np.int32)
         self._digest = np.zeros(0, dtype=np.uint64)  # of the completion
-        self._newer = np.zeros(0, dtype=np.int32)  # a chain by arrival, from the oldest on
+        self._newer = np.zeros(0, dtype=np.int32)  # a linked list by arrival, from the oldest on
         self._older = np.zeros(0, dtype=np.int32)
         self._bodies: list[bytes] = []
         self._by_uid: dict[str, int] = {}
         self._by_answer: dict[int, int] = {}  # by hash; the row that was added last
         self._prompts = _Prompts()
         self._references: list[Version] = []
-        self._numbers: dict[Version, int] = {}  # of them
+        self._numbers: dict[Version, int] = {}  # the number of each reference
         self._free: list[int] = []
         self._used = 0
         self._oldest = self._newest = _NONE
@@ -53,7 +53,7 @@ class Rows:
         return len(self._by_uid)
 
     def add(self, stored: Stored, arrival: int, incarnation: int) -> int:
-        """Its row. `incarnation` is what it counts as; nothing may have arrived later."""
+        """Add a trajectory; returns its row. `incarnation` is the one it counts as; nothing may have arrived later."""
         row = self._free.pop() if self._free else self._new()
         prompt = self._prompts.add(stored.prompt)
         self.length[row], self.reward[row] = stored.length, stored.reward
@@ -72,7 +72,7 @@ class Rows:
         return row
 
     def remove(self, row: int) -> None:
-        """It is gone, and its number may be given to another."""
+        """Remove a row; its number may be given to another."""
         del self._by_uid[self.uid(row)]
         answer = hash((self.prompt(row).key, int(self._digest[row])))
         if self._by_answer.get(answer) == row:
@@ -86,7 +86,7 @@ class Rows:
         self._free.append(row)
 
     def let_pass(self, row: int, how: int) -> None:
-        """It is kept no longer, and here for a while; `how` is what `passing` says of it, above 0."""
+        """Mark a row as no longer kept, but here for a while; `how` is its value in `passing`, above 0."""
         self.passing[row] = how
         self._unlink(row)
 
@@ -103,18 +103,18 @@ class Rows:
             self._older[newer] = older
 
     def find(self, uid: str) -> int | None:
-        """The row of a trajectory."""
+        """Returns the row of a trajectory."""
         return self._by_uid.get(uid)
 
     def copy_of(self, prompt: str, digest: int) -> int | None:
-        """The row with the same answer to the same prompt: the last that was added, while that is there."""
+        """Returns the row with the same answer to the same prompt: the last that was added, while that is there."""
         row = self._by_answer.get(hash((prompt, digest)))
         if row is None or int(self._digest[row]) != digest or self.prompt(row).key != prompt:
             return None
         return row
 
     def replace(self, row: int, stored: Stored) -> None:
-        """Another body, and reference, of the same trajectory."""
+        """Replace the body, and reference, of the same trajectory."""
         self._bodies[row] = stored.body
         self.reference[row] = self.reference_number(stored.reference)
 
@@ -122,11 +122,11 @@ class Rows:
         return uid_of(self._bodies[row])
 
     def stored(self, row: int) -> Stored:
-        """As it was added."""
+        """Returns a row as it was added."""
         return Stored.read(self.prompt(row), self._bodies[row])
 
     def trajectory(self, row: int) -> Trajectory:
-        """As it was added, and sampled by the incarnation that it counts as."""
+        """Returns a row as it was added, with the incarnation that it counts as."""
         found = decode_trajectory(self._bodies[row], self.prompt(row), compare=False)
         incarnation = self.incarnation.item(row)
         return found if found.version.incarnation == incarnation else _renamed(found, incarnation)
@@ -135,7 +135,7 @@ class Rows:
         return self._prompts[self._prompt.item(row)]
 
     def reference_number(self, reference: Version) -> int:
-        """The number of a reference."""
+        """Returns the number of a reference."""
         number = self._numbers.setdefault(reference, len(self._references))
         if number == len(self._references):
             self._references.append(reference)
@@ -145,25 +145,25 @@ class Rows:
         return self._references[number]
 
     def tokens(self, row: int) -> IntArray:
-        """[T] of its completion."""
+        """Returns the tokens of its completion, [T]."""
         return tokens_of(self._bodies[row], self.length.item(row))
 
     @property
     def lowest(self) -> int:
-        """Of those that are kept, the one with the lowest reward, the oldest of several. Looks at all rewards."""
+        """Returns, of those that are kept, the one with the lowest reward, the oldest of several. Reads all rewards."""
         standing = self._standing[: self._used]
         rows = np.flatnonzero(standing == standing.min())
         return int(rows[self.arrival[rows].argmin()])
 
     @property
     def oldest(self) -> int:
-        """Of those that are kept, by arrival. Raises `IndexError` when there is none."""
+        """Returns, of those that are kept, the one that arrived first. Raises `IndexError` when there is none."""
         if self._oldest == _NONE:
             raise IndexError("there are no rows")
         return self._oldest
 
     def in_order(self) -> npt.NDArray[np.intp]:
-        """All rows, oldest first."""
+        """Returns all rows, oldest first."""
         there = np.ones(self._used, dtype=np.bool_)
         there[self._free] = False
         rows = np.flatnonzero(there)
@@ -185,7 +185,7 @@ _COLUMNS = (
 
 
 class Answers(Sequence[Trajectory]):
-    """Some rows as trajectories, each made when it is asked for."""
+    """Some rows as trajectories, each decoded when it is asked for."""
 
     def __init__(self, rows: Rows, numbers: Sequence[int]) -> None:
         self._rows = rows
@@ -219,7 +219,7 @@ class _Prompts:
         return prompt
 
     def add(self, prompt: Prompt) -> int:
-        """Its number; it has one row more."""
+        """Add a row of a prompt; returns the prompt's number."""
         numbers = self._by_key.setdefault(prompt.key, [])
         for number in numbers:
             if (other := self[number]) is prompt or (other.text == prompt.text and other.fields == prompt.fields):
@@ -235,7 +235,7 @@ class _Prompts:
         return number
 
     def remove(self, number: int) -> None:
-        """It has one row less."""
+        """Remove one of its rows."""
         self._rows[number] -= 1
         if not self._rows[number]:
             key = self[number].key
@@ -247,13 +247,13 @@ class _Prompts:
 
 
 def _renamed(trajectory: Trajectory, incarnation: int) -> Trajectory:
-    """The same as sampled by `incarnation`."""
+    """Returns the same trajectory as sampled by `incarnation`."""
     first, last = (replace(version, incarnation=incarnation) for version in trajectory.completion.versions)
     return replace(trajectory, completion=replace(trajectory.completion, versions=(first, last)))
 
 
 def widened(column: npt.NDArray[_Number], rows: int, least: int = 1024) -> npt.NDArray[_Number]:
-    """The column with room for at least so many rows, and for `least`; the new ones are zero."""
+    """Returns the column with room for at least `rows` and `least` rows; the new ones are zero."""
     wider = np.zeros(max(rows, 2 * len(column), least), dtype=column.dtype)
     wider[: len(column)] = column
     return wider

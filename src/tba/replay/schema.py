@@ -4,11 +4,11 @@
     prompt_copies   the same once more on other pages: few bytes, without which no trajectory is worth anything
     trajectories    what is known of each: who put it, which weights sampled it, its reward; these rows stay, so that no
                     number is given twice
-    bodies          all of it but for its prompt. Retention takes away the oldest, up to `retired_until`; beyond that a
-                    trajectory without a body has been damaged
+    bodies          the trajectories without their prompts. Retention deletes the oldest, up to `retired_until`; after
+                    that position a trajectory without a body has been damaged
     recoveries      each time that a damaged file was set aside, and what could not be read in it
-    leases, outcomes, jobs, evaluations, counters, totals (of which `identity` is the file's own number, drawn when it
-                    was made), and those of `scores`
+    leases, outcomes, jobs, evaluations, counters, totals (of which `identity` is the file's random identifier, drawn
+                    when it was made), and those of `scores`
 
 Invariant: a file with this version's number in its header has exactly these tables. One of another version is refused
 by `Database`, and nothing in it is changed.
@@ -56,14 +56,14 @@ INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('positions', 0), ('retire
 
 
 def facts_into(rows: int) -> str:
-    """A statement that puts the facts of so many trajectories down, one after another (8 parameters each)."""
+    """Returns a statement that inserts the facts of `rows` trajectories (8 parameters each)."""
     columns = "uid, owner, prompt, tokens, incarnation, step, reward, created"
     marks = ",".join(["(?,?,?,?,?,?,?,?)"] * rows)
     return f"INSERT INTO trajectories ({columns}) VALUES {marks}"  # noqa: S608 - question marks
 
 
 def bodies_into(rows: int) -> str:
-    """The same of their bodies (4 parameters each)."""
+    """Returns a statement that inserts their bodies (4 parameters each)."""
     marks = ",".join(["(?,?,?,?)"] * rows)
     return f"INSERT INTO bodies VALUES {marks}"  # noqa: S608 - question marks
 
@@ -73,19 +73,19 @@ JOURNAL = Schema(
     version=6,
     tables=_TABLES,
     rows="SELECT value FROM totals WHERE name = 'rows'",
-    page_bytes=8192,  # a body of 128 tokens is a bit over 2 kB: on pages of 4096 it would have one for itself
+    page_bytes=8192,  # a body of 128 tokens is a bit over 2 kB: a page of 4096 would hold only one
 )
 
 
 def keep_prompts(connection: sqlite3.Connection, prompts: Iterable[tuple[int, bytes]]) -> None:
-    """Those that are not there yet."""
+    """Insert those that are not there yet."""
     for prompt in prompts:
         if connection.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompt).rowcount:
             connection.execute("INSERT OR REPLACE INTO prompt_copies VALUES (?, ?)", prompt)
 
 
 def add_to_totals(connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
-    """In the transaction of what they count."""
+    """Add to the totals, in the transaction of what they count."""
     connection.executemany(
         "UPDATE totals SET value = value + ? WHERE name = ?", [(by, name) for name, by in increments.items()]
     )

@@ -1,8 +1,9 @@
-"""Log-probabilities of trajectories under later references: asked for by the trainer, given by searchers.
+"""Log-probabilities of trajectories under later references: requested by the trainer, computed by searchers.
 
-Two tables of the journal. Invariant: (trajectory, reference) -> log-probabilities is written once and never changed,
-apart from the trajectory, which keeps what it came with. What is asked for is of one reference, the newest; it is
-leased newest first, so that no two searchers score the same, and leaves the list in the transaction that scores it.
+They are in two tables of the journal. Invariant: (trajectory, reference) -> log-probabilities is written once and never
+changed, and kept apart from the trajectory, which keeps its own. All requests are for one reference, the newest; they
+are leased newest first, so that no two searchers score the same, and are removed in the transaction that writes the
+score.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ SCORES = "SELECT place, uid, reference, body FROM scores WHERE place > ? AND pla
 
 
 def score_of(uid: str, reference: str, body: bytes) -> Score:
-    """A row of the table."""
+    """Returns a row of the table as a `Score`."""
     return Score(uid, Version.parse(reference), decode_logs(body))
 
 
 def ask(connection: sqlite3.Connection, reference: Version, uids: Sequence[str]) -> None:
-    """Ask for the scores of `uids` under `reference` that are not there yet; what was asked of others is forgotten."""
+    """Request the scores of `uids` under `reference` that are not there yet; requests for another reference are
+    dropped.
+    """
     connection.execute("DELETE FROM unscored WHERE reference != ?", (str(reference),))
     connection.executemany(
         "INSERT OR IGNORE INTO unscored SELECT seq, ?1, '', 0, 0 FROM trajectories WHERE uid = ?2 "
@@ -44,7 +47,7 @@ def ask(connection: sqlite3.Connection, reference: Version, uids: Sequence[str])
 def lease(
     connection: sqlite3.Connection, reference: Version, count: int, owner: str, now: float, seconds: float
 ) -> list[tuple[int, int, bytes]]:
-    """(prompt, seq, body) of the newest trajectories asked for that nobody is at, which `owner` then is."""
+    """Returns (prompt, seq, body) of the newest requested trajectories that nobody works on; `owner` then does."""
     rows = connection.execute(
         "SELECT prompt, seq, bodies.body FROM unscored JOIN bodies USING (seq) "
         "WHERE reference = ? AND issued + seconds <= ? ORDER BY seq DESC LIMIT ?",
@@ -58,7 +61,7 @@ def lease(
 
 
 def put(connection: sqlite3.Connection, scores: Sequence[Score]) -> int:
-    """Write the scores that are not there yet; how many these are."""
+    """Write the scores that are not there yet; returns how many these are."""
     new = 0
     for score in scores:
         written = connection.execute(

@@ -1,16 +1,16 @@
 """Which prompts, and which of their trajectories, go into a batch: the paper's recency / reward selection.
 
 Invariant: no trajectory is twice in a group, and a reward only ever decides between the responses of one prompt. The
-paper's m lives here and nowhere else: nothing but its draw decides which half a group comes from, as long as searchers
+paper's m is here and nowhere else: nothing but its draw decides which half a group comes from, as long as searchers
 have brought two answers to one prompt.
 
 The recent half is the newest by arrival, never by the weights that sampled. The newest arrivals are the last 2k B K
 trajectories, what the trainer draws in two sync intervals (paper: what came in at the last sync), and at least twice as
-many as came in together the last time: of a round that brings more than that nothing is passed over. Of the prompts
-that have one of these and K answers it is the turn of the one whose next K have been used least, of several of the
-newest; after them come the next newest prompts. A prompt's next K are its newest, what was never used before what was.
-Of the other half prompts are drawn without replacement, epoch by epoch. Where a task has one prompt only, every group
-of a batch is of it: its next K, the K after these and so on, and rewards decide between all trajectories there are.
+many as came in together the last time, so that nothing of a larger round is passed over. Of the prompts that have one
+of these and K answers, the one whose next K have been used least comes first, and of several the newest; after them
+come the next newest prompts. A prompt's next K are its newest, and among them those never used before the others. For
+the other half prompts are drawn without replacement, epoch by epoch. Where a task has one prompt only, every group of a
+batch is of it: its next K, the K after these and so on, and rewards decide between all trajectories there are.
 
 Shape legend: N the trajectories of one prompt.
 """
@@ -54,20 +54,20 @@ class RecencyReward:
             )
 
     def start(self) -> RecencyRewardSelector:
-        """A selector at the beginning of its first epoch."""
+        """Returns a selector at the beginning of its first epoch."""
         return RecencyRewardSelector(self)
 
 
 class RecencyRewardSelector:
     """Draws groups; keeps the epoch of the other half and the counts.
 
-    counts: groups "recent" and "reward" as they came out; "newest", those all of whose trajectories were among the
+    counts: groups "recent" and "reward" as they were drawn; "newest", those all of whose trajectories were among the
     newest arrivals; "ragged", smaller than K; "repeated", of a prompt that the batch had already.
     """
 
     def __init__(self, settings: RecencyReward) -> None:
         self.settings = settings
-        self.m = settings.m  # may be moved
+        self.m = settings.m  # may be changed during the run (`Replay.steer`)
         self.sync_every = 1  # likewise: k
         self.arrived = 0  # trajectories that came in together, the last time that any did
         self.counts: Counter[str] = Counter(recent=0, reward=0, newest=0, ragged=0, repeated=0)
@@ -75,14 +75,14 @@ class RecencyRewardSelector:
         self._all = Deck()
 
     def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
-        """`groups` groups of `size` distinct trajectories each; fewer (at least 2) where a prompt has no more.
+        """Draws `groups` groups of `size` distinct trajectories each; fewer (at least 2) where a prompt has no more.
 
         A prompt comes twice only when every prompt is in the batch already. Raises `ValueError` when no prompt has 2
         distinct trajectories.
         """
         chosen: list[Group] = []
         batch = Counter[str]()  # how many groups it has of each prompt
-        drawn: dict[str, Counter[int]] = {}  # by prompt of the batch, how often it has given which number
+        drawn: dict[str, Counter[int]] = {}  # by prompt of the batch, how often each number was drawn
         least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self.m * size, 9)))
         self._within = 2 * max(self.sync_every * groups * size, self.arrived)
         turns = functools.cache(lambda least: store.newest_prompts(least, self._within, groups))
@@ -99,7 +99,7 @@ class RecencyRewardSelector:
         return chosen
 
     def _halves(self, groups: int, rng: np.random.Generator) -> list[bool]:
-        """Of each group, whether it is meant to be recent (with `mix = "group"`: whether a part of it is)."""
+        """Returns for each group whether it is to be recent (with `mix = "group"`: whether a part of it is)."""
         recent: npt.NDArray[np.bool_] = rng.random(groups) < self.m
         if self.settings.mix == "batch":
             recent = rng.permutation(groups) < _share(self.m * groups, rng)
@@ -111,7 +111,9 @@ class RecencyRewardSelector:
         self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, own: Counter[int],
         rng: np.random.Generator,
     ) -> Group:  # fmt: skip
-        """Of one half; what it takes is added to `own`, where a later group of this prompt is to keep apart from it."""
+        """Draws a group of one half; its numbers are added to `own`, if a later group of this prompt is to share none
+        of them.
+        """
         if is_recent:
             numbers = self._next(store, prompt, size, own)
             own.update(numbers)
@@ -130,7 +132,9 @@ class RecencyRewardSelector:
         self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, own: Counter[int],
         rng: np.random.Generator,
     ) -> Group:  # fmt: skip
-        """Of both halves, or apart from `own` as far as there are enough; what it takes is added to that."""
+        """Draws a group of both halves, or disjoint from `own` as far as there are enough; its numbers are added to
+        `own`.
+        """
         share = self.m if is_recent else 0.0
         taken = own if self.settings.disjoint else Counter[int]()
         fresh = self._next(store, prompt, size, own) if is_recent else []
@@ -145,11 +149,11 @@ class RecencyRewardSelector:
         return Group(tuple(store.numbered(chosen)))
 
     def state(self) -> Json:
-        """The selector's state as JSON, which `restore` takes."""
+        """Returns the selector's state as JSON, which `restore` takes."""
         return {"all": self._all.state(), "counts": dict(self.counts)}
 
     def restore(self, state: Json) -> None:
-        """Go on where `state` was taken."""
+        """Continue from `state`."""
         self._all.restore(state["all"])
         self.counts = Counter(state["counts"])
 
@@ -157,10 +161,11 @@ class RecencyRewardSelector:
         self, store: TrajectoryStore, size: int, recent: bool, turns: Callable[[int], Sequence[str]],
         batch: Counter[str], rng: np.random.Generator,
     ) -> tuple[str, bool]:  # fmt: skip
-        """(a prompt, whether it is drawn as recent): one that is not in the batch, else the one that is least often.
+        """Returns (a prompt, whether it is drawn as recent): one that is not in the batch, else the one that is least
+        often.
 
-        A recent group is ragged before its prompt comes twice. What is meant to be recent is of the other half only
-        where all that is left came from elsewhere, which is never recent.
+        A recent group is ragged before its prompt comes twice. A group that is to be recent is of the other half only
+        where all that is left was imported, which is never recent.
         """
         for again in (False, True):
             for least in (size, SMALLEST_GROUP) if recent else ():
@@ -174,7 +179,7 @@ class RecencyRewardSelector:
         raise ValueError(f"no prompt has {SMALLEST_GROUP} distinct trajectories to make a group of")
 
     def _next(self, store: TrajectoryStore, prompt: str, size: int, own: Counter[int]) -> list[int]:
-        """The numbers of a prompt's next `size`, of those first that the batch has not yet."""
+        """Returns the numbers of a prompt's next `size`, those first that the batch does not have yet."""
         return _apart_first(store.newest(prompt, size + len(own), self._within), own)[:size]
 
     def _count(self, store: TrajectoryStore, group: Group, size: int, is_recent: bool, repeated: bool) -> None:
@@ -185,9 +190,9 @@ class RecencyRewardSelector:
 
 
 def uniform(count: int, size: int, rng: np.random.Generator) -> list[int]:
-    """`size` of `count` indices, all subsets equally likely; all of them when there are no more.
+    """Returns `size` of `count` indices, all subsets equally likely; all of them when there are no more.
 
-    By Floyd's method (Bentley and Floyd 1987): its cost does not depend on `count`.
+    This is Floyd's method (Bentley and Floyd 1987): its cost does not depend on `count`.
     """
     if count <= size:
         return list(range(count))
@@ -201,9 +206,9 @@ def uniform(count: int, size: int, rng: np.random.Generator) -> list[int]:
 def softmax_without_replacement(
     reward_N: npt.NDArray[np.float64], inverse_temperature: float, size: int, rng: np.random.Generator
 ) -> list[int]:
-    """`size` indices drawn one after another from softmax(reward x inverse_temperature), without replacement.
+    """Returns `size` indices drawn one after another from softmax(reward x inverse_temperature), without replacement.
 
-    By Gumbel top-k (Vieira 2014; Kool et al. 2019): the `size` largest of logit + Gumbel noise are exactly such a
+    This is Gumbel top-k (Vieira 2014; Kool et al. 2019): the `size` largest of logit + Gumbel noise are exactly such a
     draw. In log space nothing underflows; what is infinitely less likely than the best comes last, in random order.
     """
     count = len(reward_N)
@@ -217,7 +222,7 @@ def softmax_without_replacement(
 def in_turn(
     reward_N: npt.NDArray[np.float64], inverse_temperature: float, size: int, rng: np.random.Generator
 ) -> list[int]:
-    """The same draw in the order in which it is made: without some of them the others are a draw from the rest.
+    """Makes the same draw in the order in which it is made: without some of them the others are a draw from the rest.
 
     inverse_temperature: 0 is uniform.
     """
@@ -234,7 +239,9 @@ def in_turn(
 def _keys(
     reward_N: npt.NDArray[np.float64], inverse_temperature: float, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-    """A random order, and in it logit + Gumbel noise: equal keys are taken by position, which is hereby random."""
+    """Returns a random order, and in it logit + Gumbel noise: equal keys are taken by position, which is thereby
+    random.
+    """
     order_N = rng.permutation(len(reward_N))
     with np.errstate(over="ignore"):
         logit_N = (reward_N[order_N] - reward_N.max(initial=-np.inf)) * inverse_temperature
@@ -242,14 +249,14 @@ def _keys(
 
 
 def _share(mean: float, rng: np.random.Generator) -> int:
-    """A whole number with this mean, next below or above it."""
+    """Returns a random integer with this mean, the next one below or above it."""
     whole = math.floor(round(mean, 9))
     part = round(mean - whole, 9)
     return whole + (part > 0 and rng.random() < part)
 
 
 def _apart_first(numbers: Sequence[int], taken: Counter[int]) -> list[int]:
-    """In order, those that were taken less often before the others."""
+    """Returns them in order, those that were taken less often before the others."""
     return sorted(numbers, key=taken.__getitem__)
 
 
@@ -257,9 +264,9 @@ class Deck:
     """Prompts drawn uniformly without replacement, epoch after epoch, while prompts come and go.
 
     Invariant: within an epoch each prompt is drawn at most once while it stays, and every draw is uniform over the
-    prompts not yet drawn that are there and not to be avoided. A prompt that arrives joins the epoch under way. Nothing
-    depends on the order of a listing, so a deck restored over a rebuilt store goes on exactly. A draw, and an arrival,
-    cost O(log n) amortised: an epoch of n draws is sorted once.
+    prompts not yet drawn that are there and not to be avoided. A prompt that arrives joins the current epoch. Nothing
+    depends on the order of a listing, so a deck restored over a rebuilt store continues exactly. A draw, and an
+    arrival, cost O(log n) amortised: an epoch of n draws is sorted once.
     """
 
     def __init__(self) -> None:
@@ -291,9 +298,10 @@ class Deck:
         avoid: Collection[str],
         rng: np.random.Generator,
     ) -> str | None:
-        """One prompt that is `there` and not in `avoid`; None when there is none. A new epoch begins when need be.
+        """Draws one prompt that is `there` and not in `avoid`; None when there is none. A new epoch begins when
+        necessary.
 
-        `prompts` lists exactly those that are there. What is to be avoided keeps its turn.
+        `prompts` lists exactly those that are there. A prompt that is avoided can still be drawn later in the epoch.
         """
         self.refresh(prompts)
         drawn = self._take(there, avoid, rng)
@@ -304,11 +312,11 @@ class Deck:
         return drawn
 
     def state(self) -> Json:
-        """The selector's state as JSON, which `restore` takes."""
+        """Returns the deck's state as JSON, which `restore` takes."""
         return {"undrawn": list(self._undrawn), "drawn": sorted(self._seen.difference(self._undrawn))}
 
     def restore(self, state: Json) -> None:
-        """Go on where `state` was taken."""
+        """Continue from `state`."""
         self._undrawn = list(state["undrawn"])
         self._seen = {*state["undrawn"], *state["drawn"]}
         self._listing = None

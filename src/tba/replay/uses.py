@@ -1,7 +1,7 @@
-"""How often each trajectory was used, as a checkpoint holds it.
+"""How often each trajectory was used, as a checkpoint stores it.
 
-Invariant: one number for each place of the journal, from place 0 (which nothing has) to the last that was taken in. It
-is the whole record: no file but the checkpoint and the journal is needed to go on.
+Invariant: one number for each place of the journal, from place 0 (which nothing has) to the last that was taken in.
+Together with the journal it is the whole record: no other file is needed to resume.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NUMBER = np.dtype("<i4")
 
 
 def pack_uses(used: npt.NDArray[np.int32]) -> str:
-    """[places + 1] as text; about a byte for three trajectories."""
+    """Encodes [places + 1] as text; about a byte for three trajectories."""
     return base64.b64encode(zlib.compress(used.astype(_NUMBER).tobytes(), 1)).decode("ascii")
 
 

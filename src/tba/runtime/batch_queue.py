@@ -1,11 +1,11 @@
 """The queue of batches between replay and the trainer: the one thing that a trainer waits for.
 
-Consumes trajectories, through replay. Waits until replay has a batch to give (`Replay.ready` says why not: warm-up,
-empty, paced, unscored), with a deadline. Unblocked by new trajectories: another process's, or, where searcher and
-trainer take turns, those of a round that `fill` makes.
+It consumes trajectories, through replay. It waits, with a deadline, until a batch can be drawn from replay
+(`Replay.ready` says why not: warm-up, empty, paced, unscored). New trajectories unblock it: those of another process,
+or, where searcher and trainer take turns in one process, those of a round that `fill` makes.
 
-Invariant: at most one batch is sampled ahead, in one thread, while the one before it is trained on; so a batch is older
-by at most one update than one that is sampled on demand. All batches are of the reference that is current when they are
+Invariant: at most one batch is drawn ahead, in one thread, while the one before it is trained on; so a batch is at most
+one update older than one that is drawn on demand. Every batch was scored under the reference that is current when it is
 handed out.
 """
 
@@ -22,24 +22,24 @@ from tba.replay.replay import NotReady, Replay
 from tba.training.batches import Fetched
 from tba.types import Version
 
-_POLL = 0.004  # seconds between two looks at the journal while there is no batch
-_LOOK = 0.02  # seconds between two looks at why there is none
-_WHY: dict[NotReady, str] = {  # what is behind a reason that no look at the searchers tells
+_POLL = 0.004  # seconds between two polls of the journal while there is no batch
+_LOOK = 0.02  # seconds between two checks of why there is none
+_WHY: dict[NotReady, str] = {  # explains a reason that lies in replay itself, not with the searchers
     "paced": "; those that came have been used as often as --replay.pacing.max-mean-uses or samples-per-insert allows",
 }
 
 
 class Stopped(Exception):
-    """Told to stop while waiting for a batch."""
+    """Raised when a stop was requested while waiting for a batch."""
 
 
 def pause() -> None:
-    """What to do while there is no batch: look again soon, for somebody else brings one."""
+    """What to do while there is no batch, where other processes bring one: sleep briefly, then look again."""
     time.sleep(_POLL)
 
 
 def nothing_more() -> None:
-    """The same where nobody will bring one. Raises `UserError`."""
+    """What to do while there is no batch, where nobody will bring one. Raises `UserError`."""
     raise UserError(
         "--offline there is no further batch to learn from, and no searcher brings one: set --replay.pacing."
         "max-mean-uses higher, import more, or train with searchers"
@@ -49,8 +49,8 @@ def nothing_more() -> None:
 class BatchQueue:
     """Batches of B prompts with K trajectories each.
 
-    deadline: seconds that a batch may take. fill: what to do while there is none. ahead: sample the next batch while
-    this one is trained on. clock: the trainer's, on which waiting counts as idle or paced.
+    deadline: seconds that a batch may take. fill: what to do while there is none. ahead: draw the next batch in the
+    background while this one is trained on. clock: the trainer's; waiting counts there as idle or paced.
     """
 
     def __init__(
@@ -79,9 +79,9 @@ class BatchQueue:
         self._closed = False
 
     def next(self, version: Version, published: Version | None) -> Fetched:
-        """The next batch, for a trainer at `version` whose newest weights that are out are `published`.
+        """Returns the next batch, for a trainer at `version` whose newest published weights are `published`.
 
-        Raises `Stopped`, or `DeadlineExceeded` when searchers bring nothing for too long.
+        Raises `Stopped`, or `DeadlineExceeded` when no batch can be drawn for too long.
         """
         if self._thread is None:
             fetched = self._sampled(version, published)
@@ -96,19 +96,22 @@ class BatchQueue:
 
     @property
     def ahead(self) -> Fetched | None:
-        """The batch that was sampled ahead, if it is there."""
+        """Returns the batch that was drawn ahead, if there is one."""
         ahead = self._ahead
         if ahead is None or not ahead.done() or ahead.cancelled() or ahead.exception() is not None:
             return None
         return ahead.result()
 
     def settle(self) -> None:
-        """Wait until the batch that is sampled ahead is there."""
+        """Wait until the batch that is being drawn ahead is there."""
         if self._ahead is not None:
             wait([self._ahead], self._deadline)
 
     def close(self) -> None:
-        """End the wait and the thread; what was sampled ahead goes back. Raises `DeadlineExceeded` when that hangs."""
+        """End the wait and the thread; the batch drawn ahead is given back.
+
+        Raises `DeadlineExceeded` when that hangs.
+        """
         self._closed = True
         if self._thread is None:
             return
@@ -120,19 +123,19 @@ class BatchQueue:
                 self._replay.take_back(self.ahead.groups)
 
     def _awaited(self, thread: ThreadPoolExecutor, version: Version, published: Version | None) -> Fetched:
-        """The batch that was sampled ahead; one that is sampled now where none was. The wait is on the clock."""
+        """Returns the batch that was drawn ahead, or draws one now. The wait is put on the clock."""
         asked, self._ahead = self._ahead or thread.submit(self._sampled, version, published), None
         if not asked.done():
             began = time.monotonic()
             with self._clock.state("idle"):
                 while wait([asked], _LOOK).not_done:
                     self._clock.reclassify("paced" if self._reason == "paced" else "idle")
-                    if time.monotonic() - began > 2 * self._deadline:  # it has one of its own
+                    if time.monotonic() - began > 2 * self._deadline:  # the thread's own deadline comes earlier
                         raise DeadlineExceeded(f"replay gave no batch and no reason in {2 * self._deadline:g} s")
         return asked.result()
 
     def _sampled(self, version: Version, published: Version | None) -> Fetched:
-        """A batch, as soon as replay has one to give."""
+        """Draws a batch as soon as replay allows it."""
         began = time.monotonic()
         if self._synced != published:
             self._synced = published

@@ -1,10 +1,10 @@
-"""A run at one step: what a checkpoint holds beside the model and the optimizer, and how a later incarnation goes on.
+"""What a checkpoint holds besides the model and the optimizer, and how a later incarnation resumes from it.
 
-Invariant: all of the state is of the same step, that of the checkpoint's version. The journal, which lies outside the
-checkpoint, only grows, and the state names how far it had come: the trajectories after it stay and are used as old
-data.
-Nothing else is needed to go on; without a checkpoint a run begins again, with all of its journal. Prompts are leased in
-the journal, which is never set back: what was in flight is handed out again, what was answered is not.
+Invariant: all of the state belongs to the same step, that of the checkpoint's version. The journal is not part of the
+checkpoint: it only grows, and the state says how far it had come; trajectories after that point stay and are used as
+old data. Nothing else is needed to resume; without a checkpoint a run begins again at step 0, with all of its journal.
+Prompts are leased in the journal, which is never set back: what was in flight is handed out again, what was answered is
+not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tba.weights.directory import WeightDirectory
 
 
 class Stateful(Protocol):
-    """What can be saved with the trainer."""
+    """An object whose state can be saved with the trainer's."""
 
     def state(self) -> Json: ...
 
@@ -38,9 +38,9 @@ log = logging.getLogger("tba.trainer")
 
 
 def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
-    """What this incarnation's trainer begins with, and the checkpoint that it goes on from, if there is one.
+    """Returns the version that this incarnation's trainer begins with, and the checkpoint that it resumes from, if any.
 
-    A damaged checkpoint is passed over for the one before, and recorded as a fault. Without any a later incarnation
+    A damaged checkpoint is passed over for the one before it, and recorded as a fault. Without any, a later incarnation
     begins at step 0, with all trajectories of the earlier ones as old data. Raises `UserError` when all are damaged.
     """
     if run.incarnation == 0:
@@ -58,7 +58,7 @@ def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
 
 
 def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
-    """Each time that the journal was damaged and recovered and nobody has recorded it yet: a fault, and a sentence."""
+    """Record each recovery of a damaged journal that is not recorded yet as a fault; returns a sentence for each."""
     with JournalFollower(journal, create=False) as follower:
         recoveries = [str(recovery) for recovery in follower.recoveries()]
     new = recoveries[count_faults(run.path)["journal_recoveries"] :]
@@ -69,7 +69,7 @@ def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
 
 
 def held_by_journal(run: RunDirectory, checkpoint: Checkpoint | None) -> Held:
-    """The most that the run's journal is known to have held: by the newest weights, or the checkpoint."""
+    """Returns the most that the journal is known to have held, according to the newest weights or the checkpoint."""
     weights = WeightDirectory(run.weights)
     known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
     known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
@@ -77,7 +77,10 @@ def held_by_journal(run: RunDirectory, checkpoint: Checkpoint | None) -> Held:
 
 
 def generators() -> dict[str, Json]:
-    """The process's own generators. Nothing of ours draws from them; a task, a reward or a model of the user's may."""
+    """Returns the state of the process's global random generators.
+
+    Nothing in this package draws from them; a task, a reward or a model of the user's may.
+    """
     name, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     kind, numbers, gauss_next = random.getstate()
     devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -90,7 +93,7 @@ def generators() -> dict[str, Json]:
 
 
 def set_generators(state: Json) -> None:
-    """The inverse of `generators`; devices that are no longer there are left out."""
+    """The inverse of `generators`; devices that no longer exist are left out."""
     torch.set_rng_state(_tensor(state["torch"]))
     for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(_tensor(text), device)

@@ -1,7 +1,7 @@
-"""How a searcher reaches the rest of its run: the journal, the weights, what is recorded of it.
+"""How a searcher reaches the rest of its run: the journal, the weights, and the records of what it did.
 
-Invariant: a searcher has these ends and no others, so it need not know whether what it asks lies on its own disk (here)
-or beside a trainer on another machine (`remote`), nor whether a round is written while it makes the next one
+Invariant: a searcher has these connections and no others, so it need not know whether they lead to its own disk (here)
+or to the gateway on a trainer's machine (`remote`), nor whether a round is written while it makes the next one
 (`BackgroundJournal`).
 """
 
@@ -38,22 +38,22 @@ class RunRecords:
     recipe: Recipe
 
     def write(self, evaluations: Sequence[Evaluation], answers: Sequence[Answered] = ()) -> None:
-        """Those of one evaluation of one version."""
+        """Write the results of one evaluation of one version."""
         with closing(EvaluationWriter(self.run.path, text=not self.recipe.record.hide_text)) as writer:
             writer.write(evaluations, answers)
 
     def fault(self, kind: str, what: str) -> None:
-        """One that was survived."""
+        """Record a fault that the run survived."""
         record_fault(self.run.path, kind, what)
 
     def result(self, part: str, result: Json) -> None:
-        """What the summary needs of the part."""
+        """Leave what the summary needs of the part."""
         write_json(self.run.result(part), result)
 
 
 @dataclass(frozen=True)
 class Connections:
-    """All of them. incarnation: of the run, when the half was started."""
+    """All connections of one searcher. incarnation: that of the run, when the searcher was started."""
 
     journal: Journal
     weights: WeightSource
@@ -62,7 +62,9 @@ class Connections:
 
 
 def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[[], bool] | None = None) -> Connections:
-    """Those of the run at `run`, on this machine. What whoever had this name before held is given back."""
+    """Returns the connections to the run at `run`, on this machine. Prompts leased under this name earlier are given
+    back.
+    """
     journal = JournalWriter(
         run.journal(recipe), name, recipe.run.journal_deadline, waiting=interrupted or (lambda: None), create=False
     )
@@ -70,19 +72,20 @@ def on_disk(recipe: Recipe, run: RunDirectory, name: str, interrupted: Callable[
     return Connections(journal, WeightDirectory(run.weights), RunRecords(run, recipe), run.incarnation)
 
 
-_AT_ONCE = ("claim", "finish", "count", "unscored", "put_scores")  # have nothing to do with what is being written
+# methods that are independent of what is being written
+_AT_ONCE = ("claim", "finish", "count", "unscored", "put_scores")
 
 
 class BackgroundJournal:
-    """A `Journal` before another one, in which a thread writes what is put while the next round is made.
+    """A `Journal` in front of another one: a thread writes each round in the background while the next one is made.
 
     Invariant: what is put is written in order, one round at a time, and counts as acknowledged once the journal has it.
-    Until then its prompts stay leased: a searcher that dies takes with it at most the round that was being written and
-    the one that it was making, and their prompts are handed out again. What fails there is raised by the next call that
+    Until then its prompts stay leased: a searcher that dies loses at most the round that was being written and the one
+    that it was making, and their prompts are handed out again. What fails in the thread is raised by the next call that
     has to come after it, at the latest by `close`.
 
-    deadline_s: that a call waits for what was asked before it; more than the journal itself waits for its lock.
-    clock: where the time that is waited all the same counts as `journal`.
+    deadline_s: how long a call may wait for those asked before it; more than the journal itself waits for its lock.
+    clock: where the time that is spent waiting all the same counts as `journal`.
     """
 
     def __init__(self, journal: Journal, deadline_s: float, clock: ShareClock) -> None:
@@ -92,11 +95,11 @@ class BackgroundJournal:
         self._thread = ThreadPoolExecutor(1, "journal")
         self._written: Future[None] | None = None
         self._leased: Future[list[int]] | None = None
-        self._leased_at = 0.0  # by a clock that never goes back
-        self._on_hand: list[int] = []  # positions that are leased, oldest first
+        self._leased_at = 0.0  # by a monotonic clock
+        self._on_hand: list[int] = []  # leased positions that are not handed out yet, oldest first
 
     def __getattr__(self, verb: str) -> Any:
-        """What the journal does: of most verbs once all that was put is there, so that they know of it."""
+        """Forwards a method of the journal; most run once all that was put is written, so that they see it."""
         act = getattr(self._journal, verb)
         return act if verb in _AT_ONCE else partial(self._after, act)
 
@@ -106,8 +109,8 @@ class BackgroundJournal:
         self._written = self._thread.submit(self._journal.put, *given, **named)
 
     def lease(self, count: int, seconds: float) -> list[int]:
-        """As the journal does. As many again are leased meanwhile for the next call."""
-        if time.monotonic() - self._leased_at > seconds / 2:  # may have run out before they are answered
+        """Like the journal's. In the background as many again are leased for the next call."""
+        if time.monotonic() - self._leased_at > seconds / 2:  # the leases may run out before their prompts are answered
             self._leased, self._on_hand = None, []
         while len(self._on_hand) < count:
             leased = self._waited(self._leased or self._lease(count, seconds))
@@ -123,12 +126,12 @@ class BackgroundJournal:
         return self._thread.submit(self._journal.lease, count, seconds)
 
     def resume(self) -> None:
-        """As the journal does, once what was put is there; what was leased ahead is given up too."""
+        """Like the journal's, once what was put is written; what was leased ahead is given up too."""
         self._after(self._journal.resume)
         self._leased, self._on_hand = None, []
 
     def close(self) -> None:
-        """Once all that was put is on disk. Raises what could not be written, after closing."""
+        """Close once all that was put is on disk. Raises what could not be written, after closing."""
         try:
             self._settle()
         finally:
@@ -151,7 +154,7 @@ class BackgroundJournal:
             try:
                 return asked.result(self._deadline_s)
             except TimeoutError as error:
-                if asked.done():  # its own
+                if asked.done():  # the call's own error, not this wait's
                     raise
                 raise DeadlineExceeded(
                     f"the journal had not taken what a searcher gave it after {self._deadline_s:g} s"

@@ -1,7 +1,7 @@
-"""A full disk, whoever meets it: one sentence, and a run that can go on once there is space.
+"""A full disk, whichever process meets it, ends in one sentence, and the run can go on once there is space.
 
 Invariant: what was acknowledged before is whole. Every file of a run is either appended to, and read up to its last
-whole record, or written beside its place and renamed; a write that fails takes nothing away.
+whole record, or written under a temporary name and renamed; a write that fails takes nothing away.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from tba.errors import UserError
 
 _ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no space, no quota, no room under the limit of a file's size
 _WORDS = ("no space left", "os error 28", "disk quota exceeded", "file too large", "os error 27", "disk is full")
-_NOTHING = 1 << 16  # bytes that are as good as none
+_NOTHING = 1 << 16  # bytes; less free space than this counts as none
 
 
 def disk_full(error: BaseException, run: Path) -> UserError | None:
-    """What to say of `error`, if the disk of the run at `run` is full; None when it is another error."""
+    """Returns the error to raise for `error` if the disk of the run at `run` is full; None when it is another error."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
@@ -28,7 +28,7 @@ def disk_full(error: BaseException, run: Path) -> UserError | None:
     of_disk = any(
         (isinstance(e, OSError) and e.errno in _ERRNOS) or any(word in str(e).lower() for word in _WORDS) for e in seen
     )
-    vague = any("disk i/o error" in str(e).lower() for e in seen)  # SQLite's, for whatever the system says
+    vague = any("disk i/o error" in str(e).lower() for e in seen)  # SQLite's message, for many causes
     limited = resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
     if of_disk or (vague and (limited or shutil.disk_usage(run).free < _NOTHING)):
         return no_space(run)
@@ -36,5 +36,5 @@ def disk_full(error: BaseException, run: Path) -> UserError | None:
 
 
 def no_space(run: Path) -> UserError:
-    """The sentence for a full disk."""
+    """Returns the error with the sentence for a full disk."""
     return UserError(f"the disk of {run} is full: free some space, then go on with `tba train --resume {run}`")

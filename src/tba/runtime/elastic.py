@@ -1,11 +1,12 @@
 """Searchers that join a run while it goes on, and leave it: `tba search --run RUN`.
 
-    joined/searcher-1000.json    who joined, when, and how it left; locked as long as that process lives
-    logs/ending                  the run is ending: whoever joined is to leave
+    joined/searcher-1000.json    who joined, when, and how it left; locked while that process lives
+    logs/ending                  the run is ending: every searcher that joined is to leave
 
-Invariant: a number is given once in the life of a run, and no searcher of the run's own has one as high. Whoever joined
-leaves where its counts are whole: when the run ends (it is told to, or nobody holds the run any longer), or on Ctrl-C.
-What one that died had leased is given back by the driver. The trainer knows nothing of all this.
+Invariant: a number is given out once in the life of a run, and no searcher of the run's own has one as high. A searcher
+that joined leaves at the end of a round, where its counts are whole: when the run ends (it is told to, or nobody holds
+the run any longer), or on Ctrl-C. What one that died had leased is given back by the driver. The trainer knows nothing
+of all this.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ from tba.record.faults import record_fault
 from tba.replay.journal import JournalWriter
 from tba.runtime.run_dir import RunDirectory, is_held
 
-ASKED = "Ctrl-C"  # why one leaves that was asked to by a signal
+ASKED = "Ctrl-C"  # why a searcher leaves that a signal asked to
 FIRST = 1000  # the number of the first that joins
-_LOOK = 0.5  # seconds between two looks at whether the run goes on, or who has left
+_LOOK = 0.5  # seconds between two checks whether the run goes on, or who has left
 _POLL = 0.05
 _LOCK_SECONDS = 1.0  # for the journal, where the driver itself needs it
 
 
 @dataclass
 class Leaving(ABC):
-    """When a searcher that has joined is to leave: by whoever sat down at it, or by what `called` says now and then."""
+    """When a searcher that has joined is to leave: on Ctrl-C in its terminal, or when `called`, asked now and then,
+    says so.
+    """
 
     number: int
     asked: Callable[[], bool]  # whether Ctrl-C was pressed
-    why: str | None = field(default=None, init=False)  # it is to leave
+    why: str | None = field(default=None, init=False)  # why it is to leave, if it is
     _looked: float = field(default=-_LOOK, init=False)
 
     @property
@@ -49,7 +52,7 @@ class Leaving(ABC):
         return f"searcher-{self.number}"
 
     def stop(self) -> bool:
-        """Whether to leave; may be asked often."""
+        """Whether to leave; cheap, may be called often."""
         if self.why is None and self.asked():
             self.why = ASKED
         if self.why is None and time.monotonic() - self._looked >= _LOOK:
@@ -59,7 +62,7 @@ class Leaving(ABC):
 
     @abstractmethod
     def called(self) -> str | None:
-        """Why the run wants it to leave; None: it does not."""
+        """Returns why the run wants it to leave; None: it does not."""
 
 
 @dataclass
@@ -68,19 +71,19 @@ class Place(Leaving):
 
     run: RunDirectory
     file: IO[str]
-    facts: dict[str, Any] = field(default_factory=dict)  # what its file says
+    facts: dict[str, Any] = field(default_factory=dict)  # the content of its file
 
     def called(self) -> str | None:
-        """When the run ends, or nobody holds it any longer."""
+        """Returns a reason when the run ends, or nobody holds it any longer."""
         return "the run ended" if _stop_file(self.run).exists() or not is_held(self.run.path) else None
 
     def leave(self, how: str) -> None:
-        """Give it up, in order."""
+        """Leave the run in order, and record how."""
         with self.file:
             self.write(left=round(self.run.clock()(), 3), how=how)
 
     def write(self, **facts: Any) -> None:
-        """Into the place's own file, which keeps its lock."""
+        """Write facts into the place's own file, which keeps its lock."""
         self.facts |= facts
         self.file.seek(0)
         self.file.truncate()
@@ -90,7 +93,7 @@ class Place(Leaving):
 
 @contextmanager
 def joined(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Iterator[Place]:
-    """Inside, a place of this process's own in a run that goes on. Raises `UserError` when there is none."""
+    """Inside, this process has a place of its own in a run that goes on. Raises `UserError` when there is none."""
     place = enter(run, recipe, asked)
     how = "an error"
     try:
@@ -101,7 +104,7 @@ def joined(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Iter
 
 
 def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place:
-    """A place in a run that goes on, to be left. Raises `UserError` when there is none."""
+    """Returns a place in a run that goes on; the caller leaves it. Raises `UserError` when there is none."""
     if recipe.runtime == "inline" or recipe.offline:
         how = "learns from what is there" if recipe.offline else "takes turns in one process"
         raise UserError(f"the run at {run.path} {how}: no searcher can join it")
@@ -122,40 +125,40 @@ def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place
 
 
 def _claim(run: RunDirectory, recipe: Recipe) -> tuple[int, IO[str]]:
-    """A number that nobody has had, and its file, locked before it has its name."""
+    """Returns a number that nobody has had, and its file, locked before it appears under its name."""
     folder = _folder(run)
     folder.mkdir(exist_ok=True)
-    beside = folder / f".{os.getpid()}"
-    file = beside.open("w+")
+    temporary = folder / f".{os.getpid()}"
+    file = temporary.open("w+")
     fcntl.flock(file, fcntl.LOCK_EX)
     number = max(FIRST, recipe.searchers)
     try:
-        while True:  # ends: each number is taken by somebody who made its file
+        while True:  # terminates: each number that is taken has a file that somebody made
             try:
-                os.link(beside, folder / f"searcher-{number}.json")
+                os.link(temporary, folder / f"searcher-{number}.json")
             except FileExistsError:
                 number += 1
             else:
                 return number, file
     finally:
-        beside.unlink()
+        temporary.unlink()
 
 
 @dataclass
 class Joined:
-    """The driver's end: who is there, and who was."""
+    """The driver's side: who has joined, and who has left."""
 
     run: RunDirectory
     _dead: set[str] = field(default_factory=set)
-    _left: dict[str, dict[str, Any]] = field(default_factory=dict)  # what the files of those say who have left
+    _left: dict[str, dict[str, Any]] = field(default_factory=dict)  # the files of those who have left, by name
     _looked: float = -_LOOK
 
     def open(self) -> None:
-        """The run begins, or goes on: it may be joined."""
+        """Allow searchers to join: the run begins, or goes on."""
         _stop_file(self.run).unlink(missing_ok=True)
 
     def look(self, journal: Path) -> None:
-        """Give back what those held who died since the last look. Costs nothing nearly always."""
+        """Give back what those had leased who died since the last call. Costs almost nothing when nobody has."""
         if time.monotonic() - self._looked < _LOOK:
             return
         self._looked = time.monotonic()
@@ -165,13 +168,13 @@ class Joined:
             try:
                 with JournalWriter(journal, name, _LOCK_SECONDS, create=False) as former:
                     former.resume()
-            except DeadlineExceeded:  # somebody hangs with the lock: the driver must go on, to end that one
+            except DeadlineExceeded:  # somebody hangs with the lock: the driver must continue, to end that process
                 continue
             self._dead.add(name)
             record_fault(self.run.path, "joined_deaths", f"{name}, which had joined, died without a word")
 
     def dismiss(self, seconds: float, tell: Callable[[], None]) -> list[str]:
-        """Let all leave, and wait until they have; who had not after so many seconds."""
+        """Let all leave, and wait until they have; returns those who had not after so many seconds."""
         with suppress(OSError):  # a full disk: they see that nobody holds the run any longer
             _stop_file(self.run).touch()
         deadline = time.monotonic() + seconds
@@ -181,11 +184,13 @@ class Joined:
         return left
 
     def present(self) -> list[str]:
-        """The names of those who are there."""
+        """Returns the names of those who are there."""
         return [name for name, _, there in self._all() if there]
 
     def record(self) -> list[dict[str, Any]]:
-        """All who ever joined: `name`, when they `joined` and `left` (seconds since the run began), and `how`."""
+        """Returns all who ever joined: `name`, when they `joined` and `left` (seconds since the run began), and
+        `how`.
+        """
         return [
             {
                 "name": name,
@@ -196,7 +201,10 @@ class Joined:
         ]
 
     def _all(self) -> list[tuple[str, dict[str, Any], bool]]:
-        """(name, what its file says, whether the process is there). The file of one who has left is read once."""
+        """Returns (name, content of its file, whether the process is alive).
+
+        The file of one who has left is read once.
+        """
         found: list[tuple[str, dict[str, Any], bool]] = []
         numbered = [p for p in _folder(self.run).glob("searcher-*.json") if p.stem.rpartition("-")[2].isdecimal()]
         for path in sorted(numbered, key=lambda p: int(p.stem.rpartition("-")[2])):
@@ -207,7 +215,7 @@ class Joined:
                 there = not _locked(file)
                 try:
                     facts = parsed(file.read(), joined=float | None, left=float | None, how=str | None)
-                except ValueError:  # it is just writing, or died while it did
+                except ValueError:  # the file is just being written, or its process died while writing
                     facts = {}
             if not there and facts.get("left") is not None:
                 self._left[path.stem] = facts
@@ -220,7 +228,7 @@ def _how(there: bool) -> str:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Whether it could be locked: then nobody else has it."""
+    """Whether the lock could be taken: then nobody else has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

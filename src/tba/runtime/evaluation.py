@@ -1,8 +1,9 @@
-"""Evaluations during a run: asked for beside the weights, done by one searcher, the trainer not stopped.
+"""Evaluations during a run: requested in the manifest of published weights, done by one searcher, without stopping the
+trainer.
 
-Invariant: each version that is asked for is evaluated by exactly one searcher (a claim in the journal), on pinned
-weights; its time and tokens are counted apart from generation. Rounds go on between its chunks: a searcher that is the
-only one and evaluates for long would else stall the run.
+Invariant: each requested version is evaluated by exactly one searcher (a claim in the journal), on pinned weights; its
+time and tokens are counted separately from generation. The searcher makes rounds between the chunks of an evaluation:
+otherwise an only searcher that evaluates for long would stall the run.
 """
 
 from __future__ import annotations
@@ -26,19 +27,20 @@ _WHY = "evaluate"
 
 @dataclass
 class Requests:
-    """What the trainer asks to be evaluated: the first version, one every so many steps, and the last. Each is kept
-    until it has been.
+    """Which versions the trainer wants evaluated: the first, one every so many steps, and the last. Each is kept until
+    it has been evaluated.
     """
 
     every: int  # steps; 0: the first and the last only
     steps: int  # of the run
     weights: KeptWeights
-    done: Callable[[str], bool]  # whether a job has been
-    _pending: dict[Version, float] = field(default_factory=dict)  # -> when the run had these weights
+    done: Callable[[str], bool]  # whether an evaluation has been done, by its name
+    # -> seconds into the run at which it had these weights
+    _pending: dict[Version, float] = field(default_factory=dict)
     _seen: int | None = None  # the step of the newest version that was published
 
-    def beside(self, version: Version, seconds: float) -> list[dict[str, Json]]:
-        """What stands in the manifest of a version that is published now."""
+    def manifest_entries(self, version: Version, seconds: float) -> list[dict[str, Json]]:
+        """Returns what the manifest of a version that is published now says about evaluations."""
         for done in [v for v in self._pending if self.done(_job(v))]:
             del self._pending[done]
             self.weights.unpin(done, _WHY)
@@ -50,27 +52,28 @@ class Requests:
         ]
 
     def pin(self) -> None:
-        """Keep them. Only the publishing process prunes: after publishing is soon enough."""
+        """Pin the requested versions. Only the publishing process prunes: after publishing is soon enough."""
         for version in self._pending:
             if _WHY not in self.weights.pins(version):
                 self.weights.pin(version, _WHY)
 
     @property
     def pending(self) -> list[Version]:
-        """Those that were asked for and, as far as is known, have not been evaluated."""
+        """Returns those that were requested and, as far as is known, have not been evaluated."""
         return list(self._pending)
 
     def state(self) -> Json:
-        """The requests as JSON, which `restore` takes."""
+        """Returns the requests as JSON, which `restore` takes."""
         return {"pending": {str(v): s for v, s in self._pending.items()}, "seen": self._seen}
 
     def restore(self, state: Json) -> None:
-        """Go on where `state` was taken, with what is still wanted and still there; later requests are forgotten."""
+        """Continue from `state`, with what is still wanted and still there; later requests are forgotten."""
         asked = {Version.parse(name): seconds for name, seconds in state["pending"].items()}
         wanted = {version: seconds for version, seconds in asked.items() if not self.done(_job(version))}
         there = self.weights.versions()
         self._pending = {version: seconds for version, seconds in wanted.items() if version in there}
-        self._seen = state["seen"] if len(self._pending) == len(wanted) else None  # None: the next one in their place
+        # None: the next version is evaluated in their place
+        self._seen = state["seen"] if len(self._pending) == len(wanted) else None
         for version in there:
             if version not in self._pending and _WHY in self.weights.pins(version):
                 self.weights.unpin(version, _WHY)
@@ -95,11 +98,11 @@ class Examiner:
     claim_seconds: float  # after which a version that was not finished may be evaluated by another searcher
     clock: ShareClock
     interrupted: Callable[[], bool] | None = None
-    between: Callable[[], None] | None = None  # what a searcher does between two chunks, on its clock as busy
+    between: Callable[[], None] | None = None  # what a searcher does between two chunks; counts as busy on its clock
     done: set[str] = field(default_factory=set)
 
     def answer(self, manifest: Mapping[str, Json]) -> None:
-        """Evaluate the versions that `manifest` asks for and nobody has claimed."""
+        """Evaluate the versions that `manifest` requests and nobody has claimed."""
         for request in manifest.get("evaluate", ()):
             name = request["version"]
             version = Version.parse(name)
@@ -109,14 +112,15 @@ class Examiner:
                     self.evaluate(version, float(request["wall_seconds"]), settings)
 
     def evaluate(self, version: Version, wall_seconds: float, settings: EvaluationSettings) -> None:
-        """One version on the held-out split; `wall_seconds` is when the run had these weights."""
+        """Evaluate one version on the held-out split; `wall_seconds` is when the run had these weights."""
         self._load(version)
         found = evaluate(
             self.engine,
             self.prompts,
             self.reward,
             settings,
-            np.random.default_rng([self.seed, 7]),  # the same draws for every version: paired
+            # the same draws for every version, so that they can be compared in pairs
+            np.random.default_rng([self.seed, 7]),
             now=time.monotonic,
             policy_temperature=self.policy_temperature,
             interrupted=self.interrupted,
@@ -147,5 +151,5 @@ def evaluated_to_the_end(directory: Path, steps: int) -> bool:
 
 
 def _job(version: Version) -> str:
-    """The name under which its evaluation is claimed."""
+    """Returns the name under which a version's evaluation is claimed."""
     return f"evaluate {version}"

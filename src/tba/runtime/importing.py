@@ -1,7 +1,7 @@
-"""Taking in trajectories from elsewhere, built from a run's directory: the run may be going on, ended or not begun.
+"""Importing trajectories into a run, built from the run's directory: the run may be going on, ended or not begun.
 
-Invariant: one import into a run at a time (a lock beside its journal, gone with its process); everything is scored
-under the reference that the run has now. Nothing here waits.
+Invariant: one import into a run at a time (a lock next to its journal, released when its process ends); everything is
+scored under the reference that the run has now. Nothing here waits.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from tba.search.reward_retry import PatientReward
 from tba.types import Prompt, Split, Version
 from tba.weights.directory import WeightDirectory
 
-PREPARED = "prepared"  # in recipe.json: made for imports, and not begun
-_DECIDES = ("task", "model", "policy_temperature")  # how a line is tokenised and scored
-_AT_ONCE = 1024  # trajectories of another run's journal
+PREPARED = "prepared"  # in recipe.json: the run was made for imports, and has not begun
+_DECIDES = ("task", "model", "policy_temperature")  # settings that decide how a line is tokenised and scored
+_AT_ONCE = 1024  # trajectories of another run's journal read at a time
 
 
 @contextmanager
 def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int | None) -> Iterator[Intake]:
-    """Inside, what takes trajectories into the run. `max_tokens` of an answer: None, as many as its own can have.
+    """Yields an `Intake` that takes trajectories into the run. `max_tokens` of an answer: None, as many as the run's
+    own may have.
 
     Raises `UserError` while another import into the same run is going on. The reward has its deadline here too: a
     reward that hangs ends the import, and what was taken in until then stays.
@@ -47,7 +48,8 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
     path = run.journal(recipe)
     with JournalWriter(path, IMPORTS) as journal, _alone(Path(f"{path}-import"), run):
         train = _prompts(recipe, tokenizer, "train")
-        both = {prompt.key for prompt in train}  # what is asked on both sides, as a single prompt is, is not held out
+        # a prompt on both sides (in a task with a single prompt, that one) is not held out
+        both = {prompt.key for prompt in train}
         encoder = Encoder(
             task=recipe.task.name,
             tokenizer=tokenizer,
@@ -70,9 +72,9 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
 
 
 def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
-    """What is in a file of lines, in another run's folder, or in a journal (`.sqlite`).
+    """Yields the entries of a file of lines, of another run's folder, or of a journal (`.sqlite`).
 
-    Raises `UserError` when there is no such thing, or it is the run that takes it in.
+    Raises `UserError` when there is no such thing, or it is the run that imports.
     """
     if path.is_dir():
         if path.resolve() == into.path.resolve():
@@ -82,7 +84,7 @@ def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
 
 
 def demonstrations(task: Task, most: int) -> Iterator[Entry]:
-    """The first of the task's own."""
+    """Yields the first `most` of the task's own demonstrations."""
     shown = (problem for problem in task.problems("train") if problem.demonstration is not None)
     for number, problem in enumerate(islice(shown, most), start=1):
         prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
@@ -101,12 +103,14 @@ def _trajectories(path: Path) -> Iterator[Entry]:
 
 
 def _prompts(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
-    """All of a split, those too that this run does not use."""
+    """Returns all prompts of a split, including those that this run does not use."""
     return encode(recipe.task.problems(split), recipe.task.name, tokenizer, replace(recipe.prompts, limit=None)).prompts
 
 
 def _reference(recipe: Recipe, run: RunDirectory) -> Reference:
-    """As the newest published weights name it; what a run begins with where nothing is published yet."""
+    """Returns the reference that the newest published weights name, or what the run begins with if none are published
+    yet.
+    """
     reference = recipe.model.reference(recipe.policy_temperature, Version())
     weights = WeightDirectory(run.weights)
     newest = weights.newer_than(None)
@@ -127,7 +131,10 @@ def _alone(path: Path, run: RunDirectory) -> Iterator[None]:
 
 
 def prepare(path: Path, name: str, overrides: list[str], recipe: Recipe) -> RunDirectory:
-    """A run that has not begun and can take trajectories in; `tba train` begins it. Raises `UserError` as `create`."""
+    """Make a run that has not begun and can import trajectories; `tba train` begins it.
+
+    Raises `UserError` as `create`.
+    """
     run = RunDirectory.create(path, name, overrides, recipe)
     write_json(path / "recipe.json", {**run.facts, PREPARED: True})
     return run
@@ -139,7 +146,7 @@ def is_prepared(path: Path) -> bool:
 
 
 def take_over(path: Path, recipe: Recipe) -> None:
-    """Make way for a run at `path` that begins with what was imported there.
+    """Make room for a run at `path` that begins with what was imported there.
 
     Raises `UserError` when the imports were tokenised or scored by another model, task or policy temperature.
     """

@@ -1,7 +1,8 @@
-"""The `inline` runtime: one process takes turns. Deterministic; the synchronous baseline; the debugger.
+"""The `inline` runtime: searcher and trainer take turns in one process. It is deterministic, the synchronous baseline,
+and the place to debug.
 
-Each turn: a searcher's rounds, then up to k optimizer steps; a step that replay will not give a batch for (warm-up,
-paced) brings another round. With k = 1, m = 1 and rounds of a batch this is plain on-policy training.
+Each turn: a searcher's rounds, then up to k optimizer steps; a step for which replay has no batch (warm-up, paced)
+brings another round. With k = 1, m = 1 and rounds of a batch this is plain on-policy training.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Inline:
     exit_code: int = 0  # 128 and the signal that ended it before its last step
 
     def go(self) -> dict[str, object]:
-        """Runs to the end; the faults it survived. Ctrl-C ends it between two tokens or steps, with a checkpoint."""
+        """Run to the end; returns the faults that it survived. Ctrl-C ends it between two tokens or steps, with a
+        checkpoint.
+        """
         torch.set_num_threads(self.recipe.run.threads)
         clock = self.run.clock()
         with log_to(self.run.path, "inline"), stop_requests() as stop, ExitStack() as ends:
@@ -49,7 +52,7 @@ class Inline:
                 elapsed=lambda: clock() - search.clock.seconds().get("eval", 0.0),
             )
             ends.callback(train.close)
-            train.beside = search
+            train.turn_taker = search
             _restore(search, train)
             self._turns(search, train, stop)
             train.finish()
@@ -74,8 +77,8 @@ class Inline:
 
 
 def _restore(search: SearcherLoop, train: TrainerLoop) -> None:
-    """The searcher goes on with the same draws as the checkpoint's, where it has put nothing since: else it would draw
-    a second time what is there already.
+    """Continue the searcher with the checkpoint's random draws, unless it has put something since: else it would draw a
+    second time what is there already.
     """
     state = train.resumed
     if state and state["searcher"] is not None and train.journal.totals().rows == state["journal"]["rows"]:
@@ -83,12 +86,12 @@ def _restore(search: SearcherLoop, train: TrainerLoop) -> None:
 
 
 def _round(search: SearcherLoop, train: TrainerLoop) -> None:
-    """A searcher's round, on the trainer's clock counted as idle: it is what async saves."""
+    """Make a searcher's round; the trainer's clock counts it as idle: it is what async saves."""
     with train.clock.state("idle"), search.clock.state("busy"):
         search.searcher.round()
 
 
 def _evaluate(search: SearcherLoop, train: TrainerLoop) -> None:
-    """What the newest weights ask for, if anything; nobody trains meanwhile."""
+    """Evaluate what the newest weights request, if anything; nobody trains meanwhile."""
     with train.clock.state("eval"):
         search.evaluate()

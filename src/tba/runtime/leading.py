@@ -1,7 +1,7 @@
-"""The trainer's policy and optimizer, in one process or over ranks; and the life of every rank but the first.
+"""The trainer's policy and optimizer, in one process or over ranks; and the whole life of every rank but the first.
 
-Invariant: all ranks begin from the same weights: what rank 0 trains from, a checkpoint or the recipe's model, it tells
-the others first. A rank other than 0 waits for nothing but what rank 0 says, and ends with it.
+Invariant: all ranks begin from the same weights: rank 0 first tells the others what it trains from, a checkpoint or the
+recipe's model. A rank other than 0 waits for nothing but the commands of rank 0, and ends with it.
 """
 
 from __future__ import annotations
@@ -29,26 +29,27 @@ if TYPE_CHECKING:
     from tba.runtime.run_dir import RunDirectory
 
 _BEGINNING = 1 << 24  # bytes of a file that its fingerprint reads
-STORE = "TBA_RANKS"  # names the file over which the ranks of this machine find each other
+STORE = "TBA_RANKS"  # names the file through which the ranks of this machine find each other
 
 
 def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ranks | None:
-    """This process's place among the trainer's ranks; None where the trainer is one plain process.
+    """Returns this process's place among the trainer's ranks; None where the trainer is one plain process.
 
-    Without a `meeting` they find each other over the file that the environment names.
+    Without a `meeting` they find each other through the file that the environment names.
     """
     settings = recipe.trainer
     if not settings.sharded:
         return None
     device = recipe.model.trainer_device
     meeting = meeting or Meeting(_store_here(settings.ranks))
-    deadline = recipe.run.journal_deadline  # a rank that hangs is silent, as is rank 0 then: it is killed before
-    patience = recipe.run.idle_deadline + recipe.run.silence_deadline  # rank 0 says nothing while it waits for a batch
+    # a rank that hangs is silent, and so is rank 0 then: it is killed before this ends
+    deadline = recipe.run.journal_deadline
+    patience = recipe.run.idle_deadline + recipe.run.silence_deadline  # rank 0 sends nothing while it waits for a batch
     return Ranks(rank, settings.ranks, meeting, device, deadline, patience)
 
 
 def _store_here(ranks: int) -> Any:
-    # exported by builds of torch that have `distributed` only
+    # exported only by builds of torch that have `distributed`
     if ranks == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if STORE not in os.environ:
@@ -57,9 +58,9 @@ def _store_here(ranks: int) -> Any:
 
 
 def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tuple[Policy, Optimizer]:
-    """What is trained and what trains it: of this process, or of all ranks, which this one leads.
+    """Returns the policy and its optimizer: those of this process, or of all ranks, which this one leads.
 
-    `recipe` with its model prepared; `saved` is the checkpoint that it goes on from.
+    `recipe` has its model prepared; `saved` is the checkpoint to resume from.
     """
     if ranks is None:
         policy = recipe.model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
@@ -76,7 +77,7 @@ def follow(
     meeting: Meeting | None = None,
     fetched: Callable[[Path], AbstractContextManager[Path]] = nullcontext,
 ) -> None:
-    """The whole life of a rank other than 0. `fetched`: where a checkpoint of rank 0's machine can be read here.
+    """Run the whole life of a rank other than 0. `fetched`: where a checkpoint of rank 0's machine can be read here.
 
     Raises `UserError` where the recipe's model is not rank 0's.
     """
@@ -104,7 +105,9 @@ def follow(
 
 
 def _fingerprint(recipe: Recipe) -> str:
-    """Of the files of a prepared model, by their names, sizes and beginnings; of one that is no folder, its name."""
+    """Returns a digest of the files of a prepared model, from their names, sizes and beginnings; of a model that is no
+    folder, its name.
+    """
     path = Path(getattr(recipe.model, "path", ""))
     if not path.is_dir():
         return str(path)
@@ -116,7 +119,7 @@ def _fingerprint(recipe: Recipe) -> str:
 
 
 def _sharded(recipe: Recipe, ranks: Ranks, saved: Path | None) -> SavedPolicy:
-    """`recipe` with its model prepared."""
+    """Returns the policy over all ranks; `recipe` has its model prepared."""
     sharding = ranks.sharding(recipe.trainer.dtype)
     policy = recipe.model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved, sharding)
-    return cast(SavedPolicy, policy)  # as every policy that can be sharded
+    return cast(SavedPolicy, policy)  # every policy that can be sharded is one

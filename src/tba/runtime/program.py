@@ -1,4 +1,4 @@
-"""Which version of this program a run is made by: all who work on it at one time are of the same.
+"""Which version of this program a run is made with: all processes that work on it at one time must have the same.
 
 Invariant: two processes have the same version exactly if every source file of the package is the same, byte for byte.
 """
@@ -20,7 +20,7 @@ _UNKNOWN = "an earlier version, which does not say which"
 
 @cache
 def version() -> str:
-    """The release, and a digest of the source files as they were when this process first asked."""
+    """Returns the release, and a digest of the source files as they were when this process first asked."""
     digest = hashlib.blake2b(digest_size=6)
     for path in sorted(_PACKAGE.rglob("*.py")):
         source = path.read_bytes()
@@ -33,14 +33,14 @@ def version() -> str:
 
 
 def version_of(facts: Mapping[str, Any]) -> str:
-    """That of a run's present incarnation, as its recipe.json says."""
+    """Returns the version of a run's present incarnation, as its recipe.json says."""
     incarnations = facts.get("incarnations")
     last = incarnations[-1] if isinstance(incarnations, list) and incarnations else None
     return str(last.get("program", _UNKNOWN)) if isinstance(last, dict) else _UNKNOWN
 
 
 def refuse_others(facts: Mapping[str, Any], who: str, its: str | None = None) -> None:
-    """Raises `UserError` unless `who`, of version `its` (None: this process's), is of the same as the run."""
+    """Raises `UserError` unless `who`, of version `its` (None: this process's), has the same version as the run."""
     its = version() if its is None else its
     if its != version_of(facts):
         raise UserError(

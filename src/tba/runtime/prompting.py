@@ -14,13 +14,14 @@ from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.types import Prompt, Split
 
-LEASE_SECONDS = 1800.0  # a prompt not answered by then is handed out again: longer than a round of long answers takes
+# a prompt not answered by then is handed out again; this is longer than a round of long answers takes
+LEASE_SECONDS = 1800.0
 
 log = logging.getLogger("tba.searcher")
 
 
 def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
-    """The prompts of a split, as the recipe's settings encode them."""
+    """Returns the prompts of a split, as the recipe's settings encode them."""
     problems = recipe.task.problems(split)
     limit = recipe.prompts.limit if split == "train" else recipe.evaluation.problems or None
     settings = recipe.prompts if split == "train" else replace(recipe.prompts, limit=None)
@@ -34,7 +35,10 @@ def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Promp
 
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:
-    """The prompts in the order that the recipe wants. Raises `UserError` when there are too few to choose from."""
+    """Returns the prompts in the order that the recipe wants.
+
+    Raises `UserError` when there are too few to choose from.
+    """
     seconds, selection = LEASE_SECONDS, recipe.prompts.selection
     if selection == "epochs":
         return PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, seconds))

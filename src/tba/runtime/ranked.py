@@ -1,8 +1,8 @@
-"""A trainer of several ranks, seen from the driver: parts that live and end together.
+"""A trainer of several ranks, seen from the driver: processes that live and end together, as one part.
 
-Invariant: it is one part. Once any rank has ended other than well the others are ended too, and what the first of them
-to fail says is the part's failure (the others fail because it is gone). It runs until all ranks have ended. In each of
-its lives the ranks are made anew, and what they meet by with them.
+Invariant: once any rank has failed the others are ended too, and the error of the first one to fail is the part's (the
+others fail because it is gone). The part runs until all ranks have ended. For each of its lives the ranks, and the
+means by which they find each other, are made anew.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from typing import Generic, TypeVar
 from tba.runtime.supervisor import Part
 
 P = TypeVar("P", bound=Part)
-SETTLE = 5.0  # seconds after the first failure in which the others may still tell what came first
+SETTLE = 5.0  # seconds after the first failure in which other ranks may still report an earlier one
 
 
 @dataclass
 class RankedPart(Generic[P]):
-    """Rank 0 speaks for all: the others have no sign of life but its."""
+    """All ranks as one part. Only rank 0 gives a heartbeat, for all of them."""
 
-    begin: Callable[[int, ExitStack], Sequence[P]]  # all ranks of its n-th life, 0 the first; undone when that ends
-    culprit: Callable[[Sequence[P], bool], P | None]  # of those that failed (and whether more may be learnt), the one
-    # that did so by itself; None while that cannot be told
+    # starts all ranks of its n-th life, 0 the first; the stack is unwound when that life ends
+    begin: Callable[[int, ExitStack], Sequence[P]]
+    culprit: Callable[[Sequence[P], bool], P | None]  # (failed ranks, whether more may be learnt) -> the rank
+    # that failed by itself; None while that cannot be decided
     attempt: int = 0
     ranks: Sequence[P] = field(init=False)
     _failed: P | None = None
-    _first: float | None = None  # when one had failed
+    _first: float | None = None  # when the first one had failed
     _ends: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
@@ -44,7 +45,7 @@ class RankedPart(Generic[P]):
 
     @property
     def code(self) -> int | None:
-        """That of the rank that failed; None while any goes on; 0 once all have ended well."""
+        """The exit code of the rank that failed; None while any goes on; 0 once all have ended well."""
         if self._failed is None and (failed := [rank for rank in self.ranks if rank.code]):
             now = time.monotonic()
             self._first = now if self._first is None else self._first
@@ -78,7 +79,7 @@ class RankedPart(Generic[P]):
         return self.ranks[0].heard
 
     def silence(self) -> float:
-        """Seconds since rank 0's last sign of life."""
+        """Returns the seconds since rank 0's last heartbeat."""
         return self.ranks[0].silence()
 
     def ask_to_stop(self) -> None:
@@ -90,7 +91,7 @@ class RankedPart(Generic[P]):
         self._ends.close()
 
     def end(self) -> None:
-        """As something that hangs: those that have not ended. One that had failed before is why."""
+        """End the ranks that have not ended, as a part that hangs. If one had failed before, that stays the reason."""
         failed = [rank for rank in self.ranks if rank.code]
         if self._failed is None and failed:
             self._failed = self.culprit(failed, False)

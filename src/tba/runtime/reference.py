@@ -1,8 +1,8 @@
-"""The reference policy over a run: which version it is, when it is reset, and what is kept for it.
+"""The reference policy during a run: which version it is, when it is reset, and which versions are pinned for it.
 
-Invariant: a reference is a published version that is pinned: while it is the newest or the one before (a searcher may
-be on its way to it), while a trajectory in memory has its log-probabilities, and while a checkpoint that is kept was
-made under it. Every published manifest names the reference of now; the first is what the run begins with, which needs
+Invariant: a reference is a published version that is pinned while it is the newest or the one before (a searcher may be
+loading it), while a trajectory in memory has its log-probabilities, and while a checkpoint that is kept was made under
+it. Every published manifest names the current reference; the first is the model that the run begins with, which needs
 no version of its own.
 """
 
@@ -48,7 +48,7 @@ class References:
         return self.replay.reference
 
     def reset(self, version: Version, wall_seconds: float) -> None:
-        """`version`, which is published, is the reference from here on."""
+        """Make `version`, which is published, the reference from here on."""
         self.weights.pin(version, WHY)
         kept = {version, self.now, *self.replay.references, *self._of_checkpoints}
         for old in [v for v in self._pinned if v not in kept]:
@@ -60,19 +60,19 @@ class References:
         log.info("the reference is version %s of the policy from here on", version)
 
     def checkpointed(self) -> None:
-        """A checkpoint has been made under the reference of now."""
+        """Note that a checkpoint has been made under the current reference."""
         self._of_checkpoints.append(self.now)
 
     def state(self) -> Json:
-        """What `restore` takes: the resets there were, and under what the checkpoints that are kept were made."""
+        """Returns what `restore` takes: the resets so far, and the references of the checkpoints that are kept."""
         return {"resets": list(self.resets), "of_checkpoints": [str(version) for version in self._of_checkpoints]}
 
     def restore(self, state: Json) -> None:
-        """Go on where `state` was taken. What is pinned stays so until the next reset."""
+        """Continue from `state`. What is pinned stays so until the next reset."""
         self.resets[:] = state["resets"]
         self._of_checkpoints.extend(Version.parse(version) for version in state["of_checkpoints"])
         self._pinned[:] = [version for version in self.weights.versions() if WHY in self.weights.pins(version)]
 
     def metrics(self) -> dict[str, float]:
-        """For the step's line, where there are resets."""
+        """Returns the metrics of the step, where there are resets."""
         return {"reference_step": float(self.now.step)} if self.every else {}

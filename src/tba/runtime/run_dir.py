@@ -1,17 +1,18 @@
-"""The run directory: where the halves meet, and what a run leaves behind.
+"""The run directory: how searchers and trainer are connected, and what a run leaves behind.
 
     runs/NAME/  recipe.json  journal.sqlite  weights/  checkpoints/  logs/  metrics.jsonl  samples.jsonl
                 faults.jsonl  summary.json  curves.png  tensorboard/
 
 Invariant: `recipe.json` alone (a name or path, the overrides, the run's own facts) rebuilds the recipe in any process,
-and says which incarnation this is: begun, resumed, or its trainer started again, each time under another number.
+and says which incarnation this is: each time the run is begun or resumed, or its trainer restarted, it gets another
+number.
 
-Who drives a run: its lock, held by the driver and by every part that it started, until the last of them ends.
+The run's lock is held by the driver and by every part that it started, until the last of them ends:
 
     lock          the driver's, which child processes inherit
-    lock-parts    of parts that cannot inherit it, for they are no children
+    lock-parts    of parts that cannot inherit it, because they are not its children
 
-Invariant: nobody can hold a run while a driver or a part of it lives.
+Invariant: nobody else can hold a run while its driver or a part of it lives.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ _FACTS: dict[str, Any] = {  # that every recipe.json has
     "incarnations": list[dict[str, Any]],
     "resolved": dict[str, Any],
 }
-IMPORTS = "import"  # whose rows the journal may have before a run begins
+IMPORTS = "import"  # the owner whose rows the journal may have before a run begins
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run. Made by `create`, reopened by `open`."""
+    """The paths of one run. Made by `create`, reopened by `open`."""
 
     path: Path
-    lock: int | None = field(default=None, compare=False)  # descriptor, while it is held
+    lock: int | None = field(default=None, compare=False)  # its descriptor, while it is held
 
     @classmethod
     def create(
@@ -65,7 +66,7 @@ class RunDirectory:
         began: float | None = None,
         sft_seconds: float = 0.0,
     ) -> RunDirectory:
-        """Makes the directory and writes recipe.json; `began` is when (by `time.monotonic`), None: now.
+        """Make the directory and write recipe.json; `began` is when (by `time.monotonic`), None: now.
 
         `sft_seconds` were spent on a warm start since. Raises `UserError` when a run is there already.
         """
@@ -89,7 +90,8 @@ class RunDirectory:
             "incarnations": [{"why": "begun", "program": version()}],
             "resolved": resolved(recipe),
         }
-        with JournalFollower(run.journal(recipe)) as journal:  # no part makes it: one that finds none says so
+        # no part creates it: one that finds no journal reports that
+        with JournalFollower(run.journal(recipe)) as journal:
             if journal.counters().keys() - {IMPORTS}:
                 raise UserError(
                     f"{run.journal(recipe)} is of another run ({journal.totals().rows:,} trajectories): choose another "
@@ -100,24 +102,24 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> RunDirectory:
-        """Raises `UserError` when there is no run."""
+        """Open the run at `path`. Raises `UserError` when there is none."""
         if not (path / "recipe.json").is_file():
             raise UserError(f"there is no run at {path} (no recipe.json): give the directory of a run")
         return cls(path)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What recipe.json says. Raises `UserError` when that is not what a run writes."""
+        """Returns the content of recipe.json. Raises `UserError` when that is not what a run writes."""
         mend = "put it back as it was, or start a new run"
         facts: dict[str, Any] = {"digest": None, **read_json(self.path / "recipe.json", mend, **_FACTS)}
-        if {"--help", "-h"} & set(facts["overrides"]):  # which would be answered, and end the program
+        if {"--help", "-h"} & set(facts["overrides"]):  # the option would be obeyed, and end the program
             raise UserError(f"{self.path / 'recipe.json'} has an override that no run has (--help): {mend}")
         return facts
 
     def recipe(self) -> Recipe:
-        """The recipe, rebuilt from its name or path and the overrides; never from a pickle.
+        """Returns the recipe, rebuilt from its name or path and the overrides; never from a pickle.
 
-        Where it is of a file, that is executed: whoever only reads a run asks `recipe_to_read` for it.
+        A recipe that is a file is executed: commands that only read a run use `recipe_to_read`.
         """
         facts = self.facts
         source = facts["recipe"]
@@ -128,7 +130,7 @@ class RunDirectory:
         return tba.settings.override(begun, facts["overrides"], f"tba train {source}", recorded=True)
 
     def recipe_to_read(self, trusted: bool) -> Recipe:
-        """The same for what does not go on with the run, which may be somebody else's.
+        """Returns the recipe for a command that does not continue the run, which may be somebody else's.
 
         Raises `UserError` where a file would be executed, unless it is `trusted`.
         """
@@ -142,11 +144,11 @@ class RunDirectory:
 
     @property
     def incarnation(self) -> int:
-        """Of the weights that are trained now; 0 is the first."""
+        """The incarnation of the weights that are trained now; 0 is the first."""
         return len(self.facts.get("incarnations", ["begun"])) - 1
 
     def begin_again(self, why: str, overrides: Sequence[str] = (), before: float | None = None) -> None:
-        """Another incarnation, with further overrides; whoever starts from here on belongs to it.
+        """Begin another incarnation, with further overrides; every part started from here on belongs to it.
 
         before: seconds that the run had been going when it was left (None: it has never been left).
         """
@@ -161,21 +163,24 @@ class RunDirectory:
         write_json(self.path / "recipe.json", facts)
 
     def clock(self) -> Callable[[], float]:
-        """Gives the seconds that the run has been going, in every process of this machine, whoever sets its clock."""
+        """Returns a function that gives the seconds that the run has been going, in every process of this machine, even
+        if the machine's clock is set.
+        """
         clock: Mapping[str, float] = self.facts["clock"]
         return lambda: clock["before"] + time.monotonic() - clock["began"]
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[RunDirectory]:
-        """The run with its lock, which the parts that are started from it inherit and hold for as long as they live.
+        """Yields the run with its lock, which the parts that are started from it inherit and hold for as long as they
+        live.
 
-        Raises `UserError` when it is held by others for `seconds` more.
+        Raises `UserError` when others hold it for `seconds` more.
         """
         with hold(self.path, seconds) as lock:
             yield replace(self, lock=lock)
 
     def journal(self, recipe: Recipe) -> Path:
-        """The journal's file: here, or in `run.journal_dir` under this run's name."""
+        """Returns the journal's file: in this directory, or in `run.journal_dir` under this run's name."""
         folder = recipe.run.journal_dir
         if folder is not None:
             _make(folder)
@@ -188,10 +193,12 @@ class RunDirectory:
         return folder / f"{self.path.name}-{key}.sqlite"
 
     def journal_there(self) -> Path:
-        """The same by recipe.json alone, for who reads a run: nothing is executed or made."""
-        beside = self.path / "journal.sqlite"
-        if beside.exists():
-            return beside
+        """Returns the journal's file from recipe.json alone, for commands that read a run: nothing is executed or
+        made.
+        """
+        own = self.path / "journal.sqlite"
+        if own.exists():
+            return own
         settings = self.facts["resolved"].get("run")
         folder = settings.get("journal_dir") if isinstance(settings, dict) else None
         return self._journal_in(Path(folder) if isinstance(folder, str) else None)
@@ -216,16 +223,16 @@ class RunDirectory:
         return self.path / "logs" / f"{part}.log"
 
     def error(self, part: str) -> Path:
-        """Where a part that ends with an error of its own leaves it."""
+        """Returns the file in which a part that ends with an error of its own leaves it."""
         return self.path / "logs" / f"{part}.error.json"
 
     def result(self, part: str) -> Path:
-        """Where a part leaves what the summary needs of it."""
+        """Returns the file in which a part leaves what the summary needs of it."""
         return self.path / "logs" / f"{part}.result.json"
 
 
 def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
-    """runs/NAME: the given name, or the recipe's with the time."""
+    """Returns runs/NAME: the given name, or the recipe's with the time."""
     if run_name is not None and not is_name(run_name):
         raise UserError(
             f"--run-name is {run_name!r}: use letters, digits, '.', '_' and '-' only, a letter, digit or '_' first"
@@ -256,13 +263,15 @@ def _digest(path: Path) -> str:
 
 
 _LOCK, _PARTS = "lock", "lock-parts"
-_POLL = 0.05  # seconds between two looks at the lock
-_PROBE = 0.5  # seconds within which somebody who only looks whether a run is held has looked
+_POLL = 0.05  # seconds between two attempts at the lock
+_PROBE = 0.5  # seconds to wait for a process that only probes whether a run is held
 
 
 @contextmanager
 def hold(run: Path, seconds: float) -> Iterator[int]:
-    """Inside, nobody else holds the run; the lock's descriptor. Raises `UserError` when others do for so long."""
+    """Inside, nobody else holds the run; yields the lock's descriptor. Raises `UserError` when others hold it for so
+    long.
+    """
     with (run / _LOCK).open("a+") as file:
         deadline = time.monotonic() + max(seconds, _PROBE)
         while not (_locked(file.fileno()) and _let_go(run)):
@@ -281,7 +290,9 @@ def hold(run: Path, seconds: float) -> Iterator[int]:
 
 
 def keep(run: Path) -> IO[str]:
-    """For a part that has not inherited the lock: as long as this is open, nobody else can hold the run."""
+    """Keep the run for a part that has not inherited the lock: while the returned file is open, nobody else can hold
+    the run.
+    """
     file = (run / _PARTS).open("a")
     fcntl.flock(file, fcntl.LOCK_SH)
     return file
@@ -308,7 +319,7 @@ def _let_go(run: Path) -> bool:
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether the lock is ours now."""
+    """Whether the lock could be taken."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -1,8 +1,8 @@
-"""The searcher's loop: newest weights -> evaluate what is asked for -> a round of prompts, answers, rewards -> journal.
+"""The searcher's loop: newest weights -> requested evaluations -> a round of prompts, answers, rewards -> journal.
 
-Consumes prompts (leased in the journal) and weights (the newest there are). Waits for nothing: it takes what is there
-and goes on. It eases off only where the recipe bounds how far it may be ahead of the trainer, and then never for ever.
-The same in every runtime, at other `Connections`: to this disk, or to a trainer on another machine.
+It consumes prompts (leased in the journal) and the newest weights. It waits for nothing: it takes what is there and
+goes on. It pauses only where the recipe bounds how far it may be ahead of the trainer, and then never for ever. It is
+the same in every runtime, with other `Connections`: to this disk, or to a trainer on another machine.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ from tba.search.searcher import Searcher
 from tba.types import Json, Prompt, Version
 
 log = logging.getLogger("tba.searcher")
-HAND_DOWN = 0.25  # seconds of a round after which the answers that are there go to the trainer
+HAND_DOWN = 0.25  # seconds of a round after which the answers that are there are sent to the trainer
 RETRIES = 2  # times a reward that failed is asked again: what fails for longer is better mended than waited for
 NICENESS = 5  # how far searchers give way to the trainer where they share cores (nice(1)): docs/scaling.md has its gain
-_LOOK = 0.1  # seconds between two looks for weights to evaluate, where that is all there is to do
-_PAUSE = 0.05  # seconds between two looks at whether more is wanted
-EASED_OFF = 60.0  # seconds after which a searcher that eases off makes a round all the same: it never waits for ever
+_LOOK = 0.1  # seconds between two polls for weights to evaluate, where that is all there is to do
+_PAUSE = 0.05  # seconds between two checks whether more is wanted
+EASED_OFF = 60.0  # seconds after which a searcher that is held back makes a round all the same: it never waits for ever
 
 
 def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[], bool]) -> None:
-    """A searcher's whole life, in a process or an actor of its own: rounds until told to stop; offline it evaluates."""
+    """Run a searcher's whole life, in a process or an actor of its own: rounds until asked to stop; offline it
+    evaluates only.
+    """
     torch.set_num_threads(recipe.run.threads)
     loop = start()
     if not recipe.offline:
@@ -67,22 +69,24 @@ class SearcherLoop:
     clock: ShareClock
     records: Records
     incarnation: int = 0  # in which it was started
-    eased_since: float | None = None  # by a clock that never goes back; None: it is not easing off
+    eased_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
 
     def evaluate(self) -> bool:
-        """Evaluate what is asked for beside the newest weights; whether the trainer has said stop."""
+        """Run the evaluations that the newest weights' manifest requests; returns whether the trainer has asked to
+        stop.
+        """
         asked = self.told()
         self.examiner.answer(asked)
         return bool(asked.get("stop"))
 
     def told(self) -> Mapping[str, Json]:
-        """What lies beside the newest weights; nothing where a trainer that is gone had sent them."""
+        """Returns the manifest of the newest weights; empty where they were sent by a trainer that is gone."""
         newest = self.weights.newer_than(None)
         return {} if newest is None or newest.version.incarnation < self.incarnation else newest.manifest
 
     def ahead(self) -> bool:
         """Whether there are as many trajectories as the trainer wants by now (`Pacing.wanted`); by default never."""
-        for newest in (False, True):  # a bound only rises: most often the one that is known already is enough
+        for newest in (False, True):  # the bound only rises: most often the one that is known already is enough
             wanted = self.searcher.manifest.get("wanted")
             if wanted is None or self.journal.rows() < wanted:
                 return False
@@ -91,7 +95,10 @@ class SearcherLoop:
         return True
 
     def round(self) -> None:
-        """A round of the searcher. While it is ahead of what is wanted: what is to be scored anew, and a pause."""
+        """Make a round.
+
+        While the searcher is ahead of what is wanted: only rescore what is to be rescored, and pause.
+        """
         eased = 0.0 if self.eased_since is None else time.monotonic() - self.eased_since
         if not self.ahead() or eased > EASED_OFF:
             self.eased_since = None
@@ -105,12 +112,12 @@ class SearcherLoop:
             time.sleep(_PAUSE)
 
     def round_between(self) -> None:
-        """A round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
+        """Make a round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
         if not self.told().get("stop") and not self.ahead():
             self.searcher.round()
 
     def state(self) -> Json:
-        """What `restore` takes: the generators and the count of rounds."""
+        """Returns what `restore` takes: the generators and the count of rounds."""
         prompts = getattr(self.searcher.prompts, "rng", None)
         return {
             "rng": self.searcher.rng.bit_generator.state,
@@ -119,7 +126,7 @@ class SearcherLoop:
         }
 
     def restore(self, state: Json) -> None:
-        """Go on where `state` was taken."""
+        """Continue from `state`."""
         self.searcher.rng.bit_generator.state = state["rng"]
         if state["prompts_rng"] is not None:
             self.searcher.prompts.rng.bit_generator.state = state["prompts_rng"]  # type: ignore[attr-defined]
@@ -144,9 +151,10 @@ def start_searching(
     interrupted: Callable[[], bool] | None = None,
     background: bool = False,
 ) -> SearcherLoop:
-    """Searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two share a seed.
+    """Build the loop of searcher number `index` of the run at `run`; `attempt` counts its restarts, so that no two
+    share a seed.
 
-    background: a round is written down while the next one is made.
+    background: a round is written in the background while the next one is made.
     """
     ends = partial(on_disk, recipe, run, f"searcher-{index}", interrupted)
     return searcher_loop_at(recipe, ends, index, attempt, interrupted, background)
@@ -160,14 +168,14 @@ def searcher_loop_at(
     interrupted: Callable[[], bool] | None,
     background: bool = False,
 ) -> SearcherLoop:
-    """The same at other ends, which are reached once the model and the prompts are there."""
+    """Build the same with other connections, which are opened once the model and the prompts are loaded."""
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     prompts = prompts_of(recipe, tokenizer, "train")
     ends, clock = reach(), ShareClock()
     if background:
-        beside = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
-        ends = replace(ends, journal=cast(Journal, beside))  # which it is by what it hands on
+        in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
+        ends = replace(ends, journal=cast(Journal, in_background))  # which it implements by forwarding
     try:
         return _half_at(ends, clock, recipe, model, prompts, index, attempt, interrupted)
     except BaseException:
@@ -228,7 +236,7 @@ def _half_at(
 
 
 def _patient(recipe: Recipe, records: Records, reward: Reward) -> PatientReward:
-    """A reward of the task, within a deadline and asked again when it fails."""
+    """Returns a reward of the task, with a deadline and retries when it fails."""
     return PatientReward(
         reward,
         recipe.run.reward_deadline,
@@ -238,6 +246,6 @@ def _patient(recipe: Recipe, records: Records, reward: Reward) -> PatientReward:
 
 
 def _examination(recipe: Recipe, records: Records) -> PatientReward | None:
-    """What evaluates, where that is another reward than the one that is trained on."""
+    """Returns the reward that evaluates, where that is another one than is trained on."""
     task = recipe.task
     return _patient(recipe, records, task.examination()) if isinstance(task, Examined) else None

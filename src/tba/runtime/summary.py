@@ -1,7 +1,7 @@
-"""What is told of a run: the summary at its end, the status while it goes.
+"""What is reported about a run: the summary at its end, the status while it goes.
 
-Invariant: every figure of the summary was counted at its own place (searchers and journal: the journal's counters;
-replay and trainer: their result files); nothing here is found by subtraction.
+Invariant: every figure of the summary was counted where it arose (searchers and journal: the journal's counters; replay
+and trainer: their result files); nothing here is found by subtraction.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tba.runtime.elastic import Joined
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch
 
-GO_ON = "go on with the run (tba train --resume)"  # what mends a result that cannot be read
-_HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # that a searcher leaves
+GO_ON = "go on with the run (tba train --resume)"  # the remedy for a result that cannot be read
+_HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # what a searcher leaves
 
 
 @dataclass
 class Progress:
-    """Snapshots of a run from its files, for the live view. What a look reads is what was written since the last."""
+    """Snapshots of a run from its files, for the live view. Each call reads only what was written since the last."""
 
     recipe: Recipe
     run: RunDirectory
@@ -43,7 +43,7 @@ class Progress:
         self.evaluations = RunningEvaluations(self.run.path)
 
     def status(self, phase: str, note: str = "") -> Status:
-        """What the files say now."""
+        """Returns the status according to the files now."""
         self.metrics.look()
         self.evaluations.look()
         row: Mapping[str, Any] = self.metrics.newest
@@ -72,7 +72,7 @@ class Progress:
 def summarise(
     recipe: Recipe, run: RunDirectory, searchers: list[str], faults: Mapping[str, Any], sft_seconds: float
 ) -> Summary:
-    """summary.json of a run whose parts have ended."""
+    """Write summary.json of a run whose parts have ended, and return it."""
     trainer = read_json(run.result("trainer"), GO_ON)
     joined = Joined(run).record()
     names = [*searchers, *(searcher["name"] for searcher in joined)]
@@ -88,7 +88,7 @@ def summarise(
         ledgers[unit] = own + replayed + waiting
     note_unreadable(run.path)
     evaluations = read_evaluations(run.path)
-    Watch(run).look()  # the last ones came after the trainer had ended
+    Watch(run).look()  # the last evaluations came after the trainer had ended
     summary = Summary(
         recipe=recipe.name,
         seed=recipe.seed,

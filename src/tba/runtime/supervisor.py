@@ -1,13 +1,13 @@
-"""The driver of a run in parts: starts them, starts one that dies again, ends them. The same wherever a part runs.
+"""The driver of a run in parts: it starts them, restarts those that die, and ends them, wherever a part runs.
 
-Invariant: its loop consumes how parts end and their signs of life, and waits for nothing else; a part that dies is
-started again a bounded number of times (the trainer goes on from its newest checkpoint, as another incarnation), one
-that raises ends the run; every phase has a deadline that names what it waits for.
+Invariant: its loop consumes how parts end and their heartbeats, and waits for nothing else; a part that dies is
+restarted a bounded number of times (the trainer resumes from its newest checkpoint, as another incarnation), one that
+raises ends the run; every phase has a deadline that names what it waits for.
 
-Ctrl-C as a request: what is under way is brought to an end where it is whole.
+Ctrl-C is a request: what is under way is ended where it is whole.
 
-Invariant: inside `stop_requests` the first Ctrl-C (or SIGTERM) changes nothing but the answer; a second one is a
-KeyboardInterrupt wherever the program is. Which signal it was is known afterwards, for the exit code.
+Invariant: inside `stop_requests` the first Ctrl-C (or SIGTERM) changes only what the function answers; a second one is
+a KeyboardInterrupt wherever the program is. The signal's number is kept for the exit code.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ STOP_DEADLINE = 60.0  # seconds a part has to stop cleanly: a searcher ends its 
 
 
 class Part(Protocol):
-    """A searcher or the trainer, somewhere. It lives as long as it wants to and at most as long as its driver."""
+    """A searcher or the trainer, in whichever process or machine. It lives at most as long as its driver."""
 
-    attempt: int  # how often it has been started again
+    attempt: int  # how often it has been restarted
 
     @property
     def name(self) -> str: ...
 
     @property
     def code(self) -> int | None:
-        """How it ended: None while it goes on, 0 done or asked to stop, above 0 an error of its own, below: it died."""
+        """The exit code: None while it runs, 0 done or asked to stop, above 0 an error of its own, below 0 it died."""
         ...
 
     @property
@@ -54,31 +54,31 @@ class Part(Protocol):
 
     @property
     def log(self) -> str:
-        """Where its log is."""
+        """The path of its log."""
         ...
 
     @property
     def how(self) -> str:
-        """How the part died, in words."""
+        """The reason of its death, in words."""
         ...
 
     @property
     def heard(self) -> bool:
-        """Whether it has given a sign of life since it was started: until then it loads libraries and a model."""
+        """Whether it has given a heartbeat since it was started: until then it loads libraries and a model."""
         ...
 
     def silence(self) -> float:
-        """Seconds since it gave one, or was started."""
+        """Returns the seconds since its last heartbeat, or since it was started."""
         ...
 
     def ask_to_stop(self) -> None: ...
 
     def kill(self) -> None:
-        """End it, unless it has ended, and let go of it."""
+        """End it, unless it has ended, and release what it held."""
         ...
 
     def end(self) -> None:
-        """End it as something that hangs: afterwards it is one that died."""
+        """End it as a part that hangs: afterwards it counts as one that died."""
         ...
 
     def start_again(self) -> None:
@@ -86,12 +86,12 @@ class Part(Protocol):
         ...
 
     def failure(self) -> Exception:
-        """Why it ended, as the driver's own error."""
+        """Returns why it ended, as the driver's own error."""
         ...
 
 
 def failed(who: str, log: str, error: Json) -> Exception:
-    """The driver's error for what a part raised: its `kind`, `message` and `traceback`."""
+    """Returns the driver's error for what a part raised: its `kind`, `message` and `traceback`."""
     if error["kind"] == "UserError":
         return UserError(error["message"])
     if error["kind"] == "DeadlineExceeded":
@@ -105,7 +105,7 @@ class Driver(ABC):
 
     recipe: Recipe
     run: RunDirectory
-    tell: Callable[[str, str], None]  # (phase, note), a few times a second
+    tell: Callable[[str, str], None]  # (phase, note), called a few times a second
     stopped: bool = False  # before its last step, or in its last evaluation
     exit_code: int = 0  # 128 and the signal that ended it before its last step
     joined: Joined = field(init=False)
@@ -119,11 +119,11 @@ class Driver(ABC):
         """Start a part of the run."""
 
     def pause(self) -> None:
-        """Between two looks at the parts."""
+        """Wait between two looks at the parts."""
         time.sleep(POLL)
 
     def go(self) -> dict[str, object]:
-        """Runs to the end; the faults it survived. Raises what a part ended with."""
+        """Run to the end; returns the faults that it survived. Raises the error that a part ended with."""
         self.joined.open()
         with stop_requests() as stop, ExitStack() as ends:
             ends.callback(self.joined.dismiss, 0.0, lambda: None)
@@ -132,7 +132,7 @@ class Driver(ABC):
                 self._train(trainer, searchers, stop)
             except TbaError:
                 with suppress(DeadlineExceeded):
-                    self._stop([trainer], "a checkpoint")  # what ends the run need not cost what was learnt
+                    self._stop([trainer], "a checkpoint")  # an error that ends the run need not cost what was learnt
                 raise
             self._stop([trainer], "a checkpoint")
             if trainer.code != 0:
@@ -156,7 +156,7 @@ class Driver(ABC):
         return [f"searcher-{i}" for i in range(1 if self.recipe.offline else self.recipe.searchers)]
 
     def _see_off(self) -> None:
-        """Those who joined, with their last round; one that does not leave is left behind."""
+        """Let those who joined leave after their last round; one that does not is left behind."""
         waiting = "waiting for those who joined"
         late = self.joined.dismiss(STOP_DEADLINE, lambda: self.tell("stopping", waiting))
         self.joined.look(self.run.journal(self.recipe))
@@ -169,7 +169,7 @@ class Driver(ABC):
         return part
 
     def _train(self, trainer: Part, searchers: Sequence[Part], stop: Callable[[], bool]) -> None:
-        """Until the trainer has ended, or we are to stop. It has its own deadline for a batch."""
+        """Watch until the trainer has ended, or a stop was requested. It has its own deadline for a batch."""
         while (trainer.code is None or self._goes_on(trainer, searchers)) and not stop():
             self._end_silent([trainer, *searchers])
             self._watch(searchers)
@@ -177,7 +177,7 @@ class Driver(ABC):
             self.pause()
 
     def _evaluate(self, searchers: Sequence[Part], stop: Callable[[], bool]) -> None:
-        """Until the searchers have seen that the trainer is done, and evaluated its last version."""
+        """Watch until the searchers have seen that the trainer is done, and evaluated its last version."""
         deadline = time.monotonic() + EVALUATION_DEADLINE
         while any(part.code is None for part in searchers) and not stop():
             self._end_silent(searchers)
@@ -192,13 +192,13 @@ class Driver(ABC):
             self.pause()
 
     def _note_missing_evaluation(self) -> None:
-        """The last one can be missing where a searcher had begun it and was given up."""
+        """Record that the last evaluation is missing, where a searcher had begun it and was given up."""
         if count_faults(self.run.path)["searchers_given_up"]:
             what = f"the last version was not evaluated: tba eval {self.recipe.name} --checkpoint {self.run.path}"
             record_fault(self.run.path, "evaluations_missing", what)
 
     def _watch(self, searchers: Sequence[Part]) -> None:
-        """A searcher that raises ends the run; one that dies is started again, a bounded number of times."""
+        """Check the searchers: one that raises ends the run; one that dies is restarted, a bounded number of times."""
         self.joined.look(self.run.journal(self.recipe))
         for part in searchers:
             code = part.code
@@ -208,7 +208,7 @@ class Driver(ABC):
                 raise part.failure()
 
     def _goes_on(self, trainer: Part, searchers: Sequence[Part]) -> bool:
-        """Start a trainer that was killed again, and searchers that had ended because it seemed to be done."""
+        """Restart a trainer that was killed, and searchers that had ended because it seemed to be done."""
         if not self._revived(trainer, "trainer_restarts"):
             return False
         for part in searchers:
@@ -217,7 +217,7 @@ class Driver(ABC):
         return True
 
     def _revived(self, part: Part, kind: str) -> bool:
-        """Start a part that was killed again, unless that has been done as often as it may."""
+        """Restart a part that was killed, unless that has been done as often as allowed."""
         code = part.code
         if code is None or code >= 0 or part.attempt >= self.recipe.run.restarts:
             return False
@@ -230,7 +230,7 @@ class Driver(ABC):
         return True
 
     def _end_silent(self, parts: Sequence[Part]) -> None:
-        """A part that hangs is killed: as one that dies, it is started again, a bounded number of times."""
+        """Kill a part that hangs: like one that dies, it is restarted, a bounded number of times."""
         settings = self.recipe.run
         for part in parts:
             limit = settings.silence_deadline if part.heard else settings.first_sign_deadline
@@ -240,7 +240,7 @@ class Driver(ABC):
                 part.end()
 
     def _stop(self, parts: Sequence[Part], what: str) -> None:
-        """Ask, wait, and at the deadline kill."""
+        """Ask parts to stop, wait, and kill them at the deadline."""
         deadline = time.monotonic() + STOP_DEADLINE
         for part in parts:
             part.ask_to_stop()
@@ -260,10 +260,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Called, it tells whether a stop was asked for."""
+    """Calling it says whether a stop was requested."""
 
     def __init__(self) -> None:
-        self.number = 0  # of the signal that asked for it
+        self.number = 0  # of the signal that requested it
         self._asked = threading.Event()
 
     def __call__(self) -> bool:
@@ -275,13 +275,13 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """Of what this signal ended: 130 for Ctrl-C, 143 for SIGTERM, as shells have it."""
+        """The exit code of what this signal ended: 130 for Ctrl-C, 143 for SIGTERM, like in shells."""
         return 128 + (self.number or signal.SIGINT)
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Gives a function that tells whether a stop was asked for. Outside the main thread no signal is listened to."""
+    """Yields a function that says whether a stop was requested. Outside the main thread no signal is handled."""
     asked = StopRequest()
 
     def ask(number: int, frame: object) -> None:

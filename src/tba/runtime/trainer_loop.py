@@ -1,8 +1,8 @@
 """The trainer's loop: batch -> update -> weights out -> reference reset -> record -> checkpoint, until the last step.
 
-Consumes batches of trajectories (`batch_queue`), which come up through the journal. Waits for its next batch only;
-that is unblocked by a searcher's round. Sends weights out every k steps, to a folder that searchers look into, and
-waits for nobody to take them. The same in every runtime: `inline` calls `step` in turns with a searcher's round.
+It consumes batches of trajectories (`batch_queue`), which come through the journal. It waits for its next batch only; a
+searcher's round unblocks that. It publishes the weights every k steps, in a folder that searchers poll, and waits for
+nobody to load them. It is the same in every runtime: `inline` alternates `step` with a searcher's round.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.trainer")
-_COUNTERS = 1.0  # seconds between two looks at the searchers' counts
+_COUNTERS = 1.0  # seconds between two reads of the searchers' counts
 
 
 def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
-    """A trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
+    """Run a trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
     torch.set_num_threads(recipe.run.threads)
     loop = start_training(
         recipe,
@@ -71,7 +71,7 @@ def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: 
 
 @dataclass
 class TrainerLoop:
-    """A trainer with what it consumes, what it sends out and what is recorded of it."""
+    """A trainer with what it consumes, what it publishes and what is recorded of it."""
 
     recipe: Recipe
     run: RunDirectory
@@ -86,12 +86,12 @@ class TrainerLoop:
     recorder: Recorder
     watch: Watch
     clock: ShareClock
-    elapsed: Callable[[], float]  # seconds since the run began, evaluation apart
-    resumed: Mapping[str, Json] | None = None  # the state of the checkpoint that it goes on from
-    beside: Stateful | None = None  # the searcher that takes turns with it, to be saved at the same step
+    elapsed: Callable[[], float]  # seconds since the run began, without evaluation
+    resumed: Mapping[str, Json] | None = None  # the state of the checkpoint that it resumes from
+    turn_taker: Stateful | None = None  # the searcher that takes turns with it, saved at the same step
     ranks: Ranks | None = None  # where its policy is spread over several
     trained: int = 0  # batches, by this process
-    checkpointed: Version | None = None  # the newest
+    checkpointed: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
     began_training: float | None = None
     ended_training: float = 0.0
@@ -103,7 +103,7 @@ class TrainerLoop:
         return self.trainer.version.step >= self.recipe.steps
 
     def step(self) -> None:
-        """One optimizer step: a batch in, an update, weights out if they are due, and what is recorded of it."""
+        """Make one optimizer step: take a batch, update, publish the weights if they are due, and record it."""
         trainer, began = self.trainer, time.perf_counter()
         try:
             fetched = self.batches.next(trainer.version, trainer.published)
@@ -124,23 +124,23 @@ class TrainerLoop:
             self.checkpoint()
 
     def publish(self, reset: bool = False) -> None:
-        """Send the weights out as they are; with `reset` they are the reference from here on."""
+        """Publish the weights as they are; with `reset` they are the reference from here on."""
         version = self.trainer.version
         notes: dict[str, Json] = {
-            "evaluate": self.requests.beside(version, self.elapsed()),
+            "evaluate": self.requests.manifest_entries(version, self.elapsed()),
             "stop": self.finished,
             "reference": str(version if reset else self.references.now),
             "journal": Held.of(self.journal).state(),
         }
         batch = self.recipe.groups_per_step * self.recipe.group_size
         if (wanted := self.replay.wanted(batch, self.trainer.sync_every)) is not None:
-            notes["wanted"] = wanted  # trajectories in all, before searchers ease off
+            notes["wanted"] = wanted  # trajectories in all, before searchers are held back
         self.trainer.publish(notes)
         self.requests.pin()
 
     def checkpoint(self) -> None:
-        """Model and optimizer in the Hugging Face layout, and all else at this step (`checkpointing`)."""
-        self.weights.settle()  # what it was made under is there
+        """Write model and optimizer in the Hugging Face layout, and all other state at this step (`checkpointing`)."""
+        self.weights.settle()  # the reference that it was made under is on disk
         self.references.checkpointed()
         at, keep, state = self.trainer, self.recipe.run.checkpoints, self.state()
         save, kept = partial(self.recipe.model.save, at.policy), self.watch.worth_keeping(self.requests.pending)
@@ -148,7 +148,7 @@ class TrainerLoop:
         self.checkpointed = self.trainer.version
 
     def finish(self) -> None:
-        """The last version out, and a checkpoint of it."""
+        """Publish the last version, and write a checkpoint of it."""
         if self.trainer.published != self.trainer.version:
             self.publish()
         if self.checkpointed != self.trainer.version:
@@ -157,7 +157,10 @@ class TrainerLoop:
             self.ranks.say("end")
 
     def close(self) -> None:
-        """Leave what the summary needs; end the threads. All is closed, whatever fails on the way."""
+        """Leave what the summary needs, and end the threads.
+
+        Everything is closed, even if something fails on the way.
+        """
         with ExitStack() as ends:
             ranks = [] if self.ranks is None else [self.ranks]
             for part in (*ranks, self.weights, self.journal, self.recorder):
@@ -168,7 +171,7 @@ class TrainerLoop:
             write_json(self.run.result("trainer"), self.result())
 
     def state(self) -> dict[str, Json]:
-        """Everything but the weights and the optimizer's moments, as JSON: what `restore` takes."""
+        """Returns everything but the weights and the optimizer's moments, as JSON: what `restore` takes."""
         return {
             "replay": self.replay.state(self.trained),
             "reference": str(self.references.now),
@@ -182,12 +185,12 @@ class TrainerLoop:
             "clock": self.clock.seconds(),
             "began_training": self.began_training,
             "ended_training": self.ended_training,
-            "searcher": None if self.beside is None else self.beside.state(),
+            "searcher": None if self.turn_taker is None else self.turn_taker.state(),
         }
 
     def restore(self, checkpoint: Checkpoint | None) -> None:
-        """Go on from a checkpoint (None: step 0), with the policy and the replay that were made of it."""
-        self.journal.evaluations()  # have been recorded
+        """Continue from a checkpoint (None: step 0), with the policy and the replay that were restored from it."""
+        self.journal.evaluations()  # those so far have been recorded
         if checkpoint is None:
             self.requests.restore({"pending": {}, "seen": None})
             self.references.restore({"resets": [], "of_checkpoints": []})
@@ -208,7 +211,7 @@ class TrainerLoop:
         set_generators(state["generators"])
 
     def result(self) -> dict[str, Json]:
-        """What the summary needs of a loop that has ended."""
+        """Returns what the summary needs of a loop that has ended."""
         began, drawn = self.began_training, self.replay.selector.counts
         groups = drawn.get("recent", 0) + drawn.get("reward", 0)
         return {
@@ -228,13 +231,13 @@ class TrainerLoop:
         }
 
     def _reset_reference(self) -> None:
-        """The policy as it was just published is the reference of the steps to come."""
+        """Make the policy as it was just published the reference of the steps to come."""
         self.references.reset(self.trainer.version, self.elapsed())
         if self.recipe.reset_optimizer:
             self.trainer.optimizer.forget()
 
     def _record(self, before: Version, fetched: Fetched, metrics: Metrics) -> None:
-        """A line of metrics. before: the version that the batch was drawn for."""
+        """Write a line of metrics. before: the version that the batch was drawn for."""
         trajectories: list[Trajectory] = [t for group in fetched.groups for t in group.trajectories]
         self.ended_training = self.elapsed()
         if self.began_training is None:
@@ -252,7 +255,9 @@ class TrainerLoop:
         self.recorder.step(self.trainer.version, self.ended_training, metrics | own, trajectories)
 
     def _steer(self, metrics: Metrics) -> dict[str, float]:
-        """Show the controller of staleness a step's metrics, and do what it wants; what held during the step."""
+        """Give a step's metrics to the staleness controller and apply what it decides; returns the values that held
+        during the step.
+        """
         controller = self.controller
         if not controller.on:
             return {}
@@ -266,18 +271,18 @@ class TrainerLoop:
         return held
 
     def _apply_control(self) -> None:
-        """From the next batch that is drawn on, and for the sync interval from the next update on."""
+        """Takes effect from the next batch that is drawn, and for the sync interval from the next update."""
         self.trainer.sync_every = self.controller.sync_every
         self.replay.steer(self.controller.m, self.controller.sync_every)
 
     def _checkpoint_due(self) -> bool:
-        """At the first weight sync from every so many steps on: a run that goes on begins with one too."""
+        """Whether this is the first weight sync after every so many steps; a run that resumes begins with one too."""
         version, every = self.trainer.version, self.recipe.run.checkpoint_every
         before = 0 if self.checkpointed is None else self.checkpointed.step
         return every > 0 and version == self.trainer.published and version.step // every > before // every
 
     def _look(self) -> None:
-        """The searchers' own counts, now and then."""
+        """Read the searchers' own counts, now and then."""
         now = time.monotonic()
         if now - self._looked < _COUNTERS:
             return
@@ -287,7 +292,9 @@ class TrainerLoop:
         self._searched = {"generated_tokens": float(sum(o.get("generated_tokens", 0) for o in owners))}
 
     def _look_at_evaluations(self) -> None:
-        """What searchers have found, for other eyes (their own files have it already), and whether it has fallen."""
+        """Pass on the searchers' evaluations (their own files have them already), and check whether the figure has
+        fallen.
+        """
         for evaluation in self.journal.evaluations():
             self.recorder.evaluation(evaluation)
         self.watch.look()
@@ -303,9 +310,9 @@ def start_training(
     background: bool = False,
     meeting: Meeting | None = None,
 ) -> TrainerLoop:
-    """The loop of the run at `run`, its first version published. A later incarnation goes on where it can.
+    """Build the loop of the run at `run`, and publish its first version. A later incarnation resumes where it can.
 
-    ahead: sample a batch while the one before is trained on. fill: what to do while there is none. background: write
+    ahead: draw a batch while the one before is trained on. fill: what to do while there is none. background: write
     weights while the next step is made.
     """
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
@@ -327,7 +334,7 @@ def start_training(
     directory = WeightDirectory(run.weights, settings=recipe.publish)
     weights = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else directory
     clock = ShareClock(warming_up=True)
-    m = getattr(recipe.replay.selection, "m", math.nan)  # with control on the recipe has seen to it that there is one
+    m = getattr(recipe.replay.selection, "m", math.nan)  # with control on, the recipe has checked that there is one
     loop = TrainerLoop(
         recipe=recipe,
         run=run,
@@ -373,7 +380,7 @@ def start_training(
 
 
 def require_enough(recipe: Recipe, replay: Replay, journal: JournalFollower) -> None:
-    """Takes in what there is. Raises `UserError`, with the journal closed, when that is too little for all steps."""
+    """Take in what there is. Raises `UserError`, with the journal closed, when that is too little for all steps."""
     try:
         replay.drain()
         _require_enough(recipe, replay)

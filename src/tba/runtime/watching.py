@@ -1,8 +1,8 @@
 """What is watched while a run goes: figures that fall far below their best, and which checkpoint is the best.
 
-Invariant: `best`, in the folder of the run, links to the checkpoint with the highest held-out figure of all that are
-there and were evaluated; it changes nothing of what is newest, which `--resume` and `tba eval` take. A fall is a fault,
-told once.
+Invariant: `best`, in the folder of the run, links to the checkpoint with the highest held-out figure of all that exist
+and were evaluated; it does not change which one is the newest, which `--resume` and `tba eval` take. A fall is a fault,
+reported once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ NAME = "best"
 
 
 def rewards_watched(recipe: Recipe, run: RunDirectory) -> Callable[[Sequence[tuple[str, float]]], None] | None:
-    """What replay shows (prompt, reward) of all that comes. None where prompts are chosen for their rewards, whose mean
-    says nothing then.
+    """Returns a function to which replay passes (prompt, reward) of all that comes; None where prompts are chosen by
+    their rewards, whose mean then says nothing.
     """
     watch = RewardWatch()
 
@@ -40,7 +40,7 @@ def rewards_watched(recipe: Recipe, run: RunDirectory) -> Callable[[Sequence[tup
 
 
 class Watch:
-    """The evaluations of a run so far. Each look reads what is new of them."""
+    """The evaluations of a run so far. Each call of `look` reads only new ones."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -48,7 +48,7 @@ class Watch:
         self._found: list[Evaluation] = []
 
     def look(self) -> None:
-        """Tell whether a figure has fallen, and have `best` link to the checkpoint that is the best now."""
+        """Report whether a figure has fallen, and link `best` to the checkpoint that is the best now."""
         if not self._read():
             return
         for what in note_falls(self._run.path, self._found):
@@ -57,16 +57,18 @@ class Watch:
         if best is None:
             return
         path, _ = best
-        link, beside = self._run.path / NAME, self._run.path / f".{NAME}-{os.getpid()}"
+        link, temporary = self._run.path / NAME, self._run.path / f".{NAME}-{os.getpid()}"
         if link.exists() and not link.is_symlink():
-            return  # a copy of the run was made that followed links: what is there is left as it is
+            return  # somebody copied the run and followed its links: leave what is there
         if not (link.is_symlink() and os.readlink(link) == f"checkpoints/{path.name}"):
-            beside.unlink(missing_ok=True)
-            beside.symlink_to(f"checkpoints/{path.name}")
-            beside.replace(link)
+            temporary.unlink(missing_ok=True)
+            temporary.symlink_to(f"checkpoints/{path.name}")
+            temporary.replace(link)
 
     def worth_keeping(self, pending: Iterable[Version]) -> set[Version]:
-        """Versions whose checkpoints stay whatever their age: the best, and those whose evaluation is still to come."""
+        """Returns versions whose checkpoints stay whatever their age: the best, and those whose evaluation is still to
+        come.
+        """
         self._read()
         best = self._best()
         return {*pending, *([] if best is None else [best[1].version])}
@@ -78,7 +80,7 @@ class Watch:
         return bool(found)
 
     def _best(self) -> tuple[Path, Evaluation] | None:
-        """The folder of the best checkpoint and its figure; None while no checkpoint was evaluated."""
+        """Returns the folder of the best checkpoint and its figure; None while no checkpoint was evaluated."""
         figures = by_version(self._found)
         there = [
             (path, figures[version]) for path, version in checkpoints_in(self._run.checkpoints) if version in figures

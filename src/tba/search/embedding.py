@@ -1,4 +1,5 @@
-"""Where an answer's text lies, for near duplicates by cosine: computed by whoever sends it down, kept with it.
+"""Embeddings of answers' texts, for near duplicates by cosine: computed by the searcher that sends an answer, stored
+with it.
 
 Invariant: every trajectory that goes through `embedded` has the array `embedding`; the trainer computes none.
 
@@ -21,8 +22,9 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)  # multiplied by it, the upper bits of a nu
 
 @dataclass(frozen=True)
 class HashedNgrams:
-    """Runs of letters, counted in hashed buckets with signs (Weinberger et al. 2009): no model, no download. The same
-    words lie near each other; the same meaning in other words does not.
+    """Byte n-grams, counted in hashed buckets with signs (Weinberger et al. 2009): no model, no download.
+
+    Texts with the same words have similar embeddings; the same meaning in other words does not.
     """
 
     dimensions: int = 256  # buckets
@@ -37,11 +39,11 @@ class HashedNgrams:
             )
 
     def start(self) -> HashedNgrams:
-        """The embedder, which is the setting itself."""
+        """Returns the embedder, which is the setting itself."""
         return self
 
     def embed(self, sentences: Sequence[str]) -> FloatArray:
-        """[N, D] rows of length 1 (of zeros for a text without any run), in order."""
+        """Returns [N, D], rows of length 1 (of zeros for a text without any n-gram), in order."""
         counted = [self._counted(sentence) for sentence in sentences]
         count_ND = np.array(counted, dtype=np.float32).reshape(len(counted), self.dimensions)
         norm_N1 = np.linalg.norm(count_ND, axis=1, keepdims=True)
@@ -65,7 +67,7 @@ class HashedNgrams:
 
 
 def embedded(trajectories: Sequence[Trajectory], embedder: Embedder | None) -> Sequence[Trajectory]:
-    """The same with the place of each text, in half precision; as they are where nothing embeds."""
+    """Returns the same with each text's embedding, in half precision; unchanged where there is no embedder."""
     if embedder is None or not trajectories:
         return trajectories
     rows = np.asarray(embedder.embed([t.completion.text for t in trajectories]), dtype=np.float16)

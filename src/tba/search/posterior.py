@@ -1,8 +1,8 @@
-"""What is believed of each prompt's success rate, and which prompts are worth answering for it.
+"""A Beta posterior of each prompt's success rate, by which prompts are chosen.
 
-Invariant: the belief is a function of the outcomes in the order in which they were told, so all searchers that have
-read as far believe the same, also after a restart. What was seen fades: of a prompt that is left alone little is known
-after a while, and so it has its turn again.
+Invariant: the posterior is a function of the outcomes in the order in which they were recorded, so all searchers that
+have read as far share it, also after a restart. Evidence fades: about a prompt that is left alone little is known after
+a while, and so it is tried again.
 
 Shape legend: P prompts.
 """
@@ -44,24 +44,24 @@ class PosteriorSettings:
             )
 
     def outcome(self, position: int, rewards: Sequence[float]) -> Outcome:
-        """Rewards of one prompt's answers as successes and failures."""
+        """Converts the rewards of one prompt's answers to successes and failures."""
         share = (np.asarray(rewards, dtype=np.float64) - self.failure) / (self.success - self.failure)
         successes = float(share.clip(0, 1).sum())
         return position, successes, len(rewards) - successes
 
 
 class Posterior:
-    """Beta(prior + successes, prior + failures) of each prompt's success rate, the evidence weighed by its age."""
+    """Beta(prior + successes, prior + failures) of each prompt's success rate, the evidence discounted by its age."""
 
     def __init__(self, prompts: int, settings: PosteriorSettings) -> None:
         self.settings = settings
         self._successes_P = np.zeros(prompts)
         self._failures_P = np.zeros(prompts)
-        self._told_P = np.zeros(prompts)  # when: in outcomes, of whatever prompt
+        self._told_P = np.zeros(prompts)  # when it was last updated: in outcomes, of whatever prompt
         self._now = 0
 
     def tell(self, outcomes: Iterable[Outcome]) -> None:
-        """New outcomes, one after the other."""
+        """Take in new outcomes, one after the other."""
         epoch, discount = len(self._told_P), self.settings.discount
         for position, successes, failures in outcomes:
             self._now += 1
@@ -71,15 +71,16 @@ class Posterior:
             self._told_P[position] = self._now
 
     def parameters(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """The two of each prompt's Beta distribution, [P] each."""
+        """Returns the two parameters of each prompt's Beta distribution, [P] each."""
         weight_P = self.settings.discount ** ((self._now - self._told_P) / len(self._told_P))
         prior = self.settings.prior
         return prior + weight_P * self._successes_P, prior + weight_P * self._failures_P
 
     def order(self, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-        """All positions, the most promising first: one draw of each prompt's rate, by how near it comes to the target.
+        """Returns all positions, the most promising first: by how near a draw of the prompt's rate comes to the target.
 
-        Thompson sampling: what is hardly known is drawn from far and wide, and so tried now and then.
+        This is Thompson sampling: a rate that is hardly known varies widely between draws, so that its prompt is tried
+        now and then.
         """
         rate_P = rng.beta(*self.parameters())
         return np.argsort(np.abs(rate_P - self.settings.target), kind="stable")

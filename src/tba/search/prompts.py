@@ -1,8 +1,8 @@
 """Which prompts a searcher answers: a task's problems tokenised once, in shuffled epochs or chosen for each round.
 
 Invariant: position -> prompt is a pure function of (prompts, seed), so any searcher on any machine, before or after a
-restart, gets the same prompt for the same position; who works on which position is settled by the leases alone. In
-epochs a position is a place in an endless sequence; where prompts are chosen it is the prompt's own place in the list.
+restart, gets the same prompt for the same position; only the leases settle who works on which position. In epochs a
+position is an index in an endless sequence; where prompts are chosen it is the prompt's own index in the list.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from tba.search.posterior import Posterior, PosteriorSettings
 from tba.types import Outcome, Problem, Prompt
 
 Lease = Callable[[int], list[int]]
-LeaseFirst = Callable[[Sequence[int], int], list[int]]  # so many of these positions, the first that nobody holds
+# leases up to so many of these positions, the first that nobody holds
+LeaseFirst = Callable[[Sequence[int], int], list[int]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class PromptSettings:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect while prompts are not chosen by what is believed of them."""
+        """Returns the fields without effect while prompts are not chosen by a posterior."""
         return {"posterior": "selection posterior"} if self.selection != "posterior" else {}
 
     def __post_init__(self) -> None:
@@ -56,7 +57,7 @@ class Encoded:
 
 
 def encode(problems: Sequence[Problem], task: str, tokenizer: Tokenizer, settings: PromptSettings) -> Encoded:
-    """Problem -> Prompt, with the model's chat template where the problem is a chat.
+    """Encodes problems as prompts, with the model's chat template where the problem is a chat.
 
     Raises `UserError` when nothing is left, when a chat meets a tokenizer without a template, or for an over-long
     prompt under `overlong="error"`.
@@ -100,7 +101,7 @@ def _chat(problem: Problem, tokenizer: Any) -> str:
 
 @dataclass
 class PromptStream:
-    """Endless: epoch after epoch, each a new permutation. `take` leases the next positions."""
+    """An endless stream: epoch after epoch, each a new permutation. `take` leases the next positions."""
 
     prompts: Sequence[Prompt]
     seed: int
@@ -109,7 +110,7 @@ class PromptStream:
     _order: Any = field(default=None, init=False)
 
     def at(self, position: int) -> Prompt:
-        """The prompt of a position (0, 1, 2, ...)."""
+        """Returns the prompt of a position (0, 1, 2, ...)."""
         epoch, index = divmod(position, len(self.prompts))
         if epoch != self._epoch:
             self._order = np.random.default_rng([self.seed, epoch]).permutation(len(self.prompts))
@@ -117,41 +118,43 @@ class PromptStream:
         return self.prompts[int(self._order[index])]
 
     def take(self, count: int) -> tuple[list[int], list[Prompt]]:
-        """The next positions and their prompts."""
+        """Leases the next positions; returns them and their prompts."""
         positions = self.lease(count)
         return positions, [self.at(p) for p in positions]
 
     def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
-        """None: the order is what it is."""
+        """Returns no outcomes: the order does not depend on them."""
         return ()
 
 
 @dataclass
 class UniformPrompts:
-    """Any prompts that nobody else is answering, each as likely, whatever came before."""
+    """Prompts that nobody else is answering, all equally likely, whatever came before."""
 
     prompts: Sequence[Prompt]
     rng: np.random.Generator
     lease: LeaseFirst
 
     def take(self, count: int) -> tuple[list[int], list[Prompt]]:
-        """`count` different positions at random, and their prompts."""
+        """Leases `count` different positions at random; returns them and their prompts."""
         positions = self.lease(self.rng.permutation(len(self.prompts)).tolist(), count)
         return positions, [self.prompts[p] for p in positions]
 
     def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
-        """None: nothing is learnt."""
+        """Returns no outcomes: the choice does not depend on them."""
         return ()
 
 
 @dataclass
 class PosteriorPrompts:
-    """Those whose drawn success rate is nearest to the target, of what nobody else is answering."""
+    """Prompts whose drawn success rate is nearest to the target, among those that nobody else is answering."""
 
     prompts: Sequence[Prompt]
     rng: np.random.Generator
     lease: LeaseFirst
-    told: Callable[[int], Sequence[tuple[int, int, float, float]]]  # numbered outcomes of all searchers after a number
+    told: Callable[
+        [int], Sequence[tuple[int, int, float, float]]
+    ]  # returns the numbered outcomes of all searchers after a number
     settings: PosteriorSettings
     _posterior: Posterior = field(init=False)
     _last: int = 0
@@ -160,7 +163,7 @@ class PosteriorPrompts:
         self._posterior = Posterior(len(self.prompts), self.settings)
 
     def take(self, count: int) -> tuple[list[int], list[Prompt]]:
-        """What all searchers have told is taken in first."""
+        """Takes in the outcomes of all searchers, then leases the best positions; returns them and their prompts."""
         if told := self.told(self._last):
             self._last = told[-1][0]
             self._posterior.tell((position, successes, failures) for _, position, successes, failures in told)
@@ -168,5 +171,5 @@ class PosteriorPrompts:
         return positions, [self.prompts[p] for p in positions]
 
     def outcomes(self, rewards: Mapping[int, Sequence[float]]) -> Sequence[Outcome]:
-        """Successes and failures of each prompt."""
+        """Returns the successes and failures of each prompt."""
         return [self.settings.outcome(position, found) for position, found in rewards.items()]

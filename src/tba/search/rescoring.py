@@ -1,7 +1,7 @@
-"""Older trajectories under a newer reference: what a searcher does between two rounds after a reset.
+"""Rescoring older trajectories under a newer reference, which a searcher does between two rounds after a reset.
 
-Invariant: a bounded amount at a time, newest first; what one searcher scores, no other does meanwhile (a lease). The
-same reference model scores them as scores new answers, so a score does not depend on when it was made.
+Invariant: a bounded amount at a time, newest first; what one searcher scores is leased, so that no other does. The same
+reference model scores them and new answers, so a score does not depend on when it was computed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tba.types import Completion, Prompt, Score, Trajectory
 
 @dataclass
 class Rescorer:
-    """Scores what the trainer asks for, under the searcher's current reference."""
+    """Scores what the trainer requests, under the searcher's current reference."""
 
     reference: Reference
     journal: Journal
@@ -22,7 +22,7 @@ class Rescorer:
     lease_seconds: float  # for which no other searcher is given them
 
     def round(self) -> int:
-        """Once; how many trajectories were scored. Nothing is done where nothing is asked for."""
+        """Rescore once; returns how many trajectories were scored. Does nothing where nothing is requested."""
         version = self.reference.version
         trajectories = self.journal.unscored(version, self.per_round, self.lease_seconds)
         if not trajectories:

@@ -1,8 +1,8 @@
-"""A reward that may hang or raise, asked with a deadline and asked again a bounded number of times.
+"""A reward that may hang or raise, called with a deadline and retried a bounded number of times.
 
 Invariant: `judge` ends: with the judgements, with what the reward last raised, or with `DeadlineExceeded` that names
-the reward. Each wait is of a thread of its own, which a call that never returns keeps and nobody else; it is a daemon,
-so that it cannot keep a process alive either.
+the reward. Each call runs in a thread of its own, which one that never returns occupies for ever; it is a daemon
+thread, so that it cannot keep the process alive.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ _FIRST_PAUSE = 0.25  # seconds before a reward is asked again; doubled each time
 
 @dataclass
 class PatientReward:
-    """Another reward. Bad input (a `UserError` that nothing else caused) stays bad: it is raised at once."""
+    """A reward with retries around another. Bad input (a `UserError` without another cause) is raised at once."""
 
     reward: Reward
     deadline: float  # seconds for one call
     retries: int  # calls after the first
-    told: Callable[[str], None]  # what went wrong, each time that it is asked again
+    told: Callable[[str], None]  # called with what went wrong before each retry
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
-        """As the reward does. Raises what it raised at last, `DeadlineExceeded` when it took too long at last."""
+        """Judges as the reward does. Raises what its last call raised, `DeadlineExceeded` when that took too long."""
         for attempt in range(self.retries):
             try:
                 return self._ask(answered)
@@ -44,7 +44,7 @@ class PatientReward:
         return self._ask(answered)
 
     def _ask(self, answered: Sequence[tuple[Prompt, Completion]]) -> Sequence[Judgement]:
-        """One call, in a thread. Waits for that thread, at most until the deadline."""
+        """Make one call, in a thread, and wait for it at most until the deadline."""
         found: list[Sequence[Judgement]] = []
         raised: list[BaseException] = []
 

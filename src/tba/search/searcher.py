@@ -1,10 +1,10 @@
-"""The searcher: one `round()` draws prompts, samples answers, judges them and sends them down.
+"""The searcher: one `round()` draws prompts, samples answers, judges them and sends them to the journal.
 
-A long round is sent down in parts, each prompt with all its answers, so that answers are young when they arrive.
+A long round is sent in parts, each prompt with all its answers, so that answers are young when they arrive.
 
-Invariant: it never waits for the trainer. Newer weights are taken between rounds if there are any (while it generates,
-too, by an engine that is to), and between rounds the reference that they name; what is generated is either put down
-(with its leases, in one transaction), rejected or in flight, and each is counted here.
+Invariant: it never waits for the trainer. Newer weights, if there are any, are loaded between rounds (or while it
+generates, by an engine that supports it), and between rounds the reference that they name; what is generated is either
+written (with its leases, in one transaction), rejected or in flight, and each is counted here.
 """
 
 from __future__ import annotations
@@ -51,20 +51,22 @@ from tba.types import (
 )
 
 log = logging.getLogger("tba.searcher")
-_GENERATING = 8  # times as long as it takes to judge what is on hand and send it down is generated before
-_IN_VAIN = 10  # first rounds without an answer that can be used, after which no further one is expected to bring any
+_GENERATING = 8  # generate this many times as long as judging and sending what is finished takes, before sending a part
+_IN_VAIN = 10  # first rounds without a usable answer, after which no further one is expected to bring any
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt of a round with its completions; `position` is what it was leased as."""
+    """A prompt of a round with its completions; `position` is the one that was leased."""
 
     position: int
     prompt: Prompt
     completions: Sequence[Completion]
 
     def is_whole(self, count: int) -> bool:
-        """Whether the lease is given back: `count` completions are finished. Another runs out, and comes again."""
+        """Whether the lease is given back: `count` completions are finished. Otherwise it runs out, and is leased
+        again.
+        """
         return sum(c.stop_reason is not StopReason.INTERRUPTED for c in self.completions) == count
 
 
@@ -85,17 +87,19 @@ class Searcher:
     rng: np.random.Generator
     interrupted: Callable[[], bool] | None = None
     rescorer: Rescorer | None = None  # None: the reference is never reset
-    embedder: Embedder | None = None  # says where each answer's text lies, for near duplicates by cosine
+    embedder: Embedder | None = None  # embeds each answer's text, for near duplicates by cosine
     vine: VineRollouts | None = None  # values of the steps of every answer
     largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
-    hand_down_seconds: float = math.inf  # what is done is sent down in the middle of a round after so long
+    hand_down_seconds: float = math.inf  # a part of a round is sent after so many seconds, in the middle of the round
     rounds: int = 0
-    rejected: str = ""  # the last answer that was, in words
+    rejected: str = ""  # why the last rejected answer was rejected
     in_vain: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
-    manifest: Mapping[str, Json] = field(default_factory=dict)  # beside the newest weights seen
+    manifest: Mapping[str, Json] = field(default_factory=dict)  # of the newest weights seen
 
     def round(self) -> int:
-        """One round; the number of trajectories sent down. What a new reference left to score comes first."""
+        """Make one round; returns the number of trajectories sent. What a new reference requires to be rescored comes
+        first.
+        """
         began = since = time.perf_counter()
         self.pull()
         if self.rescorer is not None:
@@ -114,7 +118,9 @@ class Searcher:
     def _parts(
         self, positions: Sequence[int], prompts: Sequence[Prompt], sampling: Sampling
     ) -> Iterator[list[Answered]]:
-        """A round's prompts with their completions: all at the end, or those that are done from time to time."""
+        """Yields a round's prompts with their completions: all at the end, or those that are finished from time to
+        time.
+        """
         engine, asked = self.engine, (prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
         if self.vine is not None or self.hand_down_seconds == math.inf or not isinstance(engine, Streaming):
             yield [Answered(*a) for a in zip(positions, prompts, engine.generate(*asked), strict=True)]
@@ -134,9 +140,9 @@ class Searcher:
     def _hand_down(
         self, answered: Sequence[Answered], sampling: Sampling, began: float, since: float
     ) -> tuple[int, Counter[str]]:
-        """Judge the answers and send them down, in one transaction: how many, and what was counted.
+        """Judge the answers and send them, in one transaction; returns how many, and what was counted.
 
-        began: the round; since: this part of it.
+        began: when the round began; since: when this part of it did.
         """
         finished, counts = self._sort(answered)
         trajectories = self._judge(finished, counts)
@@ -152,9 +158,9 @@ class Searcher:
         return len(trajectories), counts
 
     def pull(self) -> Version:
-        """Newer weights, and another reference if they name one, in place.
+        """Load newer weights, and another reference if they name one, in place.
 
-        The newest manifest is always looked at: what the engine has may be a version that was only to be evaluated.
+        The newest manifest is always read: the engine may hold a version that was only to be evaluated.
         """
         published = self.weights.newer_than(None)
         if published is not None:
@@ -165,7 +171,9 @@ class Searcher:
         return self.engine.version
 
     def _require_use(self, kept: int, rejected: int) -> None:
-        """Raises `UserError` where the first rounds bring nothing but answers that are rejected: it would never end."""
+        """Raises `UserError` where the first rounds bring nothing but answers that are rejected: the run would never
+        end.
+        """
         if kept:
             self.in_vain = None
         if self.in_vain is None or not rejected:
@@ -179,7 +187,7 @@ class Searcher:
             )
 
     def _asked(self) -> Callable[[], bool] | None:
-        """What the engine asks while it generates; with it newer weights come, where they may."""
+        """Returns what the engine calls while it generates; it loads newer weights, where that is allowed."""
         if not (isinstance(self.engine, InFlight) and self.engine.in_flight):
             return self.interrupted
 
@@ -192,21 +200,21 @@ class Searcher:
         return ask
 
     def _refer(self, name: str | None) -> None:
-        """Score under that version from here on. It is pinned; the first one is what this part began with."""
+        """Score under that version from here on. It is pinned; the first one is what the run began with."""
         if name is not None and (version := Version.parse(name)) != self.reference.version:
             self.reference.load(self.weights.at(version).read(), version)
 
     def _outcomes(
         self, prompts: Mapping[int, Prompt], leases: Sequence[int], trajectories: Sequence[Trajectory]
     ) -> Sequence[Outcome]:
-        """What the answers tell of the prompts that are given back."""
+        """Returns the outcomes of the prompts that are given back."""
         by_key: dict[str, list[float]] = {}
         for t in trajectories:
             by_key.setdefault(t.prompt.key, []).append(t.reward)
         return self.prompts.outcomes({p: by_key[key] for p in leases if (key := prompts[p].key) in by_key})
 
     def _sort(self, answered: Sequence[Answered]) -> tuple[list[tuple[Prompt, list[Completion]]], Counter[str]]:
-        """What is finished, by prompt; and the counts of all that was generated."""
+        """Returns what is finished, by prompt; and the counts of all that was generated."""
         counts: Counter[str] = Counter()
         finished = []
         for one in answered:
@@ -222,21 +230,21 @@ class Searcher:
         return finished, counts
 
     def _judge(self, finished: Sequence[tuple[Prompt, list[Completion]]], counts: Counter[str]) -> list[Trajectory]:
-        """Completion -> Trajectory: the reward's mark and the reference's log-probabilities."""
+        """Completion -> Trajectory: adds the reward and the reference's log-probabilities."""
         pairs = [(prompt, c) for prompt, completions in finished for c in completions]
         judgements = self.reward.judge(pairs) if pairs else []
         references = self._scored(finished)
         trajectories: list[Trajectory] = []
         series, before = b"", counts["rejected_trajectories"]
-        provenance = {"searcher": self.name, "round": self.rounds}  # one for all: written once
+        provenance = {"searcher": self.name, "round": self.rounds}  # one for all: encoded once
         for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
             known = bool(np.isfinite(log_reference).all())
-            if not (known and abs(judgement.reward) <= self.largest_reward):  # nor is what is no number
+            if not (known and abs(judgement.reward) <= self.largest_reward):  # NaN fails this comparison too
                 _count(counts, "rejected", completion)
                 self.rejected = self._described(prompt, completion, judgement, known)
                 continue
             drawn = self.rng.bytes(16)
-            # Ids rise with the rounds: the place in the journal's index has just been written, however long that is.
+            # Ids increase with the rounds, so inserts always touch the index page just written, however long it is.
             series = series or self.rounds.to_bytes(4, "big") + drawn[:8]
             trajectories.append(
                 Trajectory(
@@ -258,7 +266,7 @@ class Searcher:
         return trajectories
 
     def _described(self, prompt: Prompt, completion: Completion, judgement: Judgement, known: bool) -> str:
-        """What was rejected, and why."""
+        """Returns which answer was rejected, and why."""
         reward = type(self.reward.reward if isinstance(self.reward, PatientReward) else self.reward).__name__
         because = "" if known else ", and its log-probability under the reference is not finite"
         return (
@@ -267,7 +275,9 @@ class Searcher:
         )
 
     def _scored(self, finished: Sequence[tuple[Prompt, list[Completion]]]) -> list[FloatArray]:
-        """The reference's log-probabilities of each, in order; what was sampled twice of a prompt is scored once."""
+        """Returns the reference's log-probabilities of each, in order; an answer sampled twice for a prompt is scored
+        once.
+        """
         distinct = [(prompt, list({c.digest: c for c in completions}.values())) for prompt, completions in finished]
         scores = self.reference.log_probabilities_of(distinct)
         by_digest = [
@@ -278,7 +288,7 @@ class Searcher:
 
 
 def _stamped(trajectories: Sequence[Trajectory], seconds: float) -> list[Trajectory]:
-    """The same on their way down: when, and how long after their round began by a clock that never goes back."""
+    """Returns the same with the time of sending, and the seconds since their round began by a monotonic clock."""
     now, seconds = time.time(), round(seconds, 3)
     stamped = {id(t.provenance): {**t.provenance, "seconds": seconds} for t in trajectories}  # shared, as before
     return [replace(t, created=now, provenance=stamped[id(t.provenance)]) for t in trajectories]

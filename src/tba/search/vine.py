@@ -1,6 +1,6 @@
-"""Values of the steps of an answer, by rollouts that are continued from each prefix (VinePPO, arXiv 2410.01679).
+"""Values of the steps of an answer, by rollouts that continue each prefix (VinePPO, arXiv 2410.01679).
 
-Invariant: a rollout is of the weights and the sampling settings that gave the answer, is marked by the same reward as a
+Invariant: a rollout is sampled with the weights and settings that gave the answer, is scored by the same reward as a
 whole answer, and is used for nothing but the mean that becomes a value: it is never trained on. Each distinct prefix of
 a round is continued once, however many answers share it.
 """
@@ -48,7 +48,7 @@ class Vine:
         return VineRollouts(self, engine, reward, tokenizer, largest_reward)
 
     def split(self, tokens: IntArray, tokenizer: Tokenizer) -> list[int]:
-        """Where the steps begin, in tokens: 0, and behind each token in which a separator ends.
+        """Returns where the steps begin, in tokens: 0, and after each token in which a separator ends.
 
         A step of white space alone goes with the one before (the first with the one after).
         """
@@ -72,7 +72,7 @@ class Vine:
 
 @dataclass
 class VineRollouts:
-    """A `Vine` with what it needs. Made by `Vine.start`."""
+    """A `Vine` with its engine and reward. Made by `Vine.start`."""
 
     settings: Vine
     engine: Engine
@@ -88,11 +88,11 @@ class VineRollouts:
         counts: Counter[str],
         interrupted: Callable[[], bool] | None = None,
     ) -> list[Trajectory]:
-        """The same with the arrays `step_start` (int64) and `step_value` (float32): V before each step.
+        """Returns the trajectories with the arrays `step_start` (int64) and `step_value` (float32): V before each step.
 
-        Beyond `max_steps` the value is the reward, so that those steps gain nothing. Those of which a rollout was
-        interrupted are left out and counted as in flight, those whose value is not finite or beyond
-        `largest_reward` as rejected; all that was continued is counted as auxiliary.
+        Beyond `max_steps` the value is the reward, so that those steps gain nothing. Trajectories of which a rollout
+        was interrupted are left out and counted as in flight, those whose value is not finite or beyond
+        `largest_reward` as rejected; all rollouts are counted as auxiliary.
         """
         splits = [self._estimated(t) for t in trajectories]
         prompts = {t.prompt.key: t.prompt for t in trajectories}
@@ -115,7 +115,9 @@ class VineRollouts:
         return grown
 
     def _estimated(self, trajectory: Trajectory) -> tuple[list[int], list[int]]:
-        """(where its steps begin, before which of them the value is estimated): after at most `max_steps` steps."""
+        """Returns (where its steps begin, before which of them the value is estimated): after at most `max_steps`
+        steps.
+        """
         starts, limit = self.settings.split(trajectory.completion.tokens, self.tokenizer), self.settings.max_steps
         return starts, starts if limit is None else starts[: limit + 1]
 
@@ -128,7 +130,7 @@ class VineRollouts:
         counts: Counter[str],
         interrupted: Callable[[], bool] | None,
     ) -> dict[Prefix, float]:
-        """The mean reward of the rollouts of each prefix; one that was interrupted has none."""
+        """Returns the mean reward of the rollouts of each prefix; a prefix with an interrupted one has none."""
         begun = [np.frombuffer(tokens, np.int32) for _, tokens in prefixes]
         asked = [
             replace(prompts[key], tokens=np.concatenate([prompts[key].tokens, tokens]).astype(np.int32))
@@ -147,14 +149,14 @@ class VineRollouts:
         return dict(zip(whole, rewards.reshape(len(whole), n).mean(1).tolist(), strict=True))
 
     def _joined(self, prefix: IntArray, rollout: Completion) -> Completion:
-        """The answer that a prefix and its continuation make, as the reward would see it."""
+        """Returns the answer that a prefix and its continuation make, as the reward would see it."""
         tokens = np.concatenate([prefix, rollout.tokens]).astype(np.int32)
         limit = self.settings.max_tokens
         if limit is not None and len(tokens) > limit:
             cut = tokens[:limit]
             return Completion(cut, self._text(cut), StopReason.LENGTH, rollout.versions, rollout.sampling)
         text = self._text(tokens)
-        removed = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what is behind it
+        removed = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what follows it
         return Completion(tokens, text[: len(text) - removed], rollout.stop_reason, rollout.versions, rollout.sampling)
 
     def _text(self, tokens: IntArray) -> str:

@@ -1,4 +1,4 @@
-"""A batch for the trainer: the groups that replay chose, and the same as tensors."""
+"""A batch for the trainer: the groups that replay drew, and the same as tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A warm start is computed once: its result lies under a digest of everything that went into it.
+"""A warm start is computed once: its result is stored under a digest of everything that went into it.
 
 Invariant: a folder in the cache is whole, and its name is the digest of what it was made from; two processes that make
 the same at once end up with one of the two, whole.
@@ -17,20 +17,20 @@ from torch import Tensor
 
 from tba.training.supervised import Pair
 from tba.types import Json
-from tba.weights.atomic_dir import folder_beside
+from tba.weights.atomic_dir import atomic_folder
 
 FORMAT = b"1"  # raised when the same input is to give another result
 
 
 def cached_supervised(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
-    """The folder of `key` within `folder`; filled by `make`, which is given an empty one, unless it is there."""
+    """Returns the folder of `key` within `folder`; unless it is there, `make` fills it, starting from an empty one."""
     path = folder / key
     if not path.is_dir():
         try:
-            with folder_beside(path, durable=True) as beside:
+            with atomic_folder(path, durable=True) as beside:
                 make(beside)
         except FileExistsError:
-            if not path.is_dir():  # made by somebody else meanwhile: theirs is as good
+            if not path.is_dir():  # made by another process in the meantime: its result is as good
                 raise
     return path
 
@@ -38,7 +38,9 @@ def cached_supervised(folder: Path, key: str, make: Callable[[Path], None]) -> P
 def supervised_key(
     settings: Sequence[object], pairs: Sequence[Pair], weights: Mapping[str, Tensor] | None = None
 ) -> str:
-    """32 hex digits of all that decides the result: settings (dataclasses or JSON), pairs, the first weights."""
+    """Returns 32 hex digits of all that decides the result: settings (dataclasses or JSON), pairs, the first
+    weights.
+    """
     digest = hashlib.blake2b(FORMAT, digest_size=16)
     digest.update(json.dumps([_plain(value) for value in settings], sort_keys=True, default=str).encode())
     for pair in pairs:

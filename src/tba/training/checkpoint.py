@@ -1,12 +1,12 @@
-"""Checkpoints: the model in the Hugging Face layout, the optimizer's state, and where the run stood.
+"""Checkpoints: the model in the Hugging Face layout, the optimizer's state, and the state of the run.
 
     checkpoints/step-N/   config.json model.safetensors (tokenizer)   (heads.safetensors)
                           optimizer.safetensors optimizer.json   run.json (the manifest)
 
 Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there, and the best. `run.json` ties
 all of it to one version: it holds the rest of the run's state at that step, size and checksum of every other file, and
-a digest of all that, so that damage is found before anything is believed. A folder with a file that is not named there
-is refused: `from_pretrained` takes a folder as it is. One process writes.
+a digest of all that, so that damage is detected before anything is used. A folder with a file that is not listed there
+is refused, because `from_pretrained` loads whatever is in a folder. One process writes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from tba.errors import UserError
 from tba.foreign import parsed
 from tba.types import Json, Version
-from tba.weights.atomic_dir import folder_beside, remove_folder, remove_leftovers
+from tba.weights.atomic_dir import atomic_folder, remove_folder, remove_leftovers
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ RUN = "run.json"
 HEADS = "heads.safetensors"
 STEP = re.compile(r"step-\d+")
 _BLOCK = 1 << 22  # bytes read at a time
-_MANIFEST = {  # `digest`: of the others, since
+_MANIFEST = {  # `digest`: of the other fields, if there is one
     "version": Version,
     "state": dict[str, Any],
     "files": dict[str, tuple[int, int]],  # bytes and CRC-32 of each
@@ -47,7 +47,7 @@ _UNKNOWN = Version(-1)  # of a checkpoint whose manifest cannot be read
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint that is there. `path` is what the model is loaded from."""
+    """One checkpoint on disk. `path` is what the model is loaded from."""
 
     path: Path
     version: Version
@@ -55,7 +55,7 @@ class Checkpoint:
 
     @classmethod
     def load(cls, path: Path) -> Checkpoint:
-        """Raises `UserError` when there is none, or it is damaged."""
+        """Load the manifest. Raises `UserError` when there is none, or it is damaged."""
         run = _manifest(path)
         for name in _files(path):
             if name not in run["files"] and name != RUN and not name.startswith("."):
@@ -67,7 +67,7 @@ class Checkpoint:
         there = _files(self.path)
         for name, (size, checksum) in _manifest(self.path)["files"].items():
             try:
-                if name not in there:  # of its own: a name may lead anywhere
+                if name not in there:  # only names listed in the folder itself: any other could lead anywhere
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
                 found = _measured(there[name])
             except OSError as error:
@@ -77,10 +77,10 @@ class Checkpoint:
                 raise UserError(f"the checkpoint at {self.path} is damaged ({name}: {how})")
 
     def load_heads(self, heads: torch.nn.ModuleDict) -> None:
-        """Put what was saved into a policy's heads. Raises `UserError` when they are missing, damaged or others."""
+        """Load the saved heads into a policy's. Raises `UserError` when they are missing, damaged or others."""
         if not heads:
             return
-        import safetensors.torch  # here, so that a checkpoint can be looked at without torch
+        import safetensors.torch  # here, so that a checkpoint can be inspected without torch
 
         try:
             heads.load_state_dict(safetensors.torch.load_file(self.path / HEADS))
@@ -102,28 +102,28 @@ def save_checkpoint(
     heads: torch.nn.ModuleDict | None = None,
     kept: Collection[Version] = (),
 ) -> Checkpoint:
-    """Write `folder`/step-N and take away all but the newest `keep` and those of the versions `kept`; one of the same
+    """Write `folder`/step-N, and delete all but the newest `keep` and those of the versions `kept`; one of the same
     step is replaced.
 
     `save_model` writes the model (and its tokenizer) into the folder it is given; `state` is what JSON can hold;
-    `heads` are the policy's, beside the model, which has no place for them.
-    Raises `UserError` when `keep` is less than 1.
+    `heads` are the policy's, which the model's own files have no place for. Raises `UserError` when `keep` is less than
+    1.
     """
     if keep < 1:
         raise UserError(f"{keep} checkpoints are to be kept, but the newest always is; give 1 or more")
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     path = folder / f"step-{version.step}"
-    with folder_beside(path, durable=True) as beside:
-        save_model(beside)
-        optimizer.save(beside)
+    with atomic_folder(path, durable=True) as temporary:
+        save_model(temporary)
+        optimizer.save(temporary)
         if heads:
             import safetensors.torch
 
-            safetensors.torch.save_file(heads.state_dict(), beside / HEADS)
-        files = {name: _measured(file) for name, file in _files(beside).items()}
+            safetensors.torch.save_file(heads.state_dict(), temporary / HEADS)
+        files = {name: _measured(file) for name, file in _files(temporary).items()}
         manifest = json.dumps({"version": str(version), "state": dict(state or {}), "files": files})
-        (beside / RUN).write_text(json.dumps({**json.loads(manifest), "digest": _digest(json.loads(manifest))}))
+        (temporary / RUN).write_text(json.dumps({**json.loads(manifest), "digest": _digest(json.loads(manifest))}))
         if path.exists():
             remove_folder(path)
     for old, version in checkpoints_in(folder)[:-keep]:
@@ -133,19 +133,21 @@ def save_checkpoint(
 
 
 def checkpoints_in(folder: Path) -> list[tuple[Path, Version]]:
-    """All that are there, the oldest version first."""
+    """Returns all that are there, the oldest version first."""
     return [(path, _version(path)) for path in _folders(folder)]
 
 
 def newest_checkpoint(folder: Path) -> Checkpoint | None:
-    """That of the latest version, None when there is none. Raises `UserError` when all are damaged."""
+    """Returns that of the latest version, None when there is none. Raises `UserError` when all are damaged."""
     folders = _folders(folder)
     return Checkpoint.load(folders[-1]) if folders else None
 
 
 def newest_sound(folder: Path, verify: bool = True) -> tuple[Checkpoint | None, list[str]]:
-    """The latest that is whole to the last byte (None when there is none), and what is wrong with each later one, and
-    with each that does not even tell how late it is. `verify` reads all files; without it only the manifest is read.
+    """Returns the latest one that is whole to the last byte (None when there is none), and what is wrong with each
+    later one, and with each whose version cannot be read.
+
+    `verify` reads all files; without it only the manifest is read.
     """
     damaged = []
     folders = _folders(folder)
@@ -163,8 +165,9 @@ def newest_sound(folder: Path, verify: bool = True) -> tuple[Checkpoint | None, 
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Oldest version first: by steps alone, a resume from an earlier step would count as older. What has no version
-    that can be read comes before all.
+    """Returns the folders, oldest version first; by steps alone, a resume from an earlier step would count as older.
+
+    Those whose version cannot be read come before all others.
     """
     if not folder.is_dir():
         return []
@@ -180,7 +183,8 @@ def _version(path: Path) -> Version:
 
 
 def _manifest(path: Path) -> dict[str, Any]:
-    """Of the checkpoint at `path`. Raises `UserError` when there is none, or it is not what was written.
+    """Returns the manifest of the checkpoint at `path`. Raises `UserError` when there is none, or it is not what was
+    written.
 
     One of an earlier version, which wrote no digest, has exactly the other fields.
     """
@@ -199,17 +203,17 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """All that lie in it and below, by name."""
+    """Returns all files in it and below, by name."""
     return {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 def _digest(manifest: Mapping[str, Json]) -> str:
-    """Of what a manifest says, however it is spelt."""
+    """Returns a digest of a manifest's content, however it is formatted."""
     return hashlib.blake2b(json.dumps(manifest, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _measured(path: Path) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file."""
+    """Returns (bytes, CRC-32) of a file."""
     size = checksum = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK):

@@ -1,12 +1,13 @@
-"""A controller of staleness: it moves the sync interval k and the share m of recent groups.
+"""A controller of staleness: it adjusts the sync interval k and the share m of recent groups.
 
-Invariant: what it does follows from the metrics it was shown and from nothing else (no clock, no chance), so that equal
-runs are steered equally, and one that goes on from its `state` is steered on. All that it moves stays within bounds.
+Invariant: what it does follows from the metrics it was given and from nothing else (no clock, no chance), so that equal
+runs are steered equally, and one that continues from its `state` is steered on. All that it adjusts stays within
+bounds.
 
 It works like a thermostat. The signal is averaged over spans of `every` updates. A span on the stale side of the range
 makes the data fresher by one notch: k is halved and m raised by 0.1. Three spans in a row on the fresh side allow one
-notch more staleness: k is doubled and m lowered by 0.1. The span after a move is not judged, since its data are still
-those of before.
+notch more staleness: k is doubled and m lowered by 0.1. The span after a change is not judged, since its data still
+stem from before.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ class Control:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect while nothing is steered."""
+        """Returns the fields without effect while nothing is steered."""
         others = ("low", "high", "every", "most_sync_every", "least_m")
         return dict.fromkeys(others, "signal") if self.signal == "none" else {}
 
     def start(self, sync_every: int, m: float) -> Controller:
-        """A controller that begins at k = `sync_every` and `m`. Raises `UserError` when one is out of bounds."""
+        """Returns a controller starting at k = `sync_every` and `m`. Raises `UserError` when one is out of bounds."""
         if self.signal != "none" and sync_every > self.most_sync_every:
             raise UserError(
                 f"--sync-every is {sync_every}, above --control.most-sync-every {self.most_sync_every}: raise the bound"
@@ -64,7 +65,7 @@ class Control:
 
 @dataclass(frozen=True)
 class Change:
-    """One move of the controller: after which step, the mean that caused it, and what holds from there on."""
+    """One change by the controller: after which step, the mean that caused it, and the values from then on."""
 
     step: int
     signal: str
@@ -77,7 +78,7 @@ class Change:
 
 
 class Controller:
-    """Show it every step's metrics (`observe`); `sync_every` and `m` are what it wants now."""
+    """Give it every step's metrics (`observe`); `sync_every` and `m` are what it wants now."""
 
     def __init__(self, settings: Control, sync_every: int, m: float) -> None:
         self.settings = settings
@@ -95,7 +96,9 @@ class Controller:
         return self.settings.signal != "none"
 
     def observe(self, step: int, metrics: Mapping[str, float]) -> Change | None:
-        """What the step's metrics lead to. A step without the signal, or where it is not finite, does not count."""
+        """Returns the change that the step's metrics lead to, if any. A step without the signal, or where it is not
+        finite, does not count.
+        """
         if not self.on:
             return None
         value = metrics.get(self.settings.signal, math.nan)
@@ -111,7 +114,7 @@ class Controller:
 
     def _decide(self, step: int, mean: float) -> Change | None:
         stale, fresh = mean > self.settings.high, mean < self.settings.low
-        if self.settings.signal == "ess":  # the one that falls with staleness
+        if self.settings.signal == "ess":  # the one signal that falls with staleness
             stale, fresh = fresh, stale
         self._fresh = self._fresh + 1 if fresh else 0
         if stale:
@@ -130,7 +133,7 @@ class Controller:
         return self.changes[-1]
 
     def state(self) -> Json:
-        """What `restore` takes, as JSON can hold it."""
+        """Returns what `restore` takes, as JSON can hold it."""
         return {
             "sync_every": self.sync_every,
             "m": self.m,
@@ -143,7 +146,7 @@ class Controller:
         }
 
     def restore(self, state: Json) -> None:
-        """Go on where `state` was taken."""
+        """Continue from `state`."""
         self.sync_every, self.m = state["sync_every"], state["m"]
         self._steps, self._sum, self._count = state["steps"], state["sum"], state["count"]
         self._fresh, self._settling = state["fresh"], state["settling"]

@@ -1,7 +1,7 @@
-"""AdamW with float32 state, a schedule for the learning rate, and the norm of the gradient clipped.
+"""AdamW with float32 state, a schedule for the learning rate, and the gradient's norm clipped.
 
-Invariant: a gradient that is not finite never reaches the weights or the moments. `Optimizer.step` looks at its norm
-first, changes nothing when that is not finite, and says so by returning it.
+Invariant: a gradient that is not finite never reaches the weights or the moments. `Optimizer.step` checks its norm
+first, changes nothing when that is not finite, and returns it.
 
 Of sharded parameters (`tba.sharding`) each rank updates its rows and has the moments of these only. The norm is that of
 the whole gradient, added up in one order on every rank, so that all of them decide alike. Parameters that are whole on
@@ -54,7 +54,9 @@ class OptimizerSettings:
             raise UserError(f"the optimizer's weight_decay is {self.weight_decay}, but it cannot be negative.")
 
     def start(self, parameters: Sequence[Parameter], heads: Sequence[Parameter] = ()) -> Optimizer:
-        """An optimizer of `parameters`, of which `heads` (some of them) have a group and a rate of their own."""
+        """Returns an optimizer of `parameters`, of which `heads` (some of them) have a group and a learning rate of
+        their own.
+        """
         return Optimizer(self, parameters, heads)
 
 
@@ -80,7 +82,7 @@ class Optimizer:
         self._adamw = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
 
     def step(self, step: int) -> float:
-        """Update number `step` (from 1) with the gradients there are, which are then dropped.
+        """Make update number `step` (from 1) with the present gradients, which are then dropped.
 
         Returns their norm before clipping; when it is not finite, nothing was updated.
         """
@@ -95,19 +97,20 @@ class Optimizer:
         return norm_value
 
     def drop(self) -> None:
-        """Forget the gradients of this step."""
+        """Drop the gradients of this step."""
         self._forget_gradients()
 
     def forget(self) -> None:
-        """Moments and counts begin anew; weights and their float32 masters stay."""
+        """Reset moments and counts; weights and their float32 masters stay."""
         self._adamw.state.clear()
 
     def rate(self, step: int) -> float:
-        """The learning rate of update `step` (heads may have another)."""
+        """Returns the learning rate of update `step` (heads may have another)."""
         return self.settings.lr * self.settings.schedule(step)
 
     def save(self, folder: Path) -> None:
-        """Moments, counts and float32 masters as `optimizer.safetensors`, what they belong to as `optimizer.json`.
+        """Save moments, counts and float32 masters as `optimizer.safetensors`, and what they belong to as
+        `optimizer.json`.
 
         Every rank calls it, and the first one writes.
         """
@@ -140,7 +143,7 @@ class Optimizer:
         self._adamw.load_state_dict({"state": state, "param_groups": self._adamw.state_dict()["param_groups"]})
 
     def _streamed(self) -> Streamed:
-        """All that is saved, each tensor whole when it is reached."""
+        """Returns all that is saved, each tensor whole when it is reached."""
         parts = [(i, f"{i}.{key}", t) for i, s in self._adamw.state_dict()["state"].items() for key, t in s.items()]
         parts += [(i, f"{i}.master", m.detach()) for i, m in self._numbered_copies()]
         whole = self._numbered_parameters()
@@ -159,7 +162,7 @@ class Optimizer:
         return Streamed(like, tensors)
 
     def _own_part(self, path: Path) -> dict[str, Tensor]:
-        """What this rank holds of the tensors in a file."""
+        """Returns this rank's part of the tensors in a file."""
         whole, tensors = self._numbered_parameters(), {}
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
@@ -173,13 +176,15 @@ class Optimizer:
         return tensors
 
     def _master(self, own: Tensor) -> Parameter:
-        """What AdamW updates: what is there, on the same memory, or a float32 copy of what is of lower precision."""
+        """Returns what AdamW updates: the parameter itself, on the same memory, or a float32 copy of one of lower
+        precision.
+        """
         if torch.finfo(own.dtype).bits >= 32:
             return own if isinstance(own, Parameter) else Parameter(own)
         return Parameter(own.detach().to(torch.float32))
 
     def _norm(self) -> Tensor:
-        """Of the whole gradient, on every rank."""
+        """Returns the norm of the whole gradient, on every rank."""
         if self._group is None:
             return torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None])
         sharded, whole = [], []
@@ -214,16 +219,16 @@ class Optimizer:
                 parameter.copy_(master)
 
     def _copies(self) -> list[tuple[Tensor, Parameter]]:
-        """(what this rank holds of a parameter, its float32 master) where these are two."""
+        """Returns (this rank's part of a parameter, its float32 master) where these are two."""
         pairs = zip(self._own, self._masters, strict=True)
         return [(own, master) for own, master in pairs if own.dtype != master.dtype]
 
     def _numbered(self) -> list[Parameter]:
-        """What AdamW updates, in the order in which its state is numbered."""
+        """Returns what AdamW updates, in the order in which its state is numbered."""
         return [master for group in self._adamw.param_groups for master in group["params"]]
 
     def _numbered_parameters(self) -> list[Parameter]:
-        """The parameters in that order."""
+        """Returns the parameters in that order."""
         of = {id(master): parameter for parameter, master in zip(self.parameters, self._masters, strict=True)}
         return [of[id(master)] for master in self._numbered()]
 

@@ -1,11 +1,11 @@
-"""The trainer's ranks: processes that train one policy together, and what they say to each other.
+"""The trainer's ranks: processes that train one policy together, and the messages between them.
 
-Invariant: rank 0 speaks, the others do what they hear in the order in which it was said, so every collective is entered
-by all of them in one order. A message is a word, facts as JSON, and tensors, in one safetensors block: nothing is
-unpickled. Every wait has a deadline; who waits in vain, or for one that is gone, says so and ends.
+Invariant: rank 0 sends commands and the others execute them in order, so all of them enter every collective in one
+order. A message is a word, facts as JSON, and tensors, in one safetensors block: nothing is unpickled. Every wait has a
+deadline; a rank that waits for too long, or for one that is gone, says so and ends.
 
-There are three process groups: of the devices (shards and their gradients; the default one), of the messages, and of
-the weights on their way out, which travel while the next step is computed.
+There are three process groups: for the devices (shards and their gradients; the default one), for the messages, and for
+the weights to be published, which are gathered while the next step is computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RankSettings:
 
     @property
     def sharded(self) -> bool:
-        """Whether parameters are shards: also those of one rank that computes in a lower precision."""
+        """Whether parameters are sharded: also those of a single rank that computes in a lower precision."""
         return self.ranks > 1 or self.compute != "float32"
 
     @property
@@ -52,7 +52,7 @@ class RankSettings:
 
 
 def name_of_rank(rank: int) -> str:
-    """The part of a run that is this rank of its trainer."""
+    """Returns the name of the part that is this rank of the trainer."""
     return f"trainer-{rank}" if rank else "trainer"
 
 
@@ -61,12 +61,12 @@ class Meeting:
     """How the ranks of one life of the trainer find each other."""
 
     store: Any  # a torch.distributed Store that all of them share
-    address: str | None = None  # this machine's, by which the others reach it; None: all are on this one
+    address: str | None = None  # this machine's, at which the others reach it; None: all are on this one
 
 
 @dataclass(frozen=True)
 class Message:
-    """What rank 0 said."""
+    """A message from rank 0."""
 
     word: str
     facts: Mapping[str, Json] = field(default_factory=dict)
@@ -83,9 +83,9 @@ class Message:
 
 
 class Ranks:
-    """This process's place among `count` ranks. Made by all of them at the same time.
+    """This process's place among `count` ranks. All of them make theirs at the same time.
 
-    Each waits at most `deadline` seconds for another within a step, and `word_deadline` for rank 0 to say something.
+    Each waits at most `deadline` seconds for another within a step, and `word_deadline` for a message from rank 0.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Ranks:
         deadline: float,
         word_deadline: float,
     ) -> None:
-        from torch.distributed.device_mesh import init_device_mesh  # heavy, and most trainers have one rank
+        from torch.distributed.device_mesh import init_device_mesh  # heavy to import, and most trainers have one rank
 
         self.rank, self.count, self.device = rank, count, device
         self.deadline, self.word_deadline = deadline, word_deadline
@@ -116,7 +116,7 @@ class Ranks:
         return Sharding(self.mesh, compute)
 
     def say(self, word: str, tensors: Mapping[str, Tensor] | None = None, **facts: Json) -> None:
-        """Of rank 0, to all others."""
+        """Send a message from rank 0 to all others."""
         if self.count == 1:
             return
         block = Message(word, facts, tensors or {}).encoded()
@@ -125,7 +125,7 @@ class Ranks:
             dist.broadcast(torch.frombuffer(bytearray(block), dtype=torch.uint8), 0, group=self._messages)
 
     def hear(self) -> Message:
-        """What rank 0 says next."""
+        """Wait for the next message from rank 0."""
         size = torch.zeros(1, dtype=torch.int64)
         with self._waits("for what rank 0 says next", self.word_deadline):
             dist.broadcast(size, 0, group=self._messages)
@@ -134,12 +134,12 @@ class Ranks:
         return Message.decoded(block.numpy().tobytes())
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
-        """Float32 tensors, to a rank that knows their shapes."""
+        """Send float32 tensors to a rank that knows their shapes."""
         with self._waits(f"to send to rank {to}", self.deadline):
             dist.send(torch.cat([t.detach().to("cpu", torch.float32).flatten() for t in tensors]), to, self._messages)
 
     def receive(self, shapes: Sequence[Sequence[int]], sender: int) -> list[Tensor]:
-        """What `send` sent, on this rank's device."""
+        """Receive what `send` sent, on this rank's device."""
         sizes = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.empty(sum(sizes))
         with self._waits(f"for rank {sender}", self.deadline):
@@ -154,7 +154,7 @@ class Ranks:
 
     @contextmanager
     def _waits(self, what: str, deadline: float) -> Iterator[None]:
-        """What torch raises when a wait expires or the other end is gone, as ours."""
+        """Raises our own errors for what torch raises when a wait expires or the other rank is gone."""
         try:
             yield
         except RuntimeError as error:  # dist.DistError is one, and gloo raises plain ones
@@ -165,7 +165,7 @@ class Ranks:
 
 
 def _listen_on(address: str | None) -> None:
-    """Gloo and NCCL listen on the interface of that address only, unless the environment names another one.
+    """Make Gloo and NCCL listen on the interface of that address only, unless the environment names another one.
 
     None: on the loopback interface. Raises `UserError` where no interface has the address.
     """
@@ -178,11 +178,11 @@ def _listen_on(address: str | None) -> None:
         )
     for name in chosen[:1]:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly that one, not those that begin so
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly that one, not those with this prefix
 
 
 def _address_of(interface: str) -> str | None:
-    """Its first IPv4 one, on Linux; None where it has none."""
+    """Returns the interface's first IPv4 address, on Linux; None where it has none."""
     import fcntl
 
     asked = struct.pack("256s", interface.encode()[:15])

@@ -1,10 +1,10 @@
-"""A policy and an optimizer over several ranks, led by the first, whose trainer sees one policy and one optimizer.
+"""A policy and an optimizer over several ranks, led by rank 0, whose trainer sees one policy and one optimizer.
 
 Invariant: the objective is computed once, on rank 0, over the whole batch. A pass deals whole groups to the ranks. Each
 evaluates its rows (one that has none evaluates one all the same), rank 0 puts the log-probabilities together, and the
-objective's derivative with respect to them goes back the same way: each rank backpropagates its part of it. So the
-loss and every mean in it are of the whole batch for any objective and any number of ranks, and all ranks make equally
-many passes. Whether a step is made is decided once: by rank 0 (the loss) and by the norm that all ranks add up alike.
+objective's derivative with respect to them goes back the same way: each rank backpropagates its part of it. So the loss
+and every mean in it are of the whole batch for any objective and any number of ranks, and all ranks make equally many
+passes. Whether a step is made is decided once: by rank 0 (the loss) and by the norm that all ranks add up alike.
 
 Shape legend: B rows, T completion positions, G groups.
 """
@@ -36,7 +36,7 @@ _ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank evaluates of a batch: its rows, or one of them whose result nobody uses."""
+    """What one rank evaluates of a batch: its rows, or one of them whose result is not used."""
 
     part: Slice
     used: bool
@@ -47,13 +47,13 @@ class _Share:
         return cls(Slice.of(batch, rows if used else shortest_row(batch)), used)
 
     def shapes(self, heads: Sequence[str]) -> list[tuple[int, ...]]:
-        """Of what the policy gives for it, in the order of `given`."""
+        """Returns the shapes of the policy's outputs for it, in the order of `given`."""
         rows, groups = self.part.batch.completion_BT.shape, (self.part.batch.groups,)
         return [tuple(rows), *([tuple(rows)] if "value" in heads else []), *([groups] if "log_z" in heads else [])]
 
 
 def given(output: PolicyOutput) -> list[Tensor]:
-    """What a policy gave, but for what it does not have."""
+    """Returns the outputs of a policy, without those it does not have."""
     return [t for t in (output.log_policy_BT, output.value_BT, output.log_z_G) if t is not None]
 
 
@@ -67,12 +67,13 @@ def _output(tensors: Sequence[Tensor], heads: Sequence[str]) -> PolicyOutput:
 
 @dataclass
 class LedPolicy:
-    """The `Policy` of rank 0: what it is asked, all ranks do."""
+    """The `Policy` of rank 0: each call is executed by all ranks."""
 
     own: SavedPolicy  # this rank's shards
     ranks: Ranks
     max_tokens: int  # of one pass, on each rank
-    reading: threading.Event = field(default_factory=threading.Event)  # unset while the weights are on their way out
+    # unset while the weights are being gathered for publication
+    reading: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.reading.set()
@@ -86,7 +87,7 @@ class LedPolicy:
         return self.own.parameters()
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Of all rows. Gradients go through it once, with all of its outputs at the same time."""
+        """Evaluates all rows. Gradients go through it once, with all of its outputs at the same time."""
         shares = [_Share.of(batch, rows) for rows in deal(batch, self.ranks.count, self.max_tokens)]
         spoken = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS)}
         self.ranks.say("evaluate", spoken, gradient=torch.is_grad_enabled())
@@ -107,7 +108,9 @@ class LedPolicy:
     def _backpropagate(
         self, batch: Batch, shares: Sequence[_Share], own: Sequence[Tensor], gradients: Sequence[Tensor]
     ) -> None:
-        """Each rank its part of the derivative; log Z of a group that is split goes with the first that has it."""
+        """Each rank backpropagates its part of the derivative; log Z of a split group goes with the first part that has
+        it.
+        """
         self.ranks.say("backpropagate")
         done_G = torch.zeros(batch.groups, dtype=torch.bool, device=batch.group_B.device)
         mine = [torch.zeros_like(tensor) for tensor in own]
@@ -127,7 +130,7 @@ class LedPolicy:
         torch.autograd.backward(list(own), mine)
 
     def weights(self) -> Streamed:
-        """Whole tensors, one after the other; another reading waits until this one has come to its end."""
+        """Returns whole tensors, one after the other; a second reader waits until the first has finished."""
         return self._sent(everything=False)
 
     def _sent(self, everything: bool) -> Streamed:
@@ -155,7 +158,9 @@ class LedPolicy:
 
 
 class LedOptimizer(Optimizer):
-    """The `Optimizer` of rank 0: what it is asked, all ranks do. Only `load` each does by itself, when it starts."""
+    """The `Optimizer` of rank 0: each call is executed by all ranks. Only `load` each rank runs by itself, when it
+    starts.
+    """
 
     def __init__(
         self, ranks: Ranks, settings: OptimizerSettings, parameters: Sequence[Parameter], heads: Sequence[Parameter]
@@ -194,7 +199,7 @@ class Follower:
     _failed: list[BaseException] = field(default_factory=list)
 
     def follow(self) -> None:
-        """Consumes what rank 0 says, and waits for nothing else."""
+        """Execute the messages of rank 0; it waits for nothing else."""
         acts: dict[str, Callable[[Message], object]] = {
             "evaluate": self._evaluate,
             "backpropagate": self._backpropagate,
@@ -230,7 +235,7 @@ class Follower:
         self.optimizer.step(int(message.facts["step"]))
 
     def _send_weights(self, message: Message) -> None:
-        """While the next step is computed; it ends before the weights change."""
+        """Send the weights while the next step is computed; this ends before they change."""
         self._settle()
         shards = self.own.everything() if message.facts["everything"] else self.own.weights()
 
@@ -253,7 +258,7 @@ class Follower:
 
 
 class _Dealt(torch.autograd.Function):
-    """What the ranks gave, and the way back to them."""
+    """The outputs of the ranks as one differentiable operation, whose backward pass sends derivatives to them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, backpropagate: Callable[[Sequence[Tensor]], None], *whole: Tensor) -> Any:
@@ -268,7 +273,7 @@ class _Dealt(torch.autograd.Function):
 
 
 def _whole(batch: Batch, made: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list[Tensor]:
-    """The outputs for the whole batch, each part in its place."""
+    """Returns the outputs for the whole batch, each part in its place."""
     shape_BT, whole = tuple(batch.completion_BT.shape), []
     for column in zip(*(tensors for _, tensors in made), strict=True):
         rows = column[0].ndim == 2
@@ -280,7 +285,7 @@ def _whole(batch: Batch, made: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list
 
 
 def _streamed(shards: Mapping[str, Tensor], ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
-    """(name, whole tensor) on rank 0; the others send their rows."""
+    """Yields (name, whole tensor) on rank 0; the others send their rows."""
     for name, tensor in shards.items():
         if not is_sharded(tensor):
             yield name, tensor

@@ -1,8 +1,8 @@
-"""How far the policy has moved from what sampled a batch, and how far the batch is from balance.
+"""How far the policy has moved from the behaviour policy of a batch, and how far the batch is from balance.
 
-Invariant: nothing is computed again. The forward passes of the step show their log-probabilities here, and what is
-said of them is a few sums. Behaviour is what was stored when sampling, after temperature and top-p: a searcher that
-samples at another temperature than the objective's is off-policy at lag 0, as is one whose engine computes otherwise.
+Invariant: no forward pass is made for it. The forward passes of the step pass their log-probabilities in, and the
+metrics are a few sums. Behaviour is what was stored when sampling, after temperature and top-p: a searcher that samples
+at another temperature than the objective's is off-policy at lag 0, as is one whose engine computes differently.
 
 Shape legend: B rows (one completion each), T completion positions, N tokens, G groups.
 """
@@ -24,20 +24,20 @@ LOW, HIGH = 0.05, 0.95
 
 @dataclass
 class Staleness:
-    """Of one step: show it every row once, in whole groups (`see`), then ask for its `metrics`."""
+    """Staleness of one step: pass it every row once, in whole groups (`see`), then ask for its `metrics`."""
 
     _rows: list[Tensor] = field(default_factory=list)  # each [4, B]: off_policy, log_ratio, reward, group
     _tokens: list[Tensor] = field(default_factory=list)  # each [N]: log(mu / pi)
     _groups: int = 0
 
     def see(self, output: PolicyOutput, batch: Batch) -> None:
-        """Take in what the policy gives for `batch`."""
+        """Take in the policy's output for `batch`."""
         log_policy_BT, mask_BT = output.log_policy_BT.detach().float(), batch.mask_BT
         behavior_BT = batch.some_behavior_BT if batch.log_behavior_BT is None else batch.log_behavior_BT
         off_policy_B = log_policy_BT.new_full((batch.rows,), math.nan)
         if behavior_BT is not None:
             off_policy_BT = torch.where(mask_BT, behavior_BT - log_policy_BT, 0.0)
-            off_policy_B = off_policy_BT.sum(1)  # NaN where there is no behaviour
+            off_policy_B = off_policy_BT.sum(1)  # NaN without behaviour log-probabilities
             self._tokens.append(off_policy_BT[mask_BT & ~off_policy_B.isnan()[:, None]])
         log_ratio_B = torch.where(mask_BT, log_policy_BT - batch.log_reference_BT, 0.0).sum(1)
         group_B = (batch.group_B + self._groups).to(log_ratio_B.dtype)
@@ -45,14 +45,15 @@ class Staleness:
         self._groups += batch.groups
 
     def metrics(self, beta: float | None = None) -> dict[str, float]:
-        """What is known, in nats and over the rows that have behaviour log-probabilities; `beta` in units of reward.
+        """Returns what is known, in nats and over the rows that have behaviour log-probabilities; `beta` in units of
+        reward.
 
         off_policy: the mean of log(mu / pi) over rows, whole answers: an estimate of KL(mu || pi) for the mixture mu of
         versions that sampled the batch. off_policy_p05, off_policy_p95: its quantiles (nearest rank), within +-20.
         off_policy_token, off_policy_token_p05, off_policy_token_p95: the same over tokens.
-        ess: (sum w)^2 / (n sum w^2), w = pi / mu of a whole answer (Kish 1965): the share of the n rows that count,
-        were they reweighted to be on-policy; 1 on-policy, 1 / n when one row has all the weight.
-        behavior_share: of the rows, those with behaviour log-probabilities.
+        ess: (sum w)^2 / (n sum w^2), w = pi / mu of a whole answer (Kish 1965): the effective sample size as a share of
+        the n rows, were they reweighted to be on-policy; 1 on-policy, 1 / n when one row has all the weight.
+        behavior_share: the share of rows with behaviour log-probabilities.
         residual_spread: the standard deviation of r / beta - log(pi / pi_ref) within groups, pooled (K - 1 below).
         residual_relative: the same over that of r / beta: 1 where the policy is the reference, 0 in balance, above 1
         where it has gone further than the rewards account for.
@@ -72,25 +73,27 @@ class Staleness:
             reward = spread_within_groups(reward_B, group_B.long(), groups)
             found |= {"residual_spread": residual / beta}
             found |= {"residual_relative": torch.where(reward > 0, residual / reward, math.nan)}
-        values = torch.stack([v.to(off_policy_B) for v in found.values()]).tolist()  # read from the device once
+        values = torch.stack([v.to(off_policy_B) for v in found.values()]).tolist()  # one transfer from the device
         return dict(zip(found, values, strict=True))
 
 
 def effective_share(log_w: Tensor) -> Tensor:
-    """Kish's effective sample size of weights exp(log_w) [n], over n: in 1/n..1; no weight overflows."""
+    """Returns Kish's effective sample size of weights exp(log_w) [n], over n: in 1/n..1; no weight overflows."""
     log_w = log_w - log_w.max()
     return (2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)
 
 
 def spread_within_groups(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
-    """The pooled standard deviation within groups: sqrt(sum (x - mean of its group)^2 / (B - G))."""
+    """Returns the pooled standard deviation within groups: sqrt(sum (x - mean of its group)^2 / (B - G))."""
     size_G = torch.bincount(group_B, minlength=groups)
     mean_G = x_B.new_zeros(groups).index_add(0, group_B, x_B) / size_G
     return ((x_B - mean_G[group_B]).square().sum() / (len(x_B) - groups)).sqrt()
 
 
 def quantile(x_N: Tensor, share: float) -> Tensor:
-    """The nearest-rank quantile of any number of values: the smallest with at least `share` of them at or below."""
+    """Returns the nearest-rank quantile of any number of values: the smallest with at least `share` of them at or
+    below.
+    """
     return x_N.kthvalue(max(1, math.ceil(share * len(x_N) - 1e-9))).values
 
 

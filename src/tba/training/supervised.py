@@ -66,11 +66,11 @@ class SupervisedSettings:
             raise UserError(f"held_out is {self.held_out} and warmup {self.warmup}, but these are shares; give 0 to 1")
 
     def updates(self, pairs: int) -> int:
-        """Updates over so many trained pairs."""
+        """Returns the number of updates over `pairs` trained pairs."""
         return self.steps or max(1, round(self.epochs * pairs / self.batch_size))
 
     def optimizer(self, updates: int) -> OptimizerSettings:
-        """AdamW with the rate's shape spread over `updates`."""
+        """Returns AdamW's settings, with the learning-rate schedule spread over `updates`."""
         warmup = min(round(self.warmup * updates), updates - 1)
         shapes: dict[str, RateShape] = {
             "constant": WarmupConstant(warmup),
@@ -173,7 +173,7 @@ def _measure(model: PreTrainedModel, rows: Sequence[_Row], settings: SupervisedS
 
 
 def _batches(rows: Sequence[_Row], size: int, pooled: int, rng: np.random.Generator) -> Iterator[list[_Row]]:
-    """Without end: epochs of batches of similar length, each row once per epoch, in an order drawn anew."""
+    """Yields batches for ever: epochs of batches of similar length, each row once per epoch, in a new random order."""
     size = min(size, len(rows))
     while True:
         order = rng.permutation(len(rows))
@@ -185,7 +185,7 @@ def _batches(rows: Sequence[_Row], size: int, pooled: int, rng: np.random.Genera
 
 
 def _parts(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
-    """Rows by length, cut so that a part has at most `max_tokens` padded tokens (or is a single row)."""
+    """Yields rows by length, cut so that a part has at most `max_tokens` padded tokens (or is a single row)."""
     part: list[_Row] = []
     for row in sorted(rows, key=lambda row: len(row.ids)):
         if part and (len(part) + 1) * len(row.ids) > max_tokens:
@@ -196,7 +196,7 @@ def _parts(rows: Sequence[_Row], max_tokens: int) -> Iterator[list[_Row]]:
 
 
 def _summed_loss(model: PreTrainedModel, rows: Sequence[_Row]) -> Tensor:
-    """Cross-entropy summed over the rows' trained tokens. Padding comes last, so causality hides it: no mask."""
+    """Returns the summed cross-entropy of the trained tokens. Padding comes last, so causality hides it: no mask."""
     longest = max(len(row.ids) for row in rows)
     first = min(row.start for row in rows) - 1  # the position that predicts the first response token
     ids = np.zeros((len(rows), longest), dtype=np.int64)

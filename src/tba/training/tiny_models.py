@@ -1,4 +1,4 @@
-"""Small models from nothing: a Llama from a few sizes and a seed, a tokenizer from texts.
+"""Small untrained models: a Llama from a few sizes and a seed, a tokenizer from texts.
 
 Invariant: equal settings and seed give equal weights, equal texts an equal tokenizer, and decoding what was encoded
 gives the text back, whatever it was.
@@ -43,7 +43,7 @@ class ScratchModel:
             )
 
     def start(self, tokenizer: PreTrainedTokenizerBase) -> LlamaForCausalLM:
-        """A new float32 model for this tokenizer, in evaluation mode. Leaves torch's generator as it was."""
+        """Returns a new float32 model for this tokenizer, in evaluation mode. Leaves torch's generator as it was."""
         config = LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=self.hidden_size,
@@ -63,7 +63,7 @@ class ScratchModel:
 
 
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with <eos> and <pad>, trained on `texts`; every digit is a token of its own.
+    """Trains a byte-level BPE tokenizer with <eos> and <pad> on `texts`; every digit is a token of its own.
 
     Has fewer than `vocab_size` tokens when the texts do not yield as many. Raises `UserError` for a size below 258,
     which is one token for each byte and the two special ones.

@@ -1,4 +1,4 @@
-"""The trainer: `step(batch)` makes one update, and every k steps weights are due to be sent out by `publish()`.
+"""The trainer: `step(batch)` makes one update, and every k steps weights are due, which `publish()` sends out.
 
 Invariant: the version counts updates that were made. A step whose loss or gradient is not finite makes none: it is
 skipped, counted and reported; the third in a row saves its batch and ends the run with the weights untouched. The
@@ -32,12 +32,12 @@ NON_FINITE_IN_A_ROW = 3
 
 
 def _nothing() -> None:
-    """Nobody reads the weights while they change."""
+    """The default of `settle`: nobody reads the weights while they change."""
 
 
 @dataclass
 class Trainer:
-    """Call `step` by hand in a REPL, or let a runtime do it. `version` is of the weights as they are now.
+    """Makes updates. Call `step` by hand in a REPL, or let a runtime do it. `version` names the present weights.
 
     Raises `UserError` when the objective needs a head that the policy does not have.
     """
@@ -51,10 +51,10 @@ class Trainer:
     directory: Path  # where a batch that ended the run is saved
     version: Version = Version()
     groups: Sequence[Group] = ()  # those of the last step
-    published: Version | None = None  # the newest that was sent out
+    published: Version | None = None  # the newest version that was published
     skipped: int = 0  # steps without an update
     ranks: int = 1  # over which the policy spreads each pass
-    settle: Callable[[], object] = _nothing  # called before the weights change: who still reads them is waited for
+    settle: Callable[[], object] = _nothing  # called before the weights change; it waits for those who still read them
     now: Callable[[], float] = time.time  # seconds since the epoch, as `Trajectory.created` has them
     _skipped_in_a_row: int = field(default=0, repr=False)
 
@@ -69,7 +69,7 @@ class Trainer:
         self._device = self.policy.parameters()[0].device
 
     def step(self, fetched: Fetched) -> Metrics:
-        """One batch in, one update made of it."""
+        """Make one update from one batch."""
         self.groups, batch = fetched.groups, fetched.batch.to(self._device)
         metrics = self._counts(batch)
         metrics |= self.backward(batch)
@@ -78,11 +78,11 @@ class Trainer:
 
     @property
     def due(self) -> bool:
-        """Whether weights are to be sent out: every `sync_every` updates, once per version."""
+        """Whether weights are to be published: every `sync_every` updates, once per version."""
         return self.version != self.published and self.version.step % self.sync_every == 0
 
     def backward(self, batch: Batch) -> Metrics:
-        """Evaluate, objective, backpropagate: in one pass or slice by slice (`training.gradients`)."""
+        """Evaluate, compute the objective, backpropagate: in one pass or slice by slice (`training.gradients`)."""
         for need, given, what in (
             ("log_behavior", batch.log_behavior_BT, "the log-probabilities of the behaviour policy"),
             ("step_value", batch.step_value_BS, "the values of the answer's steps"),
@@ -99,7 +99,7 @@ class Trainer:
         return {**staleness.metrics(metrics.get("beta")), **metrics, "loss": loss}
 
     def update(self, batch: Batch, loss: float) -> Metrics:
-        """One optimizer step, unless the loss or the gradient is not finite."""
+        """Make one optimizer step, unless the loss or the gradient is not finite."""
         step = self.version.step + 1
         if math.isfinite(loss):
             self.settle()
@@ -116,12 +116,12 @@ class Trainer:
         return metrics | {"skipped": float(self.skipped)}
 
     def publish(self, notes: Mapping[str, Json] | None = None) -> None:
-        """Send the weights out as they are, with `notes` in their manifest; whoever resumes calls it at once."""
+        """Publish the weights as they are, with `notes` in their manifest; a run that resumes calls it at once."""
         self.weights.publish(self.policy.weights(), self.version, notes or {})
         self.published = self.version
 
     def _counts(self, batch: Batch) -> Metrics:
-        """What can be said of the batch before it is used. Lag: updates since the weights that sampled a row."""
+        """Returns facts about the batch before it is used. Lag: updates since the weights that sampled a row."""
         trajectories = [t for group in self.groups for t in group.trajectories]
         lags = [t.version.lag(self.version) for t in trajectories if not t.imported]
         return ages(trajectories, self.now()) | {
@@ -145,11 +145,11 @@ class Trainer:
 
 
 def ages(trajectories: Sequence[Trajectory], now: float) -> Metrics:
-    """Mean seconds of each trajectory's way here, in two parts; either over those that tell.
+    """Returns the mean age of the trajectories in seconds, in two parts; each over those that have the figure.
 
-    in_flight_seconds: from the beginning of its round to the journal, a duration that its searcher measured with a
-    clock that never goes back. waiting_seconds: from there to `now`, by the clocks on the wall of both sides: as right
-    as they agree, and 0 for what seems to come from the future.
+    in_flight_seconds: from the beginning of its round to the journal, a duration that its searcher measured by a
+    monotonic clock. waiting_seconds: from there to `now`, by the wall clocks of both sides: only as right as these
+    agree, and 0 where it would be negative.
     """
     durations = (t.provenance.get("seconds") for t in trajectories)
     in_flight = [float(d) for d in durations if isinstance(d, int | float)]
@@ -159,7 +159,7 @@ def ages(trajectories: Sequence[Trajectory], now: float) -> Metrics:
 
 
 def save_batch(batch: Batch, path: Path) -> None:
-    """A batch's tensors by field name, as safetensors."""
+    """Save a batch's tensors by field name, as safetensors."""
     named = {f.name: getattr(batch, f.name) for f in dataclasses.fields(batch)}
     tensors = {name: t.contiguous() for name, t in named.items() if isinstance(t, torch.Tensor)}
     safetensors.torch.save_file(tensors, path)

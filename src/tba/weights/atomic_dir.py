@@ -1,7 +1,7 @@
-"""Folders that appear whole or not at all: filled beside their place, then renamed into it.
+"""Folders that appear whole or not at all: they are filled under a temporary name, then renamed.
 
-Invariant: whoever can see a folder by its own name sees all of it. What a crash leaves behind has a name that begins
-with a dot, and `remove_leftovers` takes it away.
+Invariant: a folder that is visible under its own name is complete. What a crash leaves behind has a name that begins
+with a dot, and `remove_leftovers` deletes it.
 """
 
 from __future__ import annotations
@@ -15,45 +15,48 @@ from pathlib import Path
 
 
 @contextmanager
-def folder_beside(path: Path, durable: bool = False) -> Iterator[Path]:
-    """A new folder to fill, which becomes `path` in one rename when the block ends; if it raises, nothing stays.
+def atomic_folder(path: Path, durable: bool = False) -> Iterator[Path]:
+    """Yields a new folder to fill, which becomes `path` in one rename when the block ends; if it raises, nothing stays.
 
-    With `durable` it outlives a power cut once the block has ended. Raises `FileExistsError` when `path` is a folder
+    With `durable` it survives a power cut once the block has ended. Raises `FileExistsError` when `path` is a folder
     with something in it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = _beside(path, "writing")
-    beside.mkdir()
+    temporary = _hidden_name(path, "writing")
+    temporary.mkdir()
     try:
-        yield beside
+        yield temporary
         if durable:
-            for root, _, names in os.walk(beside):
+            for root, _, names in os.walk(temporary):
                 for written in (*names, "."):
                     sync(Path(root) / written)
-        _rename(beside, path)
+        _rename(temporary, path)
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     if durable:
         sync(path.parent)
 
 
 def remove_folder(path: Path) -> None:
-    """Take a folder away at once: nobody sees it by its name half removed. Raises `FileNotFoundError` when gone."""
-    gone = _beside(path, "removed")
+    """Delete a folder in one step: it is never visible half removed.
+
+    Raises `FileNotFoundError` when it does not exist.
+    """
+    gone = _hidden_name(path, "removed")
     os.rename(path, gone)
     shutil.rmtree(gone)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Take away what a crash left in `parent`. Only for its one writer, while it writes nothing there."""
+    """Delete what a crash left in `parent`. Only its one writer may call this, while it writes nothing there."""
     for leftover in parent.glob(".*"):
         if leftover.name.startswith((".writing-", ".removed-")):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file, or a folder's list of names."""
+    """Flush a file, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,13 +64,13 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _beside(path: Path, what: str) -> Path:
+def _hidden_name(path: Path, what: str) -> Path:
     return path.with_name(f".{what}-{path.name}-{uuid.uuid4().hex[:12]}")
 
 
-def _rename(beside: Path, path: Path) -> None:
+def _rename(temporary: Path, path: Path) -> None:
     try:
-        os.replace(beside, path)
+        os.replace(temporary, path)
     except OSError as error:  # "directory not empty", under whichever of its two names the system uses
         if path.is_dir():
             raise FileExistsError(f"{path} is there already") from error

@@ -1,8 +1,9 @@
-"""Publishing beside the next step: weights are written from where they lie while they are only read.
+"""Publishing in the background while the trainer computes the next step: a thread writes the weights from where they
+are.
 
 Invariant: between two updates nobody changes the weights, so the writing thread needs no copy of them; `settle` is
-called before the next update, and returns once it is done with them. What is asked for meanwhile (pins) happens after
-it, in order. What fails there is raised by whoever settles next.
+called before the next update, and returns once the thread is done with them. What is requested in the meantime (pins)
+is executed after the writing, in order. What fails in the thread is raised by the next call of `settle`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
 
 class BackgroundPublisher:
-    """The publishing end of a `WeightDirectory`, in a thread of its own."""
+    """The publishing side of a `WeightDirectory`, in a thread of its own."""
 
     def __init__(self, directory: WeightDirectory, deadline: float) -> None:
         self._directory = directory
         self._deadline = deadline  # seconds that `settle` may wait
         self._thread = ThreadPoolExecutor(1, "publish")
         self._jobs: list[Future[None]] = []
-        self._asked: list[tuple[Version, str]] = []  # pins that are waiting for what they pin
+        self._asked: list[tuple[Version, str]] = []  # pins of versions that are still being written
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
         """Returns at once; until `settle` has been called `weights` must stay as they are."""
@@ -36,13 +37,13 @@ class BackgroundPublisher:
         self._later(lambda: self._directory.publish(weights, version, manifest))
 
     def settle(self) -> None:
-        """Wait for what is still being done. Raises what it raised, and `DeadlineExceeded`."""
+        """Wait for what is still being written. Raises what it raised, and `DeadlineExceeded`."""
         jobs, self._jobs = self._jobs, []
         for job in jobs:
             try:
                 job.result(self._deadline)
             except TimeoutError as error:
-                if job.done():  # its own
+                if job.done():  # the job's own error, not this wait's
                     raise
                 raise DeadlineExceeded(
                     f"the weights had not been written into {self._directory.path} after {self._deadline:g} s"
@@ -50,12 +51,12 @@ class BackgroundPublisher:
         self._asked.clear()
 
     def pin(self, version: Version, why: str) -> None:
-        """As the directory's, of a version that may still be on its way."""
+        """Pin a version, like the directory does; it may still be being written."""
         self._asked.append((version, why))
         self._later(lambda: self._directory.pin(version, why))
 
     def pins(self, version: Version) -> list[str]:
-        """With those that have been asked for."""
+        """Returns why a version is pinned, including pins that are still to be executed."""
         if all(job.done() for job in self._jobs):
             self.settle()
         return [*self._directory.pins(version), *(why for asked, why in self._asked if asked == version)]

@@ -1,8 +1,8 @@
-"""A version's file as flat arrays that can travel, and back.
+"""A version's file as flat arrays that can be sent, and back.
 
-Invariant: the bytes of a safetensors file after its header, in order, cut into pieces of at most `CHUNK_BYTES`; put
-together by the file's own header they are the tensors that were published, bit for bit. Nothing is copied but a tensor
-that lies across a cut: pieces are views of the mapped file, tensors are views of the pieces.
+Invariant: the bytes of a safetensors file after its header, in order, are cut into pieces of at most `CHUNK_BYTES`; put
+together by the file's own header they are the tensors that were published, bit for bit. Only a tensor that lies across
+a cut is copied: pieces are views of the mapped file, tensors are views of the pieces.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _DTYPES = {  # as safetensors and as torch name them
 
 
 def flat(path: Path) -> tuple[str, Flat]:
-    """The header of a safetensors file (JSON) and all that follows it, mapped: it outlives the file's name.
+    """Returns the header of a safetensors file (JSON) and all that follows it, memory-mapped: it outlives the file's
+    name.
 
     Raises `FileNotFoundError` when there is no such file.
     """
@@ -49,21 +50,21 @@ def flat(path: Path) -> tuple[str, Flat]:
 
 
 def mapped(path: Path) -> Flat:
-    """All bytes of a file; they outlive its name."""
-    if path.stat().st_size == 0:  # which cannot be mapped
+    """Returns all bytes of a file, memory-mapped; they outlive its name."""
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.empty(0, np.uint8)
     with path.open("rb") as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
 
 def pieces(whole: Flat, most: int = CHUNK_BYTES) -> Iterator[Flat]:
-    """Cut into pieces of at most so many bytes."""
+    """Cuts into pieces of at most `most` bytes."""
     for begin in range(0, len(whole), most):
         yield whole[begin : begin + most]
 
 
 def tensors(header: str, parts: Sequence[Flat]) -> dict[str, torch.Tensor]:
-    """Name -> tensor, read-only views of the parts where they lie in one."""
+    """Returns name -> tensor: read-only views of the parts, where a tensor lies in one of them."""
     entries: dict[str, Any] = json.loads(header)
     entries.pop("__metadata__", None)
     size = len(parts[0]) if parts else 0
@@ -71,7 +72,7 @@ def tensors(header: str, parts: Sequence[Flat]) -> dict[str, torch.Tensor]:
 
 
 def _tensor(entry: dict[str, Any], parts: Sequence[Flat], size: int) -> torch.Tensor:
-    """`size`: bytes of every part but the last."""
+    """Returns one tensor. `size`: bytes of every part but the last."""
     import torch
 
     begin, end = entry["data_offsets"]
@@ -83,6 +84,6 @@ def _tensor(entry: dict[str, Any], parts: Sequence[Flat], size: int) -> torch.Te
         array = parts[first][begin - first * size : end - first * size]
     else:
         array = np.concatenate(parts[first : last + 1])[begin - first * size : end - first * size]
-    with warnings.catch_warnings():  # that torch cannot keep anybody from writing into what is shared: nobody does
+    with warnings.catch_warnings():  # torch warns that it cannot prevent writes into shared memory: nobody writes
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(array, dtype=dtype).reshape(entry["shape"])

@@ -1,11 +1,12 @@
-"""A version of the weights as what has changed since another, its base.
+"""A version of the weights as its difference from another one, its base.
 
 Invariant: base and changes together are what was published, bit for bit; two numbers are the same when their bits are.
-Of a tensor that has not changed nothing is kept, of one where little has, the places (`NAME@at`) and what is there now
-(`NAME@is`), of any other all, under its own name. A tensor is compared block by block when it is reached: there is
-never a second copy of one, let alone of all.
+Of a tensor that has not changed nothing is kept; of one where few elements have, their indices (`NAME@at`) and their
+new values (`NAME@is`); of any other everything, under its own name. A tensor is compared block by block when it is
+reached: there is never a second copy of one, let alone of all.
 
-Their number is known only at the end, so the file's header is given more room than it can need, and written last.
+The number of changes is known only at the end, so the file's header is given more room than it can need, and written
+last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tba.streaming import BLOCK, SAFETENSORS_NAMES, as_written, shapes_of, write
 
 _AT, _IS = "@at", "@is"
 _EVEN = 8  # elements that are written at a time: whatever follows is aligned
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by their bytes
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer types by their number of bytes
 
 
 def write_changes(
@@ -30,7 +31,7 @@ def write_changes(
 ) -> int:
     """Write what differs from `base` (a tensor by its name) as a safetensors file; returns its bytes.
 
-    Raises `ValueError` when what comes has not the shape that was said of it.
+    Raises `ValueError` when a tensor does not have the declared shape.
     """
     shapes = {name: tuple(like.shape) for name, like in shapes_of(tensors).items()}
     entries: dict[str, object] = {}
@@ -40,7 +41,7 @@ def write_changes(
         file.seek(room)
         for name, tensor in tensors.items():
             if shapes.pop(name, None) != tuple(tensor.shape):
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, which is not what was said of it")
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, which is not its declared shape")
             kind = as_written(tensor.dtype, dtype)
             for key, written, shape in _changes(name, tensor.detach().contiguous().view(-1), base(name), kind):
                 begin = file.tell() - room
@@ -59,7 +60,7 @@ def write_changes(
 
 
 def _changes(name: str, new: Tensor, old: Tensor, kind: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int] | None]]:
-    """What is to be written of a flat tensor: (under which name, what, its shape if that is not the tensor's own)."""
+    """Yields what is to be written of a flat tensor: (name, values, their shape if that is not the tensor's own)."""
     old = old.contiguous().view(-1)
     places = [begin + at for begin, at in _differing(new, old, kind)]
     at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
@@ -68,13 +69,13 @@ def _changes(name: str, new: Tensor, old: Tensor, kind: torch.dtype) -> Iterator
     if new.numel() % _EVEN == 0 and len(at) * (8 + kind.itemsize) >= new.numel() * kind.itemsize:
         yield name, new, None
         return
-    at = torch.cat([at, at[-1:].expand(-len(at) % _EVEN)])  # the last again: it changes nothing
+    at = torch.cat([at, at[-1:].expand(-len(at) % _EVEN)])  # repeats the last index, which changes nothing
     yield name + _AT, at, (len(at),)
     yield name + _IS, new[at.to(new.device)], (len(at),)
 
 
 def _differing(new: Tensor, old: Tensor, kind: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """(where a block begins, which of its elements have other bits)."""
+    """Yields (where a block begins, which of its elements have other bits)."""
     bits = _BITS[kind.itemsize]
     size = BLOCK // kind.itemsize
     for begin in range(0, new.numel(), size):
@@ -89,7 +90,7 @@ def _write_header(file: BinaryIO, entries: Mapping[str, object], room: int) -> N
 
 
 def restored(base: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What was published: of what has not changed the base's own tensors."""
+    """Returns what was published; tensors that have not changed are the base's own."""
     whole = {}
     for name, old in base.items():
         if (at := changes.get(name + _AT)) is not None:

@@ -1,14 +1,15 @@
-"""The arrow up, on one machine: a folder of safetensors, each version of the weights with its manifest.
+"""The weights' way from the trainer to searchers on one machine: a folder of safetensors files, each version with its
+manifest.
 
     weights/   0.12.safetensors   0.12.json (its manifest)   0.12.pins (while it is pinned: why)
 
 Invariant: a version is published while its manifest is there, which is renamed into place after the tensors and is
-taken away before them. So a listing of the folder is the whole truth, and a reader sees a version entirely or not at
-all. One process publishes, pins and prunes; any number read. The newest `keep` versions and every pinned one are kept.
-What `newer_than` and `at` hand out is open already: it can be read even after its version has been pruned.
+deleted before them. So a listing of the folder is the whole truth, and a reader sees a version entirely or not at all.
+One process publishes, pins and prunes; any number read. The newest `keep` versions and every pinned one are kept. What
+`newer_than` and `at` return is open already: it can be read even after its version has been pruned.
 
-With `full_every` above 1 the versions between two whole ones hold what has changed since the whole one before them
-(`deltas`), their base: it is kept as long as any of them, and what is handed out is always whole.
+With `full_every` above 1 the versions between two whole ones hold only their changes since the earlier of the two
+(`deltas`), their base: it is kept as long as any of them, and readers always get whole tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NAME = re.compile(r"(\d+\.\d+)\.json")  # what is still being written begins wit
 
 @dataclass(frozen=True)
 class PublishSettings:
-    """How weights are written on their way to searchers. Checkpoints are not touched by it."""
+    """How weights are written for searchers. It does not affect checkpoints."""
 
     dtype: Literal["own", "float32", "bfloat16", "float16"] = "own"  # own: as they are trained, which is float32
     full_every: int = 1  # versions; those between two whole ones hold only the numbers that changed. 1: all are whole
@@ -65,7 +66,8 @@ class WeightDirectory:
         self._settings = settings or PublishSettings()
         self._base: Version | None = None  # the newest whole version of this publisher, and how many came since
         self._since = 0
-        self._clean = False  # nobody but the publisher may take leftovers away: a reader cannot tell them from work
+        # only the publisher may delete leftovers: a reader cannot tell them from files being written
+        self._clean = False
         path.mkdir(parents=True, exist_ok=True)
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
@@ -79,38 +81,40 @@ class WeightDirectory:
         if not self._clean:
             self._remove_leftovers()
             self._clean = True
-        beside = self.path / f".{version}{TENSORS}"
-        base = self._write_tensors(beside, weights)
-        os.replace(beside, self._file(version, TENSORS))
+        temporary = self.path / f".{version}{TENSORS}"
+        base = self._write_tensors(temporary, weights)
+        os.replace(temporary, self._file(version, TENSORS))
         head = {"version": str(version), "names": sorted(weights), "notes": dict(manifest)}
         self._write(version, MANIFEST, head if base is None else head | {"base": str(base)})
         self._base, self._since = (version, 1) if base is None else (base, self._since + 1)
         self._prune()
 
-    def _write_tensors(self, beside: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
-        """Whole, or what has changed; returns since when."""
+    def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
+        """Write all tensors, or what has changed; returns the base of the changes."""
         dtype = None if self._settings.dtype == "own" else getattr(torch, self._settings.dtype)
         if self._base is None or self._since >= self._settings.full_every:
-            write_tensors(beside, weights, dtype)
+            write_tensors(temporary, weights, dtype)
             return None
         with safetensors.safe_open(self.file(self._base), framework="pt") as base:
             if sorted(base.keys()) != sorted(weights):
                 raise ValueError(f"these weights have other names than those of version {self._base}")
-            write_changes(beside, weights, base.get_tensor, dtype)
+            write_changes(temporary, weights, base.get_tensor, dtype)
         return self._base
 
     def settle(self) -> None:
-        """Nothing is being written after `publish` has returned."""
+        """Returns at once: nothing is being written after `publish` has returned."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Does nothing: there is no thread to end."""
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
-        """The newest version if it is newer than `version` (None: any), else None. Costs one listing; never waits.
+        """Returns the newest version if it is newer than `version` (None: any), else None. Costs one listing; never
+        waits.
 
         Raises `UserError` when its files are damaged.
         """
-        while True:  # ends: a version that is gone has made room for a newer one, and publishing takes longer
+        # terminates: a version is only pruned after a newer one came, and publishing takes longer than reading
+        while True:
             newest = self.newest()
             if newest is None or (version is not None and newest <= version):
                 return None
@@ -119,7 +123,7 @@ class WeightDirectory:
                 return published
 
     def at(self, version: Version) -> PublishedWeights:
-        """That very version. Raises `UserError` when it is not (or no longer) there, or damaged."""
+        """Returns exactly that version. Raises `UserError` when it is not (or no longer) there, or damaged."""
         published = self.find(version)
         if published is None:
             there = ", ".join(map(str, self.versions())) or "none"
@@ -129,7 +133,7 @@ class WeightDirectory:
         return published
 
     def notes(self, version: Version) -> Mapping[str, Json]:
-        """What lies beside that version; nothing when that is not there, or cannot be read."""
+        """Returns the manifest of that version; empty when it is not there, or cannot be read."""
         try:
             notes = json.loads(self._file(version, MANIFEST).read_text())["notes"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -137,7 +141,7 @@ class WeightDirectory:
         return notes if isinstance(notes, dict) else {}
 
     def find(self, version: Version) -> PublishedWeights | None:
-        """That version with its tensors mapped, None when it is not (or no longer) there.
+        """Returns that version with its tensors mapped, None when it is not (or no longer) there.
 
         Raises `UserError` when its files are damaged.
         """
@@ -161,25 +165,28 @@ class WeightDirectory:
         return PublishedWeights(version, notes, read)
 
     def base(self, version: Version) -> Version | None:
-        """Since which version its file holds the changes; None: it is whole. Raises `FileNotFoundError` when gone."""
+        """Returns the base of the changes in its file; None: it is whole.
+
+        Raises `FileNotFoundError` when it is gone.
+        """
         since = self._parsed(version, MANIFEST, _MANIFEST).get("base")
         return None if since is None else Version.parse(since)
 
     def file(self, version: Version) -> Path:
-        """Where its tensors lie, if it is there."""
+        """Returns the path of its tensors, if they are there."""
         return self._file(version, TENSORS)
 
     def versions(self) -> list[Version]:
-        """What is published and kept, oldest first."""
+        """Returns the versions that are published and kept, oldest first."""
         names = map(NAME.fullmatch, os.listdir(self.path))
         return sorted(Version.parse(name[1]) for name in names if name)
 
     def newest(self) -> Version | None:
-        """The newest published version, None before the first."""
+        """Returns the newest published version, None before the first."""
         return max(self.versions(), default=None)
 
     def pin(self, version: Version, why: str) -> None:
-        """Keep `version` until it is unpinned for the same reason; from here on it outlives a power cut.
+        """Keep `version` until it is unpinned for the same reason; from here on it survives a power cut.
 
         Raises `UserError` when it is not there.
         """
@@ -194,7 +201,7 @@ class WeightDirectory:
         sync(self.path)
 
     def unpin(self, version: Version, why: str) -> None:
-        """Take back one `pin` of the same reason; with the last of them the version may be pruned.
+        """Undo one `pin` of the same reason; with the last of them the version may be pruned.
 
         Raises `ValueError` when it is not pinned for that reason.
         """
@@ -209,7 +216,7 @@ class WeightDirectory:
         self._prune()
 
     def pins(self, version: Version) -> list[str]:
-        """Why `version` is pinned; empty when it is not."""
+        """Returns why `version` is pinned; empty when it is not."""
         try:
             reasons: list[str] = self._parsed(version, PINS, list[str])
         except FileNotFoundError:
@@ -217,7 +224,7 @@ class WeightDirectory:
         return reasons
 
     def _parsed(self, version: Version, suffix: str, kind: Any) -> Any:
-        """Raises `FileNotFoundError` when it is gone, `UserError` when it is damaged."""
+        """Reads a small file. Raises `FileNotFoundError` when it is gone, `UserError` when it is damaged."""
         try:
             return parsed(self._file(version, suffix).read_bytes(), kind)
         except ValueError as error:
@@ -227,22 +234,23 @@ class WeightDirectory:
         return self.path / f"{version}{suffix}"
 
     def _write(self, version: Version, suffix: str, value: Json) -> None:
-        """A small file, beside and renamed."""
-        beside = self.path / f".{version}{suffix}"
-        beside.write_text(json.dumps(value))
-        os.replace(beside, self._file(version, suffix))
+        """Write a small file, under a temporary name that is then replaced by its own."""
+        temporary = self.path / f".{version}{suffix}"
+        temporary.write_text(json.dumps(value))
+        os.replace(temporary, self._file(version, suffix))
 
     def _prune(self) -> None:
         versions = self.versions()
         kept = set(versions[-self.keep :]) | {v for v in versions if self.pins(v)}
         kept |= {base for v in kept if (base := self.base(v)) is not None} | ({self._base} if self._base else set())
-        for version in reversed(versions):  # changes before their base: whoever finds them finds it
+        # changes before their base, so that a reader who finds changes finds their base too
+        for version in reversed(versions):
             if version not in kept:
                 self._file(version, MANIFEST).unlink()
                 self._file(version, TENSORS).unlink()
 
     def _remove_leftovers(self) -> None:
-        """What a crash left: files begun, and tensors whose manifest is not there yet or not any longer."""
+        """Delete what a crash left: temporary files, and tensors without a manifest."""
         for tensors in self.path.glob(f"*{TENSORS}"):
             if not tensors.with_suffix(MANIFEST).exists():
                 tensors.unlink()

@@ -1,4 +1,4 @@
-"""Ranks that meet at a board: what torch's store is to do, and a process group over it."""
+"""Ranks that find each other through a key-value store: what torch asks of it, and a process group over it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tba.runtime.cluster.rendezvous import Board, BoardStore
+from tba.runtime.cluster.rendezvous import ActorStore, KeyValueStore
 
 
-def store_on(board: Board, patience: float = 30.0) -> BoardStore:
+def store_on(table: KeyValueStore, patience: float = 30.0) -> ActorStore:
     lock = threading.Lock()
 
     def call(method: str, *arguments: object) -> object:
         with lock:
-            return getattr(board, method)(*arguments)
+            return getattr(table, method)(*arguments)
 
-    return BoardStore(call, patience)
+    return ActorStore(call, patience)
 
 
 def test_a_store_gives_what_was_set_counts_from_nothing_and_waits_within_its_deadline() -> None:
-    board = Board()
-    one, other = store_on(board), store_on(board, patience=0.05)
+    table = KeyValueStore()
+    one, other = store_on(table), store_on(table, patience=0.05)
     one.set("a", "text")
     assert other.get("a") == b"text"
     assert [one.add("n", 2), other.add("n", 3)] == [2, 5]
@@ -43,7 +43,7 @@ def test_a_store_gives_what_was_set_counts_from_nothing_and_waits_within_its_dea
 
 
 def test_it_is_a_store_behind_a_prefix_too() -> None:
-    store = store_on(Board(), patience=0.05)
+    store = store_on(KeyValueStore(), patience=0.05)
     prefixed = dist.PrefixStore("p", store)
     prefixed.set("a", "text")
     assert prefixed.get("a") == b"text"
@@ -54,17 +54,17 @@ def test_it_is_a_store_behind_a_prefix_too() -> None:
 
 
 def test_who_waits_goes_on_when_it_is_there() -> None:
-    board = Board()
+    table = KeyValueStore()
     found: list[bytes] = []
-    waiting = threading.Thread(target=lambda: found.append(store_on(board).get("late")))
+    waiting = threading.Thread(target=lambda: found.append(store_on(table).get("late")))
     waiting.start()
-    store_on(board).set("late", b"x")
+    store_on(table).set("late", b"x")
     waiting.join(30)
     assert found == [b"x"]
 
 
 def test_a_group_of_torch_is_made_over_it() -> None:
-    store = store_on(Board())
+    store = store_on(KeyValueStore())
     sums: dict[int, float] = {}
 
     def rank(number: int) -> None:

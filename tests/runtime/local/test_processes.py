@@ -17,7 +17,7 @@ from tests.runtime.runs import (
     children,
     distance,
     final_weights,
-    forge_of,
+    forkserver_of,
     made,
     processes,
     quiet,
@@ -153,12 +153,12 @@ def test_when_the_driver_is_killed_no_process_stays_behind(tmp_path: Path) -> No
     until(lambda: not [pid for pid in parts.values() if alive(pid)], 15.0, f"{parts} to end")
 
 
-def test_when_the_forge_is_killed_the_parts_are_started_again_from_a_new_one(tmp_path: Path) -> None:
+def test_when_the_forkserver_is_killed_the_parts_are_started_again_from_a_new_one(tmp_path: Path) -> None:
     path = tmp_path / "run"
     driver = train(path, "--steps", "1000000", "--evaluation.problems", "1", "--run.checkpoint-every", "5")
     try:
         until(lambda: steps_of(path) > 10, SECONDS, "the first checkpoint")
-        os.kill(forge_of(driver.pid), signal.SIGKILL)
+        os.kill(forkserver_of(driver.pid), signal.SIGKILL)
         until(lambda: any(row["version"].startswith("1.") for row in read_metrics(path)), SECONDS, "steps again")
         driver.send_signal(signal.SIGTERM)
         _, errors = driver.communicate(timeout=SECONDS)

@@ -27,7 +27,7 @@ from tba.errors import UserError
 from tba.record.terminal import terminal
 from tba.settings import override
 from tba.tasks.hub import rows_from_hub
-from tba.weights.atomic_dir import folder_beside
+from tba.weights.atomic_dir import atomic_folder
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
         "folds": options.folds,
         "held_out": asdict(found),
     }
-    with folder_beside(out) as beside:
+    with atomic_folder(out) as beside:
         model.save(beside)
         (beside / REPORT).write_text(json.dumps(facts, indent=1) + "\n")
     console.print(f"reward model in {out}", highlight=False)

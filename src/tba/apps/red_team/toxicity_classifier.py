@@ -22,7 +22,7 @@ from tba.record.terminal import terminal
 from tba.settings import override
 from tba.tasks.held_out import check_share, is_held_out
 from tba.types import Json
-from tba.weights.atomic_dir import folder_beside
+from tba.weights.atomic_dir import atomic_folder
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def trained(found: Labelled, options: ClassifierOptions) -> tuple[WordWeights, C
 
 def write_classifier(weights: WordWeights, out: Path, facts: Json) -> None:
     """The folder, whole or not at all."""
-    with folder_beside(out) as beside:
+    with atomic_folder(out) as beside:
         weights.save(beside, facts)
 
 

@@ -29,7 +29,7 @@ from tba.tasks.held_out import is_held_out
 from tba.training.supervised import SupervisedSettings
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Problem
-from tba.weights.atomic_dir import folder_beside
+from tba.weights.atomic_dir import atomic_folder
 
 ATTACKS, FAMILIES, LABELLED = "attacks.jsonl", "families.json", "labelled.jsonl"
 VICTIM, CLASSIFIER = "victim", "classifier"
@@ -76,7 +76,7 @@ def make_world(overrides: Sequence[str], out: Path, labelled: Path | None) -> in
         exchanges = _answered_from(texts, exchanges, options)
     weights, report = trained(texts, ClassifierOptions(train=options.classifier))
     tell(console, report)
-    with folder_beside(out) as beside:
+    with atomic_folder(out) as beside:
         families = {" ".join(pair): list(pair) for pair in options.world.triggers}
         (beside / FAMILIES).write_text(json.dumps(families, indent=1) + "\n")
         _write(beside / ATTACKS, [{"attack": request} for request in options.world.requests(options.attacks)])

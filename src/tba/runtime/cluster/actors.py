@@ -1,8 +1,8 @@
-"""The parts of a run as Ray actors: what is in their processes.
+"""The parts of a run as Ray actors: the code that runs in their processes.
 
-Invariant: an actor does one thing in its life (`go`), and answers in a thread of its own whether it lives, and that it
-is to stop. What it raised comes back as plain values; what kills it comes back as Ray's error. Every wait for Ray has a
-deadline and names what it waits for.
+Invariant: an actor does one thing in its life (`go`), and answers in a second thread whether it is alive and takes the
+request to stop. What it raised is returned as plain values; if the actor is killed, Ray raises its own error. Every
+wait for Ray has a deadline and names what it waits for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tba.record.log import log_to, set_up_log
 from tba.runtime.cluster.client import ActorContact, get
 from tba.runtime.cluster.gateway import Exchange, note_place
 from tba.runtime.cluster.remote import Guests, checkpoint_through, stand_in, through
-from tba.runtime.cluster.rendezvous import BoardStore
+from tba.runtime.cluster.rendezvous import ActorStore
 from tba.runtime.disk import disk_full
 from tba.runtime.program import refuse_others
 from tba.runtime.run_dir import RunDirectory, keep
@@ -37,8 +37,10 @@ from tba.types import Json, Version
 
 
 def scratch() -> Path:
-    """Where a part that cannot reach the run's directory keeps its logs and the recipe, which it executes: a folder
-    that nobody else can write into. Raises `UserError` when there is another under its name.
+    """Returns the folder in which a part that cannot reach the run's directory keeps its logs and the recipe, which it
+    executes: nobody else can write into it.
+
+    Raises `UserError` when another folder has its name.
     """
     path = Path(tempfile.gettempdir()) / f"tba-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
@@ -50,21 +52,23 @@ def scratch() -> Path:
 
 
 def place_of(part: str, log_file: Path) -> Json:
-    """Where this process is, and what it and Ray write about it."""
+    """Returns where this process runs, and the files that it and Ray write about it."""
     context = ray.get_runtime_context()
     return {
         "part": part,
         "node": ray.util.get_node_ip_address(),
         "node_id": context.get_node_id(),
         "process": os.getpid(),
-        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),  # that Ray lets it see; null: all
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),  # that Ray makes visible to it; null: all
         "log": str(log_file),
-        "ray_logs": os.readlink("/proc/self/fd/1"),  # Ray has its output go to its own file
+        "ray_logs": os.readlink("/proc/self/fd/1"),  # Ray redirects its output to this file
     }
 
 
 class ExchangeActor:
-    """The exchange, beside the trainer: journal and records in one thread, weights in another."""
+    """The gateway (called `exchange` in logs), on the trainer's machine: one thread for journal and records, one for
+    weights.
+    """
 
     def __init__(self, path: str) -> None:
         self._run = RunDirectory.open(Path(path))
@@ -115,16 +119,16 @@ class ExchangeActor:
         return self._exchange.at(version)
 
     def end(self) -> None:
-        """Once the last searcher has ended."""
+        """Close the gateway, once the last searcher has ended."""
         self._exchange.close()
 
 
 @dataclass
 class Told:
-    """Whether to stop; whoever asks shows that it lives."""
+    """Whether a stop was requested; every call also counts as a heartbeat."""
 
     stopped: threading.Event = field(default_factory=threading.Event)
-    beat: float | None = None  # by `time.monotonic`
+    beat: float | None = None  # the last heartbeat, by `time.monotonic`
 
     def __call__(self) -> bool:
         self.beat = time.monotonic()
@@ -135,17 +139,17 @@ class Told:
 class MeetAt:
     """Where the ranks of one life of the trainer find each other."""
 
-    board: Any  # its actor
+    store: Any  # the actor that holds their key-value store
     spread: bool  # whether they are on more than one machine
 
     def meeting(self, deadline: float) -> Meeting:
-        """For the rank in this process."""
+        """Returns the meeting point for the rank in this process."""
 
         def call(method: str, *arguments: Any) -> Any:
-            reference = getattr(self.board, method).remote(*arguments)
+            reference = getattr(self.store, method).remote(*arguments)
             return get(reference, deadline, f"the board where the trainer's ranks meet ({method})")
 
-        return Meeting(BoardStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
+        return Meeting(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
 
 
 class PartActor:
@@ -160,14 +164,14 @@ class PartActor:
 
     @ray.method(concurrency_group="ask")
     def silence(self) -> float | None:
-        """Seconds since its last sign of life; None before the first."""
+        """Returns the seconds since its last heartbeat; None before the first."""
         return None if self._told.beat is None else time.monotonic() - self._told.beat
 
     def go(self, part: str, facts: Json, attempt: int, exchange: Any, meet: MeetAt | None) -> Json:
         run = stand_in(facts, scratch)
         try:
             with log_to(run.path, part) as log_file:
-                if attempt == 0:  # one that is started again may find newer files, which must not end the run
+                if attempt == 0:  # a part that is restarted may find newer files, which must not end the run
                     refuse_others(run.facts, f"{part} on {ray.util.get_node_ip_address()}")
                 recipe, place = run.recipe(), place_of(part, log_file)
                 deadline = recipe.run.journal_deadline
@@ -180,8 +184,8 @@ class PartActor:
                 else:
                     _search(recipe, contact, place, attempt, self._told)
         except (ray.exceptions.RayError, PartFailed, HandedOutLost):
-            raise  # it has lost touch: as good as dead
-        except BaseException as error:  # noqa: BLE001 - the actor ends here; the driver shows it as its own
+            raise  # it lost contact with its run, and is treated as dead
+        except BaseException as error:  # noqa: BLE001 - the actor ends here; the driver shows the error as its own
             error = disk_full(error, run.path) or error
             return {"kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         return None

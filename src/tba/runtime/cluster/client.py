@@ -1,9 +1,7 @@
-"""A part's calls in a Ray cluster: to what refers to a value, and to the exchange of its run.
+"""A part's calls in a Ray cluster: fetching values by reference, calling the gateway of its run; and joining a cluster.
 
-Invariant: every wait for Ray has a deadline and names what it waits for; what the exchange raised is raised here
-as it was.
-
-How a process comes into a Ray cluster, and what it finds there.
+Invariant: every wait for Ray has a deadline and names what it waits for; what the gateway raised is raised here
+unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from tba.weights.chunks import Flat
 
 
 def get(reference: Any, deadline: float, what: str) -> Any:
-    """What it refers to. Raises `DeadlineExceeded` when that takes longer."""
+    """Returns the value of a Ray reference. Raises `DeadlineExceeded` when that takes longer than `deadline`."""
     try:
         return ray.get(reference, timeout=deadline)
     except ray.exceptions.GetTimeoutError as error:
@@ -39,12 +37,12 @@ def get(reference: Any, deadline: float, what: str) -> Any:
 
 
 def exchange_name(run: Path) -> str:
-    """Under which the exchange of a run is found in its cluster."""
+    """Returns the actor name under which the gateway (`exchange`) of a run is found in its cluster."""
     return f"exchange of {run.name}"
 
 
 def contact_with(run: str, part: str, deadline: float) -> ActorContact:
-    """The exchange of the run of that name. Raises `UserError` when it is not in the cluster."""
+    """Returns the gateway of the run of that name. Raises `UserError` when it is not in the cluster."""
     try:
         return ActorContact(ray.get_actor(exchange_name(Path(run)), namespace=NAMESPACE), part, deadline)
     except ValueError as error:
@@ -55,14 +53,14 @@ def contact_with(run: str, part: str, deadline: float) -> ActorContact:
 
 @dataclass(frozen=True)
 class ActorContact:
-    """A part's calls to the exchange."""
+    """A part's calls to the gateway."""
 
     exchange: Any
     part: str
     deadline: float  # seconds
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """What this method of the exchange gives. Raises what it raised."""
+        """Call this method of the gateway and return its result. Raises what it raised."""
         reference = getattr(self.exchange, method).remote(*arguments, **named)
         try:
             return get(reference, self.deadline, f"the exchange beside the trainer ({method})")
@@ -74,7 +72,10 @@ class ActorContact:
             ) from error
 
     def fetch(self, references: Sequence[Any]) -> list[Flat]:
-        """The pieces themselves, one after the other. Raises `HandedOutLost` when they died with the exchange."""
+        """Returns the pieces themselves, one after the other.
+
+        Raises `HandedOutLost` when they died with the gateway.
+        """
         what = "a piece of the weights from Ray's object store"
         try:
             return [get(reference, self.deadline, what) for reference in references]
@@ -88,9 +89,9 @@ _LOOPBACK = "127.0.0.1"  # the one address at which Ray's servers do not listen 
 
 @contextmanager
 def connected(address: str | None, object_store_gb: float | None = None) -> Iterator[list[Node]]:
-    """Inside, this process is in the cluster at `address` (None: one of its own), of which these are the nodes.
+    """Inside, this process is connected to the cluster at `address` (None: a cluster of its own); yields its nodes.
 
-    One of its own ends with this process, however that ends. Raises `UserError` when it cannot be in a cluster.
+    A cluster of its own ends with this process, however that ends. Raises `UserError` when it cannot connect.
     """
     with ExitStack() as ends:
         folder = None if address is not None else str(ends.enter_context(folder_for_ray()))
@@ -105,9 +106,9 @@ def _connected(address: str | None, object_store_gb: float | None, folder: str |
     before = signal.getsignal(signal.SIGTERM)
     try:
         if address is None:
-            if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else Ray would write a token into the home folder
+            if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # otherwise Ray would write a token into the home folder
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            os.environ.setdefault("RAY_worker_niceness", "0")  # as parts of any other run; Ray's default is 15
+            os.environ.setdefault("RAY_worker_niceness", "0")  # like the parts of any other run; Ray's default is 15
             with _one_machine():
                 ray.init(
                     address="local",
@@ -126,7 +127,7 @@ def _connected(address: str | None, object_store_gb: float | None, folder: str |
         raise UserError(f"cannot {where} ({said}): `ray start --head` begins one, --address is HOST:PORT") from error
     try:
         if main:
-            signal.signal(signal.SIGTERM, before)  # which Ray has taken
+            signal.signal(signal.SIGTERM, before)  # Ray has replaced the handler
         its_own = ray.util.get_node_ip_address()
         if address is None and its_own != _LOOPBACK:
             raise UserError(
@@ -140,11 +141,11 @@ def _connected(address: str | None, object_store_gb: float | None, folder: str |
 
 @contextmanager
 def _one_machine() -> Iterator[None]:
-    """Inside, Ray takes the loopback address for what it is, as it does on a Mac.
+    """Inside, Ray accepts the loopback address, as it does on a Mac.
 
-    On Linux it would put the machine's own address in its place, as its servers then listen on every interface; the
-    variable that says otherwise (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) is read when Ray is imported, which is too early:
-    whether this process joins a cluster is not known yet.
+    On Linux it would replace it by the machine's own address, and its servers would listen on every interface. The
+    variable that prevents this (RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER) is read when Ray is imported, which is too early:
+    then it is not known yet whether this process joins a cluster.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -155,7 +156,7 @@ def _one_machine() -> Iterator[None]:
 
 
 def nodes() -> list[Node]:
-    """Of the cluster that this process is in, this one first."""
+    """Returns the nodes of the cluster that this process is in, this one first."""
     here = ray.get_runtime_context().get_node_id()
     found = []
     for entry in ray.nodes():

@@ -1,15 +1,13 @@
-"""The `cluster` runtime: trainer and searchers as Ray actors, over many machines or one.
+"""The `cluster` runtime: trainer and searchers as Ray actors, on one machine or many.
 
-Down through the exchange into the journal, up through Ray's object store; the run's directory is on this machine, and
-the trainer (its first rank) with it. The driver (this process) joins the Ray cluster at `--address`, or starts one that
-listens on the loopback interface only and ends with it; there is no dashboard, nothing is reported to anybody, and
-Ray's token authentication stays as it is (on, for a cluster of its own). What it does with the parts is in
-`supervisor`.
+Trajectories go through the gateway into the journal, weights through Ray's object store; the run's directory is on this
+machine, and the trainer (its first rank) with it. The driver (this process) joins the Ray cluster at `--address`, or
+starts one that listens on the loopback interface only and ends with it; there is no dashboard, nothing is reported to
+anybody, and Ray's token authentication stays as it is (on, for a cluster of its own). How the driver supervises the
+parts is in `supervisor`; `ActorPart` is one part as a Ray actor, seen from the driver.
 
-A part of a run as a Ray actor, seen from its driver.
-
-Invariant: looking at it never waits. It is up once it has answered; one that Ray does not start in time ends the run,
-unless it was to be started again: then its machine is gone, and the run goes on without it.
+Invariant: looking at a part never waits. A part is up once it has answered. One that Ray does not start in time ends
+the run, unless it is a searcher that was being restarted: then its machine is gone, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ from tba.runtime.cluster.client import connected, exchange_name, get
 from tba.runtime.cluster.gateway import PLACES
 from tba.runtime.cluster.placement import Node, Placed, plan
 from tba.runtime.cluster.remote import whole_facts
-from tba.runtime.cluster.rendezvous import Board
+from tba.runtime.cluster.rendezvous import KeyValueStore
 from tba.runtime.ranked import RankedPart
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Part, failed
 from tba.training.ranks import name_of_rank
 from tba.types import Json
 
-_remote: Any = ray.remote  # whose types leave this out
+_remote: Any = ray.remote  # Ray's own types leave out some of its options
 
 
 @dataclass
@@ -50,7 +48,10 @@ class Cluster(Driver):
     _exchange: Any = None
 
     def go(self) -> dict[str, object]:
-        """Runs to the end, within the cluster; the faults it survived. Raises what a part ended with."""
+        """Run to the end in the cluster; returns the faults that it survived.
+
+        Raises the error that a part ended with.
+        """
         with connected(self.recipe.address, self.recipe.cluster.object_store_gb) as found:
             self._placed = {placed.part: placed for placed in plan(self.recipe, found, self.searchers)}
             self._start_exchange(next(node for node in found if node.here))
@@ -64,7 +65,7 @@ class Cluster(Driver):
             name=exchange_name(self.run.path),
             num_cpus=0,
             max_restarts=self.recipe.run.restarts,
-            max_task_retries=-1,  # each call may be repeated
+            max_task_retries=-1,  # every call may be repeated
             scheduling_strategy=NodeAffinitySchedulingStrategy(here.key, soft=False),
         )
         try:
@@ -79,7 +80,7 @@ class Cluster(Driver):
             raise PartFailed(f"the exchange beside the trainer did not start: {error}") from error
 
     def start(self, name: str) -> Part:
-        """As an actor, on the node that it was given; a trainer of several ranks as several."""
+        """Start a part as an actor on the node that it was given; a trainer of several ranks is several actors."""
         part: ActorPart | RankedPart[ActorPart]
         if name == "trainer" and self.recipe.trainer.ranks > 1:
             part = RankedPart(self._ranks, _own_failure)
@@ -93,13 +94,13 @@ class Cluster(Driver):
         return ActorPart(self._placed[name], self.run, self._exchange, deadline, attempt, meet)
 
     def _ranks(self, attempt: int, ends: ExitStack) -> list[ActorPart]:
-        """Of one life of the trainer, which meet at a board of its own."""
+        """Start the ranks of one life of the trainer, which find each other through a key-value store made for it."""
         names = [name_of_rank(rank) for rank in range(self.recipe.trainer.ranks)]
         places = [self._placed[name].node for name in names]
         here = NodeAffinitySchedulingStrategy(places[0].key, soft=False)
-        board = _remote(Board).options(num_cpus=0, scheduling_strategy=here).remote()
-        ends.callback(ray.kill, board)
-        meet = MeetAt(board, spread=len({node.key for node in places}) > 1)
+        store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=here).remote()
+        ends.callback(ray.kill, store)
+        meet = MeetAt(store, spread=len({node.key for node in places}) > 1)
         return [self._actor(name, attempt, meet) for name in names]
 
     @property
@@ -107,7 +108,7 @@ class Cluster(Driver):
         return [p for part in self._started for p in (part.ranks if isinstance(part, RankedPart) else [part])]
 
     def pause(self) -> None:
-        """As long as any other driver, and what is ready by then."""
+        """Wait as long as any other driver does, and take in what has become ready by then."""
         references = [reference for part in self._parts for reference in part.awaited]
         if not references:
             time.sleep(POLL)
@@ -117,9 +118,9 @@ class Cluster(Driver):
 
 
 def _own_failure(failed: Sequence[ActorPart], more_to_learn: bool) -> ActorPart | None:
-    """The rank whose actor died; else the one that raised; those that lost touch did so because of another.
+    """Returns the rank whose actor died, else the one that raised; ranks that lost contact did so because of another.
 
-    What raises may do so for one that has died, which Ray tells a moment later.
+    A rank may also raise because another has died, which Ray reports a moment later.
     """
     died = [part for part in failed if part.code == DIED and not part.lost_touch]
     if died or more_to_learn:
@@ -127,8 +128,8 @@ def _own_failure(failed: Sequence[ActorPart], more_to_learn: bool) -> ActorPart 
     return min(failed, key=lambda part: part.lost_touch)
 
 
-DIED = -1  # the code of a part whose actor is gone
-_ASK = 1.0  # seconds between two questions how long a part has been silent
+DIED = -1  # the exit code of a part whose actor is gone
+_ASK = 1.0  # seconds between two requests for how long a part has been silent
 
 
 @dataclass
@@ -143,28 +144,28 @@ class ActorPart:
     meet: MeetAt | None = None  # where a rank of the trainer finds the others
     code: int | None = field(init=False)
     how: str = field(init=False)
-    lost_touch: bool = field(init=False)  # it ended because it did not reach another part
+    lost_touch: bool = field(init=False)  # it ended because it could not reach another part
     heard: bool = field(init=False)
     _actor: Any = field(init=False)
     _done: Any = field(init=False)
     _error: Json = field(init=False)
-    _question: Any = field(init=False)  # how long it has been silent
+    _question: Any = field(init=False)  # the pending request for how long it has been silent
     _asked: float = field(init=False)
-    _last: float = field(init=False)  # when it last gave a sign, or was started
+    _last: float = field(init=False)  # when it last gave a heartbeat, or was started
     _up: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.start()
 
     def start(self) -> None:
-        """As another actor: on its node, or on any that has room where that node is gone."""
+        """Start it as a new actor: on its node, or on any node that has room if that one is gone."""
         self.code, self.how, self.heard, self._error, self._up = None, "", False, None, False
         self.lost_touch = False
         self._last = self._asked = time.monotonic()
         asked = self.placed.asked
         soft = self._searches or not self.placed.node.here
         place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
-        # Of a part that asks for no GPU Ray would leave all in sight, also those that it has given to others.
+        # Ray would leave all GPUs visible to a part that asks for none, including those that it has given to others.
         environment = {} if asked["GPU"] else {"CUDA_VISIBLE_DEVICES": ""}
         self._actor = (
             _remote(concurrency_groups={"ask": 1})(PartActor)
@@ -192,7 +193,7 @@ class ActorPart:
 
     @property
     def _searches(self) -> bool:
-        """Whether the run can do without it."""
+        """Whether this is a searcher, which the run can do without."""
         return not self.name.startswith("trainer")
 
     @property
@@ -206,12 +207,12 @@ class ActorPart:
 
     @property
     def awaited(self) -> list[Any]:
-        """What can become ready: its end, its answer."""
+        """Returns the Ray references to wait for: its end, its answer."""
         asked = [] if self._question is None else [self._question]
         return [self._done, *asked] if self.code is None else []
 
     def look(self, ready: set[Any]) -> None:
-        """Take in what is. Raises `DeadlineExceeded` when Ray does not start it."""
+        """Take in what has become ready. Raises `DeadlineExceeded` when Ray does not start the actor."""
         if self.code is not None:
             return
         if self._done in ready:
@@ -221,7 +222,7 @@ class ActorPart:
         if self._question is None and now - self._asked > _ASK:
             self._asked, self._question = now, self._actor.silence.remote()
         elif self._question is not None and self._question in ready:
-            with suppress(ray.exceptions.RayError):  # that it is gone is seen by its end
+            with suppress(ray.exceptions.RayError):  # that the actor is gone is seen by its end
                 silence = get(self._question, self.deadline, f"an answer of {self.who}")
                 self._up = True
                 if silence is not None:
@@ -231,13 +232,16 @@ class ActorPart:
             self._not_started()
 
     def _not_started(self) -> None:
-        """No node has room for it. Where that was so from the beginning, or of the trainer, the run cannot go on."""
+        """No node has room for the actor.
+
+        If it has never been started, or is the trainer's, the run cannot continue.
+        """
         asked = f"{self.placed.asked['CPU']:g} CPU and {self.placed.asked['GPU']:g} GPU"
         waited = f"waited {self.deadline:g} s for Ray to start {self.who} with {asked}"
         self.kill()
         if self.attempt and self._searches:  # its machine is gone, most likely
             self.code = 0
-            self.exchange.journal.remote(self.name, "resume")  # what it held is given back, for others
+            self.exchange.journal.remote(self.name, "resume")  # the prompts it had leased are given back, for others
             record_fault(self.run.path, "searchers_given_up", f"{waited} again; the run goes on without it")
         else:
             self.code, self.how = DIED, "was not started"
@@ -249,18 +253,18 @@ class ActorPart:
             self._error = get(self._done, self.deadline, f"the end of {self.who}")
             self.code = 0 if self._error is None else 1
         except ray.exceptions.RayError as error:
-            self.lost_touch = isinstance(error, ray.exceptions.RayTaskError)  # what `go` raises
+            self.lost_touch = isinstance(error, ray.exceptions.RayTaskError)  # the error that `go` raises
             said = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             self.code, self.how = DIED, f"died ({str(said).strip().splitlines()[0]})"
-        ray.kill(self._actor)  # what it held is free
+        ray.kill(self._actor)  # releases what the actor held
 
     def silence(self) -> float:
-        """Seconds since the part's last sign of life."""
+        """Returns the seconds since the part's last heartbeat."""
         return time.monotonic() - self._last
 
     def ask_to_stop(self) -> None:
         if self.code is None and self.attempt and self._searches and not self._up:
-            self.kill()  # it waits for a place, and has nothing to finish
+            self.kill()  # it is still waiting for a node, and has nothing to finish
             self.code = 0
         elif self.code is None:
             self._actor.stop.remote()
@@ -271,12 +275,12 @@ class ActorPart:
             ray.kill(self._actor)
 
     def end(self) -> None:
-        """As something that hangs."""
+        """End it as a part that hangs."""
         self.kill()
         self.code, self.how = DIED, "was killed, for it was silent"
 
     def failure(self) -> Exception:
-        """Why it ended, as the driver's own error."""
+        """Returns why it ended, as the driver's own error."""
         if self._error is not None:
             return failed(self.who, self.log, self._error)
         return PartFailed(f"{self.who} {self.how}; its log is {self.log}")

@@ -1,7 +1,9 @@
-"""Beside the trainer: takes what searchers elsewhere send, and hands out weights. Made where the run's directory is.
+"""The gateway (called `exchange` in logs and counts): on the trainer's machine, it takes what remote searchers send and
+hands out weights.
 
-Invariant: what a call acknowledges is on disk (the journal's own writer writes it, which the trainer follows); it holds
-nothing that cannot be read from the run's directory again, so it can die and be made anew, and a call can be repeated.
+Invariant: what a call acknowledges is on disk (written by the journal's own writer, and read by the trainer). The
+gateway holds nothing that cannot be read from the run's directory again, so it can die and be restarted, and a call can
+be repeated.
 """
 
 from __future__ import annotations
@@ -24,30 +26,31 @@ from tba.weights.directory import WeightDirectory
 
 
 def verbs_of(protocol: type) -> frozenset[str]:
-    """The names of its methods: what can be asked from another machine, and nothing else."""
+    """Returns the names of the protocol's methods: what may be called from another machine, and nothing else."""
     return frozenset(name for name, _ in getmembers(protocol, isfunction) if not name.startswith("_"))
 
 
 JOURNAL, RECORDS = verbs_of(Journal), verbs_of(Records)
 PLACES = "places.jsonl"  # where each part runs or ran, and its logs
-KEPT = 4  # versions whose pieces are kept for whoever asks next, beside those of their base
+KEPT = 4  # versions whose pieces are kept for the next searcher that asks, besides those of their base
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A version that can be fetched: what lies beside it, the header of its file, and a reference for each piece."""
+    """A version that can be fetched: its manifest, the header of its file, and a reference for each piece."""
 
     version: Version
     manifest: Mapping[str, Json]
     header: str
     references: Sequence[Any]
-    base: Offer | None = None  # whose changes these are; None: it is whole
+    base: Offer | None = None  # the version that these are changes of; None: this one is whole
 
 
 class Exchange:
-    """The ends of all searchers elsewhere. `send` puts a piece where they can fetch it, and gives its reference.
+    """The run's side of all remote searchers' connections. `send` puts a piece where they can fetch it, and gives its
+    reference.
 
-    Journal and weights may be asked by two threads, one each.
+    Journal and weights may be called from two threads, one each.
     """
 
     def __init__(self, run: RunDirectory, recipe: Recipe, send: Callable[[Flat], Any]) -> None:
@@ -58,10 +61,10 @@ class Exchange:
         self._records = RunRecords(run, recipe)
         self._weights = WeightDirectory(run.weights)
         self._offers: dict[Version, Offer] = {}
-        self._base: Offer | None = None  # of the newest changes that were asked for
+        self._base: Offer | None = None  # the base of the newest changes that were asked for
 
     def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
-        """What `JournalWriter` does for this owner; trajectories travel encoded, and are written as they come."""
+        """Call `JournalWriter` for this owner; trajectories travel encoded, and are written as they come."""
         _require(verb, JOURNAL)
         if verb == "close":
             return self.let_go(owner)
@@ -71,23 +74,26 @@ class Exchange:
         return packed(getattr(self._writers[owner], verb)(*arguments, **named))
 
     def let_go(self, owner: str) -> None:
-        """Close its end of the journal: it has left, or is taken for dead."""
+        """Close this owner's connection to the journal: it has left, or is taken for dead."""
         if (writer := self._writers.pop(owner, None)) is not None:
             writer.close()
 
     def record(self, verb: str, *arguments: Any, **named: Any) -> None:
-        """Do for a searcher elsewhere what `RunRecords` does."""
+        """Call `RunRecords` for a remote searcher."""
         _require(verb, RECORDS)
         getattr(self._records, verb)(*arguments, **named)
 
     def place(self, facts: Json) -> int:
-        """Where a part has begun to run; the run's incarnation."""
+        """Record where a part has begun to run; returns the run's incarnation."""
         note_place(self._run, facts)
         return self._run.incarnation
 
     def newest(self, seen: Version | None) -> Offer | Version | None:
-        """The newest version, its name alone where that is what the searcher has `seen`; None before the first."""
-        while True:  # ends: a version that is gone has made room for a newer one
+        """Returns the newest version, or only its name where the searcher has `seen` it already.
+
+        None before the first.
+        """
+        while True:  # terminates: where a version was pruned, a newer one exists
             newest = self._weights.newest()
             if newest is None or newest == seen:
                 return newest
@@ -96,7 +102,7 @@ class Exchange:
                 return offer
 
     def at(self, version: Version) -> Offer | None:
-        """That very version, None when it is not (or no longer) there."""
+        """Returns exactly that version, or None when it is not (or no longer) there."""
         if version not in self._offers:
             published = self._weights.find(version)
             if published is None:
@@ -104,7 +110,7 @@ class Exchange:
             try:
                 header, whole = flat(self._weights.file(version))
                 since = self._weights.base(version)
-            except FileNotFoundError:  # pruned meanwhile
+            except FileNotFoundError:  # pruned in the meantime
                 return None
             base = None
             if since is not None:
@@ -119,8 +125,8 @@ class Exchange:
         return self._offers[version]
 
     def checkpoint(self, name: str) -> list[tuple[str, list[Any]]]:
-        """The files of checkpoints/`name`: where in it each lies, and the references of its pieces."""
-        from tba.training.checkpoint import STEP  # loads torch, which is needed for nothing else
+        """Returns the files of checkpoints/`name`: the path of each in it, and the references of its pieces."""
+        from tba.training.checkpoint import STEP  # loads torch, which nothing else here needs
 
         if not STEP.fullmatch(name):
             raise ValueError(f"{name} is no checkpoint")
@@ -139,7 +145,7 @@ def _require(verb: str, verbs: frozenset[str]) -> None:
 
 
 def note_place(run: RunDirectory, facts: Json) -> None:
-    """A line more of where the run's parts are."""
+    """Append a line to the record of where the run's parts are."""
     lines = JsonLines(run.path / "logs" / PLACES)
     lines.append(facts)
     lines.close()

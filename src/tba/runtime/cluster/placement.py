@@ -1,4 +1,4 @@
-"""Where each part of a run on a cluster will be, decided before anything starts.
+"""Where each part of a run on a cluster will run, decided before anything starts.
 
 Invariant: the trainer (the first of its ranks) and the journal are on the machine of the driver, where the run's
 directory is; its other ranks are there too as far as they fit, then on nodes that have ranks already; each searcher is
@@ -17,7 +17,7 @@ from tba.record.text import size
 from tba.runtime.cluster.gateway import KEPT
 from tba.training.ranks import name_of_rank
 
-_SLACK = 1e-9  # that thirds of a GPU add up
+_SLACK = 1e-9  # so that thirds of a GPU add up to one
 
 
 @dataclass
@@ -29,9 +29,9 @@ class Node:
     cpus: float
     gpus: float
     memory_bytes: float
-    here: bool  # where the driver is
+    here: bool  # whether the driver is on it
     left: dict[str, float] = field(init=False)
-    _each: list[float] = field(init=False)  # what is left of each GPU: a part of one is of one
+    _each: list[float] = field(init=False)  # what is left of each GPU: a fraction is taken from a single one
 
     def __post_init__(self) -> None:
         self.left = {"CPU": self.cpus, "GPU": self.gpus}
@@ -48,7 +48,9 @@ class Node:
             self.left[kind] -= amount
 
     def _gpus(self, amount: float) -> list[int] | None:
-        """Those that it would be given: so many whole ones, or the fullest that has this part; None: there are none."""
+        """Returns the GPUs that it would be given: whole ones, or the fullest one that has room for a fraction; None:
+        there are none.
+        """
         if amount >= 1:
             whole = [i for i, left in enumerate(self._each) if left > 1 - _SLACK]
             return whole[: round(amount)] if len(whole) >= amount else None
@@ -57,8 +59,8 @@ class Node:
 
 
 def this_machine() -> Node:
-    """The one node of a cluster of our own."""
-    import torch  # knows the GPUs
+    """Returns the single node of a cluster of our own."""
+    import torch  # finds the GPUs
 
     memory = machine_memory_bytes() or 0
     return Node("here", "this machine", usable_cores(), torch.cuda.device_count(), memory, here=True)
@@ -74,14 +76,14 @@ class Placed:
 
 
 def asked_by(part: str, settings: ClusterSettings) -> dict[str, float]:
-    """What a searcher or a rank of the trainer asks for."""
+    """Returns what a searcher or a rank of the trainer asks for."""
     if part.startswith("trainer"):
         return {"CPU": settings.trainer_cpus, "GPU": settings.trainer_gpus}
     return {"CPU": settings.searcher_cpus, "GPU": settings.searcher_gpus}
 
 
 def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> list[Placed]:
-    """The trainer's ranks first, then the searchers. Raises `UserError` when they do not fit."""
+    """Assign nodes: the trainer's ranks first, then the searchers. Raises `UserError` when they do not fit."""
     here = next(node for node in nodes if node.here)
     placed: list[Placed] = []
     for part in (*map(name_of_rank, range(recipe.trainer.ranks)), *searchers):
@@ -111,15 +113,15 @@ def _too_much(part: str, asked: Mapping[str, float], candidates: Sequence[Node])
 
 
 def whereabouts(placed: Sequence[Placed]) -> list[str]:
-    """A line for each node: what runs there, and how much of it."""
+    """Returns a line for each node: what runs there, and how many of it."""
     return [_line(node, placed) for node in _nodes(placed)]
 
 
 def table(placed: Sequence[Placed], trainer_bytes: int, searcher_bytes: int, weights_bytes: int) -> list[str]:
-    """The same with the memory that it needs. Raises `UserError` when there is less.
+    """Returns the same with the memory that it needs. Raises `UserError` when there is less.
 
-    `trainer_bytes` are those of all ranks (of which each has about its share), `weights_bytes` those of one version, of
-    which the trainer's node keeps some in its object store, and others the newest two.
+    `trainer_bytes` is the sum over all ranks (each has about its share), `weights_bytes` the size of one version, of
+    which the trainer's node keeps several in its object store, and the other nodes the newest two.
     """
     lines, all_ranks = [], sum(p.part.startswith("trainer") for p in placed)
     for node in _nodes(placed):

@@ -1,12 +1,14 @@
-"""Ends what is left of a Ray cluster of our own once its driver is gone, however it went: a process that outlives it.
+"""Ends what is left of a Ray cluster of our own once its driver is gone, for whatever reason: a process that outlives
+it.
 
     python -m tba.runtime.cluster.reaper FOLDER     the driver holds the other end of its standard input
 
-Ray has the kernel end its servers with the driver; agents stay for a minute, a worker that hangs stays for ever. All of
-them were given FOLDER on their command line, or write their logs below it. Where there is no /proc nothing is found.
+Ray has the kernel end its servers with the driver, but its agents stay for a minute, and a worker that hangs stays for
+ever. All of them were given FOLDER on their command line, or write their logs below it. Where there is no /proc nothing
+is found.
 
-Invariant: nobody else is killed, such as who reads those logs; FOLDER is taken away at the end unless the driver says
-that somebody will want to look into it.
+Invariant: no other process is killed, such as one that reads those logs; FOLDER is deleted at the end unless the driver
+says that somebody will want to look into it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,11 @@ _POLL = 0.1
 
 @contextmanager
 def folder_for_ray() -> Iterator[Path]:
-    """A folder of our own for Ray's sockets and logs; when the block or this process ends, so does what uses it."""
-    made = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))  # short: the names of sockets begin so
+    """Yields a folder for Ray's sockets and logs; when the block or this process ends, all processes that use it are
+    ended.
+    """
+    # short: the paths of sockets begin with it, and are limited in length
+    made = tempfile.mkdtemp(prefix="ray-", dir=os.environ.get("RAY_TMPDIR"))
     folder = Path(made).resolve()
     reaper = subprocess.Popen(  # noqa: S603 - our own module
         [sys.executable, "-m", "tba.runtime.cluster.reaper", str(folder)], stdin=subprocess.PIPE, start_new_session=True
@@ -50,13 +55,13 @@ def folder_for_ray() -> Iterator[Path]:
 
 
 def reap(folder: Path, spared: int) -> None:
-    """Kill all that uses the folder but the process `spared`, until two looks find nobody."""
+    """Kill all processes that use the folder except the process `spared`, until two scans in a row find none."""
     quiet, deadline = 0, time.monotonic() + _DEADLINE
     while quiet < 2 and time.monotonic() < deadline:
         found = [pid for pid in _users(folder) if pid not in (spared, os.getpid())]
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
-                if os.getpgid(pid) == pid:  # a worker, with what it has started
+                if os.getpgid(pid) == pid:  # a worker, with the processes that it has started
                     os.killpg(pid, signal.SIGKILL)
                 else:
                     os.kill(pid, signal.SIGKILL)
@@ -69,7 +74,7 @@ def _users(folder: Path) -> list[int]:
 
 
 def _was_given(process: Path, folder: Path) -> bool:
-    """Whether its command line has `--SOME-OPTION=FOLDER...`, as those that Ray makes."""
+    """Whether its command line has `--SOME-OPTION=FOLDER...`, as that of Ray's own processes."""
     with suppress(OSError):
         return f"={folder}".encode() in (process / "cmdline").read_bytes()
     return False
@@ -89,7 +94,7 @@ def _writes_into(process: Path, folder: Path) -> bool:
 
 if __name__ == "__main__":
     driver = os.getppid()
-    said = sys.stdin.buffer.read()  # until the driver lets go, or is gone
+    said = sys.stdin.buffer.read()  # until the driver closes it, or is gone
     reap(Path(sys.argv[1]), driver)
     if said != _KEEP:
         shutil.rmtree(sys.argv[1], ignore_errors=True)

@@ -1,12 +1,14 @@
-"""A searcher's connections where the run's directory is not: each call goes to the exchange beside the trainer.
+"""A searcher's connections where the run's directory cannot be reached: each call goes to the gateway on the trainer's
+machine.
 
 Invariant: what `put` has returned from is on the disk of the run; no call waits longer than its deadline, and weights
 that were handed out can be read even after their version has been pruned.
 
-Searchers that join a run from other machines: `tba search --run NAME --address HOST:PORT`.
+`Guests` and `Visit` are for searchers that join a run from other machines: `tba search --run NAME --address HOST:PORT`.
 
-Invariant: to the run a guest is one who joined on its own machine (`elastic`): the exchange holds its place, and with
-it its lock, as long as the guest says now and then that it is there. One that says nothing for `SILENCE` seconds died.
+Invariant: the run treats a guest like a searcher that joined on its own machine (`elastic`): the gateway holds its
+place, and the place's lock, as long as the guest gives a heartbeat now and then. A guest that is silent for `SILENCE`
+seconds is taken for dead.
 """
 
 from __future__ import annotations
@@ -33,29 +35,30 @@ from tba.runtime.run_dir import RunDirectory
 from tba.settings import MARK
 from tba.training.checkpoint import Checkpoint
 from tba.types import Json, Version
-from tba.weights.atomic_dir import folder_beside, remove_folder
+from tba.weights.atomic_dir import atomic_folder, remove_folder
 from tba.weights.chunks import Flat, tensors
 from tba.weights.deltas import restored
 
-_FRESH = 0.05  # seconds for which the newest version that is known counts as the newest
+_FRESH = 0.05  # seconds for which the newest known version counts as the newest
 
 
 class Contact(Protocol):
-    """How a part calls the exchange, each time within a deadline."""
+    """How a part calls the gateway, each time within a deadline."""
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """What this method of the exchange gives."""
+        """Call this method of the gateway and return its result."""
         ...
 
     def fetch(self, references: Sequence[Any]) -> list[Flat]:
-        """The pieces themselves. Raises `HandedOutLost` when they are no longer there."""
+        """Returns the pieces themselves. Raises `HandedOutLost` when they are no longer there."""
         ...
 
 
 def remote(verbs: Iterable[str], call: Callable[..., Any]) -> Any:
-    """The far end of a protocol with these verbs: each is a call, with its name before its arguments.
+    """Returns a remote implementation of a protocol with these methods: each is a call, with its name before its
+    arguments.
 
-    Trajectories are encoded here, where they were made, and decoded here, where they are wanted.
+    Trajectories are encoded here, where they were made, and decoded here, where they are needed.
     """
 
     def ask(verb: str, *arguments: Any, **named: Any) -> Any:
@@ -70,11 +73,11 @@ class RemoteWeights:
     def __init__(self, contact: Contact) -> None:
         self._contact = contact
         self._newest: PublishedWeights | None = None
-        self._base: tuple[Version, dict[str, Any]] | None = None  # the newest that was needed, fetched once
+        self._base: tuple[Version, dict[str, Any]] | None = None  # the newest base that was needed, fetched once
         self._looked = -_FRESH
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
-        """The newest if it is newer than `version` (None: any), else None. Never waits for one."""
+        """Returns the newest version if it is newer than `version` (None: any), else None. Never waits for one."""
         if time.monotonic() - self._looked > _FRESH:
             seen = None if self._newest is None else self._newest.version
             found = self._contact.call("newest", seen)
@@ -85,7 +88,7 @@ class RemoteWeights:
         return None if newest is None or (version is not None and newest.version <= version) else newest
 
     def at(self, version: Version) -> PublishedWeights:
-        """That very version. Raises `UserError` when it is not (or no longer) there."""
+        """Returns exactly that version. Raises `UserError` when it is not (or no longer) there."""
         offer = self._contact.call("at", version)
         if offer is None:
             raise UserError(f"version {version} of the weights is not (or no longer) there; give another")
@@ -95,7 +98,7 @@ class RemoteWeights:
         def read() -> dict[str, Any]:
             try:
                 return self._fetched(offer)
-            except HandedOutLost:  # an exchange that was made anew hands it out anew
+            except HandedOutLost:  # a gateway that was restarted hands it out again
                 again = self._contact.call("at", offer.version)
                 if again is None:
                     raise
@@ -113,7 +116,9 @@ class RemoteWeights:
 
 
 def through(contact: Contact, name: str, place: Json) -> Connections:
-    """All ends of a searcher, which has begun at `place`. What whoever had this name before held is given back."""
+    """Returns all connections of a searcher, which has begun at `place`. Prompts leased under this name earlier are
+    given back.
+    """
     incarnation = int(contact.call("place", place))
     journal: Journal = remote(JOURNAL, partial(contact.call, "journal", name))
     records: Records = remote(RECORDS, partial(contact.call, "record"))
@@ -123,28 +128,26 @@ def through(contact: Contact, name: str, place: Json) -> Connections:
 
 @contextmanager
 def checkpoint_through(contact: Contact, part: str, there: Path, checkpoints: Path) -> Iterator[Path]:
-    """A checkpoint of the trainer's machine where this part can read it.
+    """Yields the path of a checkpoint of the trainer's machine where this part can read it.
 
-    That is where it lies, if the run's own `checkpoints` can be reached; else it is fetched for as long as the block
-    takes.
-
-    Raises `UserError` when it does not arrive whole.
+    That is the original, if the run's own `checkpoints` can be reached; otherwise it is fetched, and kept while the
+    block runs. Raises `UserError` when it does not arrive whole.
     """
     if there.parent == checkpoints:
         yield there
         return
     here = checkpoints / part / there.name
-    if here.exists():  # of an earlier life: it may be another of the same step
+    if here.exists():  # left by an earlier life: it may be a different one of the same step
         remove_folder(here)
     here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with folder_beside(here) as beside:
+    with atomic_folder(here) as temporary:
         for name, references in contact.call("checkpoint", there.name):
-            file = beside / name
+            file = temporary / name
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("wb") as out:
                 for reference in references:
                     out.write(contact.fetch([reference])[0])
-        Checkpoint.load(beside).verify()
+        Checkpoint.load(temporary).verify()
     try:
         yield here
     finally:
@@ -152,14 +155,15 @@ def checkpoint_through(contact: Contact, part: str, there: Path, checkpoints: Pa
 
 
 def whole_facts(run: RunDirectory) -> dict[str, Json]:
-    """What recipe.json says, with the text of the recipe's file: enough to rebuild the recipe anywhere."""
+    """Returns recipe.json, with the text of the recipe's file: enough to rebuild the recipe anywhere."""
     facts = run.facts
     source = facts["recipe"].partition(MARK)[0]
     return {**facts, "path": str(run.path.resolve()), "text": Path(source).read_text() if facts["digest"] else None}
 
 
 def stand_in(facts: Json, scratch: Callable[[], Path]) -> RunDirectory:
-    """The run's directory where it can be reached; else one below `scratch()` with the same recipe and logs of its own.
+    """Returns the run's directory where it can be reached; else one below `scratch()` with the same recipe and logs of
+    its own.
 
     The recipe's file comes along, so that only what it imports has to be here already.
     """
@@ -178,27 +182,27 @@ def stand_in(facts: Json, scratch: Callable[[], Path]) -> RunDirectory:
     return RunDirectory.open(here)
 
 
-SILENCE = 900.0  # seconds: it may be loading a model, or waiting for a reward
+SILENCE = 900.0  # seconds: the guest may be loading a model, or waiting for a reward
 
 
 @dataclass
 class _Guest:
     place: Place
-    sign: float  # by a clock that never goes back
+    sign: float  # its last heartbeat, by a monotonic clock
 
 
 @dataclass
 class Guests:
-    """The exchange's end: who is there."""
+    """The gateway's side: which guests there are."""
 
     run: RunDirectory
     recipe: Recipe
-    gone: Callable[[str], None] = lambda name: None  # told of each who has left or died
+    gone: Callable[[str], None] = lambda name: None  # called with the name of each guest that has left or died
     now: Callable[[], float] = time.monotonic
     _there: dict[int, _Guest] = field(default_factory=dict)
 
     def join(self, version: str) -> tuple[int, Json]:
-        """A number, and all that rebuilds the recipe. `version` is that of the guest's program.
+        """Returns a number, and all that rebuilds the recipe. `version` is that of the guest's program.
 
         Raises `UserError` when the run cannot be joined.
         """
@@ -209,23 +213,23 @@ class Guests:
         return place.number, whole_facts(self.run)
 
     def stay(self, number: int) -> str | None:
-        """A sign of life; why it is to leave, if it is."""
+        """Take a heartbeat; returns why the guest is to leave, if it is."""
         self.look()
         guest = self._there.get(number)
-        if guest is None:  # the exchange was made anew, or has taken it for dead: it may join again
+        if guest is None:  # the gateway was restarted, or has taken the guest for dead: it may join again
             return "the run had lost touch with it"
         guest.sign = self.now()
         return guest.place.why if guest.place.stop() else None
 
     def leave(self, number: int, why: str) -> None:
-        """With its counts whole."""
+        """The guest leaves, with its counts whole."""
         guest = self._there.pop(number, None)
         if guest is not None:
             guest.place.leave(why)
         self.gone(f"searcher-{number}")
 
     def look(self) -> None:
-        """Let go of those that have died: the driver sees that and gives back what they held."""
+        """Remove the guests that have died: the driver sees that and gives back what they had leased."""
         for number, guest in list(self._there.items()):
             if self.now() - guest.sign > SILENCE:
                 del self._there[number]
@@ -235,11 +239,11 @@ class Guests:
 
 @dataclass
 class Visit(Leaving):
-    """The guest's end. To ask is its sign of life."""
+    """The guest's side. Each question is also its heartbeat."""
 
     contact: Contact
 
     def called(self) -> str | None:
-        """As the exchange says."""
+        """Returns what the gateway says."""
         why: str | None = self.contact.call("stay", self.number)
         return why

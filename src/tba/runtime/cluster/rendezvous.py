@@ -1,8 +1,9 @@
-"""Where the ranks of a trainer find each other in a cluster: a table in an actor, and torch's store in front of it.
+"""Where the ranks of a trainer find each other in a cluster: a key-value store in an actor, and torch's `Store`
+interface to it.
 
-Invariant: a board belongs to one life of the trainer and holds what its ranks tell each other about themselves, nothing
-else. It is reached through Ray, by whoever has Ray's token; no port is opened for it. Nobody waits in the actor: those
-who wait ask again.
+Invariant: a store belongs to one life of the trainer and holds what its ranks tell each other about themselves, nothing
+else. It is reached through Ray, by anyone with Ray's token; no port is opened for it. Nobody waits in the actor: ranks
+that wait for a key ask again.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-_POLL = 0.02  # seconds between two looks for a key
+_POLL = 0.02  # seconds between two polls for a key
 
 
-class Board:
-    """A store of keys and bytes by which the ranks of a trainer find each other."""
+class KeyValueStore:
+    """A store of keys and bytes through which the ranks of a trainer find each other."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -30,17 +31,17 @@ class Board:
         self._values[key] = self._values.get(key, b"") + value
 
     def find(self, keys: Sequence[str]) -> list[bytes] | None:
-        """All of them, or None while one is missing."""
+        """Returns the values of all keys, or None while one is missing."""
         return [self._values[key] for key in keys] if all(key in self._values for key in keys) else None
 
     def add(self, key: str, amount: int) -> int:
-        """A number, from 0; as text, like all stores of torch."""
+        """Add to a counter, which starts at 0, and return it; as text, like all stores of torch."""
         value = int(self._values.get(key, b"0")) + amount
         self._values[key] = str(value).encode()
         return value
 
     def exchange(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Put `desired` where `expected` is (or nothing, if that is empty); what is there afterwards."""
+        """Put `desired` in the place of `expected` (empty: of no value); returns the value afterwards."""
         there = self._values.get(key)
         if there == expected or (there is None and not expected):
             self._values[key] = desired
@@ -53,8 +54,10 @@ class Board:
         return len(self._values)
 
 
-class BoardStore(dist.Store):  # type: ignore[name-defined] # exported by builds of torch that have `distributed`
-    """A board as torch asks it. `call(method, ...)` reaches the board; a wait ends after `patience` seconds."""
+class ActorStore(dist.Store):  # type: ignore[name-defined] # exported by builds of torch that have `distributed`
+    """The key-value store in the actor, as torch calls it. `call(method, ...)` reaches the actor; a wait ends after
+    `patience` seconds.
+    """
 
     def __init__(self, call: Callable[..., Any], patience: float) -> None:
         super().__init__()
@@ -82,7 +85,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined] # exported by builds
     def num_keys(self) -> int:
         return int(self._call("count"))
 
-    deleteKey, getNumKeys = delete_key, num_keys  # by which torch's own code calls them
+    deleteKey, getNumKeys = delete_key, num_keys  # torch's own code calls them by these names
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._call("find", list(keys)) is not None
@@ -107,7 +110,7 @@ class BoardStore(dist.Store):  # type: ignore[name-defined] # exported by builds
     def timeout(self) -> timedelta:
         return timedelta(seconds=self._patience)
 
-    def clone(self) -> BoardStore:
+    def clone(self) -> ActorStore:
         return self
 
     def _awaited(self, keys: Sequence[str], patience: float) -> list[bytes]:
@@ -120,5 +123,5 @@ class BoardStore(dist.Store):  # type: ignore[name-defined] # exported by builds
 
 
 def _bytes(value: Any) -> bytes:
-    """Torch gives text, bytes or numbers of one byte each."""
+    """Convert what torch gives: text, bytes, or numbers of one byte each."""
     return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,15 +1,16 @@
-"""How a part of a run, or a run of a study, becomes a process: forked from one that has the libraries, a *forge*.
+"""How a part of a run, or a run of a study, becomes a process: forked from a *forkserver*, which has loaded the
+libraries.
 
-To import torch and transformers takes seconds of a core. A forge does it once for all parts of a run, and for those
-that are started again after they died; a part of it begins in milliseconds. On systems where a process cannot be
+Importing torch and transformers takes seconds of a core. A forkserver does it once for all parts of a run, including
+those that are restarted after they died; each part then begins in milliseconds. On systems where a process cannot be
 forked safely once it has loaded its libraries (all but Linux) each part is an interpreter of its own.
 
-The first half of this file is the driver's end, the second is what the forge itself runs, in one thread: it reaps its
-parts and tells its driver how they ended, and ends when its driver is gone, which its parts then find out by
-themselves. Orders come and answers go as JSON, one to a message:
+The first half of this file is the driver's side; the second is what the forkserver itself runs, in one thread: it reaps
+its parts and tells its driver how they ended. It ends when its driver is gone, which its parts then find out by
+themselves. Orders and answers are JSON, one to a message:
 
     {"import": [names]}
-    {"number", "name", "module", "arguments", "env", "cwd"}, with descriptors: input, log, what is held for life
+    {"number", "name", "module", "arguments", "env", "cwd"}, with descriptors: input, log, those held for life
     {"kill": number}
     {"number", "pid", "code"}: an answer; the code is null while that process lives
 """
@@ -41,12 +42,12 @@ from tba.errors import PartFailed
 
 _LIBRARIES = ("tba.runtime.trainer_loop", "tba.runtime.searcher_loop", "tba.record.log")  # what every part imports
 _CAN_FORK = platform.system() == "Linux"
-_WAIT = 60.0  # seconds for a killed part to be gone: the forge may still be importing
+_WAIT = 60.0  # seconds for a killed part to be gone: the forkserver may still be importing
 _KILLED = -int(signal.SIGKILL)
 
 
 class Child(Protocol):
-    """A part as a process, the way `subprocess.Popen` has it."""
+    """A part as a process, with the interface of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -63,21 +64,24 @@ class Child(Protocol):
 
 @dataclass(frozen=True)
 class Program:
-    """What a process is to run: `python -m MODULE ARGUMENTS`, by the module's `run(arguments)`, its exit code."""
+    """What a process is to run: `python -m MODULE ARGUMENTS`, by the module's `run(arguments)`, which returns its exit
+    code.
+    """
 
     name: str  # what `top` shows
     module: str
     arguments: tuple[str, ...]
-    loads: tuple[str, ...] = ()  # modules that it imports, which a forge has loaded by the next time
+    loads: tuple[str, ...] = ()  # modules that it imports, which a forkserver has loaded by the next time
 
 
 def start(program: Program, environment: Mapping[str, str], log: int, held: Sequence[int] = ()) -> Child:
-    """A process whose output goes to descriptor `log`, and which has the descriptors `held` for life.
+    """Start a process whose output goes to descriptor `log`, and which keeps the descriptors `held` for life.
 
-    It is in a session of its own: Ctrl-C reaches us only. The end of its input tells it that we are gone.
+    It is in a session of its own: Ctrl-C reaches only this process. The end of its input tells it that this process is
+    gone.
     """
     if _CAN_FORK:
-        return _the_forge().start(program, environment, log, held)
+        return _the_forkserver().start(program, environment, log, held)
     return subprocess.Popen(  # noqa: S603 - our own module, our own arguments
         [sys.executable, "-m", program.module, *program.arguments],
         stdin=subprocess.PIPE,
@@ -90,74 +94,75 @@ def start(program: Program, environment: Mapping[str, str], log: int, held: Sequ
 
 
 def prepare() -> None:
-    """Make this process's forge now, from itself, which costs nothing: for a command that has one thread yet.
+    """Fork this process's forkserver now, which costs nothing: for a command that still has only one thread.
 
-    Without it the first part starts an interpreter for that, which imports all of it once more.
+    Without it, starting the first part starts an interpreter as the forkserver, which imports everything once more.
     """
-    global _forge
-    if _CAN_FORK and _forge is None and threading.active_count() == 1:
-        _forge = Forge.forked()
+    global _forkserver
+    if _CAN_FORK and _forkserver is None and threading.active_count() == 1:
+        _forkserver = Forkserver.forked()
 
 
 @dataclass
-class _Forged:
-    """A child of the forge, as its driver sees it."""
+class _Forked:
+    """A child of the forkserver, as its driver sees it."""
 
-    forge: Forge
+    forkserver: Forkserver
     number: int
     stdin: IO[bytes]
     pid: int = 0  # 0: not begun yet
     code: int | None = None
 
     def poll(self) -> int | None:
-        self.forge.look()
+        self.forkserver.look()
         return self.code
 
     def kill(self) -> None:
         if self.poll() is None:
-            self.forge.send({"kill": self.number})
+            self.forkserver.send({"kill": self.number})
 
     def wait(self) -> int:
-        """Until it has ended. Raises `PartFailed` when it has not in a minute."""
+        """Wait until it has ended; returns its exit code. Raises `PartFailed` when it has not ended within a minute."""
         deadline = time.monotonic() + _WAIT
         while self.poll() is None:
             if time.monotonic() > deadline:
                 raise PartFailed(f"waited {_WAIT:g} s for process {self.pid} to end, which was killed")
-            self.forge.look(0.05)
+            self.forkserver.look(0.05)
         assert self.code is not None
         return self.code
 
 
 @dataclass
-class Forge:
-    """The driver's end of it."""
+class Forkserver:
+    """The driver's side of the forkserver."""
 
     channel: socket.socket
     process: int
     alive: bool = True
-    _children: dict[int, _Forged] = field(default_factory=dict)
+    _children: dict[int, _Forked] = field(default_factory=dict)
     _count: int = 0
     _loaded: set[str] = field(default_factory=set)
     one_at_a_time: threading.Lock = field(default_factory=threading.Lock)  # a study starts its runs from threads
 
     @classmethod
-    def forked(cls) -> Forge:
-        """From this process, with all that it has loaded."""
+    def forked(cls) -> Forkserver:
+        """Fork a forkserver from this process, with all that it has loaded."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sys.stdout.flush()  # or what waits there would be written twice
+        sys.stdout.flush()  # otherwise buffered text would be written twice
         sys.stderr.flush()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: a matrix library's, which it forks well
+            # about threads: they are a matrix library's, which survives a fork
+            warnings.simplefilter("ignore", DeprecationWarning)
             process = os.fork()
         if process == 0:
             ours.close()
-            be_a_forge(theirs)
+            be_a_forkserver(theirs)
         theirs.close()
         return cls(ours, process)
 
     @classmethod
-    def executed(cls) -> Forge:
-        """An interpreter of its own, which loads what its parts want."""
+    def executed(cls) -> Forkserver:
+        """Start a forkserver as an interpreter of its own, which loads what its parts need."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             executed = subprocess.Popen(
@@ -172,11 +177,11 @@ class Forge:
     def __post_init__(self) -> None:
         atexit.register(self._end, os.getpid())
 
-    def start(self, program: Program, environment: Mapping[str, str], log: int, held: Sequence[int]) -> _Forged:
+    def start(self, program: Program, environment: Mapping[str, str], log: int, held: Sequence[int]) -> _Forked:
         theirs, ours = os.pipe()
         with self.one_at_a_time:
             self._count += 1
-            child = self._children[self._count] = _Forged(self, self._count, os.fdopen(ours, "wb", buffering=0))
+            child = self._children[self._count] = _Forked(self, self._count, os.fdopen(ours, "wb", buffering=0))
         if wanted := {*_LIBRARIES, *program.loads} - self._loaded:
             self._loaded |= wanted
             self.send({"import": sorted(wanted)})
@@ -188,12 +193,12 @@ class Forge:
         return child
 
     def send(self, message: object, descriptors: Sequence[int] = ()) -> None:
-        """To the forge. One that has gone is noticed at the next look."""
+        """Send an order to the forkserver. If it has died, the next `look` notices."""
         with self.one_at_a_time, suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self.channel, [json.dumps(message).encode()], descriptors)
 
     def look(self, seconds: float = 0.0) -> None:
-        """Take in what it has told, waiting at most so long for it."""
+        """Take in its answers, waiting for them for at most `seconds`."""
         with self.one_at_a_time:
             self.channel.settimeout(seconds)
             while self.alive:
@@ -217,7 +222,7 @@ class Forge:
             del self._children[number]
 
     def _end(self, driver: int) -> None:
-        """Of a driver that ends: what is left of its parts sees that by itself."""
+        """End with a driver that ends: remaining parts find that out by themselves."""
         if os.getpid() == driver:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self.process, signal.SIGKILL)
@@ -225,7 +230,7 @@ class Forge:
             self.channel.close()
 
     def _gone(self) -> None:
-        """It was killed: nobody says any longer how its parts end, so that they are ended, as if killed themselves."""
+        """The forkserver was killed, so nobody can say how its parts end: they are ended, and treated as killed."""
         self.alive = False
         for child in self._children.values():
             with suppress(ProcessLookupError):
@@ -235,33 +240,33 @@ class Forge:
         self._children.clear()
 
 
-_forge: Forge | None = None
+_forkserver: Forkserver | None = None
 
 
 _making = threading.Lock()
 
 
-def _the_forge() -> Forge:
-    global _forge  # one for all runs of a process: it is what it has loaded
+def _the_forkserver() -> Forkserver:
+    global _forkserver  # one for all runs of a process: it is what it has loaded
     with _making:
-        if _forge is not None:
-            _forge.look()
-        if _forge is None or not _forge.alive:
-            _forge = Forge.executed()
-        return _forge
+        if _forkserver is not None:
+            _forkserver.look()
+        if _forkserver is None or not _forkserver.alive:
+            _forkserver = Forkserver.executed()
+        return _forkserver
 
 
 MESSAGE = 1 << 20  # bytes at most
 _DESCRIPTORS = 16  # that may come with a message
 
 
-def be_a_forge(channel: socket.socket) -> None:
+def be_a_forkserver(channel: socket.socket) -> None:
     """Serve, in a forked process. Does not return, and runs nothing of what the driver has still to do."""
     os.setsid()
     with open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno(), 1)
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # whatever the driver has put in their place
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # the driver may have replaced them
     _end_with(channel)
 
 
@@ -273,7 +278,7 @@ def _end_with(channel: socket.socket) -> None:
         with suppress(OSError):
             traceback.print_exc()
     finally:
-        with suppress(OSError):  # a full disk: what a log has no room for must not keep us
+        with suppress(OSError):  # a full disk: a log without room must not keep this process alive
             sys.stdout.flush()
         with suppress(OSError):
             sys.stderr.flush()
@@ -281,9 +286,9 @@ def _end_with(channel: socket.socket) -> None:
 
 
 def _serve(channel: socket.socket) -> int:
-    """Fork what is asked for, until the driver is gone. In a forked process: the exit code of its part."""
+    """Fork what is asked for, until the driver is gone. Returns, in a forked process, the exit code of its part."""
     Path("/proc/self/comm").write_text("tba-forge")
-    for one in (signal.SIGINT, signal.SIGTERM):  # the driver ends in order, and needs us for that
+    for one in (signal.SIGINT, signal.SIGTERM):  # the driver shuts down in order, and needs this process for that
         signal.signal(one, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the selector
     wake, wakes = os.pipe()
@@ -323,10 +328,10 @@ def _obey(order: dict[str, Any], children: dict[int, int]) -> None:
     if (number := order.get("kill")) in children:
         os.kill(children[number], signal.SIGKILL)
     for name in order.get("import", ()):
-        with suppress(ImportError):  # a part that needs it says so
+        with suppress(ImportError):  # a part that needs it reports the error
             importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what is shared stays shared
+    gc.freeze()  # pages that are shared stay shared
 
 
 def _reap(channel: socket.socket, children: dict[int, int]) -> None:
@@ -343,8 +348,10 @@ def _tell(channel: socket.socket, number: int, process: int, code: int | None) -
 
 
 def _be_one(order: dict[str, Any], descriptors: Sequence[int]) -> int:
-    """In the forked process: as `python -m MODULE ARGUMENTS`, with the environment and descriptors of the order."""
-    os.setsid()  # Ctrl-C reaches the driver only, which ends the parts in order
+    """Run a part, in the forked process: as `python -m MODULE ARGUMENTS`, with the environment and descriptors of the
+    order.
+    """
+    os.setsid()  # Ctrl-C reaches only the driver, which ends the parts in order
     for one in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(one, signal.SIG_DFL)
     stdin, log, *_ = descriptors

@@ -1,7 +1,8 @@
-"""A sign of life of each part, and the driver's watch over it: a part that hangs is found, however it hangs.
+"""Each part's heartbeat, and the driver's watch over it: a part that hangs is found, however it hangs.
 
-Invariant: a part that goes on asks now and then whether it is to stop, and each time that is its sign (a file's time,
-set anew); the driver compares signs, never clocks, and measures silence by a clock that nobody sets.
+Invariant: a part that is alive asks now and then whether it is to stop, and each time that is its heartbeat (the
+modification time of a file, set anew); the driver only compares these times with one another, never with a clock, and
+measures silence by a monotonic clock.
 """
 
 from __future__ import annotations
@@ -12,47 +13,48 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_EVERY = 0.5  # seconds between two signs at least
+_EVERY = 0.5  # seconds between two heartbeats at least
 
 
-def pulse_of(run: Path, part: str) -> Path:
-    """The file whose time is the part's sign."""
+def heartbeat_file(run: Path, part: str) -> Path:
+    """Returns the file whose modification time is the part's heartbeat."""
     return run / "logs" / f"{part}.pulse"
 
 
 @dataclass
-class Pulse:
-    """The part's end: `beat` as often as you like."""
+class Heartbeat:
+    """The part's side: call `beat` as often as you like."""
 
     path: Path
     _last: float = -_EVERY
 
     def beat(self) -> None:
-        """Costs nothing nearly always. A disk that is full or gone is somebody else's to report."""
+        """Give a heartbeat; nearly always free. A disk that is full or gone is reported elsewhere."""
         now = time.monotonic()
         if now - self._last < _EVERY:
             return
         self._last = now
         with suppress(OSError):
             self.path.touch()
-            os.utime(self.path, ns=(time.monotonic_ns(), time.monotonic_ns()))  # differs from before in any case
+            # differs from the value before in any case
+            os.utime(self.path, ns=(time.monotonic_ns(), time.monotonic_ns()))
 
 
 @dataclass
 class Watch:
-    """The driver's end: how long a part has been silent, since it was started or last gave a sign."""
+    """The driver's side: how long a part has been silent since it was started or last gave a heartbeat."""
 
     path: Path
     _seen: int | None = None
     _since: float = field(default_factory=time.monotonic)
-    _before: int | None = None  # the sign that an earlier life of the part left
+    _before: int | None = None  # the heartbeat that an earlier life of the part left
 
     def __post_init__(self) -> None:
         self._seen = self._before = self._sign()
 
     @property
     def heard(self) -> bool:
-        """Whether it has given a sign since it was started: until then it loads libraries and a model."""
+        """Whether it has given a heartbeat since it was started: until then it loads libraries and a model."""
         return self._sign() != self._before
 
     def silence(self) -> float:

@@ -1,10 +1,9 @@
-"""The `processes` runtime: the trainer and each searcher in its own process on this machine. The embedded default.
+"""The `processes` runtime, the default: the trainer and each searcher in a process of its own on this machine.
 
-Down through the journal, up through versioned safetensors; nothing listens on a port but a trainer's
-ranks, if there are several, on the loopback interface. The driver (this process) holds one end of a pipe to each part,
-which ends when it is gone; what it does with the parts is in `supervisor`.
-
-A part in a process of its own, seen from its driver.
+Trajectories go through the journal, weights through versioned safetensors files; nothing listens on a port except a
+trainer's ranks, if there are several, on the loopback interface. The driver (this process) holds one end of a pipe to
+each part, and a part ends when its driver is gone. How the driver supervises the parts is in `supervisor`; `Process` is
+one part in a process of its own, seen from its driver.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from tba.runtime.devices import environment_of, places_here, visible
 from tba.runtime.disk import no_space
 from tba.runtime.leading import STORE
 from tba.runtime.local.forkserver import Child, Program, start
-from tba.runtime.local.heartbeat import Watch, pulse_of
+from tba.runtime.local.heartbeat import Watch, heartbeat_file
 from tba.runtime.local.worker import NO_SPACE
 from tba.runtime.ranked import RankedPart
 from tba.runtime.run_dir import RunDirectory
@@ -35,7 +34,7 @@ class Processes(Driver):
     """One run on this machine: `go()` until it is finished, stopped or failed."""
 
     def start(self, name: str) -> Part:
-        """As a child process; a trainer of several ranks as several."""
+        """Start a part as a child process; a trainer of several ranks is several."""
         if name == "trainer" and self.recipe.trainer.ranks > 1:
             return RankedPart(self._ranks, _first_to_fail)
         return self._process(name)
@@ -51,21 +50,21 @@ class Processes(Driver):
         return environment_of(places_here(self.recipe, self.searchers)[name], visible())
 
     def _ranks(self, attempt: int, ends: ExitStack) -> list[Process]:
-        """Of one life of the trainer; they find each other over a file of its own."""
+        """Start the ranks of one life of the trainer; they find each other through a file made for it."""
         folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="tba-ranks-", ignore_cleanup_errors=True))
         names = [name_of_rank(rank) for rank in range(self.recipe.trainer.ranks)]
-        for name in names:  # what an earlier life said
+        for name in names:  # remove what an earlier life left
             self.run.error(name).unlink(missing_ok=True)
         return [self._process(name, attempt, {STORE: str(Path(folder) / "store")}) for name in names]
 
 
 def _first_to_fail(failed: Sequence[Process], more_to_learn: bool) -> Process:
-    """A rank that died; else the one that left its error first."""
+    """Returns a rank that died; if none did, the first one that left an error."""
     return min(failed, key=lambda part: ((part.code or 0) >= 0, _when(part)))
 
 
 def _when(part: Process) -> float:
-    """When it left its error; the end of time if it did not."""
+    """Returns when the part left its error; infinity if it left none."""
     try:
         return part.run.error(part.name).stat().st_mtime
     except OSError:
@@ -74,14 +73,14 @@ def _when(part: Process) -> float:
 
 @dataclass
 class Process:
-    """A child process. It lives as long as it wants to and at most as long as its driver."""
+    """A part as a child process. It lives at most as long as its driver."""
 
     name: str
     run: RunDirectory
     threads: int
     attempt: int = 0
-    environment: dict[str, str] = field(default_factory=dict)  # beside the driver's own
-    loads: tuple[str, ...] = ()  # modules of its recipe
+    environment: dict[str, str] = field(default_factory=dict)  # besides the driver's own
+    loads: tuple[str, ...] = ()  # modules that its recipe imports
     process: Child = field(init=False)
     watch: Watch = field(init=False)
 
@@ -91,8 +90,9 @@ class Process:
     def start(self) -> None:
         own = {"TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
         environment = {**os.environ, **own, **self.environment}
-        held = () if self.run.lock is None else (self.run.lock,)  # as long as anybody writes
-        self.watch = Watch(pulse_of(self.run.path, self.name))
+        # the part holds the run's lock for as long as it can write
+        held = () if self.run.lock is None else (self.run.lock,)
+        self.watch = Watch(heartbeat_file(self.run.path, self.name))
         with self.run.log(self.name).open("ab") as log:
             program = Program(self.name, "tba.runtime.local.worker", (self.name, str(self.run.path)), self.loads)
             self.process = start(program, environment, log.fileno(), held)
@@ -130,24 +130,24 @@ class Process:
 
     def ask_to_stop(self) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended meanwhile
+        with suppress(BrokenPipeError):  # it has ended in the meantime
             self.process.stdin.write(b"stop")
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """As something that hangs."""
+        """End it as a part that hangs."""
         self.process.kill()
         self.process.wait()
 
     def kill(self) -> None:
-        """End it, unless it has ended, and let go of it."""
+        """End it, unless it has ended, and release what it held."""
         self.end()
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.close()
 
     def failure(self) -> Exception:
-        """Why it ended, as the driver's own error."""
+        """Returns why it ended, as the driver's own error."""
         file = self.run.error(self.name)
         if file.exists():
             mend = f"its log is {self.log}"

@@ -1,8 +1,8 @@
-"""One part of a run in its own process: `python -m tba.runtime.local.worker searcher-0 RUN`. Started by the driver.
+"""One part of a run in its own process: `python -m tba.runtime.local.worker searcher-0 RUN`. The driver starts it.
 
-Invariant: a part ends when its driver is gone. The driver holds the other end of this process's standard input: a
-byte from it asks to stop (which is not lost, however early it comes), and end of file means that the driver has died,
-however it died.
+Invariant: a part ends when its driver is gone. The driver holds the other end of this process's standard input: a byte
+from it is a request to stop (which is not lost, however early it comes), and end of file means that the driver has
+died, for whatever reason.
 
 Exit codes: 0 done or asked to stop, 1 an error of its own (left in logs/PART.error.json), 2 input it cannot use, 3 its
 driver is gone, 4 the disk is full (nothing more can be left).
@@ -21,29 +21,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tba.runtime.local.heartbeat import Pulse, pulse_of
+from tba.runtime.local.heartbeat import Heartbeat, heartbeat_file
 
 if TYPE_CHECKING:
     from tba.runtime.run_dir import RunDirectory
 
-ORPHANED = 3  # exit codes: its driver is gone
-NO_SPACE = 4  # the disk is full
+ORPHANED = 3  # exit code: its driver is gone
+NO_SPACE = 4  # exit code: the disk is full
 _GRACE = 5.0  # seconds an orphan has to end by itself
 
 
 class Stop:
-    """Asked to stop: by the driver, by SIGTERM, or because the driver is gone. Whoever asks shows that it lives."""
+    """Whether a stop was requested: by the driver, by SIGTERM, or because the driver is gone. Every call is also a
+    heartbeat.
+    """
 
-    def __init__(self, pulse: Path) -> None:
+    def __init__(self, heartbeat: Path) -> None:
         self._event = threading.Event()
-        self._pulse = Pulse(pulse)
+        self._heartbeat = Heartbeat(heartbeat)
 
     def __call__(self) -> bool:
-        self._pulse.beat()
+        self._heartbeat.beat()
         return self._event.is_set()
 
     def listen(self) -> None:
-        """Install the signal and the watch on standard input. SIGINT is the driver's business, not ours."""
+        """Install the signal handler and a thread that reads standard input. SIGINT is handled by the driver."""
         signal.signal(signal.SIGTERM, lambda *_: self._event.set())
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=self._watch, name="driver-watch", daemon=True).start()
@@ -57,11 +59,14 @@ class Stop:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a part (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done."""
+    """Run a part (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done.
+
+    Returns its exit code.
+    """
     part, path = arguments[0], Path(arguments[1])
-    stop = Stop(pulse_of(path, part))
+    stop = Stop(heartbeat_file(path, part))
     stop.listen()
-    faulthandler.register(signal.SIGUSR1)  # a look at where it is, in its log
+    faulthandler.register(signal.SIGUSR1)  # writes a stack trace to its log
     from tba.record.log import set_up_log
     from tba.runtime.devices import keep_to_share
     from tba.runtime.run_dir import RunDirectory
@@ -71,13 +76,13 @@ def run(arguments: Sequence[str]) -> int:
     keep_to_share()
     try:
         _body(part)(directory, stop)
-    except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows it as its own
+    except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows the error as its own
         return _left(directory, part, error)
     return 0
 
 
 def _left(run: RunDirectory, part: str, error: BaseException) -> int:
-    """What is left of the error for the driver, as far as the disk takes it; the exit code."""
+    """Leave the error for the driver, as far as the disk takes it; returns the exit code."""
     from tba.errors import UserError
     from tba.record.jsonl import write_json
     from tba.runtime.disk import disk_full
@@ -106,7 +111,7 @@ def _body(part: str) -> Callable[[object, Stop], None]:
 
 
 def _search(part: str, run: object, stop: Stop) -> None:
-    """A searcher, at ends on this disk."""
+    """Be a searcher, with connections to this disk."""
     from tba.runtime.run_dir import RunDirectory
     from tba.runtime.searcher_loop import NICENESS, search, start_searching
 
@@ -118,7 +123,7 @@ def _search(part: str, run: object, stop: Stop) -> None:
 
 
 def _follow(part: str, run: object) -> None:
-    """A further rank of the trainer: does what the first one says, until that ends it."""
+    """Be a further rank of the trainer: execute the commands of the first one, until that ends it."""
     from tba.runtime.leading import follow
     from tba.runtime.run_dir import RunDirectory
 
@@ -127,7 +132,7 @@ def _follow(part: str, run: object) -> None:
 
 
 def _train(run: object, stop: Stop) -> None:
-    """Be the trainer, until it is done or told to stop."""
+    """Be the trainer, until it is done or asked to stop."""
     from tba.runtime.run_dir import RunDirectory
     from tba.runtime.trainer_loop import train
 
