@@ -371,7 +371,9 @@ def test_adapters_are_merged_on_their_way_into_the_engine(serving: Serving, unti
     before = engine.generate(prompts, 3, Sampling(temperature=0), np.random.default_rng(1))
     engine.load(weights, Version(0, 4))
     sampled = engine.generate(prompts, 4, Sampling(temperature=0.7), np.random.default_rng(2))
-    assert farthest(sampled, trained_on(adapted, prompts, sampled, 0.7, weights)) < TOLERANCE
+    # The adapters change each element by about 8 x 0.3 x 0.3 x sqrt(4) = 1.4, ten times what it was: logits, and with
+    # them what float32 rounds off, are ten times as large as in the other tests.
+    assert farthest(sampled, trained_on(adapted, prompts, sampled, 0.7, weights)) < 10 * TOLERANCE
     assert {c.versions for row in sampled for c in row} == {(Version(0, 4), Version(0, 4))}
     after = engine.generate(prompts, 3, Sampling(temperature=0), np.random.default_rng(1))
     assert [c.tokens.tolist() for c in after[0]] != [c.tokens.tolist() for c in before[0]]

@@ -1,0 +1,134 @@
+"""Forms of Trajectory Balance that are tried for stability on stale data. What wins moves to `tba.objectives`.
+
+Invariant: within a group the gradient is -sum_i w_i A_i grad log pi_i with sum_i w_i A_i = 0 wherever `centre` is
+"weighted", for any weights w > 0 that carry no gradient: A = g - sum w g / sum w with g = r - beta log(pi / pi_ref) is
+zero for every answer exactly at pi* = pi_ref exp(r / beta) / Z, so that the fixed point does not depend on w.
+
+Shape legend: B rows (one completion each), T completion positions, G groups.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tba.batch import Batch
+from tba.objectives.correction import log_ratio_to_behavior
+from tba.objectives.reduce import group_mean, group_sizes, masked_sum, row_means
+from tba.protocols import PolicyOutput
+from tba.schedules import Schedule
+from tba.training.optimizer import Optimizer, OptimizerSettings
+from tba.training.staleness import effective_share
+
+
+@dataclass(frozen=True)
+class WeightedBalance:
+    """(beta / 2) sum w (g / beta - its centre)^2 over rows, each row weighing w.
+
+    weight: of a row, with rho = pi / mu of the whole answer and |y| its tokens
+        one         1
+        ratio       min(rho, cap)
+        mean-ratio  min(rho^(1 / |y|), cap)
+        root-ratio  min(rho^(1 / sqrt |y|), cap)
+        taper       min(rho, cap) where the answer is worse than its group, else 1
+        untaper     min(rho, cap) where it is better, else 1
+        band        rho^2 exp(3 (1 - rho)) where better, rho^3 exp(2 (1 - rho)) where worse (VESPO, arXiv 2602.10693)
+    """
+
+    beta: Schedule
+    weight: Literal["one", "ratio", "mean-ratio", "root-ratio", "taper", "untaper", "band"] = "one"
+    cap: float = 1.0  # the largest ratio
+    floor: float = 0.0  # the smallest weight
+    centre: Literal["weighted", "plain"] = "weighted"  # the mean that is subtracted: with these weights, or without
+    normalised: bool = False  # weights of a group are divided by their mean
+    bound: float = math.inf  # of |A|, in units of reward; centred again after it
+    huber: float = math.inf  # |A| above this many standard deviations of the batch weighs its inverse (Huber 1964)
+    by_ess: bool = False  # the loss is multiplied by the root of the batch's effective sample size
+    cap_log_ratio: float = math.inf  # of |log(pi / pi_ref)| in the pull to the reference
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"log_behavior"})
+
+    @property
+    def by_group(self) -> bool:
+        return not self.by_ess and math.isinf(self.huber)
+
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, dict[str, float]]:
+        """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
+        beta = self.beta(step)
+        log_policy_B = masked_sum(output.log_policy_BT, batch.mask_BT)
+        log_ratio_B = log_policy_B - masked_sum(batch.log_reference_BT, batch.mask_BT)
+        log_rho_B = log_ratio_to_behavior(output.log_policy_BT, batch).detach().sum(1)
+        pull_B = log_ratio_B.detach().clamp(-self.cap_log_ratio, self.cap_log_ratio)
+        gap_B = batch.reward_B - beta * pull_B
+        better_B = gap_B > group_mean(gap_B, batch.group_B, batch.groups)
+        weight_B = self._weights(log_rho_B, batch.length_B, better_B).clamp(min=self.floor)
+        mean_weight_B = group_mean(weight_B, batch.group_B, batch.groups).clamp(min=1e-12)
+        if self.centre == "weighted":
+            advantage_B = gap_B - group_mean(weight_B * gap_B, batch.group_B, batch.groups) / mean_weight_B
+        else:
+            advantage_B = gap_B - group_mean(gap_B, batch.group_B, batch.groups)
+        if math.isfinite(self.huber):
+            spread = advantage_B.square().mean().sqrt()
+            weight_B = weight_B * (self.huber * spread / advantage_B.abs().clamp(min=1e-12)).clamp(max=1)
+            mean_weight_B = group_mean(weight_B, batch.group_B, batch.groups).clamp(min=1e-12)
+            advantage_B = gap_B - group_mean(weight_B * gap_B, batch.group_B, batch.groups) / mean_weight_B
+        if math.isfinite(self.bound):
+            advantage_B = advantage_B.clamp(-self.bound, self.bound)
+            advantage_B = advantage_B - group_mean(advantage_B, batch.group_B, batch.groups)
+        if self.normalised:
+            weight_B = weight_B / mean_weight_B
+        scale = effective_share(log_rho_B).sqrt() if self.by_ess else 1.0
+        loss_B = -scale * (weight_B * advantage_B).detach() * log_policy_B
+        size_B = group_sizes(batch.group_B, batch.groups)
+        metrics = row_means(
+            loss=loss_B, residual=advantage_B.abs(), log_ratio=log_ratio_B, reward=batch.reward_B, weight=weight_B,
+            off_policy=-log_rho_B, group_size=size_B, degenerate=size_B == 1,
+        )  # fmt: skip
+        return loss_B.mean(), metrics | {"beta": beta}
+
+    def _weights(self, log_rho_B: Tensor, length_B: Tensor, better_B: Tensor) -> Tensor:
+        limit = math.log(self.cap)
+        if self.weight == "one":
+            return torch.ones_like(log_rho_B)
+        if self.weight == "band":
+            rho_B = log_rho_B.clamp(-20, 5).exp()
+            return torch.where(better_B, rho_B**2 * torch.exp(3 * (1 - rho_B)), rho_B**3 * torch.exp(2 * (1 - rho_B)))
+        power_B = {"mean-ratio": 1 / length_B.clamp(min=1), "root-ratio": length_B.clamp(min=1).rsqrt()}.get(
+            self.weight, torch.ones_like(log_rho_B)
+        )
+        weight_B = (log_rho_B * power_B).clamp(max=limit).exp()
+        if self.weight == "taper":
+            return torch.where(better_B, 1.0, weight_B)
+        if self.weight == "untaper":
+            return torch.where(better_B, weight_B, 1.0)
+        return weight_B
+
+
+@dataclass(frozen=True)
+class QuantileClip(OptimizerSettings):
+    """AdamW with the gradient's norm clipped at a running quantile of its own past."""
+
+    quantile: float = 0.5  # of the last `window` norms
+    window: int = 50
+
+    def start(self, parameters: object, heads: object = ()) -> Optimizer:
+        """An optimizer of `parameters`, as that of `OptimizerSettings`."""
+        return _QuantileClipped(self, parameters, heads)  # type: ignore[arg-type]
+
+
+class _QuantileClipped(Optimizer):
+    def _update(self, step: int, norm: Tensor, norm_value: float) -> None:
+        assert isinstance(self.settings, QuantileClip)
+        norms: list[float] = self.__dict__.setdefault("norms", [])
+        norms.append(norm_value)
+        del norms[: -self.settings.window]
+        limit = sorted(norms)[int(self.settings.quantile * (len(norms) - 1))]
+        if norm_value > limit:
+            torch.nn.utils.clip_grads_with_norm_(self._masters, limit, norm)
+        super()._update(step, norm, min(norm_value, limit))
