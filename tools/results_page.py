@@ -249,6 +249,50 @@ def tuning() -> Lines:
     return [["objective", "on-policy 3e-5", "1e-4", "3e-4", "stale 3e-5", "1e-4", "3e-4"], *rows]
 
 
+def stable() -> Lines:
+    names = {
+        "tb": "Trajectory Balance without correction",
+        "tb-corrected": "weighted by min(rho, 1), centred without weights",
+        "w-ratio": "weighted by min(rho, 1), centred with the weights",
+        "w-ratio-2": "min(rho, 2)",
+        "w-ratio-8": "min(rho, 8)",
+        "w-ratio-norm": "min(rho, 1), divided by their mean in the group",
+        "w-ratio-8-norm": "min(rho, 8), divided by their mean in the group",
+        "w-mean-ratio": "min(rho^(1/tokens), 1)",
+        "w-root-ratio": "min(rho^(1/root of tokens), 1)",
+        "w-taper": "min(rho, 1) for answers worse than their group, else 1",
+        "w-untaper": "min(rho, 1) for answers better than their group, else 1",
+        "w-band": "VESPO's band, at least 0.01",
+        "tb-clamp-token": "min(rho, 8) by token, no gradient above it",
+        "tb-clip-token": "PPO's clip by token",
+        "tb-clip-sequence": "PPO's clip by answer",
+        "bound-0.5": "no weights, advantages within 0.5",
+        "huber-1": "no weights, Huber's loss",
+        "w-ratio-8-huber": "min(rho, 8), Huber's loss",
+        "ess-loss": "no weights, loss times the root of the effective sample size",
+        "w-ratio-ess": "min(rho, 1), loss times the root of the effective sample size",
+        "log-ratio-5": "no weights, log-ratio to the reference within 5",
+        "clip-median": "no weights, gradient clipped at the median of the last 50 norms",
+        "clip-tenth": "no weights, gradient clipped at their first tenth",
+        "w-ratio-clip": "min(rho, 1), gradient clipped at their median",
+        "w-ratio-8-clip": "min(rho, 8), gradient clipped at their median",
+        "betas-0.95": "no weights, AdamW's second beta 0.95",
+        "betas-0.99": "no weights, AdamW's second beta 0.99",
+        "w-ratio-0.95": "min(rho, 1), AdamW's second beta 0.95",
+        "w-ratio-8-0.95": "min(rho, 8), AdamW's second beta 0.95",
+        **{name: NAMES[name] for name in ("tb-learned-z", "tba-prime", "ppo", "grpo", "reinforce", "raft")},
+    }
+    found = study("stable")
+    found = {name.replace("tb-clamp-token-8", "tb-clamp-token"): runs for name, runs in found.items()}
+    rows = []
+    for name, said in names.items():
+        runs = [found.get(f"{name}-{rate}", []) for rate in ("0.0001", "0.0003")]
+        if any(runs):
+            cells = [f"{accuracy(r)} ({each(r, FALL)})" if r else "" for r in runs]
+            rows.append([said, *cells])
+    return [["form", "1e-4: accuracy (largest fall of each seed)", "3e-4"], *rows]
+
+
 def controller() -> Lines:
     found, rows = study("controller"), []
     names = {
@@ -536,6 +580,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "recent": recent,
     "wall-clock-by-arrival": wall_clock_by_arrival,
     "tuning": tuning,
+    "stable": stable,
     "controller": controller,
     "frontier": frontier,
     "ablations": ablations,
