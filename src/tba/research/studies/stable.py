@@ -1,4 +1,4 @@
-"""Which form of Trajectory Balance stays stable on stale data: the first stage, many forms on sums, two seeds.
+"""Which form of Trajectory Balance stays stable on stale data: the first stage, many forms on sums.
 
 k = 10 and half of the groups old, 200 updates at the quickstart's rate, at three times it and at ten times it.
 On-policy every weight of these forms is 1, so that they are Trajectory Balance there; only what is not a weight
@@ -87,7 +87,7 @@ study = Study(
     description="Forms of Trajectory Balance on stale data (k = 10, half of the groups old) at three rates.",
     recipe=_short,
     variants=variants,
-    seeds=(100, 101),
+    seeds=(100, 101, 102),
     target=TARGET,
     divergence_prompts=0,
     against=(Against("optimizer.lr", label="learning rate"),),
