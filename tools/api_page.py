@@ -14,9 +14,10 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import tba
 from tba.field_comments import comments
@@ -97,10 +98,10 @@ def fields(kind: type) -> list[str]:
     return ["| field | type | default | meaning |\n|---|---|---|---|", *rows, ""] if rows else []
 
 
-def meanings(kind: type) -> dict[str, str]:
+def meanings(kind: Any) -> dict[str, str]:
     """Field -> the comment behind it; without one, what its type says of itself; empty where neither says anything."""
     said, hints = comments(kind), typing.get_type_hints(kind)
-    return {f.name: said.get(f.name) or of_type(hints[f.name]) for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return {f.name: said.get(f.name) or of_type(hints[f.name]) for f in dataclasses.fields(kind)}
 
 
 def of_type(hint: object) -> str:
@@ -134,9 +135,9 @@ def methods(kind: type) -> Iterator[tuple[str, object]]:
             yield signature(name, inner, bare=True), inner
 
 
-def signature(name: str, function: object, bare: bool = False) -> str:
+def signature(name: str, function: Callable[..., object], bare: bool = False) -> str:
     """`name(parameters) -> result`; bare: without `self` and types."""
-    found = inspect.signature(function)  # type: ignore[arg-type]
+    found = inspect.signature(function)
     if not bare:
         shown = [p.replace(annotation=AsWritten(p.annotation)) for p in found.parameters.values()]
         return f"tba.{name}{found.replace(parameters=shown, return_annotation=AsWritten(found.return_annotation))}"

@@ -21,12 +21,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, Union
 
 from tba.errors import UserError
 from tba.field_comments import comments
 
-T = TypeVar("T")
 BY_CODE = {"by_code": True}  # the metadata of a field that a recipe's code sets, and no command line
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path"}
 _INDENT, _WIDTH = 26, 80  # columns of a help text: before what a field means, and in all
@@ -225,16 +224,16 @@ def _nearest(flag: str, known: Iterable[Field], program: str) -> str:
     return f"there is {', '.join(there)}." if there else f"`{program} --help` lists all fields."
 
 
-def replaced(settings: T, values: Mapping[str, Any], prefix: str = "--") -> T:
+def replaced(settings: Any, values: Mapping[str, Any], prefix: str = "--") -> Any:
     """Returns the settings with these values, by flag."""
     changes = {}
-    for f in dataclasses.fields(settings):  # type: ignore[arg-type]
+    for f in dataclasses.fields(settings):
         flag, value = prefix + _dashed(f.name), getattr(settings, f.name)
         if flag in values:
             changes[f.name] = values[flag]
         elif dataclasses.is_dataclass(value) and any(name.startswith(f"{flag}.") for name in values):
             changes[f.name] = replaced(value, values, f"{flag}.")
-    return dataclasses.replace(settings, **changes) if changes else settings  # type: ignore[type-var]
+    return dataclasses.replace(settings, **changes) if changes else settings
 
 
 def refuse_without_effect(settings: Any, named: Iterable[str], program: str) -> None:

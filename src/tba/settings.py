@@ -136,7 +136,7 @@ def override(default: T, arguments: Sequence[str], program: str, recorded: bool 
     found = given([a for a in arguments if a not in asked], default, program, by_code=recorded)
     if isinstance(default, Recipe):
         default = typing.cast(T, _lasting(default, found))
-    made = replaced(default, {field.flag: value for field, value in found})
+    made: T = replaced(default, {field.flag: value for field, value in found})
     if asked:
         sys.stdout.write(f"{help_of(made, FIRST if isinstance(made, Recipe) else ())}\n")
         raise SystemExit(0)

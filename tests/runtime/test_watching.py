@@ -27,8 +27,9 @@ def evaluated(train: TrainerLoop, step: int) -> None:
     records = EvaluationWriter(train.run.path)
     records.write(found)
     records.close()
-    train.turn_taker.journal.claim(f"evaluate {version}", 60.0)  # type: ignore[union-attr]
-    train.turn_taker.journal.finish(f"evaluate {version}", found)  # type: ignore[union-attr]
+    assert train.turn_taker is not None  # inline has one
+    train.turn_taker.journal.claim(f"evaluate {version}", 60.0)
+    train.turn_taker.journal.finish(f"evaluate {version}", found)
     train._look_at_evaluations()
 
 

@@ -1,28 +1,12 @@
 """`docs/settings.md` says what the dataclasses say."""
 
 import dataclasses
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from tba.fields import fields_of
 from tba.settings import find, names
-
-SCRIPT = Path(__file__).parents[2] / "tools" / "settings_page.py"
-
-
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("settings_page", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its own dataclass looks its module up
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:

@@ -10,11 +10,13 @@ Shape legend: B rows (one completion each), T completion positions, G groups.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tba.batch import Batch
 from tba.objectives.correction import log_ratio_to_behavior
@@ -117,18 +119,21 @@ class QuantileClip(OptimizerSettings):
     quantile: float = 0.5  # of the last `window` norms
     window: int = 50
 
-    def start(self, parameters: object, heads: object = ()) -> Optimizer:
+    def start(self, parameters: Sequence[Parameter], heads: Sequence[Parameter] = ()) -> Optimizer:
         """An optimizer of `parameters`, as that of `OptimizerSettings`."""
-        return _QuantileClipped(self, parameters, heads)  # type: ignore[arg-type]
+        return _QuantileClipped(self, parameters, heads)
 
 
 class _QuantileClipped(Optimizer):
+    settings: QuantileClip
+
+    def __init__(self, settings: QuantileClip, parameters: Sequence[Parameter], heads: Sequence[Parameter]) -> None:
+        super().__init__(settings, parameters, heads)
+        self._norms: list[float] = []
+
     def _update(self, step: int, norm: Tensor, norm_value: float) -> None:
-        assert isinstance(self.settings, QuantileClip)
-        norms: list[float] = self.__dict__.setdefault("norms", [])
-        norms.append(norm_value)
-        del norms[: -self.settings.window]
-        limit = sorted(norms)[int(self.settings.quantile * (len(norms) - 1))]
+        self._norms = [*self._norms, norm_value][-self.settings.window :]
+        limit = sorted(self._norms)[int(self.settings.quantile * (len(self._norms) - 1))]
         if norm_value > limit:
             torch.nn.utils.clip_grads_with_norm_(self._masters, limit, norm)
         super()._update(step, norm, min(norm_value, limit))

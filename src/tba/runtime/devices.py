@@ -82,11 +82,12 @@ def places_here(recipe: Recipe, searchers: Sequence[str]) -> dict[str, Place]:
     """A place on this machine for each part of the run. Raises `UserError` where they do not fit."""
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.ranks)]
     each = recipe.model.gpus_per_searcher
-    if each and not gpus_here():
+    gpus = gpus_here() if each else 0
+    if each and not gpus:
         raise UserError(
             f"the model is to run on GPUs, and this machine shows none ({_VISIBLE}): set --model.device cpu"
         )
-    return placed(ranks, searchers, gpus_here() if each else 0, max(1, each))
+    return placed(ranks, searchers, gpus, max(1, each))
 
 
 def gpus_here() -> int:

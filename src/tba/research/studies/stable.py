@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from typing import Any
 
 from tba.objectives.correction import Correction
 from tba.objectives.trajectory_balance import TrajectoryBalance
@@ -26,12 +27,12 @@ _b = Constant(BETA)
 _short = replace(base, evaluation=replace(base.evaluation, every=20, problems=2000, problems_during=500))
 
 
-def _form(**fields: object) -> Recipe:
-    return with_objective(_short, WeightedBalance(_b, **fields))  # type: ignore[arg-type]
+def _form(**fields: Any) -> Recipe:
+    return with_objective(_short, WeightedBalance(_b, **fields))
 
 
-def _tuned(recipe: Recipe, **fields: object) -> Recipe:
-    return replace(recipe, optimizer=replace(recipe.optimizer, **fields))  # type: ignore[arg-type]
+def _tuned(recipe: Recipe, **fields: Any) -> Recipe:
+    return replace(recipe, optimizer=replace(recipe.optimizer, **fields))
 
 
 def _quantile(recipe: Recipe, quantile: float) -> Recipe:
