@@ -28,7 +28,7 @@ def comments(kind: type) -> dict[str, str]:
     ]
     ends = [line - 1 for line, _ in fields[1:]] + [max((line for line, _ in fields), default=0)]
     by_line = {
-        t.start[0]: _MARK.sub("", t.string).strip()
+        t.start[0]: _MARK.sub("", t.string, count=1).strip()
         for t in tokenize.generate_tokens(StringIO(source).readline)
         if t.type == tokenize.COMMENT
     }

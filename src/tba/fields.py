@@ -67,7 +67,7 @@ def fields_of(settings: Any, prefix: str = "--", by_code: bool = False) -> Itera
         flag, value = prefix + f.name.replace("_", "-"), getattr(settings, f.name)
         if dataclasses.is_dataclass(value):
             yield from fields_of(value, f"{flag}.", by_code)
-        elif f.init and _is_plain(hints[f.name]) and (by_code or "by_code" not in f.metadata):
+        elif f.init and is_plain(hints[f.name]) and (by_code or "by_code" not in f.metadata):
             yield Field(flag, settings, f.name, hints[f.name])
 
 
@@ -106,12 +106,12 @@ def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _is_plain(hint: Any) -> bool:
+def is_plain(hint: Any) -> bool:
     """Whether a command line can spell values of this type."""
     if typing.get_origin(hint) is Literal or hint is Ellipsis:
         return True
     inner = typing.get_args(hint)
-    return all(_is_plain(option) for option in inner) if inner else hint is type(None) or hint in _KINDS
+    return all(is_plain(option) for option in inner) if inner else hint is type(None) or hint in _KINDS
 
 
 def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool = False) -> list[tuple[Field, Any]]:

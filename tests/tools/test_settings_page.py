@@ -16,7 +16,17 @@ def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:
 @pytest.mark.parametrize("recipe", names())
 def test_every_flag_of_every_recipe_is_on_the_page(tool: ModuleType, recipe: str) -> None:
     page = tool.page()
-    assert [f.flag for f in fields_of(find(recipe)) if f"| `{f.flag}` |" not in page] == []
+    flags = [f.flag for f in fields_of(find(recipe))]
+    for field, listed in tool.SAME.items():
+        flags = [flag.replace(f"{field}.", f"{listed}.") for flag in flags]
+    assert [flag for flag in flags if f"| `{flag}` |" not in page] == []
+
+
+def test_a_setting_is_on_the_page_once(tool: ModuleType) -> None:
+    """Classes that fill the same slot may have fields of one name; each of these is explained where its class is."""
+    common, _, _ = tool.page().partition("# What a recipe is made of")
+    flags = [line.split("`")[1] for line in common.splitlines() if line.startswith("| `--")]
+    assert len(flags) == len(set(flags)) > 80
 
 
 def test_a_meaning_is_the_comment_behind_a_field_and_those_below_it(tool: ModuleType) -> None:
@@ -29,11 +39,13 @@ def test_a_meaning_is_the_comment_behind_a_field_and_those_below_it(tool: Module
         # which is for the night
 
         colour: str = "#ffffff"
+        sign: str = ""  # what stands before the number: # or No.
 
     assert tool.comments(Kettle) == {
         "litres": "of water",
         "whistle": "when it boils; off: it is silent, which is for the night",
         "colour": "",
+        "sign": "what stands before the number: # or No.",
     }
 
 

@@ -39,7 +39,7 @@ class Grpo:
 
     beta: Schedule = Constant(0.04)  # weight of the divergence from the reference
     standardise: bool = True  # divide by the group's standard deviation, which weighs easy and hard prompts up
-    per: Per = "sequence"  # sums are divided by the rows (row), each row\'s tokens and the rows (sequence), all tokens
+    per: Per = "sequence"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
     penalty: Literal["loss", "reward"] = "loss"  # the divergence as k3 in the loss, or in the reward before the mean
     correction: Correction = field(default_factory=_clip)  # how the ratio to the behaviour enters: clip
 

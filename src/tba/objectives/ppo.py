@@ -46,7 +46,7 @@ class Ppo:
     value_clip: float | None = None  # largest error of a value with a slope of its own; None: any
     whiten: bool = True  # advantages of mean 0 and variance 1 over the batch's tokens
     penalised: Penalised = "behavior"  # whose distance to the reference is penalised
-    per: Per = "token"  # sums are divided by the rows (row), each row\'s tokens and the rows (sequence), all tokens
+    per: Per = "token"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
 
     def __post_init__(self) -> None:
         require_clip(self.clip)

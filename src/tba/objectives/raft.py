@@ -29,7 +29,7 @@ class Raft:
     """
 
     keep: Literal["positive", "best"] = "positive"  # rows with a reward above 0, or the best of each group
-    per: Per = "row"  # sums are divided by the rows (row), each row\'s tokens and the rows (sequence), all tokens
+    per: Per = "row"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
     correction: Correction = field(default_factory=Correction)  # for data that are not on-policy
 
     @property
