@@ -46,6 +46,15 @@ def test_one_setting_does_not_shift_what_is_drawn_for_the_other() -> None:
     assert alone == both
 
 
+def test_what_is_said_to_have_no_effect_changes_no_draw() -> None:
+    never = RandomPerRound(temperature=0.8, p_temperature=0, p_top_p=0)
+    assert set(never.unused) == {"temperature_low", "temperature_high", "top_p_low"}
+    assert RandomPerRound().unused == {}
+    other = replace(never, temperature_low=0.1, temperature_high=9.0, top_p_low=0.2)
+    draws = [[e.draw(np.random.default_rng(seed)) for seed in range(200)] for e in (never, other)]
+    assert draws[0] == draws[1] == [Sampling(0.8, 1.0)] * 200
+
+
 @pytest.mark.parametrize(
     ("exploration", "greedy"),
     [

@@ -142,6 +142,13 @@ def test_every_pair_is_seen_once_per_epoch_in_batches_of_similar_length() -> Non
         assert sorted(losses.steps) == pytest.approx(sorted(thirds), rel=1e-5)
 
 
+def test_epochs_have_an_effect_only_where_no_number_of_updates_is_given() -> None:
+    given, by_epochs = SupervisedSettings(steps=7), SupervisedSettings(batch_size=10)
+    assert (given.unused, by_epochs.unused) == ({"epochs": "steps None"}, {})
+    assert [replace(given, epochs=e).updates(100) for e in (1.0, 3.0)] == [7, 7]
+    assert [replace(by_epochs, epochs=e).updates(100) for e in (1.0, 3.0)] == [10, 30]
+
+
 def test_pairs_held_out_are_measured_and_not_trained() -> None:
     pairs = [Pair(pair.prompt, [15]) for pair in pairs_of(40)]  # equally long responses: pairs weigh the same
     settings = SupervisedSettings(epochs=1, batch_size=32, lr=1e-12, held_out=0.25)

@@ -60,8 +60,9 @@ class EvaluationSettings:
 
     @property
     def unused(self) -> Mapping[str, str]:
-        """Fields without effect while nothing is evaluated during the run."""
-        return {} if self.every else {"problems_during": "every"}
+        """Fields without effect: while nothing is evaluated during the run, or no answers are sampled."""
+        found = {} if self.every else {"problems_during": "every"}
+        return found if self.draws else found | {"temperature": "samples"}
 
     @property
     def draws(self) -> int:

@@ -77,6 +77,11 @@ class WarmStart:
     before: tuple[Lesson, ...] = ()  # lessons that come before it
     shipped: Path | None = field(default=None, metadata=BY_CODE)  # a folder that may hold the result already
 
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """The field without effect: the characters of a task are as many as they are."""
+        return {"vocab_size": "tokenizer bpe"} if self.tokenizer == "characters" else {}
+
 
 @dataclass(frozen=True)
 class HuggingFace:

@@ -36,6 +36,11 @@ class RecordSettings:
             if getattr(self, name) < 0:
                 raise UserError(f"record: {name} must not be negative, but is {getattr(self, name)}.")
 
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """The field without effect while no samples are written."""
+        return {} if self.samples_every else {"samples": "samples_every"}
+
     def start(self, directory: Path, recipe: Mapping[str, Json] | None = None) -> Recorder:
         """Open the files of the run in `directory`; `recipe` is the configuration that W&B shows.
 

@@ -6,6 +6,7 @@ whose one temperature is the recipe's `policy_temperature`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,12 @@ class RandomPerRound:
         for name in ("p_temperature", "p_top_p"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"exploration's {name} is {getattr(self, name)}, it is a probability: give 0 to 1")
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect where no temperature, or no top-p, is drawn."""
+        found = {} if self.p_temperature else dict.fromkeys(("temperature_low", "temperature_high"), "p_temperature")
+        return found if self.p_top_p else found | {"top_p_low": "p_top_p"}
 
     def draw(self, rng: np.random.Generator) -> Sampling:
         by_temperature, by_top_p = rng.random(2)  # always two draws, so that one setting does not shift the other

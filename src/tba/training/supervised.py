@@ -9,7 +9,7 @@ Shape legend: B pairs, T input positions, K positions from the first response to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -64,6 +64,11 @@ class SupervisedSettings:
                 raise UserError(f"the warm start's {name} is {getattr(self, name)}, it must be at least 1")
         if not 0 <= self.held_out < 1 or not 0 <= self.warmup <= 1:
             raise UserError(f"held_out is {self.held_out} and warmup {self.warmup}, but these are shares; give 0 to 1")
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """The field without effect: how often the pairs are passed over, where the number of updates is given."""
+        return {} if self.steps is None else {"epochs": "steps None"}
 
     def updates(self, pairs: int) -> int:
         """Returns the number of updates over `pairs` trained pairs."""
