@@ -44,7 +44,7 @@ from tba.policy.causal import load_model
 from tba.protocols import Objective
 from tba.recipes.quickstart import recipe
 from tba.record.report import COLOURS, GREY, STYLES, frame, save_figure
-from tba.rewards.exact_text import ExactText
+from tba.rewards.exact_answer import ExactText
 from tba.schedules import Constant
 from tba.search.prompts import PromptSettings, encode
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory, Version

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from parts import parts_of
 
-from tba.batch import collate
+from tba.batch import Fetched, collate
 from tba.command.replay import uses_of
 from tba.evaluation.accuracy import SAMPLED, EvaluationSettings, evaluate
 from tba.recipe import Recipe
@@ -50,7 +50,6 @@ from tba.runtime.run_dir import RunDirectory
 from tba.search.prompts import PromptStream
 from tba.search.searcher import Searcher
 from tba.settings import find, override
-from tba.training.batches import Fetched
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.trainer import Trainer
 from tba.types import Group, Trajectory, Version

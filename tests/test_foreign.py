@@ -22,9 +22,8 @@ from tba.record.jsonl import write_json
 from tba.record.summary import Summary
 from tba.research.study import Study
 from tba.runtime.run_dir import RunDirectory, new_path
-from tba.tasks.characters import character_tokenizer
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
-from tba.training.tiny_models import ScratchModel
+from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Version
 
 TOY = Path(__file__).with_name("runtime") / "toy.py"

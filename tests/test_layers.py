@@ -47,8 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": SEAMS | TENSORS | {"schedules", "weights"},  # of weights what writes a folder beside its place
     "models": SEAMS | LEAVES | TENSORS | {"training", "fields"},
     "recipe": SEAMS | PARTS | {"fields"},
-    "field_comments": set(),
-    "fields": {"errors", "field_comments"},  # of any settings
+    "fields": {"errors"},  # of any settings
     "settings": GROUND | {"recipe", "fields"},  # recipes and studies by name, when they are asked for
     "runtime": SEAMS | PARTS | {"recipe", "settings"},
     "command": CORE | {"fields"},
@@ -129,7 +128,7 @@ def test_the_rule_itself_has_no_cycle() -> None:
 
 def test_the_core_knows_neither_applications_nor_recipes_nor_research() -> None:
     above = {"apps.preference", "apps.red_team", "recipes", "research", "api", "__main__"}
-    core = [path for path in FILES if part_of(path) in CORE | {"command", "field_comments", "fields"}]
+    core = [path for path in FILES if part_of(path) in CORE | {"command", "fields"}]
     assert len(core) > 150
     for path in core:
         assert not {part_named(name) for name in inside(path)} & above, named(path)

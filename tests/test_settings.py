@@ -20,8 +20,7 @@ from tba.__main__ import main
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.command.help import OPTIONS
 from tba.errors import UserError
-from tba.field_comments import comments
-from tba.fields import fields_of, flags, without_effect
+from tba.fields import comments, fields_of, flags, without_effect
 from tba.recipe import GONE, Recipe, differences, resolved
 from tba.runtime.run_dir import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay

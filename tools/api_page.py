@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import tba
-from tba.field_comments import comments
+from tba.fields import comments
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
 HEAD = """\

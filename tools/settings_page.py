@@ -32,8 +32,7 @@ from tba.command.replay import ReplayOptions
 from tba.command.sample import SampleOptions
 from tba.command.search import SearchOptions
 from tba.command.sft import SftOptions
-from tba.field_comments import comments
-from tba.fields import is_plain
+from tba.fields import comments, is_plain
 from tba.recipe import Recipe
 from tba.research.command import StudyOptions
 from tba.settings import FIRST

@@ -74,6 +74,14 @@ class Batch:
         )
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """A batch, and the groups that replay drew for it."""
+
+    groups: Sequence[Group]
+    batch: Batch
+
+
 def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:
     """Which rows to evaluate, and where each row then finds itself: (row indices [D], place among them [B]).
 

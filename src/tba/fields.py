@@ -11,23 +11,26 @@ it has an effect.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
 import inspect
 import re
 import textwrap
+import tokenize
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union
 
 from tba.errors import UserError
-from tba.field_comments import comments
 
 BY_CODE = {"by_code": True}  # the metadata of a field that a recipe's code sets, and no command line
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path"}
+_COMMENT = re.compile(r"#\s*(noqa: [A-Z0-9, ]+ - )?")  # what begins a comment, possibly after a remark to the linter
 _INDENT, _WIDTH = 26, 80  # columns of a help text: before what a field means, and in all
 
 
@@ -267,6 +270,35 @@ def help_of(settings: Any, first: Sequence[str] = ()) -> str:
         lines = [line for when, names in waiting.items() for line in _wrapped(f"  {when}", ", ".join(names))]
         blocks.append(["there is more with:", *lines])
     return "\n\n".join("\n".join(block) for block in blocks)
+
+
+def comments(kind: type) -> dict[str, str]:
+    """Returns field -> the comment after it, with the comment lines that follow; empty without the source.
+
+    So a setting is explained where it is defined and nowhere else.
+    """
+    try:
+        source = textwrap.dedent(inspect.getsource(kind))
+    except OSError:  # made in a console
+        return {}
+    body = ast.parse(source).body[0]
+    assert isinstance(body, ast.ClassDef)
+    fields = [
+        (s.lineno, s.target.id) for s in body.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)
+    ]
+    ends = [line - 1 for line, _ in fields[1:]] + [max((line for line, _ in fields), default=0)]
+    by_line = {
+        t.start[0]: _COMMENT.sub("", t.string, count=1).strip()
+        for t in tokenize.generate_tokens(StringIO(source).readline)
+        if t.type == tokenize.COMMENT
+    }
+    own_line = [n for n, line in enumerate(source.splitlines(), 1) if line.strip().startswith("#")]
+    said = {}
+    for (line, name), end in zip(fields, ends, strict=True):
+        while end + 1 in own_line:
+            end += 1
+        said[name] = " ".join(by_line[n] for n in range(line, end + 1) if n in by_line)
+    return said
 
 
 def _root(place: str) -> str:

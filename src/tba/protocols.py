@@ -11,19 +11,17 @@ for type checkers only, so that replay and types stay free of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 
 from tba.types import (
     Completion,
     Evaluation,
     FloatArray,
-    Group,
     Json,
     Judgement,
     Outcome,
@@ -409,72 +407,6 @@ class KeptWeights(Protocol):
     def unpin(self, version: Version, why: str) -> None: ...
 
     def pins(self, version: Version) -> list[str]: ...
-
-
-class TrajectoryStore(Protocol):
-    """What a selector may read: the distinct trajectories in memory, by prompt key, oldest first."""
-
-    def prompts(self, size: int = 1) -> Sequence[str]:
-        """Prompts with at least `size` distinct trajectories."""
-        ...
-
-    def of(self, prompt: str) -> Sequence[Trajectory]: ...
-
-    def rewards(self, prompt: str) -> npt.NDArray[np.float64]:
-        """Returns the rewards of `of(prompt)`, in order."""
-        ...
-
-    def numbers(self, prompt: str) -> Sequence[int]:
-        """Returns row numbers of `of(prompt)`, in order: until the store changes, equal numbers are the same
-        trajectory.
-        """
-        ...
-
-    def newest(self, prompt: str, size: int, within: int) -> Sequence[int]:
-        """Returns the numbers of up to `size` rows of `prompt` in the order in which they are to be drawn: the newest
-        first, and among the last `within` arrivals those never used before the others.
-        """
-        ...
-
-    def newest_prompts(self, size: int, within: int, count: int) -> Sequence[str]:
-        """Returns the first prompts with `size` recent trajectories in the order in which they are to be drawn, `count`
-        or more if there are.
-
-        First come those with one of the last `within` arrivals: the prompt whose next `size` have been used least in
-        all comes first, and of several the one with the newest. Then the next newest.
-        """
-        ...
-
-    def numbered(self, numbers: Iterable[int]) -> Sequence[Trajectory]:
-        """The trajectories of these numbers, oldest first."""
-        ...
-
-    def behind(self, trajectories: Iterable[Trajectory]) -> int:
-        """How many have arrived since the first of these, itself included."""
-        ...
-
-
-class Selector(Protocol):
-    """Which prompts and which of their trajectories make a batch. The paper's m is here and nowhere else."""
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Groups drawn so far, by kind."""
-        ...
-
-    def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]: ...
-
-    def state(self) -> Json:
-        """Returns what `restore` takes, so that a resumed run draws the same."""
-        ...
-
-    def restore(self, state: Json) -> None: ...
-
-
-class Selection(Protocol):
-    """The settings of a selector."""
-
-    def start(self) -> Selector: ...
 
 
 class Model(Protocol):

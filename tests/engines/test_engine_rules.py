@@ -10,8 +10,8 @@ import torch
 from engine_families import EOS, VOCABULARY, Letters, build, plain_log_probabilities, ragged_prompts
 
 from tba.command.check import validate
+from tba.engines.rows import draw
 from tba.engines.rules import rules_of
-from tba.engines.sampling import draw
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace

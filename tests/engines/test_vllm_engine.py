@@ -22,8 +22,7 @@ from tba.models.huggingface import HuggingFace
 from tba.policy.causal import load_model
 from tba.policy.lora import LoraSettings
 from tba.protocols import Engine, Streaming
-from tba.tasks.characters import character_tokenizer
-from tba.training.tiny_models import ScratchModel
+from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 
 pytestmark = pytest.mark.vllm

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tba.intake.answers import Answer
 from tba.intake.encoding import Encoded, Encoder, Known
 from tba.intake.files import Refusal
-from tba.tasks.characters import character_tokenizer
-from tba.training.tiny_models import train_bpe_tokenizer
+from tba.training.tiny_models import character_tokenizer, train_bpe_tokenizer
 from tba.types import ELSEWHERE, Completion, Prompt, Sampling, StopReason, Trajectory, Version
 
 TOKENIZER = character_tokenizer("0123456789+= Q:uera\n[]sint")

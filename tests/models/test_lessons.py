@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tba.models.huggingface import Lesson, pairs_of
 from tba.tasks.arithmetic import Arithmetic
-from tba.tasks.characters import character_tokenizer
 from tba.training.supervised import SupervisedSettings
+from tba.training.tiny_models import character_tokenizer
 
 
 def test_a_lesson_of_prompts_too_learns_every_token_but_the_first() -> None:

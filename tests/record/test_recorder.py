@@ -16,8 +16,7 @@ from tba.policy.tabular import TabularTask
 from tba.record import memory
 from tba.record.log import log_path, log_to, tail
 from tba.record.metrics import read_metrics
-from tba.record.recorder import RecordSettings
-from tba.record.samples import read_samples
+from tba.record.recorder import RecordSettings, read_samples
 from tba.types import Evaluation, Sampling, Trajectory, Version
 
 

@@ -9,10 +9,9 @@ import pytest
 from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
 from tba.policy.tabular import TabularTask, TabularTokenizer
-from tba.research.corrupted_reward import CorruptedReward
-from tba.research.corrupted_task import Corrupted
+from tba.research.corrupted_task import Corrupted, CorruptedReward
 from tba.research.fabricating import Fabricating, FabricatingEngine
-from tba.rewards.exact_text import ExactText
+from tba.rewards.exact_answer import ExactText
 from tba.search.prompts import PromptSettings, encode
 from tba.tasks.arithmetic import Arithmetic
 from tba.types import Completion, Prompt, Sampling, StopReason, Version

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from tba.protocols import Reward
-from tba.rewards.exact_answer import ExactAnswer
-from tba.rewards.exact_text import ExactText
+from tba.rewards.exact_answer import ExactAnswer, ExactText
 from tba.rewards.expression import Expression
 from tba.rewards.functions import FunctionReward
 from tba.rewards.math_answer import MathAnswer

@@ -11,8 +11,7 @@ import pytest
 from tba.errors import DeadlineExceeded, UserError
 from tba.rewards.delayed import Delayed
 from tba.rewards.end_of_text import EosPenalty
-from tba.rewards.exact_answer import ExactAnswer
-from tba.rewards.exact_text import ExactText
+from tba.rewards.exact_answer import ExactAnswer, ExactText
 from tba.rewards.functions import FunctionReward, WeightedFunctions
 from tba.types import Completion, Prompt, StopReason, Version
 

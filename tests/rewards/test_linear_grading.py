@@ -18,8 +18,7 @@ import pytest
 
 from tba.apps.preference import similarity
 from tba.rewards import exact_answer, math_text, number_text, units
-from tba.rewards.exact_answer import ExactAnswer
-from tba.rewards.exact_text import ExactText
+from tba.rewards.exact_answer import ExactAnswer, ExactText
 from tba.rewards.expression import Expression
 from tba.rewards.math_answer import at_once
 from tba.rewards.math_text import last_boxed

@@ -34,9 +34,8 @@ from tba.schedules import Constant
 from tba.search.exploration import Fixed
 from tba.search.prompts import encode
 from tba.tasks.arithmetic import Arithmetic
-from tba.tasks.characters import character_tokenizer
 from tba.training.optimizer import OptimizerSettings
-from tba.training.tiny_models import ScratchModel
+from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Judgement, Prompt, Sampling, Trajectory, Version
 
 B, K, LR, BETA, TEMPERATURE = 2, 6, 0.02, 0.3, 0.8

@@ -39,16 +39,15 @@ from tba.record.faults import read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.replay.loss import Held
+from tba.replay.missing_rows import Held
 from tba.runtime.checkpointing import generators, set_generators
 from tba.runtime.inline import Inline
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
-from tba.tasks.characters import character_tokenizer
 from tba.training.checkpoint import newest_checkpoint, newest_sound
-from tba.training.tiny_models import ScratchModel
+from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Sampling, Version
 
 SECONDS = 120.0

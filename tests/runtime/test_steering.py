@@ -15,8 +15,8 @@ import torch
 from runs import final_weights, inline, made
 
 from tba.errors import UserError
-from tba.protocols import TrajectoryStore
 from tba.record.metrics import read_metrics
+from tba.replay.buffer import Buffer
 from tba.replay.selection import RecencyRewardSelector
 from tba.runtime.searcher_loop import EASED_OFF, SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
@@ -122,7 +122,7 @@ def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:
         def start(self) -> Oldest:
             return self
 
-        def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
+        def select(self, store: Buffer, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
             return []
 
     recipe, _ = made(tmp_path / "run")

@@ -12,8 +12,7 @@ from tba.models.huggingface import HuggingFace
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.search.rescoring import Rescorer
-from tba.tasks.characters import character_tokenizer
-from tba.training.tiny_models import ScratchModel
+from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Prompt, Sampling, Trajectory, Version
 
 LATER = Version(0, 50)

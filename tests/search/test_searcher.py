@@ -25,8 +25,7 @@ from tba.replay.journal import JournalWriter
 from tba.search.exploration import Fixed, RandomPerRound
 from tba.search.prompts import PromptStream
 from tba.search.searcher import Searcher
-from tba.tasks.characters import character_tokenizer
-from tba.training.tiny_models import ScratchModel
+from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Judgement, Prompt, Sampling, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 

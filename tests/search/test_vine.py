@@ -14,7 +14,7 @@ from tba.engines.tabular import TabularEngine, sample_groups, tabular_prompts
 from tba.errors import UserError
 from tba.policy.tabular import TabularPolicy, TabularTask, TabularTokenizer, distribution
 from tba.search.vine import Vine
-from tba.tasks.characters import character_tokenizer
+from tba.training.tiny_models import character_tokenizer
 from tba.types import Completion, Judgement, Prompt, Sampling, StopReason, Trajectory, Version
 
 TASK = TabularTask(symbols=3, length=4, prompts=2)

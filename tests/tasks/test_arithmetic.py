@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tba.errors import UserError
 from tba.protocols import Task, Tokenizer
 from tba.tasks.arithmetic import Arithmetic
-from tba.tasks.characters import character_tokenizer
 from tba.tasks.held_out import is_held_out
+from tba.training.tiny_models import character_tokenizer
 from tba.types import Completion, Problem, Prompt, StopReason, Version
 
 

@@ -15,12 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toys import BETA, TASK, Scripted, groups_of, llama_policy, trainer_of
 
-from tba.batch import Batch, collate
+from tba.batch import Batch, Fetched, collate
 from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularPolicy
 from tba.protocols import PolicyOutput
-from tba.training.batches import Fetched
 from tba.training.gradients import backward
 from tba.training.staleness import Staleness, effective_share, quantile
 from tba.training.trainer import ages

@@ -19,13 +19,12 @@ from toys import (
     trainer_of,
 )
 
-from tba.batch import collate
+from tba.batch import Fetched, collate
 from tba.errors import NonFiniteLoss, UserError
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import WEIGHT, TabularPolicy
 from tba.schedules import WarmupLinear
-from tba.training.batches import Fetched
 from tba.training.optimizer import OptimizerSettings
 from tba.training.trainer import Trainer, load_batch
 from tba.types import Version

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from tba.batch import Batch, collate
+from tba.batch import Batch, Fetched, collate
 from tba.policy.causal import CausalPolicy
 from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
 from tba.protocols import HEADS, Objective, Policy, PolicyOutput
 from tba.schedules import Constant
-from tba.training.batches import Fetched
 from tba.training.optimizer import OptimizerSettings
 from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from tba.batch import collate
+from tba.batch import Fetched, collate
 from tba.protocols import HEADS
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
@@ -29,7 +29,6 @@ from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
-from tba.training.batches import Fetched
 from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory

@@ -22,7 +22,7 @@ from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
 from tba.record.terminal import terminal
 from tba.replay.journal import JournalWriter
-from tba.replay.loss import accept, find_loss
+from tba.replay.missing_rows import accept, find_loss
 from tba.runtime.checkpointing import held_by_journal, note_recoveries
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of

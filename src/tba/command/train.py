@@ -18,11 +18,11 @@ from tba.errors import TbaError, UserError
 from tba.recipe import InitialFill, Recipe
 from tba.record.failure import Failure
 from tba.record.live import STATUS_SECONDS, LiveView
+from tba.record.recorder import TensorBoardEvents
 from tba.record.report import draw_curves
 from tba.record.run import RunRecord
 from tba.record.show import closing_page
 from tba.record.summary import Summary
-from tba.record.tensorboard import TensorBoardEvents
 from tba.record.terminal import terminal
 from tba.runtime.disk import disk_full
 from tba.runtime.importing import is_prepared, take_over

@@ -1,9 +1,13 @@
-"""What each active row has sampled so far, as tensors on the model's device.
+"""The completions that grow at the same time, as tensors on the model's device, and the draw of their next tokens.
 
 Invariant: row r's completion is token_RT[r, :count_R[r]]; `ended_R[r]` says whether an EOS token is among them. A step
-reads and writes all rows by tensor operations, and nothing here waits for the device.
+reads and writes all rows by tensor operations, and only top-p waits for the device.
 
-Shape legend: R rows, T completion positions, V vocabulary.
+`log_behavior` is the log-probability of the drawn token after temperature and after top-p, renormalised over what top-p
+keeps. The draw is the inverse of the cumulative distribution at a given uniform number, so that equal uniforms give
+equal tokens, and because `torch.multinomial` costs 20 times as much on a large vocabulary.
+
+Shape legend: R rows, T completion positions, V vocabulary, K candidates.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import torch
 from torch import Tensor
 
 from tba.engines.rules import Rules
-from tba.engines.sampling import draw
 from tba.types import Sampling
+
+_FIRST_CANDIDATES = 64  # top-p looks at this many tokens first, then at 8 times as many, ...
 
 
 class Rows:
@@ -67,3 +72,50 @@ class Rows:
             self.ended_R,
         ):
             state[target] = state[source]
+
+
+def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """(int64 tokens [R], float32 log_behavior [R]) for uniforms in [0, 1). Temperature 0 takes the best token."""
+    if sampling.temperature == 0:
+        token_R = logits_RV.argmax(-1)
+        return token_R, torch.zeros(token_R.shape, device=token_R.device)
+    logits_RV = logits_RV.float()
+    if sampling.temperature != 1:
+        logits_RV = logits_RV / sampling.temperature
+    probability_RV = torch.softmax(logits_RV, -1)
+    if sampling.top_p >= 1:
+        token_R1, chosen_R1 = _inverse_cumulative(probability_RV, uniform_R)
+    else:
+        kept_RK, token_RK = _nucleus(probability_RV, sampling.top_p)
+        index_R1, chosen_R1 = _inverse_cumulative(kept_RK, uniform_R)
+        token_R1 = token_RK.gather(1, index_R1)
+    return token_R1[:, 0], chosen_R1[:, 0].log()
+
+
+def _inverse_cumulative(weight_RV: Tensor, uniform_R: Tensor) -> tuple[Tensor, Tensor]:
+    """An index drawn in proportion to `weight_RV`, and its share of the row's sum; both [R, 1]."""
+    cumulative_RV = weight_RV.cumsum(-1)
+    total_R1 = cumulative_RV[:, -1:]
+    # right=True: the first index whose cumulative weight exceeds the target, which therefore has a weight of its own.
+    index_R1 = torch.searchsorted(cumulative_RV, uniform_R[:, None] * total_R1, right=True)
+    # a target that is rounded up to the sum gets the last that has one
+    last_R1 = torch.searchsorted(cumulative_RV, total_R1.contiguous())
+    index_R1 = torch.minimum(index_R1, last_R1).clamp(max=weight_RV.shape[1] - 1)  # of weights that are NaN: any
+    return index_R1, weight_RV.gather(1, index_R1) / total_R1
+
+
+def _nucleus(probability_RV: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The fewest most probable tokens that hold `top_p` (Holtzman et al. 2020): (probability or 0, token), both [R, K].
+
+    Only as many candidates are sorted as are needed; the best token is always kept.
+    """
+    size = probability_RV.shape[-1]
+    candidates = min(_FIRST_CANDIDATES, size)
+    while True:
+        best_RK, token_RK = probability_RV.topk(candidates, -1)
+        before_RK = best_RK.cumsum(-1) - best_RK
+        if candidates == size or bool((before_RK[:, -1] >= top_p).all()):
+            outside_RK = before_RK >= top_p
+            outside_RK[:, 0] = False
+            return best_RK.masked_fill(outside_RK, 0.0), token_RK
+        candidates = min(8 * candidates, size)

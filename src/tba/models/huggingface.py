@@ -33,10 +33,9 @@ from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switc
 from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, Policy, SavedPolicy, Task
 from tba.sharding import Sharding
-from tba.tasks.characters import character_tokenizer
 from tba.training.cache import cached_supervised, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
-from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bpe_tokenizer
 from tba.types import Json, Problem, Version
 
 FACTS = "warm_start.json"

@@ -1,23 +1,27 @@
-"""Everything a run records step by step, behind one object.
+"""What a run records step by step: `metrics.jsonl`, `samples.jsonl`, TensorBoard events and, if asked for, W&B.
 
-Invariant: `metrics.jsonl` is always written, and first; the rest is a copy of it for other programs. The results of an
-evaluation are written by the part that evaluates (`evaluations`).
+Invariant: `metrics.jsonl` is always written, and first; TensorBoard and W&B get the same numbers under the same names,
+by optimizer step, and no text. A sample is what was trained on, unedited; with `hide_text` it has no prompt and no
+answer, only keys, lengths and numbers. The results of an evaluation are written by the part that evaluates
+(`evaluations`).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from tba.errors import UserError
+from tba.record.jsonl import JsonLines, read_lines
 from tba.record.metrics import MetricsWriter
-from tba.record.samples import SampleWriter
-from tba.record.tensorboard import TensorBoardEvents
-from tba.record.wandb import WandbRun
 from tba.types import Evaluation, Json, Trajectory, Version
+
+SAMPLES = "samples.jsonl"
 
 
 @dataclass(frozen=True)
@@ -101,3 +105,99 @@ class Recorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+
+class SampleWriter:
+    """Appends `count` trajectories of every `every`th step's batch, the first step's included, spread over its rows."""
+
+    def __init__(self, directory: Path, every: int = 20, count: int = 4, text: bool = True) -> None:
+        self._lines = JsonLines(directory / SAMPLES)
+        self.every = every
+        self.count = count
+        self.text = text
+
+    def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+        """The chosen ones of `trajectories`, the batch of optimizer step `step` (from 1), if it is its turn."""
+        if step != 1 and step % self.every:
+            return
+        count = min(self.count, len(trajectories))
+        for i in range(count):
+            self._lines.append(self._line(step, trajectories[i * len(trajectories) // count]))
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _line(self, step: int, t: Trajectory) -> dict[str, Json]:
+        said = {"prompt": t.prompt.text, "completion": t.completion.text} if self.text else {}
+        return {
+            "step": step,
+            "prompt_key": t.prompt.key,
+            **said,
+            "reward": t.reward,
+            "reward_parts": t.reward_parts,
+            "version": t.version,
+            "length": t.length,
+            "stop_reason": t.completion.stop_reason,
+            "log_reference": float(t.log_reference.sum()),
+            "uid": t.uid,
+            "searcher": t.provenance.get("searcher"),
+        }
+
+
+def read_samples(directory: Path) -> list[dict[str, Json]]:
+    """A run's samples, in the order written; none when it has none yet."""
+    return read_lines(directory / SAMPLES)
+
+
+class TensorBoardEvents:
+    """Writes scalars; TensorBoard's own thread flushes them every few seconds, `close` at once."""
+
+    def __init__(self, directory: Path) -> None:
+        # half a second to load, and not needed by commands that only read a run
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        path = directory / "tensorboard"
+        path.mkdir(parents=True, exist_ok=True)
+        self._event, self._summary = Event, Summary
+        self._writer: Any = EventFileWriter(str(path), flush_secs=10)
+
+    def write(self, step: int, seconds_since_epoch: float, metrics: Mapping[str, float]) -> None:
+        """The finite ones of `metrics` at an optimizer step."""
+        values = [
+            self._summary.Value(tag=name, simple_value=float(value))
+            for name, value in metrics.items()
+            if math.isfinite(value)
+        ]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(step=step, wall_time=seconds_since_epoch, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbRun:
+    """One run of a W&B project. Raises `UserError` when the package is not installed."""
+
+    def __init__(self, project: str, directory: Path, recipe: Mapping[str, Json]) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise UserError(
+                f"W&B project {project!r} was asked for, but the package wandb is not installed; "
+                "run `pip install wandb` or leave the field empty."
+            ) from None
+        self._run: Any = wandb.init(
+            project=project, name=directory.name, dir=str(directory), config=dict(recipe), resume="allow"
+        )
+        # its own axis: an evaluation comes later than the step of the weights it measured, and W&B's own
+        # counter refuses to go back
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """`metrics` at an optimizer step."""
+        self._run.log({**metrics, "step": step})
+
+    def close(self) -> None:
+        self._run.finish()

@@ -88,7 +88,7 @@ class Counts:
 
 
 class Buffer:
-    """A `TrajectoryStore` (see protocols): the replay buffer."""
+    """The trajectories in memory, with their counts. What a selector may use is in the methods from `prompts` on."""
 
     def __init__(self, settings: BufferSettings, reference: Version = _FIRST) -> None:
         self._settings = settings

@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
-from tba.protocols import Selection
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
 from tba.replay.codec import Gone, Stored
 from tba.replay.pacing import Held, Pacing
-from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector
+from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector, Selection
 from tba.replay.uses import pack_uses, unpack_uses
 from tba.types import ELSEWHERE, Group, Json, Score, Version
 

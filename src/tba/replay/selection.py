@@ -20,19 +20,42 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
-from tba.protocols import TrajectoryStore
+from tba.replay.buffer import Buffer
 from tba.replay.prompt_index import Listing
 from tba.types import Group, Json
 
 SMALLEST_GROUP = 2  # log Z of a single trajectory is its own residual: it teaches nothing
+
+
+class Selector(Protocol):
+    """Which prompts and which of their trajectories make a batch. The paper's m is here and nowhere else."""
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Groups drawn so far, by kind."""
+        ...
+
+    def select(self, store: Buffer, groups: int, size: int, rng: np.random.Generator) -> list[Group]: ...
+
+    def state(self) -> Json:
+        """Returns what `restore` takes, so that a resumed run draws the same."""
+        ...
+
+    def restore(self, state: Json) -> None: ...
+
+
+class Selection(Protocol):
+    """The settings of a selector."""
+
+    def start(self) -> Selector: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +97,7 @@ class RecencyRewardSelector:
         self._within = 0  # arrivals that count as the newest, in this batch
         self._all = Deck()
 
-    def select(self, store: TrajectoryStore, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
+    def select(self, store: Buffer, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
         """Draws `groups` groups of `size` distinct trajectories each; fewer (at least 2) where a prompt has no more.
 
         A prompt comes twice only when every prompt is in the batch already. Raises `ValueError` when no prompt has 2
@@ -108,7 +131,7 @@ class RecencyRewardSelector:
         return [bool(r) for r in recent]
 
     def _plain(
-        self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, own: Counter[int],
+        self, store: Buffer, prompt: str, size: int, is_recent: bool, own: Counter[int],
         rng: np.random.Generator,
     ) -> Group:  # fmt: skip
         """Draws a group of one half; its numbers are added to `own`, if a later group of this prompt is to share none
@@ -129,7 +152,7 @@ class RecencyRewardSelector:
         return Group(tuple(trajectories[i] for i in rows))
 
     def _mixed(
-        self, store: TrajectoryStore, prompt: str, size: int, is_recent: bool, own: Counter[int],
+        self, store: Buffer, prompt: str, size: int, is_recent: bool, own: Counter[int],
         rng: np.random.Generator,
     ) -> Group:  # fmt: skip
         """Draws a group of both halves, or disjoint from `own` as far as there are enough; its numbers are added to
@@ -158,7 +181,7 @@ class RecencyRewardSelector:
         self.counts = Counter(state["counts"])
 
     def _prompt(
-        self, store: TrajectoryStore, size: int, recent: bool, turns: Callable[[int], Sequence[str]],
+        self, store: Buffer, size: int, recent: bool, turns: Callable[[int], Sequence[str]],
         batch: Counter[str], rng: np.random.Generator,
     ) -> tuple[str, bool]:  # fmt: skip
         """Returns (a prompt, whether it is drawn as recent): one that is not in the batch, else the one that is least
@@ -178,11 +201,11 @@ class RecencyRewardSelector:
                 return drawn, False
         raise ValueError(f"no prompt has {SMALLEST_GROUP} distinct trajectories to make a group of")
 
-    def _next(self, store: TrajectoryStore, prompt: str, size: int, own: Counter[int]) -> list[int]:
+    def _next(self, store: Buffer, prompt: str, size: int, own: Counter[int]) -> list[int]:
         """Returns the numbers of a prompt's next `size`, those first that the batch does not have yet."""
         return _apart_first(store.newest(prompt, size + len(own), self._within), own)[:size]
 
-    def _count(self, store: TrajectoryStore, group: Group, size: int, is_recent: bool, repeated: bool) -> None:
+    def _count(self, store: Buffer, group: Group, size: int, is_recent: bool, repeated: bool) -> None:
         self.counts["recent" if is_recent else "reward"] += 1
         self.counts["newest"] += store.behind(group.trajectories) <= self._within
         self.counts["ragged"] += len(group) < size

@@ -17,7 +17,7 @@ from torch import Tensor
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Engine, Tokenizer
-from tba.research.corrupted_reward import CORRUPTED
+from tba.research.corrupted_task import CORRUPTED
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 

@@ -1,4 +1,4 @@
-r"""Marks one answer against the right one, by exact value.
+r"""Marks one answer against the right one: by exact value, or (`ExactText`) character by character.
 
 Invariant: numbers are compared as rationals (`15.0` = `15`, and `0.3333` is not `1/3`), never as floats; any two texts
 get a verdict, in time linear in their length. What counts as one number is said in `number_text`.
@@ -65,6 +65,15 @@ class ExactAnswer:
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """Raises `UserError` for a prompt that has no such field."""
         return [Judgement(float(grade(c.text, right_answer(p), self.strict))) for p, c in answered]
+
+
+@dataclass(frozen=True)
+class ExactText:
+    """1 if the completion's text equals the prompt's field `answer`, character by character, else 0."""
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """Raises `UserError` for a prompt that has no such field."""
+        return [Judgement(float(c.text == right_answer(p))) for p, c in answered]
 
 
 def right_answer(prompt: Prompt) -> str:

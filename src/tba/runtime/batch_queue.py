@@ -15,11 +15,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from tba.batch import collate
+from tba.batch import Fetched, collate
 from tba.errors import DeadlineExceeded, UserError
 from tba.record.clock import ShareClock
 from tba.replay.replay import NotReady, Replay
-from tba.training.batches import Fetched
 from tba.types import Version
 
 _POLL = 0.004  # seconds between two polls of the journal while there is no batch

@@ -21,7 +21,7 @@ import torch
 from tba.errors import UserError
 from tba.record.faults import count_faults, record_fault
 from tba.replay.follower import JournalFollower
-from tba.replay.loss import Held
+from tba.replay.missing_rows import Held
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version

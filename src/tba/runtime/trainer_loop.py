@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 
+from tba.batch import Fetched
 from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
@@ -26,7 +27,7 @@ from tba.record.jsonl import write_json
 from tba.record.memory import peak_memory_bytes
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
-from tba.replay.loss import Held
+from tba.replay.missing_rows import Held
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
 from tba.runtime.batch_queue import BatchQueue, Stopped, nothing_more, pause
@@ -36,7 +37,6 @@ from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch, rewards_watched
-from tba.training.batches import Fetched
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
 from tba.training.ranks import Meeting, Ranks

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.errors import UserError
-from tba.rewards.exact_text import ExactText
+from tba.rewards.exact_answer import ExactText
 from tba.tasks.held_out import check_share, is_held_out
 from tba.types import Problem, Split
 

@@ -1,7 +1,7 @@
-"""Small untrained models: a Llama from a few sizes and a seed, a tokenizer from texts.
+"""Small untrained models: a Llama from a few sizes and a seed, a tokenizer of characters or from texts.
 
 Invariant: equal settings and seed give equal weights, equal texts an equal tokenizer, and decoding what was encoded
-gives the text back, whatever it was.
+gives the text back. A character that a tokenizer of characters does not have is an error, never a silent unknown token.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tba.errors import UserError
@@ -60,6 +60,22 @@ class ScratchModel:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return LlamaForCausalLM(config).to(torch.float32).eval()
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """A Hugging Face tokenizer of len(alphabet) + 2 tokens: the characters in order, then EOS, then padding.
+
+    Raises `UserError` for an empty alphabet or a character that stands in it twice.
+    """
+    if not alphabet or len(set(alphabet)) < len(alphabet):
+        raise UserError(f"a character tokenizer has the alphabet {alphabet!r}: give each character exactly once")
+    vocabulary = {token: number for number, token in enumerate([*alphabet, EOS, PAD])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary))  # has no unknown token, so an unknown character raises
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
 
 
 def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:

@@ -18,10 +18,9 @@ from typing import TypeAlias
 import safetensors.torch
 import torch
 
-from tba.batch import Batch
+from tba.batch import Batch, Fetched
 from tba.errors import NonFiniteLoss, UserError
 from tba.protocols import HEADS, Objective, Policy, WeightPublisher
-from tba.training.batches import Fetched
 from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer
 from tba.training.staleness import Staleness

@@ -14,7 +14,7 @@ from tba.record.faults import count_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.replay.loss import Held
+from tba.replay.missing_rows import Held
 
 SECONDS = 120.0
 SHORT = ("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8", "--record.samples", "0")
