@@ -1,14 +1,14 @@
-"""The quickstart's sums beside TRL's trainers on a CPU: wall-clock to a target accuracy, and where each ends.
+"""The quickstart's sums against TRL's trainers on a CPU: wall-clock time to a target accuracy, and final accuracy.
 
     python benchmarks/against_trl.py [--seeds 3] [--trainers grpo rloo] [--out FILE]
 
 TRL (pinned below) is installed into an environment of its own, `.venv-trl`, by this script (about 1.5 GB, once).
 Same shipped base, problems, reward, K, batch, temperature, length limit, gradient clip and AdamW. Ours runs in two
 processes of one thread, TRL in one process of two threads, so that both have two cores; TRL is given the best of three
-learning rates, by time to the target on another seed. Ours is twice: the quickstart as it is, and asynchronous TBA' at
-the best of three rates, too (study `wall_clock`, 200 updates). Evaluation (500 held-out problems, one sampled answer to
-each) stops TRL's clock, and runs on our searcher. TRL's clock starts with its first step, ours with the first optimizer
-step: we do not wait for its first batch, which is less than one of TRL's steps.
+learning rates, by time to the target on another seed. Ours runs twice: the quickstart as it is, and asynchronous TBA',
+also at the best of three rates (study `wall_clock`, 200 updates). Evaluation (500 held-out problems, one sampled answer
+to each) stops TRL's clock, but runs on our searcher, whose clock does not stop. TRL's clock starts with its first step,
+ours with the first optimizer step; ours leaves out the wait for the first batch, which is less than one TRL step.
 """
 
 from __future__ import annotations

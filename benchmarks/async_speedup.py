@@ -3,14 +3,14 @@
     python benchmarks/async_speedup.py [--seeds 5] [--slow-judge] [--out FILE]
 
 Both sides are `tba train quickstart` by settings alone: `processes` (one searcher, one trainer, one thread each)
-against `inline` on-policy (k = 1, m = 1) with its best thread count. Evaluation is apart: its time
-stops the synchronous clock, and the asynchronous side evaluates on its searcher. Beside the ratio stand the limit of
-this machine, (g + t) / max(g, t), and the share of the ideal throughput 1 / max(g, t) that the asynchronous side had;
-g and t are the seconds of generating and of training per step, measured on one thread in this very run. Both clocks
-start at the first optimizer step: start-up, the first evaluation and the first round are apart on both sides.
+against `inline` on-policy (k = 1, m = 1) with its best thread count. Evaluation stops the synchronous clock; the
+asynchronous side evaluates on its searcher. Next to the ratio are this machine's limit, (g + t) / max(g, t), and the
+share of the ideal throughput 1 / max(g, t) that the asynchronous side reached; g and t are the seconds of generating
+and of training per step, measured on one thread in the same run. Both clocks start at the first optimizer step, so
+that start-up, the first evaluation and the first round count on neither side.
 
-`--slow-judge`: judging one answer takes 200 ms, 16 at a time per scorer, on both sides; four searchers, at most two
-mean uses.
+`--slow-judge`: grading an answer takes 200 ms, 16 at once per searcher, on both sides; four searchers, at most two mean
+uses.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Weights of a real size through Ray's object store, between two nodes: how long until a searcher elsewhere has them.
+"""Weights of a realistic size through Ray's object store, between two nodes: seconds until a remote searcher has them.
 
     python benchmarks/cluster_weights.py [--quick]
 
-Two Ray nodes on this machine. On the first a version of 50 M parameters is published, and the exchange of a run hands
-it out; on the second two searchers' ends take it, one after the other, through what a searcher of the runtime `cluster`
-has (`tba.runtime.cluster.remote`). Three rounds. *Offered*: the exchange finds the version and puts it into its node's
-store; *fetched*: the pieces are in the searcher's node, as tensors (and added to the whole version, where they are
-changes);
-*copied*: they are in a model. Seconds, medians and spread.
+Two Ray nodes on this machine. On the first a version of 50 M parameters is published, and the run's gateway serves it;
+on the second two searchers fetch it, one after the other, with the code of the runtime `cluster`
+(`tba.runtime.cluster.remote`). Three rounds. *Offered*: the gateway finds the version and puts it into its node's
+store; *fetched*: the pieces are on the searcher's node, as tensors (and added to the full version, if they are
+changes); *copied*: they are in a model. Seconds, medians and spread.
 """
 
 from __future__ import annotations
@@ -108,7 +107,7 @@ def measured(home: Path, kind: str, quick: bool, here: str, there: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="a small model: whether it runs at all")
+    parser.add_argument("--quick", action="store_true", help="a small model, to see whether it runs")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     home = tempfile.mkdtemp(prefix="tba")  # short: the names of Ray's sockets begin with it

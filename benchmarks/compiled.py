@@ -5,7 +5,7 @@
 The model and the batches are those of benchmarks/training.py (the 5M body; groups of 20 answers of random lengths to
 one prompt), a new batch of other lengths in every step, one thread. First the gradients of both are compared; then
 steps of both alternate. *First* is the first step, in which one of them is compiled; the others are given by their
-median and spread, and so is the ratio of neighbours.
+median and spread, and so is the ratio of neighbouring steps.
 """
 
 from __future__ import annotations

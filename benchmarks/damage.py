@@ -1,17 +1,18 @@
-"""What is kept of a damaged journal: by its recovery, by plain SQL around the damage, by the sqlite3 shell.
+"""What can be recovered from a damaged journal: by tba's recovery, by plain SQL around the damage, by the sqlite3
+shell.
 
     python benchmarks/damage.py [--rows 4000] [--damages 201] [--seed 0] [--folder DIR] [--shell PATH]
 
-A journal of --rows trajectories (128 tokens, as in `journal.py`), put in rounds of 24 beside a follower that moves the
-log into the file, is damaged once for each of --damages: 1 to 64 bits flipped anywhere, a page or half of one torn
-(overwritten by zeros, by noise, or by what it was when the journal had half of its rows), or the file cut anywhere.
-Half of them are done to a journal that was closed, half to one whose writer was killed, of which the end is in the log.
+A journal of --rows trajectories (128 tokens, as in `journal.py`), written in rounds of 24 while a follower moves the
+log into the file, is damaged --damages times: 1 to 64 bits flipped anywhere, a page or half of one torn (overwritten by
+zeros, by noise, or by its content when the journal had half of its rows), or the file cut anywhere. Half of the damages
+are done to a closed journal, half to one whose writer was killed, so that its end is in the log.
 
-recovery  `tba.replay.recovery`, as whoever opens a damaged journal uses it
+recovery  `tba.replay.recovery`, as used by the process that opens a damaged journal
 sql       SELECT by ranges of row ids from both ends up to the damage, then row by row; with the file's own first page
           and with that of an empty journal, for the trees begin on the same pages in all of them
-shell     `.recover` of the sqlite3 shell, also what it finds without knowing of which table it is. Debian's shell was
-          built without it
+shell     `.recover` of the sqlite3 shell, with the rows that it cannot assign to a table. Debian's shell was built
+          without it
 
 A trajectory is kept when its own checksum agrees and its prompt is there.
 """
@@ -186,7 +187,7 @@ def main() -> None:
     parser.add_argument("--damages", type=int, default=201)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None)
-    parser.add_argument("--shell", default="sqlite3", help="one that was built with SQLITE_ENABLE_DBPAGE_VTAB")
+    parser.add_argument("--shell", default="sqlite3", help="an sqlite3 shell built with SQLITE_ENABLE_DBPAGE_VTAB")
     given = parser.parse_args()
     logging.disable(logging.WARNING)  # each recovery would say what it found
     readers: dict[str, Callable[[Path], set[str]]] = {"recovery": by_recovery, "sql": by_sql}

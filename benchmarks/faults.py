@@ -1,37 +1,37 @@
-"""What can go wrong, done to runs at random moments: what was lost, what was told of it, and whether they went on.
+"""Injects faults into runs at random moments: what was lost, what was reported, and whether the runs completed.
 
     python benchmarks/faults.py [--runs 4] [--kinds searcher,bits] [--steps 120] [--out faults.csv] [--keep FOLDER]
 
-Each run is a shortened quickstart to which one thing is done, at a step drawn from all of its steps (and every fourth
-time within its first seconds); then it has to come to its end, by itself or by `tba train --resume`. `--out` gets a row
-as soon as a run has ended; runs that it has already are not made again. The kinds:
+Each run is a shortened quickstart with one fault, at a step drawn from all of its steps (every fourth time within its
+first seconds); then it has to complete, by itself or by `tba train --resume`. `--out` gets a row as soon as a run has
+ended; runs that it has already are not repeated. The kinds:
 
     none                                 undisturbed
     searcher, trainer, driver            killed
     searcher-stopped, trainer-stopped    stopped for some seconds (SIGSTOP), and continued
-    searcher-hangs, trainer-hangs        stopped for ever: until the silence deadline
+    searcher-hangs, trainer-hangs        stopped for good: until the silence deadline
     evaluation                           searcher, trainer or driver killed while a version is evaluated
-    resume                               driver killed, and killed twice more while the run is taken up again
-    bits                                 a few bits of the journal flipped while nobody runs
-    truncated                            the journal cut off at a random place while nobody runs
-    emptied                              the journal deleted, or of no length, while nobody runs: what was acknowledged
-                                         after the newest weights were published is then known to nobody
+    resume                               driver killed, and killed twice more while the run is resumed
+    bits                                 a few bits of the journal flipped while nothing runs
+    truncated                            the journal cut off at a random place while nothing runs
+    emptied                              the journal deleted or emptied while nothing runs: what was acknowledged
+                                         after the newest weights were published is then unknown
     disk-before, disk-after              the disk full before the first checkpoint, after one; then room is made
     clock                                time.time set back by an hour, the driver killed, set back by a day
     two-resumes                          driver killed, two resumes at once
-    version                              a searcher of other source files would join
+    version                              a searcher with other source files tries to join
 
-Of every run it is required that
+Every run is required to meet these conditions:
 
   - it ends with all its steps (`finished`), and nothing waits for longer than the deadline (`hangs`);
-  - each trajectory that was acknowledged before is in the journal at the end as it was, or the run itself has said how
-    many are not: `inflicted` counts those that what was done to the journal has cost, `reported` what the run says of
-    them, `lost` is what it does not say;
+  - each trajectory that was acknowledged before is in the journal at the end, unchanged, or the run itself has reported
+    how many are not: `inflicted` counts those that the fault has cost, `reported` those that the run reports, `lost`
+    those that it does not report;
   - nothing is trained twice: uses, the steps that led to the last weights and the account agree (`twice`);
   - the account of tokens and trajectories closes;
-  - what its kind promises beside: a sentence, a fault that was counted, an evaluation that was made after all.
+  - its kind's own promise: an error sentence, a counted fault, an evaluation that was completed.
 
-The sampled accuracy is told beside: it says where the runs led, and is not judged.
+The sampled accuracy is reported too, as information only.
 """
 
 from __future__ import annotations
@@ -436,11 +436,11 @@ KINDS: dict[str, Callable[[Run], None]] = {
 def main() -> int:
     """The exit code: 1 when a requirement was not met."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=4, help="of each kind")
+    parser.add_argument("--runs", type=int, default=4, help="runs of each kind")
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--out", type=Path, help="CSV")
-    parser.add_argument("--keep", type=Path, help="folder for the runs, which are then kept")
+    parser.add_argument("--keep", type=Path, help="folder in which the runs are kept")
     arguments = parser.parse_args()
     kinds = arguments.kinds.split(",")
     if unknown := set(kinds) - set(KINDS):

@@ -4,12 +4,12 @@
 
 Both sides sample at temperature 1 without top-k or top-p from one random Llama, on one thread, in float32. The lengths
 are ragged because the model itself ends its completions: its head has a bias that makes EOS about equally likely at
-every position, which gives a mean of about 51 of at most 128 tokens. Nothing imposes lengths, so nothing can favour a
-side; what is counted are the tokens up to and with EOS.
+every position, which gives a mean of about 51 of at most 128 tokens. Lengths are not imposed, so that they favour
+neither side; tokens are counted up to and including EOS.
 
 `generate` is given batches of as many rows as the engine has slots, prompts of equal length (no padding), its cache,
-and stops when the last row of a batch has ended. Repeats are interleaved, so that a machine that changes speed changes
-both. Connections with 1 when the median ratio of the 5M case is below 2.0 (not with --quick).
+and stops when the last row of a batch has ended. Repeats are interleaved, so that a change of the machine's speed
+affects both. Exits with 1 when the median ratio of the 5M case is below 2.0 (not with --quick).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def measure(case: Case, repeats: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one repeat of the 5M case: a look, not a verdict")
+    parser.add_argument("--quick", action="store_true", help="one repeat of the 5M case, for a rough figure")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     ratio = {case.name: measure(case, 1 if quick and case.name == "5M" else case.repeats) for case in CASES}

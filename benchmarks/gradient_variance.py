@@ -1,23 +1,22 @@
-"""How noisy the gradient estimate is, measured: against K at a constant batch, and against the completions' length.
+"""Measures how noisy the gradient estimate is, against K at a constant batch and against the completions' length.
 
     python benchmarks/gradient_variance.py [--batches 60] [--after 0] [--vary group-size] [--plot FILE.png]
 
-Of the quickstart's policy on its own task, on-policy at temperature 1: independent batches of 140 answers to prompts
-drawn at random; the gradient of each is taken whole, by the repository's engine, policy and objectives. Printed is the
-trace of the gradient's covariance over the squared norm of its mean: 1 means that noise and signal are equally large in
-one batch. Both are estimated without bias; 95 % intervals are the jackknife's over batches. Every objective is given
-the same batches.
+The policy is the quickstart's, on its own task, on-policy at temperature 1. The gradients of independent batches of 140
+answers to random prompts are computed by the repository's engine, policy and objectives. It prints the trace of the
+gradient's covariance over the squared norm of its mean: 1 means that noise and signal are equally large in one batch.
+Both are estimated without bias; 95 % intervals are the jackknife's over batches. Every objective gets the same batches.
 
 *Group size*: K = 2, 4, 10, 20, 35, 70 answers to 140 / K prompts.
 
-*Length*: K = 20, and what is sampled goes on after the answer's end, up to 5, 8, 12, 18, 24 tokens. The reward reads
-the answer only, so that problems, chance of success and the gradient's expectation (of a sum over tokens) stay what
-they are: what is measured is what further sampled tokens add that the reward does not depend on. How random they are is
-printed beside it, in nats per token.
+*Length*: K = 20, and sampling continues after the answer's end, up to 5, 8, 12, 18, 24 tokens. The reward reads only
+the answer, so that problems, success rates and the gradient's expectation (of a sum over tokens) stay the same: this
+measures the noise of additional tokens that the reward does not depend on. Their entropy is printed too, in nats per
+token.
 
 `--after N` measures the policy after N updates by Trajectory Balance, still against the base as the reference. At the
-base itself the pull to the reference is 0, so that beta plays no part. On its own samples Trajectory Balance is
-(K - 1) / K of RLOO, so that these two agree in what is relative; rows that are equal there are no mistake.
+base itself the pull to the reference is 0, so that beta has no effect. On its own samples Trajectory Balance's gradient
+is (K - 1) / K of RLOO's, so that their relative variances agree: equal rows are no mistake.
 """
 
 from __future__ import annotations
@@ -225,12 +224,12 @@ def draw(rows: Sequence[Mapping[str, Any]], path: Path, note: str) -> None:
 def main() -> None:
     """The command line above."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=60, help="independent ones, for each setting")
+    parser.add_argument("--batches", type=int, default=60, help="independent batches for each setting")
     parser.add_argument("--after", type=int, default=0, help="updates by Trajectory Balance before measuring")
     parser.add_argument("--vary", choices=("group-size", "length", "both"), default="both")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="rows as JSON; those that are there stay, if of other settings")
-    parser.add_argument("--plot", type=Path, help="a PNG of all rows, those of --out too")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows; existing rows of other settings are kept")
+    parser.add_argument("--plot", type=Path, help="a PNG of all rows, with those in --out")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     sampler = Sampler(arguments.seed)

@@ -1,24 +1,23 @@
-"""What a step, a round and a look read when there is much already: it must not grow with the run.
+"""What a step, a round and a look at a run read in a long run: it must not grow with the run.
 
     python benchmarks/growth.py [--rows 1000,100000,1000000] [--times 40] [--steps 2000] [--folder DIR]
 
-A run of the enumerable toy whose journal has been filled with so many trajectories (a tenth as many outcomes of prompts
-and lines of metrics.jsonl, a thousandth as many evaluations), in a process of its own. Searcher and trainer then take
-turns, as in the inline runtime, and each is measured:
+A run of the enumerable toy, in a process of its own, whose journal has been filled with --rows trajectories (a tenth as
+many prompt outcomes and lines of metrics.jsonl, a thousandth as many evaluations). Searcher and trainer then alternate,
+as in the inline runtime, and each is measured:
 
-step         an optimizer step and what is recorded of it, with what came in drained, and the looks at counts
-checkpoint   all that is saved beside the weights
-round        a searcher's: prompts are leased by their posterior, weights looked for, 64 answers put down
-look         the live view's figures; the driver's look at who has joined and who holds the run
+step         an optimizer step, its record, draining new trajectories, and the checks of counts
+checkpoint   all that is saved besides the weights
+round        a searcher's round: prompts leased by their posterior, a check for weights, 64 answers written
+look         the live view's figures; the driver's check of who has joined and who holds the run
 
 statements   of SQLite, all connections
-instructions of SQLite's virtual machine, a few for every row that is looked at
+instructions of SQLite's virtual machine, a few for every row that is visited
 bytes        read from files (rchar of /proc/self/io), of SQLite in pages of 8 kB
 lines        of JSON that were parsed
 
-Then what is read once, and grows as it must: both halves start and take in what is there, another searcher joins and
-makes a round, somebody begins to look, `tba show`. Last, --steps steps of one run: memory, open descriptors, what is
-written.
+Then what is read once and has to grow: searcher and trainer start and read what is there, another searcher joins and
+makes a round, a live view starts, `tba show`. Last, --steps steps of one run: memory, open descriptors, bytes written.
 """
 
 from __future__ import annotations
@@ -347,7 +346,7 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1000,100000,1000000", help="fewer sizes, or none ('')")
     parser.add_argument("--times", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=2000, help="of the run whose memory is looked at; 0: none")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of the run whose memory is measured; 0: none")
     parser.add_argument("--folder", type=Path, default=None, help="where the runs are made; they are removed")
     parser.add_argument("--one", type=int, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""GSM8K on a laptop: the mixture for the warm start, and before against after with a paired bootstrap.
+"""GSM8K on a laptop: makes the mixture for the warm start, and compares before and after with a paired bootstrap.
 
     python benchmarks/gsm8k.py data --gsm8k DIR --out mixture.jsonl
     python benchmarks/gsm8k.py compare before.json after.json

@@ -4,17 +4,17 @@
     python benchmarks/journal.py --run runs/NAME
 
 Trajectories have 128 tokens, with log-probabilities of the reference and the behaviour (2.1 kB each in the journal),
-synchronous = FULL. Each part runs in processes of its own. DIR decides the disk: beside each figure stands what that
-disk alone takes to flush as many bytes (`flush`), measured in turns with it.
+synchronous = FULL. Each part runs in processes of its own. DIR decides the disk; next to each figure is the time that
+the disk alone takes to flush as many bytes (`flush`), measured alternately.
 
 append    one writer, batches of 24, alone and with a follower that drains and checkpoints in another process
 shared    8 writers that bring 500 trajectories/s together, in batches of 24: milliseconds until each is acknowledged
 sample    a replay that holds --rows of them (100 to a prompt) samples 7 x 20: recent, or by reward. Recent first when
           all of them came in together, as after a resume: then all are the newest; and after one more round of 24
-open      that run opened again: looked over (quick_check), taken in, and as it was at its checkpoint
+open      opening that run again: checked (quick_check), read, and restored from its checkpoint
 
-With --run: what the journal took of that run's wall-clock: what its searchers waited for it, as they measured it; and
-its puts and drains, which are done beside a searcher's rounds and a trainer's steps, once more as they were.
+With --run: the journal's share of that run's wall-clock time: how long its searchers waited for it, as they measured;
+and its puts and drains, which happen during rounds and steps, repeated as they were.
 """
 
 from __future__ import annotations
@@ -312,8 +312,10 @@ def _part(name: str, arguments: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of append (each) and shared")
-    parser.add_argument("--folder", type=Path, default=None, help="on the disk that is meant; default: the system's")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of append (each) and shared")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="a folder on the disk to measure; default: the system's"
+    )
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--run", type=Path, default=None)
     parser.add_argument("--part", nargs="+", default=None, help=argparse.SUPPRESS)

@@ -1,13 +1,13 @@
-"""Many light searchers and one journal: what the trainer notices of 64 of them.
+"""Many light searchers and one journal: how much 64 of them slow the trainer down.
 
     python benchmarks/many_searchers.py [--searchers 64] [--steps 4000] [--rounds 3] [--runtime processes]
 
-A toy run by `processes` (or `cluster`: Ray actors, here on one machine) with 1 searcher and with --searchers, in turns,
---rounds times. A searcher is light: its engine answers from a table, and waits a second before it does, as if the
-answers came from a machine elsewhere. Measured from a second after the last searcher has brought something until the
-last step: trajectories per second in the journal, milliseconds of a trainer step without the wait for its batch
-(median), the share of time in which it waited. And at the ends: seconds from the start of the command until all had
-brought something, and from the last step to its end.
+A toy run by `processes` (or `cluster`: Ray actors, here on one machine) with 1 searcher and with --searchers,
+alternately, --rounds times. A searcher is light: its engine waits a second and answers from a table, as if the answers
+came from another machine. Measured from a second after every searcher has sent something until the last step:
+trajectories per second in the journal, milliseconds of a trainer step without the wait for its batch (median), the
+share of time in which it waited. Also: seconds from the start of the command until every searcher had sent something,
+and from the last step to the end.
 
 This file is also the recipe: tba train benchmarks/many_searchers.py --searchers 64
 """

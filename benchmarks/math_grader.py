@@ -2,14 +2,14 @@ r"""The grader of the task `math` on real problems: does it accept every right a
 
     python benchmarks/math_grader.py DIR [--limit N] [--processes 2]
 
-DIR has test.jsonl(.gz) as the task reads it (docs: `tba.tasks.math`). Four figures:
+DIR has test.jsonl(.gz) in the task's format (docs: `tba.tasks.math`). Five figures:
 
 1. every right answer against itself;
 2. the same by math-verify alone, without the comparison of spellings that comes before it;
-3. right answers spelt in other ways (`respelt`), which change no value;
-4. right answers spoilt: a digit or the sign changed, a root too many; none may be accepted;
-5. each right answer against that of another problem with another spelling. Most of what is accepted is equal by chance
-   (`1/2` and `0.5`); the pairs are listed, to be looked through.
+3. right answers in other spellings of the same value (`respelt`);
+4. right answers made wrong: a digit or the sign changed, an extra root; none may be accepted;
+5. each right answer against another problem's with another spelling. Most accepted pairs are equal by chance (`1/2` and
+   `0.5`); they are listed for inspection.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What near duplicates, eviction by reward and draws cost a memory that has one prompt.
+"""What near duplicates, eviction by reward and draws cost a replay buffer with a single prompt.
 
     python benchmarks/near_duplicates.py [--rows 10000,100000] [--tokens 20] [--inserts 300]
 
-Answers have about --tokens tokens, drawn by Zipf's law from 5,000; of those that are inserted one in five is an earlier
-one with two tokens changed. CPU time of this thread per insert into a full memory (each insert lets one go), by
-setting, in turns of 50 inserts; the median over turns and the slowest turn. Then that of a batch of 8 groups of 16.
+Answers have about --tokens tokens, drawn by Zipf's law from 5,000; one in five of those inserted is an earlier one with
+two tokens changed. CPU time of this thread per insert into a full buffer (each insert evicts one), by setting, in
+blocks of 50 inserts; the median over blocks and the slowest block. Then that of drawing a batch of 8 groups of 16.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python benchmarks/offline.py [--seeds 3] [--prompts 1500] [--answers 20] [--right 0.4] [--steps 300] [--arms ...]
 
 The task is the quickstart's: three-digit sums, by a base that forgets carries. For each seed the script writes a file
-of demonstrations which no policy sampled: to each of some training problems several answers, a share of them right; of
-the wrong ones half were worked out carelessly (each carry forgotten with probability 0.55, as the base has learnt it)
-and half have one digit that slipped. The file says nothing of rewards. The arms, each of N optimizer steps:
+of demonstrations that no policy sampled: several answers to each of some training problems, a share of them right; of
+the wrong ones half forget carries (each with probability 0.55, as the base has learnt) and half have one wrong digit.
+The file contains no rewards. The arms, each of N optimizer steps:
 
 - offline: `tba train quickstart --offline --data FILE`: from the file alone, searchers only evaluate;
 - then: `tba train --resume` of that run for N steps more, with a searcher;
@@ -128,11 +128,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--prompts", type=int, default=1500, help="training problems in the file")
-    parser.add_argument("--answers", type=int, default=20, help="to each of them")
+    parser.add_argument("--answers", type=int, default=20, help="answers to each of them")
     parser.add_argument("--right", type=float, default=0.4, help="share of the answers that are right")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--arms", default=",".join(ARMS), help="which of them, separated by commas")
-    parser.add_argument("--out", type=Path, help="where the figures go as JSON")
+    parser.add_argument("--arms", default=",".join(ARMS), help="which arms, separated by commas")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
     arguments, fields = parser.parse_known_args()
     rows: dict[str, list[dict[str, float]]] = {arm: [] for arm in arguments.arms.split(",")}
     with tempfile.TemporaryDirectory() as folder:

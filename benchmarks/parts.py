@@ -1,4 +1,4 @@
-"""The live parts of a run, by what its processes call themselves."""
+"""Finds the live parts of a run by the names of their processes."""
 
 from __future__ import annotations
 

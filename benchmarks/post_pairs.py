@@ -1,11 +1,11 @@
-"""Pairs that teach a gold model which summary is of a post: its author's, or another post's of the same length.
+"""Makes pairs that teach a gold model which summary belongs to a post: its author's, or another post's of equal length.
 
     python benchmarks/post_pairs.py posts.jsonl pairs.jsonl [--rejected 4] [--seed 0]
 
-For the recipe `tldr_small`, whose answers are a line long: nobody has marked such lines, but each post came with its
+They are for the recipe `tldr_small`, whose answers are a line long: nobody has rated such lines, but each post has its
 author's own. Only posts that the recipe trains on are used (those of at most `task.longest` characters, not held out).
-To each, so many pairs: chosen, its author's summary; rejected, the summary of another post, drawn among those whose
-number of words is nearest, so that length says nothing.
+For each there are --rejected pairs: chosen, its author's summary; rejected, the summary of another post, drawn among
+those with the nearest number of words, so that length carries no information.
 """
 
 from __future__ import annotations

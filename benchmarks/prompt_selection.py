@@ -1,17 +1,17 @@
-"""What choosing prompts saves: the quickstart's sums, few enough problems that each comes round many times.
+"""What choosing prompts saves: the quickstart's sums, with so few problems that each is answered many times.
 
     python benchmarks/prompt_selection.py [--seeds 3] [--prompts 300] [--steps 300] [--out FILE] [--field value ...]
 
-One seed after the other, and for each all three selections: uniform, epochs, posterior. Groups are small (16 of 8
-instead of 7 of 20), since of 20 answers to these sums hardly ever all are right or all wrong. The inline runtime takes
-turns, so all selections generate equally many groups; their tokens differ a little, and accuracy is compared after
-equal generated tokens, by interpolation between evaluations on held-out problems. Printed, over seeds:
+For one seed after the other, all three selections: uniform, epochs, posterior. Groups are small (16 of 8 instead of 7
+of 20), since 20 answers to one of these sums are hardly ever all right or all wrong. The inline runtime alternates, so
+that all selections generate equally many groups; their tokens differ a little, and accuracy is compared after equal
+generated tokens, by interpolation between evaluations on held-out problems. It prints, over seeds:
 
-- varied: the share of generated groups with right and wrong answers, of which alone there is something to learn; over
-  the run, and over its second half;
-- sampled accuracy after as many tokens as the run that generated the fewest;
-- tokens: as a share of what uniform generated, those after which its final accuracy was reached first (`never` counts
-  as more than 1).
+- varied: the share of generated groups with both right and wrong answers, the only ones that teach something; over the
+  run, and over its second half;
+- sampled accuracy after as many tokens as the shortest run generated;
+- tokens: the share of uniform's tokens after which its final accuracy was first reached (`never` counts as more than
+1).
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=300, help="problems of the training split")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--problems", type=int, default=2000, help="held-out problems of each evaluation")
-    parser.add_argument("--out", type=Path, help="where the outcomes go as JSON")
+    parser.add_argument("--out", type=Path, help="JSON file for the outcomes")
     arguments, fields = parser.parse_known_args()
     outcomes = []
     with tempfile.TemporaryDirectory() as folder:

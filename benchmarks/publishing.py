@@ -1,14 +1,15 @@
-"""What it costs to publish the weights: in turn with the steps, and in the background.
+"""What publishing the weights costs: between steps, and in the background.
 
     python benchmarks/publishing.py [--quick]
 
-A Llama of 50 M parameters (drawn at random, float32), one thread. Three rounds; in each a step with nothing published,
-one that publishes before it goes on, and one that publishes in the background, in this order. *Time* is that of writing
-alone (to a folder on this disk, not forced onto it); *critical path* is what the step's thread spends in `publish` and
-`settle`; *memory* is the most that resident memory rises while weights are written and nothing else is done.
+A random Llama of 50 M parameters (float32), one thread. Three rounds; in each a step with nothing published, one that
+publishes before it continues, and one that publishes in the background, in this order. *Time* is that of writing alone
+(to a folder on this disk, not flushed); *critical path* is what the step's thread spends in `publish` and `settle`;
+*memory* is the largest rise of resident memory while weights are written and nothing else is done.
 
-Then what a version is in each type (`--publish.dtype`), whole and as what one step changes (`--publish.full-every`), at
-a learning rate of 1e-5 and of 1e-6: megabytes, and seconds to write it (medians of three steps).
+Then the size of a version in each type (`--publish.dtype`), full and as the changes of one step
+(`--publish.full-every`), at learning rates of 1e-5 and 1e-6: megabytes, and seconds to write it (medians of three
+steps).
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def sizes(policy: CausalPolicy, batch: Batch) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="a small model: whether it runs at all")
+    parser.add_argument("--quick", action="store_true", help="a small model, to see whether it runs")
     quick = parser.parse_args().quick
     torch.set_num_threads(1)
     policy = policy_of(quick)

@@ -1,9 +1,10 @@
-"""The quickstart over seeds: held-out accuracy, how old the data were and what that cost on the way, reuse, time.
+"""The quickstart over seeds: held-out accuracy, staleness of the data and its effects, reuse, time.
 
     python benchmarks/quickstart_seeds.py [--seeds 5] [--first 0] [--slowed 5] [--out FILE] [--field value ...]
 
-With --slowed N each searcher runs for one N-th of the time only: from the first step on until the trainer is done it is
+With --slowed N each searcher runs for one N-th of the time only: from the first step until the trainer is done it is
 stopped and continued, twenty times a second.
+
 `recent` is the share of groups that were of the newest arrivals, `lag` updates between sampling and training, `ess` the
 mean effective sample size of a batch, `lowest reward` the lowest mean of ten steps in the second half, `lowest on the
 way` the lowest held-out accuracy of the second half (of 500 problems), all of one run. PYTHONPATH chooses the code.

@@ -1,12 +1,12 @@
-"""Success and diversity of what the study `red_team` left: `tba red-team eval` of each run, as a table.
+"""Success and diversity of the runs of the study `red_team`: `tba red-team eval` of each, as a table.
 
     tba red-team world --out red_team_world
     tba study red_team
     python benchmarks/red_team.py --study studies/red_team [--seconds 60] [--out FILE.json] [--plot FILE.png]
 
-Before: the supervised attacker. Means over seeds with their range; families are those of the world. By its evaluations
-on the way (256 attacks) a run is also told by its success after so many --seconds, and by the seconds until it is above
-60 %; both count from its start, with warm-up and evaluations.
+`before` is the supervised attacker. Figures are means over seeds with their range; families are those of the world.
+From a run's evaluations on the way (256 attacks) come its success after --seconds, and the seconds until it is above 60
+%; both count from its start, with warm-up and evaluations.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How a red-teaming run in the small world went: what its fresh attacks achieved, from its journal.
+"""The course of a red-teaming run in the small world: what its new attacks achieved over time, from its journal.
 
     tba train red_team_small --seed 100 --runtime inline --run.inline-rounds-per-sync 4 --run-name NAME [--field ...]
     python benchmarks/red_team_course.py runs/NAME [--parts 6]
 
-A line for each part of the run: attacks sampled by weights of these steps, the share that succeeded, how many of the
-families the successes are of and as even as how many (exp of the entropy), and the share of successes that are of no
-family (the victim was never taught to answer them unsafely). No text is printed.
+It prints a line for each part of the run: attacks sampled by the weights of these steps, the share that succeeded, how
+many families have successes, their effective number (exp of the entropy), and the share of successes outside of all
+families (which the victim was not trained to answer unsafely). No text is printed.
 """
 
 from __future__ import annotations

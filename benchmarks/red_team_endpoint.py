@@ -1,8 +1,8 @@
-"""The small red-teaming run against a victim behind an endpoint that takes its time. A recipe.
+"""The small red-teaming run against a victim behind a slow endpoint. A recipe.
 
-One call at a time from each searcher, two attacks in a round: how fast trajectories come is how many searchers wait at
-once. The trainer is held by nothing but the first batch, which is a whole group, so that its steps are of one size and
-it makes one whenever it can.
+Each searcher makes one call at a time and two attacks in a round, so that the rate of trajectories is proportional to
+the number of searchers. The trainer waits only for the first batch, a whole group, so that all its steps are of one
+size and it makes one whenever it can.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python benchmarks/red_team_searchers.py --world red_team_world [--steps 300] [--searchers 1,2,4,8] [--repeats 1]
                                             [--out FILE]
 
-A row for each: trajectories a minute from the first optimizer step to the last, CPU time of the trainer's thread per
-step (which others on the machine do not touch, as seconds on the wall would be), attacks in replay at the end that
-succeed, how many of the world's families they are of, and how different all that were tried are. With more than one
-repeat the numbers of searchers take turns. `--world` is what `tba red-team world` made.
+It prints a row for each: trajectories per minute from the first optimizer step to the last, CPU time of the trainer's
+thread per step (other programs do not affect it, unlike wall-clock time), successful attacks in replay at the end, how
+many of the world's families they cover, and the mean distance between all attacks. With more than one repeat the
+numbers of searchers alternate. `--world` is a folder made by `tba red-team world`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--searchers", default="1,2,4,8")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of a call")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds of a call")
     parser.add_argument("--concurrency", type=int, default=8, help="calls that the endpoint serves at once")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

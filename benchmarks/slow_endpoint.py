@@ -1,10 +1,10 @@
-"""An OpenAI-compatible endpoint on loopback that takes its time: a victim whose latency is all that it costs.
+"""A slow OpenAI-compatible endpoint on loopback: a victim that costs latency and nothing else.
 
     python benchmarks/slow_endpoint.py --seconds 1 --concurrency 8 --port 8099
 
 Answers by the rules of the small world (`apps/red_team/trigger_world.py`): requests of its families get its made-up
-unsafe words. At most `concurrency` calls are under way, the others wait their turn. Listens on 127.0.0.1 only, and
-wants the token of the environment variable ENDPOINT_TOKEN as a bearer token.
+unsafe words. It serves at most `concurrency` calls at once, the others wait. It listens on 127.0.0.1 only, and requires
+the token of the environment variable ENDPOINT_TOKEN as a bearer token.
 """
 
 from __future__ import annotations

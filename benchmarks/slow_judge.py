@@ -1,4 +1,4 @@
-"""The quickstart where judging an answer means waiting: 200 ms each, 16 at a time per scorer. A recipe."""
+"""The quickstart with a slow grader: 200 ms for each answer, 16 at once per searcher. A recipe."""
 
 from __future__ import annotations
 

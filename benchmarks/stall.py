@@ -1,22 +1,22 @@
-"""What a stall of the only searcher costs: it stands still (SIGSTOP) for as long as the trainer takes for 200 steps.
+"""What a stall of the only searcher costs: it is stopped (SIGSTOP) for as long as the trainer takes for 200 steps.
 
     python benchmarks/stall.py [--seeds 3] [--first 0] [--steps 400] [--at 100] [--lasting 200] [--out FILE]
                                [--field value ...]
     python benchmarks/stall.py --of FILE FILE ...
     python benchmarks/stall.py --mechanism [--seeds 2]
 
-For each seed a quickstart of 400 steps that nothing disturbs, and its twin, whose searcher is stopped when the trainer
-has made 100 steps, and continues when it has made 200 more; where the trainer is held before, when that has lasted as
-long as the undisturbed run took for those 200. Moments are steps, so that a busy machine moves little. Of each run:
-held-out accuracy at equal steps (versions whose turn came during the stall are kept and evaluated after it), mean uses
-of a trajectory and the most uses of one, updates between sampling and training on average and at most, and the
-trainer's idle and paced shares. `--replay.pacing.max-mean-uses inf` takes the bound away. `--of` prints the table of
-seeds that were run apart, from what their `--out` left.
+For each seed there is an undisturbed quickstart of 400 steps, and its twin, whose searcher is stopped when the trainer
+has made 100 steps and continues when it has made 200 more; if the trainer is paced before that, the searcher continues
+after the time that the undisturbed run took for those 200. Times are given in steps, so that a busy machine has little
+effect. For each run: held-out accuracy at equal steps (versions due during the stall are kept and evaluated after it),
+mean and largest number of uses of a trajectory, mean and largest number of updates between sampling and training, and
+the trainer's idle and paced shares. `--replay.pacing.max-mean-uses inf` removes the bound. `--of` prints the table of
+seeds that were run separately, from their `--out` files.
 
-With --mechanism what is learnt from is chosen batch by batch, searcher and trainer take turns in one process, and
-nothing depends on time: 100 steps of plain on-policy training, from there 200 (196) more in blocks. At the beginning of
-a block the searcher takes the weights of then, with them samples all that the block learns from, and each trajectory
-comes as often as is said. Long blocks make data old, and uses repeat them: so one is varied without the other.
+With --mechanism the training data are chosen batch by batch, searcher and trainer alternate in one process, and nothing
+depends on time: 100 steps of plain on-policy training, then 200 (196) more in blocks. At the beginning of a block the
+searcher loads the current weights and samples all data of the block with them; each trajectory is used a given number
+of times. Long blocks make data old, and uses repeat them, so that each is varied without the other.
 """
 
 from __future__ import annotations
@@ -331,9 +331,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--at", type=int, default=100, help="the step at which the searcher is stopped")
-    parser.add_argument("--lasting", type=int, default=200, help="steps after which it goes on")
+    parser.add_argument("--lasting", type=int, default=200, help="steps after which it continues")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--of", type=Path, nargs="+", help="files that --out has left")
+    parser.add_argument("--of", type=Path, nargs="+", help="files written by --out")
     arguments, fields = parser.parse_known_args()
     if arguments.mechanism:
         mechanism(range(arguments.first, arguments.first + arguments.seeds))

@@ -1,4 +1,4 @@
-"""What a trainer's process holds: measured for small models on this machine, computed for large ones.
+"""The memory of a trainer's process: measured for small models on this machine, computed for large ones.
 
     python benchmarks/trainer_memory.py [--quick]
 

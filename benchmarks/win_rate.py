@@ -1,10 +1,9 @@
-"""Did the share of wins rise? Paired by held-out prompt, over runs of several seeds.
+"""Whether the win rate rose, paired by held-out prompt, over runs of several seeds.
 
     python benchmarks/win_rate.py studies/summaries/runs/tb-0.3-0 studies/summaries/runs/tb-0.3-1 ...
 
 Each run's first and last evaluation answer the same prompts (the recipe has to record them all, `--evaluation.shown`).
-The interval is a bootstrap by prompt of the mean over runs of what changed; the base's own answers are drawn anew in
-each run.
+The interval is a bootstrap over prompts of the mean change over runs; the base's own answers are sampled in each run.
 """
 
 from __future__ import annotations
