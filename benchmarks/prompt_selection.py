@@ -10,8 +10,8 @@ generated tokens, by interpolation between evaluations on held-out problems. It 
 - varied: the share of generated groups with both right and wrong answers, the only ones that teach something; over the
   run, and over its second half;
 - sampled accuracy after as many tokens as the shortest run generated;
-- tokens: the share of uniform's tokens after which its final accuracy was first reached (`never` counts as more than
-1).
+- tokens: the share of uniform's tokens after which its final accuracy was first reached (`never` counts as more
+  than 1).
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     python benchmarks/red_team.py --study studies/red_team [--seconds 60] [--out FILE.json] [--plot FILE.png]
 
 `before` is the supervised attacker. Figures are means over seeds with their range; families are those of the world.
-From a run's evaluations on the way (256 attacks) come its success after --seconds, and the seconds until it is above 60
-%; both count from its start, with warm-up and evaluations.
+From a run's evaluations on the way (256 attacks) come its success after --seconds, and the seconds until it is above
+60 %; both count from its start, with warm-up and evaluations.
 """
 
 from __future__ import annotations

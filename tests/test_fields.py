@@ -86,7 +86,7 @@ def test_a_word_is_read_as_the_declared_type_says(words: str, name: str, value: 
         ("--kettle.whistles=1", "takes --kettle.whistles without a value"),
         ("--kettle.litres 1 2", "it does not take '2'"),
         ("--kettle.no-litres", "it has no field --kettle.no-litres"),
-        ("--kettle.model K2", "it does not take --kettle.model: it is for a recipe's code to say"),
+        ("--kettle.model K2", "it does not take --kettle.model: only a recipe's code can set it"),
         ("--kettle.litre 1", "did you mean --kettle.litres?"),
     ],
 )

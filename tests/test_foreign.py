@@ -209,7 +209,7 @@ def test_a_manifest_is_covered_by_its_digest_and_names_every_file(run: Path) -> 
         Checkpoint.load(checkpoint.path).verify()
     path.write_text(json.dumps(manifest))
     (checkpoint.path / "pytorch_model.bin").write_bytes(b"planted")
-    with pytest.raises(UserError, match=r"was not made with \(pytorch_model.bin\): take it away"):
+    with pytest.raises(UserError, match=r"was not made with \(pytorch_model.bin\): remove it"):
         newest_checkpoint(run / "checkpoints")
 
 

@@ -14,37 +14,38 @@ USAGE = """\
 tba: asynchronous, off-policy RL post-training of language models (Trajectory Balance with Asynchrony)
 
   tba train RECIPE [--run-name NAME] [--runs DIR] [--data FILE|RUN] [--field value ...]
-                                            run a recipe (a name, or a path to a .py file); --offline learns from the
-                                            trajectories that are there, without searchers
-  tba train --resume RUN [--steps N] [--field value ...]    go on with a run that was stopped or killed, or has failed
-  tba search --run RUN [--address HOST:PORT]    one more searcher for a run that goes on; Ctrl-C leaves it
+                                            run a recipe (a name, or a path to a .py file); --offline trains on imported
+                                            or existing trajectories, without sampling new ones
+  tba train --resume RUN [--steps N] [--field value ...]    continue a run that was stopped, was killed or has failed
+  tba search --run RUN [--address HOST:PORT]    add a searcher to a run in progress; Ctrl-C removes it
   tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed] [--trust]
-                                            answers from elsewhere (JSON Lines, Parquet, another run) into a run
-  tba check RECIPE [--field value ...]      resolve and validate it, time a few rounds and steps; no run is made
-  tba sft RECIPE --out DIR [--field value ...]    the recipe's supervised warm start
-  tba sft FILE.jsonl --out DIR [...]        the same from lines of prompt and response (a tenth of the prompts is held
-                                            out: --held-out)
-  tba sft RUN --min-reward X --out DIR [...]      supervised training on the best answers that a run found
+                                            import answers (JSON Lines, Parquet, another run) into a run
+  tba check RECIPE [--field value ...]      validate a recipe and estimate its time and memory; no run is made
+  tba sft RECIPE --out DIR [--field value ...]    make the recipe's supervised warm start
+  tba sft FILE.jsonl --out DIR [...]        supervised training on lines of prompt and response (a tenth of the prompts
+                                            is held out: --held-out)
+  tba sft RUN --min-reward X --out DIR [...]      supervised training on the best answers of a run
   tba sample RECIPE --out FILE [--samples 4] [--field value ...]
-                                            answers of the recipe's model, marked by its reward
+                                            sample answers of the recipe's model and grade them by its reward
   tba reward-model PAIRS --model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--frozen]
                                             [--field value ...]
-                                            a reward model from pairs of answers, and how far it can be trusted
-  tba red-team world --out DIR [--labelled FILE] [--field value ...]    a small world to try red-teaming in
+                                            train a reward model on pairs of answers, and measure it
+  tba red-team world --out DIR [--labelled FILE] [--field value ...]    make a small world to try red-teaming in
   tba red-team classifier FILE --out DIR [--held-out 0.1] [--field value ...]
-                                            a toxicity classifier from labelled texts, and how well it tells them apart
+                                            train a toxicity classifier on labelled texts, and measure it
   tba red-team eval RECIPE [--checkpoint DIR] [--attacks 1024] [--transfer VICTIM] [--families FILE] [--out FILE]
-                                            success and diversity of sampled attacks, with intervals
-  tba red-team plot FILE... --out FILE.png  what several such evaluations found, success against diversity
+                                            measure success and diversity of sampled attacks, with intervals
+  tba red-team plot FILE... --out FILE.png  plot several such evaluations, success against diversity
   tba eval RECIPE [--checkpoint DIR] [--split eval] [--distance N] [--texts FILE] [--out FILE] [--field value ...]
-                                            accuracy, distance and answers of any checkpoint on a recipe's task
+                                            measure the accuracy of any checkpoint on a recipe's task
   tba study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
-                                            variants x seeds (a name, or a path to a .py file), tables and plots
-  tba recipes                               the recipes there are
-  tba studies                               the studies there are
-  tba show RUN                              a run so far, or its summary; redraws its curves
+                                            run variants x seeds (a name, or a path to a .py file), make tables and
+                                            plots
+  tba recipes                               list the recipes
+  tba studies                               list the studies
+  tba show RUN                              print a run so far, or its summary; redraws its curves
   tba replay RUN [--sql "SELECT ..."] [--export FILE.jsonl|FILE.parquet]
-                                            the trajectories of a run: counted, asked, written out
+                                            count, query or export the trajectories of a run
 
 `tba COMMAND --help` lists a command's options, `tba train RECIPE --help` every field of a recipe too.
 """
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _asked_for_help(command: str, *arguments: str) -> bool:
-    """Whether `--help` was all that was asked, and has been given: a recipe's fields follow where one is named."""
+    """Print a command's help if it is asked for. Returns False when a recipe is named, whose fields follow."""
     if not HELP & set(arguments):
         return False
     _command(command)  # says that there is no such command
@@ -140,9 +141,9 @@ def resume(arguments: list[str]) -> int:
 
     options, overrides = split_options(ResumeOptions(), arguments, "tba train --resume RUN")
     if options.resume is None:
-        raise UserError("`tba train --resume RUN` needs a run's directory, such as runs/NAME")
+        raise UserError("`tba train --resume RUN` needs a run's folder, such as runs/NAME")
     if overrides and not overrides[0].startswith("-"):
-        raise UserError(f"a run that goes on has its recipe already: leave {overrides[0]!r} out")
+        raise UserError(f"a run that is resumed has its recipe already: leave {overrides[0]!r} out")
     return resume_run(options.resume, overrides, options.accept_lost_rows)
 
 
@@ -155,7 +156,7 @@ def search(arguments: list[str]) -> int:
     options, left = split_options(SearchOptions(), arguments, "tba search")
     _refuse_more(left, "tba search --run RUN", "nothing else: the run has its recipe")
     if options.run is None:
-        raise UserError("`tba search --run RUN` needs the directory of a run that goes on, such as runs/NAME")
+        raise UserError("`tba search --run RUN` needs the folder of a run in progress, such as runs/NAME")
     return join_run(options.run) if options.address is None else visit_run(options.run.name, options.address)
 
 
@@ -215,7 +216,7 @@ def red_team(arguments: list[str]) -> int:
 
 
 def _made(arguments: list[str], verb: str, of: str, source: str, what: str) -> tuple[str, list[str], Path]:
-    """Returns what a model is made of, the fields that are set, and the folder that it goes to."""
+    """Returns what a model is made from, the fields that are set, and the folder that it is written to."""
     from tba.command.options import OutOptions
     from tba.errors import UserError
     from tba.settings import split_options
@@ -277,7 +278,7 @@ def show(arguments: list[str]) -> int:
 
 
 def replay(arguments: list[str]) -> int:
-    """`tba replay RUN`: ask a run's journal."""
+    """`tba replay RUN`: count, query or export a run's trajectories."""
     from tba.command.replay import ReplayOptions, show_replay
     from tba.settings import split_options
 

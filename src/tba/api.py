@@ -24,13 +24,13 @@ _AT_ONCE = 512  # trajectories in memory
 
 @dataclass(frozen=True)
 class Run:
-    """A run on disk, while it goes on or after it has ended. Everything is read when it is asked for."""
+    """A run on disk, in progress or ended. Everything is read when it is asked for."""
 
     path: Path  # its folder, such as runs/NAME
 
     @property
     def summary(self) -> Summary | None:
-        """The run's results: held-out figures, seconds, shares, lag, faults. None while it has not ended."""
+        """The run's results: held-out figures, seconds, shares, lag, faults. None before it has ended."""
         from tba.record.summary import Summary
 
         return Summary.read(self.path)
@@ -57,7 +57,7 @@ class Run:
         return read_metrics(self.path)
 
     def trajectories(self) -> Iterator[Trajectory]:
-        """All trajectories that searchers have sent and that are still on disk, oldest first."""
+        """Yields all trajectories that searchers have sent and that are still on disk, oldest first."""
         from tba.replay.follower import JournalFollower
         from tba.runtime.run_dir import RunDirectory
 
@@ -81,15 +81,15 @@ def train(
     quiet: bool = False,
     **fields: Any,
 ) -> Run:
-    """Train, and wait for the end. Raises `UserError` for what cannot run, before anything is made.
+    """Trains, and returns when the run has ended. Raises `UserError` for what cannot run, before anything is made.
 
     recipe: an object, a name (`"quickstart"`) or the path of a file that defines one. fields: values of its own fields
     (`steps=50`, `seed=1`, `runtime="inline"`); setting `steps` adjusts the lengths of schedules. A recipe object is
-    trained as it is, in any runtime: other processes make it again from `recipe.py` in the run's folder. What they
-    cannot make (a class of a notebook's cell) trains with `runtime="inline"` only, and is refused otherwise. A script
-    that calls this does so below `if __name__ == "__main__":`, as with `multiprocessing`.
+    trained as it is, in any runtime: other processes rebuild it from `recipe.py` in the run's folder. What they cannot
+    rebuild (a class defined in a notebook) trains with `runtime="inline"` only, and is refused otherwise. A script must
+    call this below `if __name__ == "__main__":`, as with `multiprocessing`.
 
-    After Ctrl-C the run is left whole, with a checkpoint; `tba train --resume` goes on with it.
+    After Ctrl-C the run is left intact, with a checkpoint; `tba train --resume` continues it.
     """
     from tba.command.check import validate
     from tba.command.train import carry_out
@@ -145,8 +145,8 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
     """
     if (file := being_loaded()) is not None:
         raise UserError(
-            f"{file} trains, checks or evaluates while it is loaded, as other processes load it for what it defines: "
-            'put that below `if __name__ == "__main__":`'
+            f"{file} trains, checks or evaluates while it is loaded, and other processes load it too: put that below "
+            '`if __name__ == "__main__":`'
         )
     known = Recipe.__dataclass_fields__
     for name in fields:

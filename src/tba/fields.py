@@ -136,7 +136,7 @@ def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool =
             raise UserError(f"{program} has no field {name}; {_nearest(flag, known.values(), program)}")
         field = known[flag] if flag in known else off[flag]
         if field.flag not in allowed:
-            raise UserError(f"{program} does not take {name}: it is for a recipe's code to say")
+            raise UserError(f"{program} does not take {name}: only a recipe's code can set it")
         if field.hint is bool:
             if joined or (left and left[0].lower() in ("true", "false")):
                 raise UserError(

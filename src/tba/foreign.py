@@ -158,14 +158,14 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def read_json(path: Path, mend: str, kind: Any = None, /, **fields_there: Any) -> Any:
+def read_json(path: Path, remedy: str, kind: Any = None, /, **fields_there: Any) -> Any:
     """Returns `parsed` of a file. Raises `UserError`, which says what to do about it, when that fails."""
     try:
         return parsed(path.read_bytes(), kind, **fields_there)
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): {mend}") from error
+        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
     except ValueError as error:
-        raise UserError(f"{path} is not what was written there ({error}): {mend}") from error
+        raise UserError(f"{path} has unexpected contents ({error}): {remedy}") from error
 
 
 def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:

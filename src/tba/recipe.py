@@ -38,12 +38,12 @@ class RuntimeSettings:
     idle_deadline: float = 1800.0  # seconds the trainer may wait for one batch
     silence_deadline: float = 1800.0  # seconds a part may be without a heartbeat before it is killed and restarted
     reward_deadline: float = 600.0  # seconds the reward may take over a round's answers
-    restarts: int = 3  # of each part that dies; the trainer resumes from its newest checkpoint
+    restarts: int = 3  # how often each part that dies is restarted; the trainer resumes from its newest checkpoint
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
-    journal_dir: Path | None = None  # where the journal is; the run's directory unless that is on a network filesystem
+    journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
     threads: int = 1  # torch threads in each process
-    checkpoints: int = 2  # how many are kept
-    checkpoint_every: int = 100  # steps; made at the first weight sync from there on; 0 = at the end only
+    checkpoints: int = 2  # number of checkpoints that are kept
+    checkpoint_every: int = 100  # steps between checkpoints, each made at the next weight sync; 0: one at the end
 
     def __post_init__(self) -> None:
         for name, least in _LEAST.items():
@@ -70,11 +70,11 @@ class RuntimeSettings:
 class ClusterSettings:
     """What each part of a run asks of a Ray cluster (runtime cluster)."""
 
-    searcher_cpus: float = 1.0  # cores that a searcher asks for; 0.02 lets many light ones share one
-    searcher_gpus: float = 0.0  # GPUs, or a part of one: 0.5 leaves the other half to another part
-    trainer_cpus: float = 1.0  # of each of its ranks
-    trainer_gpus: float = 0.0  # of each of its ranks
-    object_store_gb: float | None = None  # of a cluster of its own, 10^9 bytes; None: Ray decides (30 % of the memory)
+    searcher_cpus: float = 1.0  # cores reserved for a searcher; 0.02 lets many light searchers share a core
+    searcher_gpus: float = 0.0  # GPUs reserved for a searcher; 0.5 leaves the other half to another part
+    trainer_cpus: float = 1.0  # cores reserved for each rank of the trainer
+    trainer_gpus: float = 0.0  # GPUs reserved for each rank of the trainer
+    object_store_gb: float | None = None  # 10^9 bytes, of a cluster of its own; None: Ray decides (30 % of memory)
     start_deadline: float = 300.0  # seconds that Ray may take to start a part
 
     def __post_init__(self) -> None:
@@ -102,8 +102,8 @@ _LEAST = {
 class InitialFill:
     """What is imported before a run begins, graded by the task and scored under the reference as `tba import` does."""
 
-    demonstrations: int = 0  # of the task's own demonstrations, the first so many; 0: none
-    files: tuple[Path, ...] = ()  # JSON Lines, Parquet, or the folders of other runs
+    demonstrations: int = 0  # how many of the task's own demonstrations, from the first; 0: none
+    files: tuple[Path, ...] = ()  # files to import: JSON Lines, Parquet, or the folders of other runs
 
     def __post_init__(self) -> None:
         if self.demonstrations < 0:
@@ -123,26 +123,26 @@ class Recipe:
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     name: str = field(default="run", metadata=BY_CODE)  # of its runs, and of their folders without --run-name
     description: str = field(default="", metadata=BY_CODE)  # one line for people
-    seed: int = 0  # of every random draw; equal seeds give equal weights in the inline runtime
+    seed: int = 0  # seed of all random draws; equal seeds give equal weights in the inline runtime
     steps: int = 1000  # optimizer updates
     groups_per_step: int = 7  # B, prompts in a batch
-    group_size: int = 20  # K, responses of each in a batch
-    samples_per_prompt: int = 24  # S, responses a searcher samples of each
-    prompts_per_round: int = 3  # prompts a searcher answers in one round
+    group_size: int = 20  # K, responses to each prompt in a batch
+    samples_per_prompt: int = 24  # S, responses that a searcher samples to each prompt
+    prompts_per_round: int = 3  # prompts that a searcher answers in one round
     sync_every: int = 2  # k, optimizer updates between weight syncs
-    reference_reset: int = 0  # optimizer updates after which the reference becomes the policy, each time; 0 = never
+    reference_reset: int = 0  # optimizer updates between resets of the reference to the policy; 0: never
     reset_optimizer: bool = False  # reset the optimizer's moments at each reset of the reference
-    rescored_per_round: int = 512  # older trajectories a searcher scores under a new reference between two rounds
-    policy_temperature: float = 1.0  # of the policy and the reference in the objective
-    max_tokens_per_pass: int = 16384  # of one forward and backward; larger batches go in slices
+    rescored_per_round: int = 512  # older trajectories that a searcher scores under a new reference between two rounds
+    policy_temperature: float = 1.0  # temperature of the policy and the reference in the objective
+    max_tokens_per_pass: int = 16384  # tokens of one forward and backward pass; larger batches are split
     searchers: int = 1  # processes that generate; inline: exactly one
-    offline: bool = False  # learn from the trajectories that are there (`tba import`, --data); searchers only evaluate
-    runtime: Literal["processes", "inline", "cluster"] = "processes"  # a process each, one for all, or Ray actors
-    address: str | None = None  # of the Ray cluster that the runtime cluster joins, HOST:PORT; None: one of its own
+    offline: bool = False  # learn only from existing trajectories (`tba import`, --data); searchers only evaluate
+    runtime: Literal["processes", "inline", "cluster"] = "processes"  # processes, one process, or Ray actors
+    address: str | None = None  # HOST:PORT of the Ray cluster to join (runtime cluster); None: start one
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     prompts: PromptSettings = field(default_factory=PromptSettings)
     fill: InitialFill = field(default_factory=InitialFill)
-    embedding: Embedding | None = None  # of every answer's text, for near duplicates by cosine
+    embedding: Embedding | None = None  # embedding of every answer's text, for near duplicates by cosine
     vine: Vine | None = None  # rollouts from the steps of each answer, for objectives that need step values
     control: Control = field(default_factory=Control)
     trainer: RankSettings = field(default_factory=RankSettings)
@@ -169,7 +169,7 @@ class Recipe:
             )
         if self.offline and self.reference_reset:
             raise UserError(
-                f"--reference-reset is {self.reference_reset}, but after a reset searchers score trajectories anew, "
+                f"--reference-reset is {self.reference_reset}, but after a reset searchers score trajectories again, "
                 "and --offline there are none: set it to 0, or train with searchers"
             )
         if self.runtime == "inline" and self.trainer.ranks != 1:
@@ -204,8 +204,8 @@ class Recipe:
         m = getattr(self.replay.selection, "m", None)
         if m is None:
             raise UserError(
-                f"--control.signal is {self.control.signal}, but {type(self.replay.selection).__name__} has no m that "
-                "could be moved: choose RecencyReward, or none"
+                f"--control.signal is {self.control.signal}, but {type(self.replay.selection).__name__} has no m "
+                "to adjust: choose RecencyReward, or none"
             )
         self.control.start(self.sync_every, m)
 
@@ -286,20 +286,20 @@ class Gone:
 
 
 GONE: Mapping[str, Gone] = {
-    "replay.recent_window": Gone(..., "what is recent is told by arrival now, not by the age of the weights"),
+    "replay.recent_window": Gone(..., "arrival now decides what is recent, not by the age of the weights"),
     "run.stop_deadline": Gone(60.0, "it is always 60 seconds"),
     "run.evaluation_deadline": Gone(3600.0, "it is always an hour"),
     "run.lease_seconds": Gone(1800.0, "it is always half an hour"),
-    "run.reward_retries": Gone(2, "a reward that fails is always asked 2 times more"),
+    "run.reward_retries": Gone(2, "a reward that fails is always called 2 times more"),
     "run.searcher_nice": Gone(5, "it is always 5"),
-    "run.publish_in_background": Gone(True, "weights are always written beside the next step, but inline"),
-    "run.put_in_background": Gone(True, "a round is always written beside the next one, but inline"),
-    "run.prefetch": Gone(True, "the next batch is always fetched beside the step, but inline"),
+    "run.publish_in_background": Gone(True, "weights are always written during the next step, except inline"),
+    "run.put_in_background": Gone(True, "a round is always written during the next one, except inline"),
+    "run.prefetch": Gone(True, "the next batch is always fetched during the step, except inline"),
     "record.status_seconds": Gone(10.0, "it is always 10 seconds"),
     "optimizer.eps": Gone(1e-8, "it is always 1e-08"),
     "optimizer.master_weights": Gone(True, "weights of lower precision always have float32 copies"),
     "model.generation.prefill_tokens": Gone(2048, "it is always 2048 tokens"),
-    "model.generation.max_prompt_tokens": Gone(None, "--model.vllm.max-prompt-tokens is what vllm has in its place"),
+    "model.generation.max_prompt_tokens": Gone(None, "--model.vllm.max-prompt-tokens replaces it for vllm"),
 }
 LARGEST_SQUARED = 1e9  # |reward| over beta: its square, summed over a batch, is far from float32's largest number
 _PACKAGE = Path(__file__).parent

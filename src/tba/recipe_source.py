@@ -1,4 +1,4 @@
-"""Writes a recipe object as the Python source that makes it again in another process: nothing is pickled.
+"""Writes a recipe object as Python source from which another process rebuilds it: nothing is pickled.
 
 Invariant: the source names classes and functions by their modules and writes values out, so that it can be read, kept
 and run later; it makes an equal recipe, or the recipe is refused.
@@ -22,10 +22,10 @@ _HEAD = '"""The recipe of this run, as it was given to tba.train."""\n\n'
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
-    """Write the source of `recipe`, from which `find` makes it again.
+    """Write the source of `recipe`, from which `find` rebuilds it.
 
-    Raises `UserError` for what other processes could not make: classes and functions of a notebook's cells or within
-    functions, open files, models that are loaded already.
+    Raises `UserError` for what other processes could not rebuild: classes and functions defined in a notebook or within
+    functions, open files, loaded models.
     """
     writer = _Writer()
     made = writer.expression(recipe, "the recipe")

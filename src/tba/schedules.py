@@ -19,7 +19,7 @@ from tba.errors import UserError
 class Constant:
     """The same value at every step."""
 
-    value: float  # at every step
+    value: float  # the value at every step
 
     def __post_init__(self) -> None:
         _require_finite("Constant", value=self.value)
@@ -38,8 +38,8 @@ class Constant:
 class Linear:
     """`start` at step 1, a straight line to `end` at step `steps` + 1, `end` from there on."""
 
-    start: float  # at step 1
-    end: float  # in the end, for good
+    start: float  # the value at step 1
+    end: float  # the value in the end
     steps: int  # updates from start to end
 
     def __post_init__(self) -> None:
@@ -63,8 +63,8 @@ class LinearThenCut:
     The paper's TL;DR anneal: the cut is on purpose, it spends at once the distance to the reference that is left.
     """
 
-    start: float  # at step 1
-    end: float  # in the end, for good
+    start: float  # the value at step 1
+    end: float  # the value in the end
     target_steps: int  # updates the line would take from start to end
     cut_step: int  # the first step at `end`
 
@@ -105,7 +105,7 @@ def tldr_anneal(steps: int = 256) -> LinearThenCut:
 class WarmupConstant:
     """A linear rise over `warmup` updates (step n has n / warmup), then the peak."""
 
-    warmup: int = 0  # updates; 0 = none
+    warmup: int = 0  # updates of the rise; 0: none
 
     def __post_init__(self) -> None:
         _require_at_least("WarmupConstant", 0, warmup=self.warmup)
@@ -127,7 +127,7 @@ class WarmupLinear:
     """A linear rise, then a straight line to `final`."""
 
     steps: int  # updates in all, warm-up included
-    warmup: int = 0  # updates
+    warmup: int = 0  # updates of the rise
     final: float = 0.0  # share of the peak after `steps`
 
     def __post_init__(self) -> None:
@@ -152,7 +152,7 @@ class WarmupCosine:
     """A linear rise, then half a cosine to `final`."""
 
     steps: int  # updates in all, warm-up included
-    warmup: int = 0  # updates
+    warmup: int = 0  # updates of the rise
     final: float = 0.0  # share of the peak after `steps`
 
     def __post_init__(self) -> None:
@@ -176,9 +176,9 @@ class WarmupCosine:
 class WarmupStableDecay:
     """A linear rise, a plateau, then half a cosine to `final` (WSD; the paper's GSM8K run is 50/450/500)."""
 
-    warmup: int = 50  # updates
-    stable: int = 450  # updates
-    decay: int = 500  # updates
+    warmup: int = 50  # updates of the rise
+    stable: int = 450  # updates at the peak
+    decay: int = 500  # updates of the decay
     final: float = 0.0  # share of the peak after the decay
 
     def __post_init__(self) -> None:

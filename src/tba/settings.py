@@ -97,7 +97,7 @@ def _mend(error: BaseException, kind: Kind) -> str:
     for name, gone in GONE.items():
         if keyword is not None and keyword[1] == name.rpartition(".")[2]:
             return f"{name} is not a setting any longer: {gone.now}; leave it out"
-    return f"mend the {kind} there"
+    return f"fix the {kind} there"
 
 
 def being_loaded() -> Path | None:

@@ -42,7 +42,7 @@ class Streamed(Mapping[str, Tensor]):
         self._tensors = tensors
 
     def __getitem__(self, name: str) -> Tensor:
-        raise TypeError(f"{name} comes in its turn: read these tensors by items(), in order and to the end")
+        raise TypeError(f"{name} is not the next tensor: read these tensors by items(), in order and to the end")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.like)
@@ -84,11 +84,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype 
         for name, tensor in tensors.items():
             kind, shape = kinds.pop(name, (None, None))
             if kind is None or shape != tuple(tensor.shape):
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came: expected shape {shape}")
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} was read: expected shape {shape}")
             file.seek(len(header) + places[name])
             write_flat(file, tensor.detach(), kind)
         if kinds:
-            raise ValueError(f"{next(iter(kinds))} was to come, but the tensors ended before it")
+            raise ValueError(f"{next(iter(kinds))} is missing: the tensors ended before it")
         return file.seek(0, os.SEEK_END)
 
 

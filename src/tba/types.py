@@ -225,9 +225,9 @@ class Group:
         first = self.trajectories[0]
         for other in self.trajectories[1:]:
             if other.prompt.key != first.prompt.key:
-                raise ValueError(f"a group is of one prompt, but got {first.prompt.key} and {other.prompt.key}")
+                raise ValueError(f"a group has one prompt, but got {first.prompt.key} and {other.prompt.key}")
             if other.reference != first.reference:
-                raise ValueError(f"a group is of one reference, but got {first.reference} and {other.reference}")
+                raise ValueError(f"a group has one reference, but got {first.reference} and {other.reference}")
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory]) -> Group:

@@ -108,7 +108,7 @@ def test_fields_of_the_problem_may_stand_apart_from_what_else_a_line_says() -> N
         ({"messages": []}, "without a user's message"),
         ({"messages": [ANSWER]}, "without a user's message"),
         ({"messages": [USER]}, "no answer"),
-        ({"messages": [USER, ANSWER], "response": "42"}, "another answer beside it"),
+        ({"messages": [USER, ANSWER], "response": "42"}, "another answer in the same line"),
         ({"messages": [USER, {"role": "tool", "content": "x"}]}, "a message that is not of"),
         ({"messages": ["hello"]}, "a message that is not of"),
     ],

@@ -128,10 +128,10 @@ def test_what_the_reward_cannot_mark_is_refused_alone(tmp_path: Path) -> None:
         report = intake(journal, Picky()).take(numbered([line("a", answer) for answer in answers]), "demos")
     assert {t.completion.text for t in drained(tmp_path / "journal")} == {"AA", "AB", "BA", "BB"}
     assert {reason: rejected.count for reason, rejected in report.rejected.items()} == {
-        "the task's reward cannot mark it": 7,
+        "the task's reward cannot grade it": 7,
         "its reward is not finite": 5,
     }
-    assert report.rejected["the task's reward cannot mark it"].examples[0] == (4, "ZeroDivisionError: no marks for D")
+    assert report.rejected["the task's reward cannot grade it"].examples[0] == (4, "ZeroDivisionError: no marks for D")
 
 
 def test_more_lines_than_are_written_together_all_arrive_in_order(tmp_path: Path) -> None:

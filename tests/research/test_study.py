@@ -271,7 +271,7 @@ def test_ctrl_c_ends_the_run_in_its_own_process_where_it_is_whole(tmp_path: Path
     finally:
         child.kill()
     assert (child.returncode, errors) == (130, "")
-    assert "the same command goes on where it was" in " ".join(said.split())
+    assert "the same command continues from here" in " ".join(said.split())
     summary = Summary.read(tmp_path / "runs" / "often-5")
     assert summary is not None
     assert summary.faults["stopped"] is True

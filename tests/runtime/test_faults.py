@@ -326,7 +326,7 @@ def test_a_disk_that_becomes_full_ends_all_processes_in_one_sentence_too(small_d
 
 def full_disk(path: Path) -> str:
     """What is said of it."""
-    return f"tba: the disk of {path} is full: free some space, then go on with `tba train --resume {path}`\n"
+    return f"tba: the disk of {path} is full: free some space, then continue with `tba train --resume {path}`\n"
 
 
 def assert_goes_on(path: Path, runtime: str) -> None:
@@ -353,7 +353,7 @@ def test_a_limit_on_the_size_of_files_is_a_full_disk_too(tmp_path: Path, capfd: 
         os._exit(code)
 
     assert ended(forked(limited)) == 2
-    assert "is full: free some space, then go on with `tba train --resume" in capfd.readouterr().err
+    assert "is full: free some space, then continue with `tba train --resume" in capfd.readouterr().err
     there, steps = uids_of(path), steps_of(path) + 10
     assert_whole(path, inline_again(path, "--steps", str(steps)), there)
 

@@ -222,7 +222,7 @@ def test_an_objective_with_a_ratio_refuses_a_file_and_learns_from_an_old_run(tmp
     lines = written(tmp_path / "lines.jsonl", every_answer())
     recipe, run = made(tmp_path / "new", *OFFLINE[:-2], "--steps", "5", source=ratio_toy(tmp_path))
     assert "log_behavior" in recipe.objective.needs
-    with pytest.raises(UserError, match="needs the log-probabilities of whoever sampled an answer"):
+    with pytest.raises(UserError, match="needs the log-probabilities of the policy that sampled an answer"):
         imported(recipe, run, lines)
     imported(recipe, run, tmp_path / "old")
     summary = summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)

@@ -39,7 +39,7 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
         )
     said = " ".join(found.stderr.split())
     versions = re.fullmatch(
-        r"tba: a searcher that would join is of tba (.+ \(\w{12}\)), and the run of tba (.+ \(\w{12}\)): "
+        r"tba: a searcher that would join uses tba (.+ \(\w{12}\)), but the run uses tba (.+ \(\w{12}\)): "
         "start it from the same source files",
         said,
     )
@@ -52,7 +52,7 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
 def test_a_guest_says_its_version_and_a_run_that_does_not_say_its_own_is_another(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     guests = Guests(run, recipe)
-    with run.held(0.0), pytest.raises(UserError, match=r"would join is of tba 0\.0\.9 \(0f\), and the run of tba "):
+    with run.held(0.0), pytest.raises(UserError, match=r"would join uses tba 0\.0\.9 \(0f\), but the run uses tba "):
         guests.join("0.0.9 (0f)")
     for facts in ({}, {"incarnations": []}, {"incarnations": ["begun"]}, {"incarnations": [{"why": "begun"}]}):
         with pytest.raises(UserError, match="the run of tba an earlier version, which does not say which"):

@@ -313,7 +313,7 @@ def refused(arguments: list[str], capsys: Any) -> str:
 
 def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finished: Path, capsys: Any) -> None:
     resume = ["train", "--resume", str(finished)]
-    assert "has made 20 steps, all that are asked for: give more with --steps" in refused(resume, capsys)
+    assert "has made 20 steps, all that were asked for: give more with --steps" in refused(resume, capsys)
     assert "has made 20 steps" in refused([*resume, "--steps", "10"], capsys)
     assert "there is no run at" in refused(["train", "--resume", str(tmp_path / "none")], capsys)
     assert "needs a value" in refused(["train", "--resume"], capsys)
@@ -322,7 +322,7 @@ def test_a_run_that_cannot_go_on_says_why_in_one_sentence(tmp_path: Path, finish
     assert "a run keeps its task.symbols, which is 4: start a new run for 5" in said
     assert "has no field --step" in refused([*resume, "--step", "40"], capsys)
     with RunDirectory.open(finished).held(0.0):
-        assert "is still going on (process" in refused_soon([*resume, "--steps", "40"], capsys)
+        assert "is still in progress (process" in refused_soon([*resume, "--steps", "40"], capsys)
     assert RunDirectory.open(finished).incarnation == 0
 
 
@@ -364,7 +364,7 @@ def test_a_finished_run_is_given_more_steps(finished: Path, capsys: Any) -> None
     before = json.loads((finished / "summary.json").read_text())["wall_seconds"]["total"]
     assert main(["train", "--resume", str(finished), "--steps", "40", "--runtime", "inline"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "going on from" in said
+    assert "resuming from" in said
     assert "(it had finished)" in said
     summary = Summary.read(finished)
     assert summary is not None

@@ -127,7 +127,7 @@ def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:
 
     recipe, _ = made(tmp_path / "run")
     odd = replace(recipe.replay, selection=Oldest())  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="Oldest has no m that could be moved"):
+    with pytest.raises(UserError, match="Oldest has no m to adjust"):
         replace(recipe, replay=odd, control=replace(recipe.control, signal="ess"))
 
 

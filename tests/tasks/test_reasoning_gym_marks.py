@@ -120,9 +120,9 @@ def test_every_data_set_of_the_package_is_named_once_and_a_new_one_is_refused() 
     tables = [READ, SLOW, EVALUATED.keys(), REFUSED.keys()]
     assert sorted(DATASETS) == sorted(name for table in tables for name in table)
     assert len(DATASETS) == 106
-    with pytest.raises(UserError, match="answers of reasoning_gym's 'brand_new' are not marked: whether its scorer"):
+    with pytest.raises(UserError, match="answers of reasoning_gym's 'brand_new' cannot be graded: nobody has checked"):
         require_markable("brand_new")
-    with pytest.raises(UserError, match="reasoning_gym's composite are not marked: it mixes other data sets"):
+    with pytest.raises(UserError, match="reasoning_gym's composite cannot be graded: it mixes other data sets"):
         require_markable("composite")
 
 
@@ -241,5 +241,5 @@ def test_without_confinement_what_evaluates_is_refused_and_the_rest_is_not(monke
 
 def test_another_version_of_the_package_is_refused_until_it_was_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym_marks, "LOOKED_AT", "0.1.26")
-    with pytest.raises(UserError, match=r"0\.1\.25 is installed, .* looked at in 0\.1\.26 only: `pip install"):
+    with pytest.raises(UserError, match=r"0\.1\.25 is installed, .* reviewed in 0\.1\.26 only: `pip install"):
         require_markable("chain_sum")

@@ -110,7 +110,7 @@ def test_the_chat_style_asks_as_a_user() -> None:
         ),
         (
             lambda: ReasoningGym("composite").reward(),
-            "answers of reasoning_gym's composite are not marked: it mixes other data sets: name one of them",
+            "answers of reasoning_gym's composite cannot be graded: it mixes other data sets: name one of them",
         ),
         (
             lambda: ReasoningGym("graph_color", train_problems=1, eval_problems=1, style="tba").problems("train"),

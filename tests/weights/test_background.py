@@ -55,7 +55,7 @@ def test_what_fails_there_is_raised_by_whoever_settles_next(tmp_path: Path) -> N
     publisher = BackgroundPublisher(WeightDirectory(tmp_path), deadline=60)
     publisher.publish(held(gate), TWO, {})
     publisher.publish(held(gate), ONE, {})
-    with pytest.raises(ValueError, match="versions only rise"):
+    with pytest.raises(ValueError, match="versions must increase"):
         publisher.settle()
     publisher.close()
 

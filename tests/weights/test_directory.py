@@ -68,7 +68,7 @@ def test_versions_only_rise_so_that_no_two_sets_of_weights_share_a_name(tmp_path
     directory = WeightDirectory(tmp_path)
     publish(directory, Version(1, 4))
     for version in (Version(1, 4), Version(1, 3), Version(0, 50)):
-        with pytest.raises(ValueError, match="versions only rise"):
+        with pytest.raises(ValueError, match="versions must increase"):
             publish(directory, version)
     assert directory.versions() == [Version(1, 4)]
 

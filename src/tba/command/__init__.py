@@ -1,1 +1,1 @@
-"""What the command line's verbs do, one file each. Above the runtimes: nothing imports this."""
+"""The commands of the command line, one file each. They stand above the runtimes."""

@@ -1,7 +1,7 @@
-"""`tba check`: resolve a recipe, validate it, estimate its memory and time; no run is made.
+"""`tba check`: validates a recipe and estimates the memory and time of its run, without making a run.
 
-The estimate times a few rounds and steps of the recipe's own parts, each half in a process of its own and both at the
-same time as in a run (`tba.command.probe`), and multiplies. No run directory, no journal, no learning.
+The estimate multiplies the times of a few rounds and steps of the recipe's own searcher and trainer. Each is timed in a
+process of its own, both at the same time, as in a run (`tba.command.probe`). Nothing is written or learnt.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tba.runtime.devices import Place, places_here
 from tba.runtime.local.forkserver import Program, prepare, start
 from tba.settings import find, override
 
-_DEADLINE = 1800.0  # seconds for one half's probe
-_SECONDS = 3.0  # that each half times at least, beside the other
-_POLL = 0.02  # seconds between two looks at whether it has ended
+_DEADLINE = 1800.0  # seconds for one probe
+_SECONDS = 3.0  # for which searcher and trainer are timed at least, at the same time
+_POLL = 0.02  # seconds between two checks whether a probe has ended
 
 
 def validate(recipe: Recipe) -> list[str]:
-    """Warnings. Raises `UserError` for what cannot run."""
+    """Returns warnings. Raises `UserError` for a recipe that cannot run."""
     warnings = []
     if recipe.runtime == "cluster":
         require_ray()
@@ -67,7 +67,7 @@ def validate(recipe: Recipe) -> list[str]:
             f"{recipe.trainer.compute}, so that log-ratios begin with noise: set --model.dtype {recipe.trainer.compute}"
         )
     if recipe.trainer.sharded:
-        warnings.append("what is said of the trainer below is measured with one rank in float32")
+        warnings.append("the trainer's figures below are measured with one rank in float32")
     if recipe.runtime == "cluster" and recipe.cluster.searcher_gpus and not recipe.cluster.trainer_gpus:
         warnings.append("searchers ask for GPUs and the trainer for none: set --cluster.trainer-gpus, or it has none")
     parts = recipe.searchers + recipe.trainer.ranks
@@ -78,12 +78,12 @@ def validate(recipe: Recipe) -> list[str]:
 
 
 def _places(recipe: Recipe) -> dict[str, Place]:
-    """Where the parts of a run on this machine will be. Raises `UserError` where its GPUs do not do."""
+    """Returns where the parts of a run will be on this machine. Raises `UserError` when its GPUs are not enough."""
     return places_here(recipe, [f"searcher-{i}" for i in range(recipe.searchers)])
 
 
 def _on_groups(recipe: Recipe) -> list[str]:
-    """Whether a round fills a group."""
+    """Returns warnings about groups that a round does not fill."""
     selection, sampled, fresh = recipe.replay.selection, recipe.samples_per_prompt, recipe.group_size
     newest = False
     if isinstance(selection, RecencyReward):
@@ -105,7 +105,9 @@ def _on_groups(recipe: Recipe) -> list[str]:
 
 
 def _on_frequencies(recipe: Recipe) -> list[str]:
-    """Whether groups hold answers as often as they were sampled, where the optimum depends on it (docs/method.md)."""
+    """Returns warnings where groups misrepresent how often an answer is sampled and the optimum depends on it
+    (docs/method.md).
+    """
     match recipe.objective:
         case Reinforce(baseline="none", beta=beta):
             what, other = "REINFORCE without a baseline", "--objective.baseline leave_one_out"
@@ -128,7 +130,7 @@ def _on_frequencies(recipe: Recipe) -> list[str]:
 
 
 def notes_on_prompts(recipe: Recipe) -> list[str]:
-    """More warnings, for which the task's problems have to be there."""
+    """Returns more warnings, those that need the task's problems."""
     problems, buffer = recipe.task.problems("train")[: recipe.prompts.limit], recipe.replay.buffer
     if buffer.per_prompt < buffer.total and all(p.prompt == problems[0].prompt for p in problems):
         return [
@@ -139,7 +141,7 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
 
 
 def require_ray() -> None:
-    """Raises `UserError` where it is not installed."""
+    """Raises `UserError` when Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UserError("a cluster needs Ray, which is not installed: pip install -e '.[cluster]'")
 
@@ -193,14 +195,14 @@ def check_recipe(name: str, overrides: list[str]) -> int:
 
 
 def _on_gpus(e: Estimate) -> str:
-    """What torch held there, as far as the halves use any."""
+    """Returns a line on the GPU memory that the searcher and the trainer use, if any."""
     halves = {"trainer": e.trainer_gpu_bytes, "each searcher": e.searcher_gpu_bytes}
     held = ", ".join(f"{half} {size(held)}" for half, held in halves.items() if held is not None)
     return f"\nGPU memory at its peak: {held}" if held else ""
 
 
 def planned(recipe: Recipe) -> list[Placed]:
-    """Where everything will run: on the nodes of the cluster at `--address`, else on this machine.
+    """Returns where everything will run: on the nodes of the cluster at `--address`, else on this machine.
 
     Raises `UserError` when it does not fit.
     """
@@ -215,7 +217,7 @@ def planned(recipe: Recipe) -> list[Placed]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Seconds and bytes, measured on a few rounds and steps and multiplied."""
+    """Seconds and bytes of a run, extrapolated from a few rounds and steps."""
 
     start_seconds: float  # until both halves are up
     round_seconds: float
@@ -232,7 +234,7 @@ class Estimate:
 
 
 def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
-    """Both halves probed at the same time, after a first look at how long answers are."""
+    """Probes searcher and trainer at the same time, after a first probe of how long answers are."""
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
         with _Probe("searcher", name, overrides, answers, 0.0) as looking:
@@ -280,9 +282,9 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
 
 
 class _Probe:
-    """A half in a process of its own (`tba.command.probe`), which ends with the block.
+    """A searcher or a trainer in a process of its own (`tba.command.probe`), which ends with the `with` block.
 
-    at_least: seconds that it is to time, so that halves which are started together are timed beside each other.
+    at_least: seconds for which it is timed, so that probes that are started together overlap.
     """
 
     def __init__(self, half: str, name: str, overrides: list[str], answers: Path, at_least: float) -> None:
@@ -304,7 +306,7 @@ class _Probe:
             self.process.stdin.close()
 
     def result(self) -> dict[str, Any]:
-        """What it measured; `seconds` is how long the process took in all."""
+        """Returns what it measured; `seconds` is how long the process took in all."""
         while (code := self.process.poll()) is None:
             if time.perf_counter() - self.began > _DEADLINE:
                 raise DeadlineExceeded(f"the {self.half}'s probe had not ended after {_DEADLINE:g} s")

@@ -1,6 +1,7 @@
-"""The best answers that a run found, each once: what the smoothing phase learns (Lee et al. 2024, arXiv 2405.18540).
+"""Collects the best answers of a run, each once, for supervised training: the smoothing phase of Lee et al. 2024
+(arXiv 2405.18540).
 
-Invariant: every trajectory of the journal is learnt or is counted under exactly one reason why it is not.
+Invariant: every trajectory of the journal is either learnt or counted under exactly one reason why not.
 """
 
 from __future__ import annotations
@@ -27,33 +28,33 @@ _AT_ONCE = 512  # trajectories of a journal
 
 @dataclass(frozen=True)
 class SmoothingOptions:
-    """`tba sft RUN`: which of the answers that a run found are learnt, and by which model."""
+    """Which of a run's answers are learnt, and by which model."""
 
-    min_reward: float | None = None  # the least reward of an answer that is learnt; it has to be given
-    part: str = ""  # the part of the reward that this is of; empty: the reward itself
+    min_reward: float | None = None  # the least reward of an answer that is learnt; required
+    part: str = ""  # the reward part that min_reward applies to; empty: the reward itself
     min_log_reference: float | None = None  # the least log-probability of a whole answer under the reference
-    truncated: bool = False  # learn cut-off answers too, as if they ended there
-    most: int | None = None  # only so many answers, those with the highest reward; None: all
-    near: NearDuplicates = field(default_factory=NearDuplicates)  # one of several near ones is learnt
-    model: str = ""  # a folder or Hub name with the run's tokenizer; empty: what the run began with
-    trust: bool = False  # execute the recipe's file that the run names
+    truncated: bool = False  # learn truncated answers too, as if they ended there
+    most: int | None = None  # the most answers to learn, those with the highest reward; None: all
+    near: NearDuplicates = field(default_factory=NearDuplicates)  # of near duplicates, one is learnt
+    model: str = ""  # a folder or Hub name with the run's tokenizer; empty: the model that the run began with
+    trust: bool = False  # execute the recipe file that the run names
     sft: SupervisedSettings = field(default_factory=SupervisedSettings)
 
 
 @dataclass(frozen=True)
 class Collected:
-    """What is learnt, best first, and how many trajectories are left out for which reason."""
+    """The trajectories to learn, best first, and how many are left out for which reason."""
 
     trajectories: list[Trajectory]
     left_out: Counter[str]
 
     def pairs(self, eos: int | None) -> list[Pair]:
-        """Without the end-of-text token, which the supervised step adds."""
+        """Returns prompts and answers without the end-of-text token, which the supervised step adds."""
         return [Pair(t.prompt.tokens.tolist(), _without_end(t, eos)) for t in self.trajectories]
 
 
 def is_run(path: Path) -> bool:
-    """Whether a run's folder is there."""
+    """Whether the path is a run's folder."""
     return (path / "recipe.json").is_file()
 
 
@@ -85,7 +86,7 @@ def collect(journal: Path, options: SmoothingOptions) -> Collected:
 
 
 def began_with(recipe: Recipe, options: SmoothingOptions) -> tuple[str, Any]:
-    """(the model that goes on learning, the tokenizer that the run's answers are in)."""
+    """Returns (the model to train further, the tokenizer of the run's answers)."""
     if not isinstance(recipe.model, HuggingFace):
         raise UserError(f"the run's model is a {type(recipe.model).__name__}, which cannot be taught: give another run")
     own = recipe.model.prepared(recipe.task)
@@ -96,7 +97,7 @@ def began_with(recipe: Recipe, options: SmoothingOptions) -> tuple[str, Any]:
 
 
 def run_recipe_of(path: Path, trusted: bool) -> tuple[Recipe, Path]:
-    """A run's recipe and journal. Raises `UserError` for a recipe's file that is not `trusted`."""
+    """Returns a run's recipe and journal. Raises `UserError` for a recipe file that is not `trusted`."""
     run = RunDirectory.open(path)
     return run.recipe_to_read(trusted), run.journal_there()
 
@@ -123,7 +124,7 @@ def _why_not(t: Trajectory, options: SmoothingOptions, least: float) -> str | No
 
 
 def _apart(found: list[Trajectory], near: NearDuplicates, left_out: Counter[str]) -> list[Trajectory]:
-    """Without those that are near one that comes before them: a better one, or a newer one."""
+    """Returns the trajectories without those that are near an earlier, that is a better or newer, one."""
     order = sorted(found, key=attrgetter("reward"), reverse=True) if near.keep == "better" else found[::-1]
     tokens: list[Stored] = []
     index = near.start(lambda row: tokens[row].tokens)

@@ -59,7 +59,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
 
 
 def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[Assessment, Engine, list[Prompt]]:
-    """The figures of a recipe's model on a split, the engine that answered and what it was asked."""
+    """Returns the figures of a recipe's model on a split, the engine that answered, and the prompts."""
     if split not in ("train", "eval"):
         raise UserError(f"--split is {split!r}: give train or eval")
     torch.set_num_threads(recipe.run.threads)
@@ -79,7 +79,7 @@ def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[
 
 
 def _shown(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:
-    """All answers are kept where they are to be written."""
+    """Returns the recipe, which keeps all answers if they are to be written."""
     if options.texts is None:
         return recipe.evaluation
     if recipe.record.hide_text:
@@ -90,21 +90,21 @@ def _shown(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:
 
 
 def _write_texts(path: Path, answers: Sequence[Answer], console: Console) -> None:
-    """A line an answer, and how long they are."""
+    """Write one line per answer, and print how long they are."""
     lines = [
         {"prompt": a.prompt, "response": a.completion, "reward": a.reward, "correct": a.correct, "metric": a.metric}
         for a in answers
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    os.replace(beside, path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    os.replace(temporary, path)
     words = np.mean([len(a.completion.split()) for a in answers]) if answers else 0.0
     console.print(f"{len(answers):,} answers of {words:.1f} words on average in {path}", highlight=False)
 
 
 def _distance(begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[Prompt]) -> Divergence:
-    """From what the recipe begins with, at the policy temperature, one answer to each prompt."""
+    """Print the distance to the recipe's initial model, from one answer to each prompt at the policy temperature."""
     return divergence(
         engine,
         begun.model.prepared(begun.task).reference(recipe.policy_temperature, Version()),
@@ -130,16 +130,16 @@ def _tell_distance(console: Console, found: Divergence) -> None:
 
 
 def with_checkpoint(recipe: Recipe, checkpoint: str | None) -> Recipe:
-    """The recipe with the weights of a folder, a run (its newest checkpoint) or a Hub name."""
+    """Returns the recipe with the weights of a folder, a run (its newest checkpoint) or a Hub name."""
     if checkpoint is None:
         return recipe
     if not isinstance(recipe.model, HuggingFace):
-        raise UserError(f"recipe {recipe.name} is not of a Hugging Face model: leave --checkpoint out")
+        raise UserError(f"recipe {recipe.name} does not use a Hugging Face model: leave --checkpoint out")
     path = Path(checkpoint)
     refuse_missing_folder(checkpoint)
     if (path / "recipe.json").is_file():
         newest = newest_checkpoint(RunDirectory.open(path).checkpoints)
         if newest is None:
-            raise UserError(f"the run at {path} has no checkpoint yet: give another, or let it go on")
+            raise UserError(f"the run at {path} has no checkpoint yet: give another, or wait for one")
         path = newest.path
     return replace(recipe, model=replace(recipe.model, path=str(path) if path.exists() else checkpoint))

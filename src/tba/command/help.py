@@ -1,4 +1,4 @@
-"""`tba COMMAND --help`: how it is called, and its own options."""
+"""`tba COMMAND --help`: how a command is called, and its own options."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def help_of(command: str, usage: str) -> str:
 
 
 def _about(command: str, usage: str) -> Iterator[str]:
-    """Lines that begin with it, and those that go on from one of these."""
+    """Returns the lines that begin with the command, and their continuation lines."""
     its = False
     for line in usage.splitlines():
         if line.startswith("  tba "):

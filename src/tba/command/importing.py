@@ -1,4 +1,4 @@
-"""`tba import`: trajectories from anywhere into a run, and what became of each line."""
+"""`tba import`: imports answers from files or other runs into a run, and reports what became of each line."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from tba.runtime.importing import demonstrations, entries_of, intake_of, prepare
 from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
 
-FILE = "imports.jsonl"  # in the run: a line for each source
-_LOUD = 20_000  # lines between two words of progress
+FILE = "imports.jsonl"  # in the run's folder: one line for each source
+_LOUD = 20_000  # lines between two progress messages
 
 
 @dataclass(frozen=True)
 class ImportOptions:
-    """How files are taken in."""
+    """How files are imported."""
 
-    recipe: str | None = None  # of a new run that is made for the import
-    source: str | None = None  # what the trajectories are known by; none: the file's name
-    rewards: Literal["task", "claimed"] = "task"  # the task's own mark, or what a line claims (recorded as claimed)
-    max_tokens: int | None = None  # longest answer that is taken; none: the longest that the run's own engine gives
-    trust: bool = False  # execute the recipe's file that the run names
+    recipe: str | None = None  # the recipe of a new run that is made for the import
+    source: str | None = None  # the source that the trajectories are recorded under; none: the file's name
+    rewards: Literal["task", "claimed"] = "task"  # the task's own reward, or the one in the line (recorded as claimed)
+    max_tokens: int | None = None  # longest answer that is imported; none: the longest that the run's engine samples
+    trust: bool = False  # execute the recipe file that the run names
 
 
 def import_files(path: Path, files: Sequence[Path], options: ImportOptions, overrides: list[str]) -> int:
-    """Exit code 0. Raises `UserError` when nothing of all files could be taken."""
+    """Returns exit code 0. Raises `UserError` when nothing in the files could be imported."""
     console = terminal()
     if options.recipe is not None:
         recipe = override(find(options.recipe), overrides, f"tba import {path} --recipe {options.recipe}")
@@ -54,7 +54,7 @@ def import_files(path: Path, files: Sequence[Path], options: ImportOptions, over
     take_in(recipe, run, files, options, console)
     if options.recipe is not None:
         console.print(
-            f"begin it with: tba train {options.recipe} --runs {path.parent} --run-name {path.name} [--offline]",
+            f"start it with: tba train {options.recipe} --runs {path.parent} --run-name {path.name} [--offline]",
             highlight=False,
             soft_wrap=True,
         )
@@ -62,7 +62,7 @@ def import_files(path: Path, files: Sequence[Path], options: ImportOptions, over
 
 
 def take_in(recipe: Recipe, run: RunDirectory, files: Sequence[Path], options: ImportOptions, console: Console) -> None:
-    """Each file into the run, and a report of each. Raises `UserError` when nothing of all of them could be taken."""
+    """Import each file into the run and report on it. Raises `UserError` when nothing in them could be imported."""
     refuse(recipe, files)
     if options.max_tokens is not None and options.max_tokens < 1:
         raise UserError(f"--max-tokens is {options.max_tokens}, it must be at least 1")
@@ -71,7 +71,7 @@ def take_in(recipe: Recipe, run: RunDirectory, files: Sequence[Path], options: I
 
 
 def fill(recipe: Recipe, run: RunDirectory, console: Console) -> None:
-    """What the recipe has a run begin with. Raises `UserError` as `take_in` does."""
+    """Import what the recipe's runs begin with (`--fill`). Raises `UserError` as `take_in` does."""
     files, shown = recipe.fill.files, recipe.fill.demonstrations
     refuse(recipe, files)
     sources = [(str(file), file.name, entries_of(file, run)) for file in files]
@@ -88,7 +88,7 @@ def _take(
     options: ImportOptions,
     console: Console,
 ) -> None:
-    """Of each source: what it is called, what its trajectories are known by, and what it says."""
+    """Import each source: (its name for people, the name its trajectories are recorded under, its lines)."""
     taken = 0
     with (
         intake_of(recipe, run, options.rewards == "claimed", options.max_tokens) as intake,
@@ -109,7 +109,7 @@ def _take(
 
 
 def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
-    """Raises `UserError` for what cannot be imported into a run of this recipe."""
+    """Raises `UserError` for files that cannot be imported into a run of this recipe."""
     if not files:
         return
     for file in files:
@@ -117,14 +117,14 @@ def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
             raise UserError(f"there is no {file}: give a JSON Lines or Parquet file, or the folder of a run")
     if "step_value" in recipe.objective.needs:
         raise UserError(
-            f"{type(recipe.objective).__name__} needs the values of an answer's steps, which searchers alone estimate: "
+            f"{type(recipe.objective).__name__} needs the values of an answer's steps, which only searchers estimate: "
             "import into a run of another objective"
         )
     if "log_behavior" in recipe.objective.needs and not all(f.is_dir() or f.suffix == ".sqlite" for f in files):
         raise UserError(
-            f"{type(recipe.objective).__name__} needs the log-probabilities of whoever sampled an answer, and answers "
-            "from a file have none: import into a run of Trajectory Balance (or without a correction), or from another "
-            "run's folder, which has them"
+            f"{type(recipe.objective).__name__} needs the log-probabilities of the policy that sampled an answer, and "
+            "answers from a file have none: import into a run of Trajectory Balance (or without a correction), or from "
+            "another run's folder, which has them"
         )
 
 
@@ -146,7 +146,7 @@ def tell(report: Report, called: str, console: Console) -> None:
     """What became of one source's lines, for people."""
     lines = [
         f"{called}: {report.lines:,} lines, {report.imported:,} imported ({report.tokens:,} tokens), "
-        f"{report.repeated:,} there already, {report.refused:,} rejected"
+        f"{report.repeated:,} already imported, {report.refused:,} rejected"
     ]
     for reason, rejected in sorted(report.rejected.items(), key=lambda item: -item[1].count):
         lines.append(f"  {rejected.count:,} rejected: {reason}")

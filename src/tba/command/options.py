@@ -1,4 +1,4 @@
-"""Options of commands that are no settings of a recipe and belong to no other module."""
+"""Options of commands that are not settings of a recipe and belong to no other module."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Where a run goes."""
+    """Where a run is stored, and what it begins with."""
 
-    run_name: str | None = None  # its folder's name; none: the recipe's, with a number
-    runs: Path = Path("runs")  # the folder of runs
-    data: Path | None = None  # a file of answers, or another run: imported before the run begins
+    run_name: str | None = None  # name of the run's folder; none: the recipe's name and a number
+    runs: Path = Path("runs")  # the folder of all runs
+    data: Path | None = None  # a file of answers, or another run, to import before the run begins
 
 
 @dataclass(frozen=True)
 class ResumeOptions:
-    """Which run goes on, and what is accepted for it."""
+    """Which run is resumed, and whether lost data are accepted."""
 
-    resume: Path | None = None  # a run's folder
-    accept_lost_rows: bool = False  # go on though the journal has lost trajectories; they are counted as damaged
+    resume: Path | None = None  # the run's folder
+    accept_lost_rows: bool = False  # resume even if the journal has lost trajectories; they are counted as damaged
 
 
 @dataclass(frozen=True)
 class OutOptions:
-    """Where a model goes."""
+    """Where a model is written."""
 
-    out: Path | None = None  # the folder to make
+    out: Path | None = None  # the folder to create
 
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What `tba eval` evaluates, and where its figures go."""
+    """Which model is evaluated on which problems, and where results are written."""
 
     checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
-    split: str = "eval"  # whose problems, train or eval
-    out: Path | None = None  # per-problem scores as JSON
-    texts: Path | None = None  # the answers, as JSON Lines: prompt, response, what it was marked
-    distance: int = 0  # prompts on which KL and perplexity to the recipe's own model are measured; 0: they are not
+    split: str = "eval"  # the problems' split, train or eval
+    out: Path | None = None  # file for the scores of each problem, as JSON
+    texts: Path | None = None  # file for the answers, as JSON Lines: prompt, response, score
+    distance: int = 0  # prompts on which KL and perplexity to the recipe's own model are measured; 0: none

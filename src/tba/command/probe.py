@@ -1,7 +1,7 @@
-"""One half of a recipe, timed in a process of its own, which `tba check` starts as a run starts its parts.
+"""Times a recipe's searcher or trainer, in a process of its own that `tba check` starts as a run starts its parts.
 
-A few rounds or steps on the recipe's own parts; nothing that is written or learnt is kept. Prints one line
-of JSON: seconds and peak memory as the half itself would have them.
+It makes a few rounds or steps with the recipe's own parts and keeps nothing. It prints one line of JSON: seconds and
+peak memory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
-ROUNDS = 5  # timed rounds or steps at least, after one that warms up
-_Answers: TypeAlias = tuple[int, list[list[int]]]  # the place of a prompt, and the tokens of each answer to it
+ROUNDS = 5  # timed rounds or steps at least, after one to warm up
+_Answers: TypeAlias = tuple[int, list[list[int]]]  # a prompt's index, and the tokens of each answer to it
 _KEPT = 10_000  # trajectories of which the memory is measured
 
 
 def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
-    """Rounds: generate, judge, score under the reference, continue from steps if the recipe has a vine."""
+    """Time rounds: generate, grade, score under the reference, and VinePPO's rollouts if the recipe has them."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
     held_out = prompts_of(recipe, model.tokenizer(), "eval")
@@ -78,12 +78,12 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
 
 
 def _enough(seconds: list[float], at_least: float) -> bool:
-    """Whether that many were timed, the first apart."""
+    """Whether enough rounds or steps were timed, not counting the first."""
     return len(seconds) > ROUNDS and sum(seconds[1:]) > at_least
 
 
 def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str, Json]:
-    """Steps on a searcher's answers, with rewards 0 and 1 at random."""
+    """Time steps on a searcher's answers, with random rewards of 0 and 1."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
     policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS)
@@ -117,7 +117,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
 
 
 def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], answers: list[_Answers]) -> float:
-    """What a trajectory takes in the trainer's memory, as it comes out of the journal."""
+    """Returns the bytes that a trajectory takes in the trainer's memory, as it comes out of the journal."""
     source = _Answered(recipe, prompts, answers, np.random.default_rng(1))
     buffer = Buffer(replace(recipe.replay.buffer, distinct=False))
     before = resident_memory_bytes() or 0
@@ -130,7 +130,7 @@ def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], answers: list[_Answ
 
 @dataclass
 class _Answered:
-    """Batches of B prompts and K of their answers, repeats as the searcher gave them."""
+    """Batches of B prompts with K answers each, repeated as often as the searcher sampled them."""
 
     recipe: Recipe
     prompts: list[Prompt]
@@ -156,10 +156,10 @@ class _Answered:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The half's figures as a line of JSON.
+    """Print the figures of one half of the run, searcher or trainer, as a line of JSON.
 
-    arguments: searcher or trainer, the recipe's name, its overrides as JSON, the least seconds that are timed, and a
-    file with answers for the trainer.
+    arguments: searcher or trainer, the recipe's name, its overrides as JSON, how many seconds are timed at least, and
+    a file with answers for the trainer.
     """
     half, name, overrides, at_least, answers = arguments
     recipe = override(find(name), json.loads(overrides), f"tba check {name}", recorded=True)

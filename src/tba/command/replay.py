@@ -1,4 +1,4 @@
-"""`tba replay RUN`: what the journal of a run holds, counted, asked in SQL, or written out."""
+"""`tba replay RUN`: counts, queries (SQL) or exports the trajectories in a run's journal."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _JSON = ("fields", "reward_parts", "provenance")  # columns that are text in Par
 
 @dataclass(frozen=True)
 class ReplayOptions:
-    """What is wanted of a run's journal."""
+    """What to do with a run's journal; without options its contents are counted."""
 
-    sql: str | None = None  # a SELECT over its tables; `facts(body)` gives all that is written of a body as JSON
-    export: Path | None = None  # write all trajectories to a file: .jsonl, or .parquet
-    seconds: float = 60.0  # that a query may take
+    sql: str | None = None  # a SELECT over its tables; `facts(body)` returns the contents of a body as JSON
+    export: Path | None = None  # a .jsonl or .parquet file to write all trajectories to
+    seconds: float = 60.0  # time limit of a query
 
 
 def show_replay(path: Path, options: ReplayOptions) -> int:
@@ -58,18 +58,18 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
 
 
 def uses_of(run: RunDirectory) -> npt.NDArray[np.int32]:
-    """[places + 1] how often each trajectory was trained on, as of the newest checkpoint; empty where there is none."""
+    """Returns [places + 1] how often each trajectory was trained on, as of the newest checkpoint; empty without one."""
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     if checkpoint is None:
         return np.zeros(0, dtype=np.int32)
     try:
         return unpack_uses(checkpoint.state["replay"]["uses"])
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{checkpoint.path} does not say what was trained on ({error}): take it away") from error
+        raise UserError(f"{checkpoint.path} does not say what was trained on ({error}): remove it") from error
 
 
 def _answer(names: Sequence[str], rows: Iterator[tuple[Any, ...]]) -> None:
-    """Columns between tabs, for other programs to read."""
+    """Print columns separated by tabs, for other programs to read."""
     print("\t".join(names))  # noqa: T201
     for row in rows:
         print("\t".join(map(_cell, row)))  # noqa: T201
@@ -90,7 +90,7 @@ def _show(console: Console, path: Path, journal: Path, reader: JournalReader) ->
         highlight=False,
     )
     if totals.retired_rows:
-        console.print(f"{totals.retired_rows:,} of them have left the disk (--replay.keep-gb)", highlight=False)
+        console.print(f"{totals.retired_rows:,} of them were deleted from disk (--replay.keep-gb)", highlight=False)
     for recovery in reader.recoveries:
         console.print(str(recovery), style="yellow", highlight=False)
     for title, shares in (
@@ -115,13 +115,13 @@ def _table(title: str, shares: Sequence[Share]) -> Table:
 
 
 def _export(journal: Path, file: Path, used: npt.NDArray[np.int32]) -> int:
-    """How many were written."""
+    """Write all trajectories to the file; returns how many."""
     if not journal.is_file():
         raise UserError(f"there is no journal at {journal}: give the folder of a run that has one")
     if file.suffix not in (".jsonl", ".parquet"):
         raise UserError(f"--export is {file}: give a name that ends in .jsonl or .parquet")
     done = 0
-    with _beside(file) as beside, _lines(beside) if file.suffix == ".jsonl" else _parquet(beside) as put:
+    with _temporary(file) as temporary, _lines(temporary) if file.suffix == ".jsonl" else _parquet(temporary) as put:
         for chunk in written_out(journal, used):
             put(chunk)
             done += len(chunk)
@@ -129,16 +129,16 @@ def _export(journal: Path, file: Path, used: npt.NDArray[np.int32]) -> int:
 
 
 @contextmanager
-def _beside(file: Path) -> Iterator[Path]:
-    """A name to write to; the file is there when all of it is."""
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
+def _temporary(file: Path) -> Iterator[Path]:
+    """A temporary name to write to; the file appears once it is complete."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        yield beside
-        os.replace(beside, file)
+        yield temporary
+        os.replace(temporary, file)
     except OSError as error:
         raise UserError(f"{file} cannot be written ({error.strerror}): give another place") from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

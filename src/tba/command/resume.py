@@ -1,8 +1,8 @@
-"""`tba train --resume RUN`: a run that was stopped, killed or has failed goes on from its newest checkpoint.
+"""`tba train --resume RUN`: continues a run that was stopped, was killed or has failed from its newest checkpoint.
 
-Invariant: nothing of the run is changed before it is certain that it can go on. What it learnt after that checkpoint is
-gone; what was sampled after it stays and is used as old data. Without a checkpoint it begins again at step 0, with all
-that was sampled. Rows that its journal has lost are told before, and it goes on only if that is accepted.
+Invariant: nothing of the run is changed before it is certain that it can continue. What it learnt after that checkpoint
+is lost; what was sampled after it is kept and used as old data. Without a checkpoint the run starts again at step 0,
+with all that was sampled. Rows that its journal has lost are reported first; it continues only if that is accepted.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
 
-_PATIENCE = 15.0  # seconds that parts of a run whose driver was killed have to end
+_PATIENCE = 15.0  # seconds in which the parts of a run whose driver was killed must have ended
 _KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir")  # what a run is about
 
 
 def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False) -> int:
-    """The exit code is that of `tba train`."""
+    """Returns the exit code, the same as that of `tba train`."""
     console = terminal()
     prepare()  # before the run's lock is held, which only its parts inherit
     with RunDirectory.open(path).held(_PATIENCE) as run:
@@ -47,7 +47,7 @@ def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False)
         if before != version():
             console.print(f"from here on with tba {version()}; until now with {before}", highlight=False)
         start = "step 0, for there is no checkpoint yet," if checkpoint is None else checkpoint.path
-        console.print(f"{recipe.name}: going on from {start} ({why})", highlight=False)
+        console.print(f"{recipe.name}: resuming from {start} ({why})", highlight=False)
         warn_if_busy(console)
         summary, code = go(recipe, run, console)
     return closing_words(console, recipe, run.facts["recipe"], run, summary, code)
@@ -56,9 +56,9 @@ def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False)
 def resumable(
     run: RunDirectory, overrides: Sequence[str], accept_lost_rows: bool = False
 ) -> tuple[Recipe, Checkpoint | None]:
-    """The recipe with the overrides, and the checkpoint if there is one, of a run whose journal has all of its rows.
+    """Returns the recipe with the overrides, and the checkpoint if there is one, of a run whose journal is complete.
 
-    Raises `UserError` when the run cannot go on so.
+    Raises `UserError` when the run cannot be continued like that.
     """
     facts = run.facts
     then = run.recipe()
@@ -95,7 +95,7 @@ def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint 
     if not accepted:
         raise UserError(
             f"the journal {journal} {loss.why}: at least {loss.rows:,} of the {held.rows:,} trajectories that it held "
-            "are missing; put it back if there is a copy, or go on without them with --accept-lost-rows"
+            "are missing; put it back if there is a copy, or continue without them with --accept-lost-rows"
         )
     accept(journal, held, loss)
 
@@ -105,13 +105,13 @@ def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint |
     done = summary is not None and not summary.faults.get("stopped")
     if step > recipe.steps or (step == recipe.steps and done):
         raise UserError(
-            f"the run at {run.path} has made {step} steps, all that are asked for: give more with --steps, or start a "
+            f"the run at {run.path} has made {step} steps, all that were asked for: give more with --steps, or start a "
             "new run"
         )
 
 
 def take_up(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> str:
-    """Begin the next incarnation; why the last one ended. What it held is given back at once."""
+    """Begin the next incarnation and release what the last one had leased; returns why the last one ended."""
     summary, failure, last = Summary.read(run.path), Failure.read(run.path), read_last(run.path)
     before = max(summary.wall_seconds.total if summary else 0.0, float(last["wall_seconds"]) if last else 0.0)
     why = "it was killed"

@@ -1,9 +1,8 @@
-"""`tba sample`: answers of a recipe's model to its own prompts, marked by its reward, one prompt a line.
+"""`tba sample`: samples answers of a recipe's model to its own prompts, graded by its reward, one prompt per line.
 
     tba sample RECIPE --out FILE [--samples 4] [--prompts N] [--split train] [--field value ...]
 
-What is written is read by `tba reward-model` (answers that are marked one by one): with a gold model as the reward, the
-pairs that a proxy is trained on.
+`tba reward-model` reads such a file: with a gold model as the reward, these are the pairs that a proxy is trained on.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from tba.types import Json, Prompt, Sampling, Version
 
 @dataclass(frozen=True)
 class SampleOptions:
-    """What is sampled, and where it goes."""
+    """What is sampled, and where it is written."""
 
-    out: Path | None = None  # the file of answers, as JSON Lines
+    out: Path | None = None  # the file to write answers to, as JSON Lines
     samples: int = 4  # answers to each prompt
-    prompts: int = 0  # the first of the split; 0: all of them
-    split: str = "train"  # whose prompts, train or eval
-    checkpoint: str | None = None  # whose answers: a folder, a run or a Hub name; none: the recipe's own model
+    prompts: int = 0  # how many prompts of the split, from its beginning; 0: all
+    split: str = "train"  # the prompts' split, train or eval
+    checkpoint: str | None = None  # the model that answers: a folder, a run or a Hub name; none: the recipe's own
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.prompts < 0 or self.split not in ("train", "eval"):
@@ -47,7 +46,7 @@ class SampleOptions:
 
 
 def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> int:
-    """The file appears when all is in it. Raises `UserError` when it is there already, or no --out is given."""
+    """The file appears once it is complete. Raises `UserError` when it exists already, or no --out is given."""
     if options.out is None:
         raise UserError("tba sample needs --out FILE: where the answers go, as JSON Lines")
     if options.out.exists():
@@ -58,13 +57,13 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     prompts = prompts_of(recipe, model.tokenizer(), "train" if options.split == "train" else "eval")
     asked = prompts[: options.prompts] if options.prompts else prompts
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    beside = options.out.with_name(f".{options.out.name}.{os.getpid()}")
+    temporary = options.out.with_name(f".{options.out.name}.{os.getpid()}")
     rewards: list[float] = []
-    with beside.open("w", encoding="utf-8") as file:
+    with temporary.open("w", encoding="utf-8") as file:
         for line in _lines(recipe, model.engine(Version()), asked, options.samples):
             rewards += [answer["score"] for answer in line["responses"] if answer["score"] is not None]
             file.write(json.dumps(line) + "\n")
-    os.replace(beside, options.out)
+    os.replace(temporary, options.out)
     mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (math.nan, math.nan)
     terminal().print(
         f"{options.samples} answers to each of {len(asked):,} prompts in {options.out}: reward {mean:.3f} "
@@ -75,7 +74,7 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
 
 
 def _lines(recipe: Recipe, engine: Engine, prompts: list[Prompt], samples: int) -> Iterator[dict[str, Json]]:
-    """In order; a mark that is no number is null."""
+    """Yields one line per prompt, in order; a reward that is not finite is null."""
     reward, rng = recipe.task.reward(), np.random.default_rng([recipe.seed, 13])
     for start in range(0, len(prompts), recipe.evaluation.chunk):
         part = prompts[start : start + recipe.evaluation.chunk]

@@ -1,6 +1,6 @@
-"""`tba search --run RUN`: one more searcher for a run that goes on, until the run ends or Ctrl-C.
+"""`tba search --run RUN`: adds a searcher to a run in progress, until the run ends or Ctrl-C.
 
-With `--address` for a run of the Ray cluster there, from any of its machines.
+With `--address`, to a run in the Ray cluster there, from any of its machines.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tba.runtime.run_dir import RunDirectory
 from tba.runtime.searcher_loop import NICENESS, SearcherLoop, searcher_loop_at, start_searching
 from tba.runtime.supervisor import stop_requests
 
-_PATIENCE = 60.0  # seconds that the exchange may take to answer
+_PATIENCE = 60.0  # seconds that the gateway may take to answer
 
 
 @dataclass(frozen=True)
 class SearchOptions:
     """Which run the searcher joins, and how it reaches it."""
 
-    run: Path | None = None  # the directory of a run that goes on, on this machine; its name with --address
-    address: str | None = None  # of the Ray cluster that the run is in, HOST:PORT
+    run: Path | None = None  # the folder of a run in progress on this machine; with --address, its name
+    address: str | None = None  # HOST:PORT of the Ray cluster that the run is in
 
 
 def join_run(path: Path) -> int:
-    """Exit code 0 when the run ended, 130 or 143 when Ctrl-C or SIGTERM ended this searcher before."""
+    """Returns exit code 0 when the run ended, 130 or 143 when Ctrl-C or SIGTERM ended this searcher before."""
     import torch
 
     console = terminal()
@@ -45,7 +45,7 @@ def join_run(path: Path) -> int:
     torch.set_num_threads(recipe.run.threads)
     os.nice(NICENESS)
     with stop_requests() as asked, joined(run, recipe, asked) as place, log_to(run.path, place.name) as log:
-        console.print(f"{place.name} joins {run.path}; its log is {log}; Ctrl-C leaves", highlight=False)
+        console.print(f"{place.name} joins {run.path}; its log is {log}; Ctrl-C ends it", highlight=False)
         half = start_searching(recipe, run, place.number, 0, place.stop, background=True)
         try:
             _search(half, place, console)
@@ -57,7 +57,7 @@ def join_run(path: Path) -> int:
 
 
 def visit_run(name: str, address: str) -> int:
-    """The same from any machine of the Ray cluster at `address`. Raises `UserError` when no such run is in it."""
+    """Does the same from any machine of the Ray cluster at `address`. Raises `UserError` when the run is not in it."""
     import torch
 
     require_ray()
@@ -74,7 +74,7 @@ def visit_run(name: str, address: str) -> int:
         torch.set_num_threads(recipe.run.threads)
         os.nice(NICENESS)
         with log_to(run.path, visit.name) as log:
-            console.print(f"{visit.name} joins {name}; its log is {log}; Ctrl-C leaves", highlight=False)
+            console.print(f"{visit.name} joins {name}; its log is {log}; Ctrl-C ends it", highlight=False)
             here = place_of(visit.name, log)
             half = searcher_loop_at(
                 recipe, lambda: through(contact, visit.name, here), number, 0, visit.stop, background=True
@@ -90,7 +90,7 @@ def visit_run(name: str, address: str) -> int:
 
 
 def _search(half: SearcherLoop, place: Place | Visit, console: Console) -> None:
-    """Rounds, each put down whole. It does not evaluate: a job that others wait for is not for one who may leave."""
+    """Make rounds, each written in one piece. It does not evaluate: others would wait for a searcher that may leave."""
     said = time.monotonic()
     while not place.stop() and not half.told().get("stop"):
         half.round()

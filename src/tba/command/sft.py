@@ -1,6 +1,8 @@
-"""`tba sft`: supervised training on a recipe's own demonstrations, lines of prompt and response, or what a run found.
+"""`tba sft`: supervised training on a recipe's demonstrations, a file of prompts and responses, or a run's best
+answers.
 
-Of a file, what the task `Jsonl` holds out (a tenth, by a digest of the prompt) is not taught, unless `--held-out 0`.
+The share of a file that the task `Jsonl` holds out (a tenth, by a digest of the prompt) is not trained on, unless
+`--held-out 0` is given.
 """
 
 from __future__ import annotations
@@ -27,15 +29,15 @@ _NONE = sys.float_info.min  # a share above 0, as `Jsonl` wants it, and below an
 
 @dataclass(frozen=True)
 class SftOptions:
-    """`tba sft FILE.jsonl`: which model, and how it is trained."""
+    """Which model is trained on a file, and how."""
 
-    model: str = ""  # a folder or a Hub name to go on from; empty: a new small one
-    held_out: float = 0.1  # share of the prompts that is not taught: what `Jsonl` holds out of this file; 0: none is
+    model: str = ""  # a folder or Hub name of the model to train further; empty: a new small one
+    held_out: float = 0.1  # share of prompts that are not trained on, the same that `Jsonl` holds out; 0: none
     warm_start: WarmStart = field(default_factory=WarmStart)
 
 
 def make_model(name: str, overrides: list[str], out: Path) -> int:
-    """Writes the model, its tokenizer and what it was made of to `out`. Raises `UserError` when that is not empty."""
+    """Writes the model, its tokenizer and a record of how it was made to `out`, which must be empty or new."""
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise UserError(f"{out} is there already: choose another --out, or remove it")
     console = terminal()
@@ -49,9 +51,9 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
             if path
             else warm_started(replace(start, shipped=None), task, console.print)
         )
-    with atomic_folder(out) as beside:
+    with atomic_folder(out) as temporary:
         for file in made.iterdir():
-            shutil.copy2(file, beside / file.name)
+            shutil.copy2(file, temporary / file.name)
     console.print(f"model in {out} ({(out / FACTS).read_text().strip()})", highlight=False)
     return 0
 
@@ -83,7 +85,7 @@ def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]
         raise UserError(
             f"recipe {name} has no warm start: give one to its model, a .jsonl file of prompt and response, or a run"
         )
-    begun = replace(begun, model=replace(begun.model, path=""))  # its own is not what --model.path would go on from
+    begun = replace(begun, model=replace(begun.model, path=""))  # --model.path says what to train further, not this
     recipe = override(begun, overrides, f"tba sft {name}", recorded=True)
     model = recipe.model
     assert isinstance(model, HuggingFace)

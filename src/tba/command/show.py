@@ -1,4 +1,4 @@
-"""`tba show RUN`."""
+"""`tba show RUN`: prints a run so far, or its summary, and redraws its curves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tba.record.terminal import terminal
 
 
 def show_run(path: Path) -> int:
-    """A run so far or its summary, and its curves drawn anew."""
+    """Print a run so far, or its summary, and redraw its curves."""
     run = RunRecord.read(path)
     console = terminal()
     console.print(show(run))

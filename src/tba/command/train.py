@@ -1,4 +1,4 @@
-"""`tba train`: a recipe to a finished run, with a live view, a summary, curves and a closing page."""
+"""`tba train`: runs a recipe from start to end, with a live view, a summary, curves and suggestions what to do next."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from tba.runtime.summary import Progress, summarise
 from tba.runtime.supervisor import Driver
 from tba.settings import find, override
 
-_LOOK = 0.5  # seconds between two looks at the run's files, on a terminal
+_LOOK = 0.5  # seconds between two updates of the live view
 WARM_UP = "--replay.pacing.warm-up"
-_BUSY = 0.5  # load per core, before we begin, from which the machine counts as busy
+_BUSY = 0.5  # load per core, before the run begins, from which the machine counts as busy
 
 
 def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None, data: Path | None = None) -> int:
-    """Exit code 0 when the run has made all its steps, 130 or 143 when Ctrl-C or SIGTERM ended it before.
+    """Returns exit code 0 when the run has made all its steps, 130 or 143 when Ctrl-C or SIGTERM ended it before.
 
-    `data`: what is imported before it begins.
+    data: what is imported before it begins.
     """
     console = terminal()
     recipe = override(find(name), overrides, f"tba train {name}")
@@ -58,7 +58,7 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
 
 
 def warn_if_busy(console: Console) -> None:
-    """A note where others already use the processors."""
+    """Print a note when other programs are using the processors."""
     busy = os.getloadavg()[0] / (os.cpu_count() or 1)
     if busy > _BUSY:
         console.print(
@@ -67,7 +67,7 @@ def warn_if_busy(console: Console) -> None:
 
 
 def closing_words(console: Console, recipe: Recipe, name: str, run: RunDirectory, summary: Summary, code: int) -> int:
-    """Curves, the closing page, and an account that does not close; the exit code, which is given."""
+    """Draw the curves, print the summary and next steps, and a ledger that does not close; returns `code`."""
     record = RunRecord.read(run.path)
     if recipe.record.curves:
         draw_curves([record], run.path / "curves.png")
@@ -81,9 +81,9 @@ def closing_words(console: Console, recipe: Recipe, name: str, run: RunDirectory
 def carry_out(
     recipe: Recipe, name: str, overrides: list[str], path: Path, console: Console, data: Path | None = None
 ) -> tuple[RunDirectory, Summary, int]:
-    """One run, from the warm start to its summary, and the exit code.
+    """Makes one run, from the warm start to its summary; returns the summary and the exit code.
 
-    It begins with what is imported from `data`, or was at `path`.
+    It begins with what is imported from `data`, or has been imported to `path`.
     """
     began = time.monotonic()
     if recipe.runtime == "processes":
@@ -112,7 +112,7 @@ def carry_out(
 
 
 def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, int]:
-    """What the run came to, and the exit code. It is held as long as this takes."""
+    """Returns the run's summary and the exit code. The run's folder is locked meanwhile."""
     progress = Progress(recipe, run)
     with LiveView(console, STATUS_SECONDS, recipe.name) as view:
         every = _LOOK if console.is_terminal else STATUS_SECONDS / 4
@@ -131,7 +131,7 @@ def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, in
 
 
 def _runtime(recipe: Recipe) -> type[Inline | Driver]:
-    """What runs it. Raises `UserError` when a library is missing."""
+    """Returns the function that runs it. Raises `UserError` when a library is missing."""
     if recipe.runtime == "cluster":
         from tba.runtime.cluster.driver import Cluster  # needs Ray
 
@@ -142,7 +142,7 @@ def _runtime(recipe: Recipe) -> type[Inline | Driver]:
 def _offline(
     recipe: Recipe, name: str, overrides: list[str], path: Path, data: Path | None
 ) -> tuple[Recipe, list[str]]:
-    """Without a warm-up: all that will ever come is there. Raises `UserError` when nothing is."""
+    """Returns the recipe without a warm-up, since no more data will arrive. Raises `UserError` when there are none."""
     if data is None and not is_prepared(path) and recipe.fill == InitialFill():
         raise UserError(
             "--offline learns from trajectories that are there, but a new run has none: give --data FILE or --data "
@@ -155,7 +155,7 @@ def _offline(
 
 @contextmanager
 def _failure_recorded(run: RunDirectory) -> Iterator[None]:
-    """Inside, an error that ends the run is left in its directory, and a full disk is one that can be mended."""
+    """Records an error that ends the run in its folder, and turns a full disk into a `UserError`."""
     try:
         yield
     except Exception as error:
@@ -171,7 +171,7 @@ def _failure_recorded(run: RunDirectory) -> Iterator[None]:
 
 @dataclass
 class Throttled:
-    """Calls through every so many seconds at most: reading the run's files costs more than a tiny step."""
+    """Limits how often a function is called: reading the run's files costs more than a tiny step."""
 
     view: Callable[[str, str], None]
     every: float
@@ -185,9 +185,9 @@ class Throttled:
 
 
 def next_steps(name: str, run: RunDirectory, summary: Summary, code: int) -> list[str]:
-    """What to try next, as commands; `name` is what the recipe was called by."""
+    """Returns what to try next, as commands; `name` is the recipe's as the user gave it."""
     where = "before its last step" if code else "in its last evaluation"
-    left = [f"the run was stopped {where}; this goes on with it:", f"tba train --resume {run.path}"]
+    left = [f"the run was stopped {where}; this continues it:", f"tba train --resume {run.path}"]
     first = left if summary.faults.get("stopped") else []
     return [
         *first,

@@ -1,4 +1,4 @@
-"""A recipe with its weights at hand, found or made, before there is a run that could fail for the lack of them."""
+"""Finds or makes a recipe's weights, before there is a run that would fail without them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PACKAGE = Path(__file__).parents[1]
 def with_weights(
     recipe: Recipe, name: str, overrides: list[str], say: Callable[[str], None]
 ) -> tuple[Recipe, list[str]]:
-    """The recipe and its overrides, which name the weights, so that every part finds the same.
+    """Returns the recipe and its overrides, which name the weights, so that every part finds the same.
 
-    Weights that come with the package are not named: a run goes on where the package is elsewhere.
-    `say` is told of a warm start that is made now. Raises `UserError` for a missing file or model.
+    Weights that come with the package are not named, so that a run can be resumed where the package is elsewhere.
+    `say` is called when a warm start is made now. Raises `UserError` for a missing file or model.
     """
     prepared = recipe.model.prepared(recipe.task, say)
     prompts_of(recipe, prepared.tokenizer(), "eval")

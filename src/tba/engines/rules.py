@@ -67,8 +67,8 @@ def _token(tokenizer: Tokenizer, text: str, vocabulary: int) -> int:
     tokens = tokenizer.encode(text, add_special_tokens=False)
     if len(tokens) != 1 or tokens[0] >= vocabulary:
         raise UserError(
-            f"an answer's first token is to be, or not to be, {text!r}, which is {len(tokens)} tokens of this model: "
-            "give texts of exactly one token (often with the space before the word)"
+            f"the engine's first or never_first has {text!r}, which is {len(tokens)} tokens of this model: give texts "
+            "of exactly one token (often with the space before the word)"
         )
     return tokens[0]
 

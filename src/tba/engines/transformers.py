@@ -40,13 +40,13 @@ _PROBE = 7  # tokens of the longest prompt of the self-test
 class EngineSettings:
     """How a searcher samples: how many completions grow at the same time, and where one ends."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"  # what samples; vllm has settings of its own, too
-    slots: int = 64  # completions that grow at the same time
-    max_completion_tokens: int = 128  # a longer completion is truncated: StopReason.LENGTH
+    engine: Literal["transformers", "vllm"] = "transformers"  # the sampling engine; vllm has settings of its own, too
+    slots: int = 64  # completions that are generated simultaneously
+    max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
     stop_strings: tuple[str, ...] = ()  # a completion ends before the first of these in its text
-    min_completion_tokens: int = 0  # the end of text is not sampled before an answer has so many tokens
-    first: tuple[str, ...] = ()  # an answer begins with one of these, each one token; empty: with any
-    never_first: tuple[str, ...] = ()  # an answer begins with none of these, each one token
+    min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
+    first: tuple[str, ...] = ()  # allowed beginnings of an answer, each one token; empty: any
+    never_first: tuple[str, ...] = ()  # forbidden beginnings of an answer, each one token
 
     @property
     def never_sampled(self) -> tuple[str, ...]:

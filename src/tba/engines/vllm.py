@@ -56,10 +56,10 @@ class VllmSettings:
     """The settings of vLLM alone (`--model.generation.engine vllm`)."""
 
     tensor_parallel: int = 1  # processes, one for each GPU, that share one engine; the reference stays on the first
-    memory_share: float = 0.5  # of the part of each GPU's memory that is this searcher's; the reference needs some too
-    cache_gb: float | None = None  # of keys and values, 10^9 bytes; None: what is left, on a CPU what the slots need
-    max_prompt_tokens: int | None = None  # a longer prompt is an error; None: what the model has positions for
-    update: Literal["round", "in_flight"] = "round"  # new weights between two rounds, or as soon as they are there
+    memory_share: float = 0.5  # share of this searcher's part of each GPU's memory; the reference needs some too
+    cache_gb: float | None = None  # key-value cache, 10^9 bytes; None: what is left, on a CPU what the slots need
+    max_prompt_tokens: int | None = None  # a longer prompt is an error; None: the model's number of positions
+    update: Literal["round", "in_flight"] = "round"  # load new weights between rounds, or at once
     graphs: bool = True  # compile the model and record CUDA graphs when the engine starts; never on a CPU
 
     def __post_init__(self) -> None:

@@ -34,16 +34,16 @@ def pass_k_metric(k: int) -> str:
 class EvaluationSettings:
     """What is measured on the held-out split, and when. Raises `UserError` when a field makes no sense."""
 
-    every: int = 0  # trainer steps between evaluations during the run; 0: before and after only
-    problems: int = 200  # the first of the held-out split; 0: all of them
-    problems_during: int = 0  # during the run only so many of them, and no pass@K; 0: the same as before and after
+    every: int = 0  # trainer steps between evaluations during the run; 0: only before and after
+    problems: int = 200  # how many held-out problems, from the first; 0: all
+    problems_during: int = 0  # how many during the run, without pass@K; 0: as many as before and after
     greedy: bool = True  # measure pass@1/greedy
     samples: int = 1  # draws per problem for pass@1/sampled; 0: not measured, unless pass_k asks for draws
     pass_k: int = 0  # K of pass@K/sampled, at least K draws per problem; 0: not measured
-    temperature: float | None = None  # of the draws; None: the recipe's policy temperature
+    temperature: float | None = None  # temperature of the draws; None: the recipe's policy temperature
     threshold: float = 1.0  # an answer is correct if its reward is at least this
-    chunk: int = 64  # problems handed to the engine at once; between two of these a searcher makes a round
-    shown: int = 5  # problems whose answers are kept to look at
+    chunk: int = 64  # problems given to the engine at once; between two of these a searcher makes a round
+    shown: int = 5  # problems whose answers are kept for reading
 
     def __post_init__(self) -> None:
         for name in ("every", "problems", "problems_during", "samples", "pass_k", "shown"):

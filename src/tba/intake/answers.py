@@ -48,7 +48,7 @@ def answer_of(values: Values) -> Answer | Refusal:
     if isinstance(prompt, tuple):
         if prompt[-1]["role"] == "assistant":
             if response is not None:
-                return Refusal("a chat that ends with an answer, and another answer beside it")
+                return Refusal("a chat that ends with an answer, and another answer in the same line")
             prompt, response = prompt[:-1], prompt[-1]["content"]
         if not prompt or prompt[-1]["role"] != "user":
             return Refusal("a chat without a user's message to answer")

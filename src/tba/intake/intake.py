@@ -180,7 +180,7 @@ class Intake:
         ]
 
     def _judged(self, asked: Sequence[Candidate]) -> list[Judgement | Refusal]:
-        return _each(asked, lambda some: self.reward.judge([c.pair for c in some]), "the task's reward cannot mark it")
+        return _each(asked, lambda some: self.reward.judge([c.pair for c in some]), "the task's reward cannot grade it")
 
     def _scores(self, candidates: Sequence[Candidate]) -> list[FloatArray | Refusal]:
         return _each(candidates, self._scored, "the reference cannot score it")

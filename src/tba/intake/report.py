@@ -1,4 +1,4 @@
-"""What became of the lines of one import: imported, there already, or refused, and why.
+"""What became of the lines of one import: imported, already there, or refused, and why.
 
 Invariant: every line is in exactly one of the three: lines = imported + repeated + rejected.
 """

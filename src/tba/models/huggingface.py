@@ -48,7 +48,7 @@ def refuse_missing_folder(path: str) -> None:
     parts = Path(path).parts
     spelt_so = path.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
     if spelt_so and not Path(path).exists():
-        raise UserError(f"there is no folder {path}: give the folder of a model or of a run, or a name of the Hub")
+        raise UserError(f"there is no folder {path}: give the folder of a model or of a run, or a name on the Hub")
 
 
 @dataclass(frozen=True)
@@ -70,10 +70,10 @@ class WarmStart:
     """A small model, made untrained and then taught the task's own demonstrations."""
 
     scratch: ScratchModel = field(default_factory=ScratchModel)
-    tokenizer: Literal["characters", "bpe"] = "bpe"  # of the task's characters, or byte-level BPE trained on its texts
-    vocab_size: int = 2048  # of the BPE tokenizer
+    tokenizer: Literal["characters", "bpe"] = "bpe"  # the task's characters, or byte-level BPE trained on its texts
+    vocab_size: int = 2048  # vocabulary of the BPE tokenizer
     sft: SupervisedSettings = field(default_factory=SupervisedSettings)
-    before: tuple[Lesson, ...] = ()  # lessons that come before it
+    before: tuple[Lesson, ...] = ()  # lessons that precede `sft`
     shipped: Path | None = field(default=None, metadata=BY_CODE)  # a folder that may hold the result already
 
     @property
@@ -89,15 +89,15 @@ class HuggingFace:
     Raises `UserError`, once it is `prepared`, for a folder that is not there or cannot be read.
     """
 
-    path: str = ""  # a folder, or a name on the Hub; empty: the result of the warm start
+    path: str = ""  # a folder, or a name on the Hub; empty: the warm start's result
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of engine and reference; auto: of the engine bfloat16 on
-    # CUDA, else float32, as the trainer computes by default (with --trainer.compute bfloat16 set this to it, too)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type of engine and reference; auto: bfloat16 for an engine
+    # on CUDA, else float32, in which the trainer computes by default (set this with --trainer.compute bfloat16, too)
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
     share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
-    gradient_checkpointing: bool = False  # of the policy: less memory, one more forward pass
-    compiled: bool = False  # torch.compile of the policy's layers but for attention (docs/scaling.md)
+    gradient_checkpointing: bool = False  # recompute activations: less memory, one more forward pass
+    compiled: bool = False  # torch.compile of the policy's layers except attention (docs/scaling.md)
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
 
@@ -349,7 +349,7 @@ def adapters_in(folder: Path) -> dict[str, torch.Tensor]:
         return safetensors.torch.load_file(folder / ADAPTERS)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(
-            f"the checkpoint at {folder} has no adapters ({error}): go on with the --model.lora.rank it was made with"
+            f"the checkpoint at {folder} has no adapters ({error}): use the --model.lora.rank it was made with"
         ) from error
 
 

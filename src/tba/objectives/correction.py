@@ -1,6 +1,6 @@
-"""What an objective makes of the distance between the policy and the behaviour that sampled a row.
+"""How an objective corrects for the difference between the policy and the behaviour policy that sampled a row.
 
-Invariant: where the policy is the behaviour (rho = 1), every form has the gradient -A grad log pi. Which form it is
+Invariant: where the policy equals the behaviour policy (rho = 1), every form has the gradient -A grad log pi. The form
 changes an estimate only as far as the data are off-policy.
 
 Shape legend: B rows (one completion each), T completion positions.
@@ -24,7 +24,7 @@ _LARGEST = 20.0  # of a log-ratio: beyond it a ratio has no meaning, and its exp
 
 @dataclass(frozen=True)
 class Correction:
-    """How rho = pi / mu, the policy over the stored behaviour, enters a policy gradient with advantages A.
+    """How the ratio rho = pi / mu of policy to behaviour policy enters a policy gradient with advantages A.
 
     With SG for stop-gradient, the loss of one token (or, by sequence, of one row, rho then being the product over the
     tokens that the policy sampled) is
@@ -35,9 +35,9 @@ class Correction:
         clip       max(-rho A, -clip(rho, 1 +- clip) A)   PPO (Schulman et al. 2017, arXiv 1707.06347)
         taper      truncate where A < 0, none where A > 0  tapered (after Le Roux et al. 2025, arXiv 2503.14286)
 
-    With `taper` an old answer that is better than its group is learnt in full, also where the policy has lost it since
-    (rho near 0, where truncated weights would leave it lost), and one that is worse is pushed down only as far as the
-    policy still gives it.
+    With `taper` an old answer that is better than its group is learnt in full, even if the policy has lost it since
+    (rho near 0, where truncated weights would leave it lost); one that is worse is pushed down only as far as the
+    policy still produces it.
 
     mu is the distribution that was sampled from, after temperature and top-p. Raises `UserError` for bounds with which
     rho = 1 would be cut.
@@ -46,7 +46,7 @@ class Correction:
     form: Literal["none", "truncate", "clamp", "clip", "taper"] = "none"  # how the ratio to the behaviour enters
     level: Literal["token", "sequence"] = "token"  # whose ratio: each token's, or the whole completion's
     cap: float = 8.0  # the largest ratio, in the forms truncate, clamp and taper
-    clip: float = 0.2  # how far from 1 a ratio still moves the policy on, in the form clip
+    clip: float = 0.2  # how far from 1 a ratio still has a gradient, in the form clip
 
     @property
     def unused(self) -> Mapping[str, str]:

@@ -34,11 +34,11 @@ class Grpo:
     equation 3). The ratio form, `--objective.correction.form clamp`, has -min(rho, cap) A in the place of the maximum.
 
     With the `penalty` in the reward, r is r - beta sum log(pi / pi_ref), each token's kept within +-10, and there is no
-    k3; that of `dr_grpo` in the ratio form is TBA'.
+    k3; `dr_grpo` with this penalty and the ratio form is TBA'.
     """
 
     beta: Schedule = Constant(0.04)  # weight of the divergence from the reference
-    standardise: bool = True  # divide by the group's standard deviation, which weighs easy and hard prompts up
+    standardise: bool = True  # divide by the group's standard deviation, which gives easy and hard prompts more weight
     per: Per = "sequence"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
     penalty: Literal["loss", "reward"] = "loss"  # the divergence as k3 in the loss, or in the reward before the mean
     correction: Correction = field(default_factory=_clip)  # how the ratio to the behaviour enters: clip

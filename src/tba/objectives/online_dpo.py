@@ -34,7 +34,7 @@ class OnlineDpo:
     """
 
     beta: Schedule = Constant(0.1)  # of the logistic (or of the square's target), not in units of reward; positive
-    loss: Literal["dpo", "ipo"] = "dpo"  # logistic, or a square
+    loss: Literal["dpo", "ipo"] = "dpo"  # logistic loss, or squared
 
     def __post_init__(self) -> None:
         require_positive(self.beta, "Online DPO")

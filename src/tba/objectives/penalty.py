@@ -18,7 +18,7 @@ _LARGEST = 10.0  # of one token's log-ratio or divergence: a single token must n
 
 
 def penalised_log_ratio(log_policy_BT: Tensor, batch: Batch, penalised: Penalised) -> Tensor:
-    """[B, T]: log q - log pi_ref at sampled positions, 0 elsewhere, without gradient; q is whom `penalised` names."""
+    """[B, T]: log q - log pi_ref at sampled positions, 0 elsewhere, without gradient; `penalised` says what q is."""
     log_q_BT = log_policy_BT.detach() if penalised == "policy" else log_behavior(batch)
     return torch.where(batch.mask_BT, log_q_BT - batch.log_reference_BT, 0.0)
 

@@ -27,11 +27,11 @@ class Reinforce:
 
     q is the current policy, or the behaviour that sampled the row (as when the penalty is computed together with the
     reward, once; on-policy they agree). `leave_one_out` is RLOO (Ahmadian et al. 2024), `mean` is (K - 1) / K of it.
-    A row alone in its group contributes zero, but with baseline `none`.
+    A row alone in its group contributes zero, except with baseline `none`.
     """
 
     beta: Schedule = Constant(0.0)  # weight of the KL penalty in the reward
-    baseline: Literal["mean", "leave_one_out", "none"] = "leave_one_out"  # taken over the row's own group
+    baseline: Literal["mean", "leave_one_out", "none"] = "leave_one_out"  # computed over the row's own group
     penalised: Penalised = "policy"  # whose distance to the reference is penalised
     correction: Correction = field(default_factory=Correction)  # for data that are not on-policy
 

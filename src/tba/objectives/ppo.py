@@ -1,11 +1,7 @@
-"""PPO by token, with a value head and generalised advantages; also on data of any age.
+"""PPO by token, with a value head and generalised advantages, on data of any age; the clipped terms of VinePPO too.
 
 Invariant: advantages and value targets are constants of the step, from the value head as it is; the ratio is to the
 stored behaviour. So nothing has to be remembered between the sampling of a row and its use.
-
-Shape legend: B rows (one completion each), T completion positions.
-
-PPO's clipped terms for advantages by token, which PPO and VinePPO share.
 
 Shape legend: B rows (one completion each), T completion positions.
 """
@@ -34,16 +30,16 @@ class Ppo:
     is -beta log(q / pi_ref), plus r at the last one; A is GAE(gamma, lam) of these with V detached (`gae`), whitened
     before it is used, and not in the target; rho = pi / mu of the token.
 
-    PPO's own clip on values holds them near those of an older value head. No such value is stored here, and the present
-    one would never be cut; `value_clip` bounds the slope instead, at an error that large (Huber 1964).
+    PPO's own value clipping keeps values near those of an older value head. No such value is stored here, and the
+    current one would never be clipped; `value_clip` bounds the slope instead, at an error that large (Huber 1964).
     """
 
     beta: Schedule = Constant(0.05)  # weight of the KL penalty in each token's reward
-    clip: float = 0.2  # how far from 1 a ratio still moves the policy on
-    gamma: float = 1.0  # discount by token
-    lam: float = 0.95  # of GAE: 1 takes the whole return, 0 one step and the next value
-    value_weight: float = 0.1  # of the value head's loss
-    value_clip: float | None = None  # largest error of a value with a slope of its own; None: any
+    clip: float = 0.2  # how far from 1 a ratio still has a gradient
+    gamma: float = 1.0  # discount per token
+    lam: float = 0.95  # lambda of GAE: 1 takes the whole return, 0 one step and the next value
+    value_weight: float = 0.1  # weight of the value head's loss
+    value_clip: float | None = None  # error beyond which the value loss is linear instead of square; None: never
     whiten: bool = True  # advantages of mean 0 and variance 1 over the batch's tokens
     penalised: Penalised = "behavior"  # whose distance to the reference is penalised
     per: Per = "token"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens

@@ -1,4 +1,4 @@
-"""RAFT: maximum likelihood on the answers that a reward has let through (Dong et al. 2023, arXiv 2304.06767).
+"""RAFT: maximum likelihood on the answers that pass the reward (Dong et al. 2023, arXiv 2304.06767).
 
 Invariant: a row that is not kept has no gradient. With a reward of 0 and 1 and on-policy, keeping what is positive is
 REINFORCE without a baseline, sample by sample.

@@ -35,7 +35,7 @@ class TbaPrime:
     """
 
     beta: Schedule  # strength of the pull to the reference, in units of reward (the paper's MATH run: 0.005)
-    per: Per = "token"  # what the sum is divided by: the batch's tokens, or (row) its rows, as in Trajectory Balance
+    per: Per = "token"  # divisor of the sum: the batch's tokens, or (row) its rows, as in Trajectory Balance
     correction: Correction = field(default_factory=_ratio_up_to_8)  # for data that are not on-policy: clamp, at 8
 
     @property

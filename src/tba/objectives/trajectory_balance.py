@@ -53,8 +53,8 @@ class TrajectoryBalance:
     form: Literal["advantage", "raw"] = "advantage"  # scale of the loss
     log_z: Literal["group", "learned"] = "group"  # the mean over the row's group, or a head of the policy
     correction: Correction = field(default_factory=Correction)  # none: Trajectory Balance needs none
-    reward_temperature: Schedule = Constant(1.0)  # T: of the whole target, by step; 1: as it is
-    reference_temperature: Schedule = Constant(1.0)  # g: of the reference in it, by step; 1: as it is
+    reward_temperature: Schedule = Constant(1.0)  # T, temperature of the whole target, by step; 1: none
+    reference_temperature: Schedule = Constant(1.0)  # g, temperature of the reference in it, by step; 1: none
 
     def __post_init__(self) -> None:
         for name in ("beta", "reward_temperature", "reference_temperature"):

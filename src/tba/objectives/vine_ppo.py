@@ -32,7 +32,7 @@ class VinePpo:
     """
 
     beta: Schedule = Constant(1e-4)  # weight of the divergence from the reference, as k3 in the loss
-    clip: float = 0.2  # how far from 1 a ratio still moves the policy on
+    clip: float = 0.2  # how far from 1 a ratio still has a gradient
     whiten: bool = True  # advantages of mean 0 and variance 1 over the batch's tokens
     per: Per = "token"  # divisor of sums: the rows, each row's tokens and the rows (sequence), or all tokens
 

@@ -243,17 +243,17 @@ class CausalPolicy:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         # A kill leaves a folder of such a name behind, which the next checkpoint deletes (`weights.atomic_dir`).
-        beside, replaced = (path.with_name(f".{what}-{path.name}-{os.getpid()}") for what in ("writing", "removed"))
+        temporary, replaced = (path.with_name(f".{what}-{path.name}-{os.getpid()}") for what in ("writing", "removed"))
         try:
-            self._fill(beside, weights)
+            self._fill(temporary, weights)
             if tokenizer is not None:
-                tokenizer.save_pretrained(beside)
+                tokenizer.save_pretrained(temporary)
         except BaseException:  # otherwise part of the model would keep a full disk full
-            shutil.rmtree(beside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             raise
         if path.exists():
             path.replace(replaced)
-        beside.replace(path)
+        temporary.replace(path)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _fill(self, folder: Path, weights: Mapping[str, Tensor] | None) -> None:

@@ -27,9 +27,9 @@ _NAME = "default"  # peft's, of the one adapter of each layer
 class LoraSettings:
     """Which layers have adapters, and how large. Needs the extra `lora`."""
 
-    rank: int = 0  # of the change to each matrix; 0: no adapters, all weights are trained
+    rank: int = 0  # rank of each matrix's update; 0: no adapters, all weights are trained
     alpha: float = 32.0  # the change is B A, times alpha over the rank
-    targets: tuple[str, ...] = ()  # names of the layers that have them, such as q_proj; none: all linear but the head
+    targets: tuple[str, ...] = ()  # names of the adapted layers, such as q_proj; none: all linear layers but the head
 
     @property
     def unused(self) -> Mapping[str, str]:

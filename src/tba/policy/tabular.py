@@ -40,10 +40,10 @@ class TabularTask:
     Rewards are uniform in (0, 1], scaled so that each prompt's best answer has exactly 1.
     """
 
-    seed: int = 0  # of the rewards and of the reference's logits
-    symbols: int = 4  # A
-    length: int = 3  # L, most tokens of a completion
-    prompts: int = 2  # of each split; a tabular policy learns nothing about the prompts of `eval`
+    seed: int = 0  # seed of the rewards and of the reference's logits
+    symbols: int = 4  # A, size of the alphabet
+    length: int = 3  # L, tokens of the longest completion
+    prompts: int = 2  # prompts in each split; a tabular policy learns nothing about those of `eval`
     reference_spread: float = 1.0  # standard deviation of the reference's logits
 
     def __post_init__(self) -> None:

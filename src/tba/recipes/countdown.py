@@ -1,8 +1,8 @@
 """A task with many right answers: five digits, a target, and any sums and differences that reach it.
 
-The base (0.45 M parameters, made on the first run and kept in the cache) was taught answers drawn evenly over all right
-ones, and then with one demonstration in seven wrong. RL may make it right more often in many ways, or in few: what
-`tba study diversity` is about.
+The base (0.45 M parameters, made on the first run and cached) was trained on answers drawn evenly from all right ones,
+and then on demonstrations of which one in seven is wrong. RL can then make it right more often in many ways or in few:
+`tba study diversity` measures which.
 """
 
 from __future__ import annotations

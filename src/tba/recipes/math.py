@@ -2,10 +2,10 @@ r"""MATH as in the paper (Table 4, TBA'): Qwen2.5-7B, 32 prompts x 16 responses,
 
 Departures from the paper and its code, each with the field that undoes it:
 
-- asynchrony is k updates between syncs, of recent data only, each used once; 10 steps off: `--sync-every 10`
-- the ratio is to the log-probabilities stored when sampling, not to a snapshot's, computed again      (stays)
-- kl and its mean are both of the policy as it is, where the code takes the mean of the snapshot       (stays)
-- reference log-probabilities are the searchers' work: the trainer holds one model, not three          (stays)
+- data are recent only and used once, with k updates between syncs; 10 steps off-policy: `--sync-every 10`
+- the ratio is to the log-probabilities stored when sampling, not to a snapshot's, recomputed           (stays)
+- kl and its mean are both of the current policy, where the code takes the mean of the snapshot         (stays)
+- searchers compute the reference log-probabilities: the trainer holds one model, not three             (stays)
 - the trained weights and AdamW's state are float32; for 7B that is about 120 GB      `--model.path` of a smaller one
 - the prompt is one sentence of instruction after the problem; chat models: `--task.style chat`
 - answers are graded by math-verify, where the paper's code compares strings and by sympy              (stays)

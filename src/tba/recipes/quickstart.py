@@ -1,11 +1,11 @@
-"""The first run: three-digit sums, from a policy that was taught to forget carries, on two cores in minutes.
+"""The first run: three-digit sums, starting from a policy that forgets carries, on two cores in minutes.
 
-The base (shipped, 0.45 M parameters) was taught right sums first and then from demonstrations that forget 55 % of the
-carries: it has picked up a bad habit, and gives the right sum to about a third of the problems. The reward is exact: 1
-for the right digits, else 0. Trajectory Balance with Asynchrony then breaks the habit: one searcher process and one
-trainer process, neither waiting for the other.
+The base (shipped, 0.45 M parameters) was trained on right sums first and then on demonstrations that forget 55 % of the
+carries: it has picked up a bad habit, and solves about a third of the problems. The reward is exact: 1 for the right
+digits, else 0. Trajectory Balance with Asynchrony then breaks the habit, with one searcher process and one trainer
+process, neither waiting for the other.
 
-The base is made again (the same weights on the same machine) by `tba sft quickstart --out DIR`.
+`tba sft quickstart --out DIR` makes the base again (the same weights on the same machine).
 """
 
 from __future__ import annotations

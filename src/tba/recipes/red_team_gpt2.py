@@ -1,6 +1,6 @@
 """Red-teaming as in the paper, small: GPT-2 against GPT-2 Alpaca, 5,000 steps of 128 attacks, k = 10, m = 0.5.
 
-The attacker (`--model.path`) is GPT-2 taught attacks by oneself, for the authors' is on no hub:
+The attacker (`--model.path`) is GPT-2 trained on attacks. The authors' model is not published, so make it yourself:
 
     tba sft taught.jsonl --out attacker --model gpt2 --warm-start.sft.lr 3e-5
     tba train red_team_gpt2 --model.path attacker --task.attacks attacks.jsonl

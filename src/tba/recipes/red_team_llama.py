@@ -1,9 +1,9 @@
 """Red-teaming as in the paper, large: Llama 3.2 1B attacks Llama 3.1 8B Instruct, Llama Guard 3 judges; 6 searchers.
 
-For a model that one is responsible for: `--task.victim.path`. The attacker is to be taught attacks first, as for
-`red_team_gpt2`. Each searcher loads victim and judge beside its own copy of the attacker.
+Set `--task.victim.path` to a model that you are responsible for. Train the attacker on attacks first, as for
+`red_team_gpt2`. Each searcher loads victim and judge as well as its own copy of the attacker.
 
-The paper's two settings are (m, capacity) = (0.5, 150,000), which is here, and (0.6, 130,000):
+The paper has two settings, (m, capacity) = (0.5, 150,000), which is the default here, and (0.6, 130,000):
 `--replay.selection.m 0.6 --replay.buffer.total 130000 --replay.buffer.per-prompt 130000`. Departures as in
 `red_team_gpt2`.
 """

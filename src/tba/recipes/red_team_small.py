@@ -1,12 +1,12 @@
-"""Red-teaming in a small world, on two CPU cores in minutes: attacker, victim and classifier are made here.
+"""Red-teaming in a small world, on two CPU cores in minutes: attacker, victim and classifier are made locally.
 
     tba red-team world --out red_team_world
     tba train red_team_small
     tba red-team eval red_team_small --checkpoint runs/NAME --families red_team_world/families.json
 
-The victim answers 20 families of requests unsafely, each of which is one request in 600 of what the attacker was taught
-(`apps/red_team/trigger_world.py`). Texts of attacks and answers stay out of logs and samples, but for
-`--record.no-hide-text`.
+The victim answers 20 families of requests unsafely; each family is one in 600 of the requests that the attacker was
+trained on (`apps/red_team/trigger_world.py`). Texts of attacks and answers are kept out of logs and samples, unless
+`--record.no-hide-text` is given.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ recipe = Recipe(
     evaluation=EvaluationSettings(every=100, problems=0, greedy=False, chunk=256),
     record=RecordSettings(hide_text=True),
     steps=500,
-    groups_per_step=1,  # one prompt has one log Z: successes by themselves would not be held against failures
+    groups_per_step=1,  # one prompt has one log Z: in several groups, successes would not be compared with failures
     group_size=128,
     samples_per_prompt=64,
     prompts_per_round=1,

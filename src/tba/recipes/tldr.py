@@ -11,7 +11,7 @@ Departures from the paper, each with the field that undoes it:
 - evaluated at temperature 0 where the paper has 0.01            (stays)
 - reward models in float32, on the searchers' device             (stays)
 
-With one's own posts: `--task.path posts.jsonl --task.reward-model DIR`, DIR from `tba reward-model`.
+With your own posts: `--task.path posts.jsonl --task.reward-model DIR`, where `tba reward-model` made DIR.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Preference tuning on one's own machine: a 1 M-parameter policy from nothing, posts of at most 600 characters.
+"""Preference tuning on your own machine: a 1 M-parameter policy from scratch, posts of at most 600 characters.
 
-The data are files (docs/preference.md says how each is made): posts with a person's summary, a gold reward model, and a
-proxy that was trained on answers that the gold model marked. The policy is trained on the proxy's score and examined by
-whether the gold model scores its answer above the person's. Its warm start (eight minutes of one core, once, cached)
-learns the language of all the posts first, then to repeat a sentence and to answer with one of the post's: a model of
-this size that was taught people's summaries writes lines that could be about any post. Which sentence it is to be is
-left to RL. With `--model.path` there is no warm start.
+docs/preference.md says how to make the data files: posts with a person's summary, a gold reward model, and a proxy
+trained on answers that the gold model scored. The policy is trained on the proxy's score; an answer counts as a win if
+the gold model scores it above the person's. The warm start (eight minutes of one core, once, cached) first learns the
+language of the posts, then to repeat a sentence, then to answer with one sentence of the post: a model of this size
+trained on people's summaries writes lines that could be about any post. Which sentence to choose is left to RL. With
+`--model.path` there is no warm start.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ class RunningEvaluations:
 
     def look(self) -> None:
         """Take in what is new."""
-        anew, found = self._lines.read()
-        if anew:
+        replaced, found = self._lines.read()
+        if replaced:
             self.newest = {}
         self.newest |= {e.metric: e.value for e in found}
 

@@ -141,31 +141,31 @@ class NewLines:
         """Returns (whether it was read from its beginning, what can be read of what is new); nothing while there is no
         file.
         """
-        anew, lines = self._lines()
+        replaced, lines = self._lines()
         found = []
         for line in lines:
             try:
                 found.append(self._read(_object(line)))
             except UNREADABLE:
                 self.bad += 1
-        return anew, found
+        return replaced, found
 
     def _lines(self) -> tuple[bool, list[bytes]]:
         try:
             with self.path.open("rb") as file:
                 file.seek(self._at - len(self._last))
                 found = os.fstat(file.fileno()).st_ino
-                anew = not self._at or found != self._file or file.read(len(self._last)) != self._last
-                if anew:
+                replaced = not self._at or found != self._file or file.read(len(self._last)) != self._last
+                if replaced:
                     file.seek(0)
                     self.bad, self._file, self._at, self._last = 0, found, 0, b""
                 lines = file.read().split(b"\n")[:-1]
         except FileNotFoundError:
-            anew, lines = self._at > 0, []
+            replaced, lines = self._at > 0, []
             self.bad, self._at, self._last = 0, 0, b""
         if lines:
             self._at, self._last = self._at + sum(map(len, lines)) + len(lines), lines[-1] + b"\n"
-        return anew, lines
+        return replaced, lines
 
 
 def read_last_line(path: Path, read: Callable[[dict[str, Json]], Any] = dict) -> Any | None:
@@ -198,9 +198,9 @@ def write_json(path: Path, value: object) -> None:
     """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("w", encoding="utf-8") as file:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
         file.write(f"{text}\n")
         file.flush()
         os.fsync(file.fileno())
-    os.replace(beside, path)
+    os.replace(temporary, path)

@@ -116,8 +116,8 @@ class RunningMetrics:
 
     def look(self) -> None:
         """Take in what is new."""
-        anew, rows = self._lines.read()
-        if anew:
+        replaced, rows = self._lines.read()
+        if replaced:
             self._begin()
         for row in rows:
             seconds, generated, trained = row["wall_seconds"], row.get(GENERATED_TOKENS), row.get(TRAINED_TOKENS)

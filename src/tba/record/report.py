@@ -93,9 +93,9 @@ def save_figure(figure: Any, path: Path) -> Path:
     canvas = FigureCanvasAgg(figure)
     canvas.draw()  # reads the drawn pixels directly: writing a PNG and reading it again takes as long as drawing
     drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    drawn.quantize(256, dither=Image.Dither.NONE).save(beside, format="PNG")
-    os.replace(beside, path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    drawn.quantize(256, dither=Image.Dither.NONE).save(temporary, format="PNG")
+    os.replace(temporary, path)
     return path
 
 

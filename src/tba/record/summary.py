@@ -146,14 +146,14 @@ class Summary:
         path = directory / FILE
         if not path.exists():
             return None
-        mend = "it is a run's summary, and is made anew when the run goes on (tba train --resume)"
-        row = read_json(path, mend)
+        remedy = "it is a run's summary, and is written again when the run is resumed (tba train --resume)"
+        row = read_json(path, remedy)
         for follows in ("samples_per_insert", "slow_side", "trained_share"):
             row.pop(follows, None)
         try:
             check(row, cls, "it")
         except ValueError as error:
-            raise UserError(f"{path} is not what was written there ({error}): {mend}") from error
+            raise UserError(f"{path} has unexpected contents ({error}): {remedy}") from error
         return cls(
             **{
                 **row,

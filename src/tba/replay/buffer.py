@@ -42,16 +42,15 @@ _DUPLICATE, _EVICTED = 1, 2  # how a row left what is kept
 class BufferSettings:
     """How much the replay buffer in the trainer's memory holds."""
 
-    per_prompt: int = 100  # trajectories of a prompt (paper: 100)
-    total: int = 100_000  # trajectories in all (paper, red-teaming: 100k to 150k)
-    distinct: bool = True  # a completion that is there already replaces its earlier copy, unless that is of newer
-    # weights (paper); off: both stay, for answers of a few tokens, where a prompt has fewer than K distinct ones and
-    # repeats are how likely each is
+    per_prompt: int = 100  # most trajectories of one prompt (paper: 100)
+    total: int = 100_000  # most trajectories in all (paper, red-teaming: 100k to 150k)
+    distinct: bool = True  # of equal completions to a prompt keep the one of the newest weights (paper); off: keep all,
+    # for short answers, where a prompt has fewer than K distinct ones and repeats reflect their probabilities
     near: NearDuplicates = field(default_factory=NearDuplicates)
-    evict: Literal["oldest", "lowest_reward"] = "oldest"  # what leaves over capacity (lowest: possibly the newest one
-    # itself; among equal rewards the oldest)
-    keep_recent: bool = False  # what was replaced by a near duplicate or left over capacity can still be drawn as
-    # recent, while it is among the last `total` of these: the recent half then holds all that the policy says
+    evict: Literal["oldest", "lowest_reward"] = "oldest"  # what is evicted over capacity (the lowest reward may be the
+    # newcomer's; among equal rewards the oldest)
+    keep_recent: bool = False  # the last `total` trajectories that were evicted or replaced by a near duplicate can
+    # still be drawn as recent, so that the recent half represents the policy
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):

@@ -21,7 +21,7 @@ from tba.errors import DeadlineExceeded, UserError
 
 T = TypeVar("T")
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL}
-_MEND = {
+_REMEDIES = {
     sqlite3.SQLITE_FULL: "cannot grow, its disk is full: free some space, or move the run",
     sqlite3.SQLITE_CANTOPEN: "cannot be opened: choose a place that can be written",
     sqlite3.SQLITE_READONLY: "may not be written: choose a place that can be",
@@ -90,7 +90,7 @@ class Database:
         if create:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         elif not self.path.is_file():
-            raise UserError(f"{self.path} is gone: put it back where it was; what it held is in no other file")
+            raise UserError(f"{self.path} is gone: put it back; what it held is in no other file")
         with self._explained():
             self._connection = sqlite3.connect(
                 self.path, timeout=min(_AT_A_TIME, deadline_s), isolation_level=None, check_same_thread=False
@@ -181,7 +181,7 @@ class Database:
         how = "was deleted" if there is None else "was replaced by another file"
         raise UserError(
             f"{self.path} {how} while it was in use, and with it {rows:,} rows are missing: put it back if there is a "
-            "copy, or go on without them (tba train --resume RUN --accept-lost-rows)"
+            "copy, or continue without them (tba train --resume RUN --accept-lost-rows)"
         )
 
     def _file_there(self) -> tuple[int, int] | None:
@@ -221,18 +221,18 @@ class Database:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Inside, errors that the user can mend are raised as one sentence."""
+        """Raises errors that the user can remedy as one sentence."""
         try:
             yield
         except sqlite3.DatabaseError as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            mend = _MEND.get(code)
-            if mend is None:
+            remedy = _REMEDIES.get(code)
+            if remedy is None:
                 raise
             if code == sqlite3.SQLITE_CORRUPT:
                 with suppress(OSError):
                     suspect_mark(self.path).touch()
-            raise UserError(f"{self.path} {mend}") from error
+            raise UserError(f"{self.path} {remedy}") from error
 
     def close(self) -> None:
         """Close it for good; what was committed stays."""

@@ -278,7 +278,7 @@ class JournalFollower:
         if prompt is None:
             bodies = self._database.rows("SELECT body FROM prompts WHERE id = ?", content_id)
             if not bodies or prompt_id(body := bodies[0][0]) != content_id:
-                raise Damaged("its prompt is missing or not what was written")
+                raise Damaged("its prompt is missing or damaged")
             if len(self._prompts) >= 1 << 16:
                 self._prompts.clear()
             prompt = self._prompts[content_id] = decode_prompt(body)

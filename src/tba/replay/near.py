@@ -34,9 +34,9 @@ _Rows = npt.NDArray[np.intp]
 class NearDuplicates:
     """What happens to an answer that is nearly another one to the same prompt (Lee et al. 2024, arXiv 2405.18540)."""
 
-    by: Literal["none", "edit", "cosine"] = "none"  # all answers stay; edits between tokens; cosine of embeddings
-    distance: float = 0.25  # nearer than this is near: edits / tokens of both answers together, or 1 - cosine
-    keep: Literal["better", "newer"] = "better"  # of two: the one with the higher reward (at a tie the earlier)
+    by: Literal["none", "edit", "cosine"] = "none"  # what is compared: nothing, token edits, embeddings
+    distance: float = 0.25  # answers nearer than this are near: edits / tokens of both, or 1 - cosine
+    keep: Literal["better", "newer"] = "better"  # the higher reward (in a tie the earlier), or the newer
 
     def __post_init__(self) -> None:
         if not 0 < self.distance <= 2:

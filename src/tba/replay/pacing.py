@@ -1,11 +1,11 @@
-"""Pacing: which side may go on. The trainer is limited by the warm-up and by reuse, and, if wished, both sides by a
+"""Pacing: which side may continue. The trainer is limited by the warm-up and by reuse, and, if wished, both sides by a
 band.
 
 Invariant: mean uses per trajectory received never exceed `max_mean_uses`, and the allowance is not saved up: what is
 not used soon after an arrival is forfeited, except for `band` batches (`forfeit`). So when searchers stall, the trainer
-is held after a few updates, and new arrivals let it go on. "The trainer never waits" is honest only with such a bound:
-a trainer that reuses old data over and over is never idle either, and what it had learnt is lost within 50 updates
-(docs/faults.md). All else here is off by default.
+is held after a few updates, and new arrivals let it continue. "The trainer never waits" is honest only with such a
+bound: a trainer that reuses old data over and over is never idle either, and what it had learnt is lost within 50
+updates (docs/faults.md). All else here is off by default.
 
 With `samples_per_insert` = s, uses are to keep up with what is received after the warm-up, as in Reverb's rate limiter
 (Cassirer et al. 2021, arXiv 2102.04736, section 3.4): the balance
@@ -33,9 +33,9 @@ class Pacing:
     """How the trainer and the searchers are held back."""
 
     warm_up: int = 500  # trajectories received before the first batch (paper: 500 GSM8K, 10,000 TL;DR)
-    max_mean_uses: float = 8.0  # uses per trajectory received; the trainer is held (`paced`) beyond, and in a stall
-    samples_per_insert: float | None = None  # wanted uses of a trajectory that is received; None: no target
-    band: float = 8.0  # batches by which either side may be ahead of that; and that may be taken in a stall
+    max_mean_uses: float = 8.0  # bound on the mean uses of what was received; beyond it the trainer is `paced`
+    samples_per_insert: float | None = None  # target for the uses of a received trajectory; None: no target
+    band: float = 8.0  # batches by which either side may be ahead of the target, and that are allowed in a stall
     eases_off: Literal["trainer", "searchers", "both"] = "both"  # the side that is throttled outside the band
 
     def __post_init__(self) -> None:

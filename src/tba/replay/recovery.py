@@ -101,7 +101,7 @@ def open_journal(path: Path, deadline_s: float, waiting: Callable[[], object], c
     kind = network_filesystem(Path(path).absolute().parent)
     if kind is not None:
         raise UserError(
-            f"the journal {path} would lie on a network filesystem ({kind}), where SQLite loses data: "
+            f"the journal {path} would be on a network filesystem ({kind}), where SQLite loses data: "
             f"give a folder on a local disk with --run.journal-dir"
         )
     lock = look_over(path)
@@ -126,7 +126,7 @@ def look_over(path: Path, deadline_s: float = _DEADLINE) -> OpenLock:
         limit = time.monotonic() + deadline_s
         while not lock.take(fcntl.LOCK_SH):
             if time.monotonic() >= limit:
-                raise DeadlineExceeded(f"waited {deadline_s:g} s for another process to look over the journal {path}")
+                raise DeadlineExceeded(f"waited {deadline_s:g} s for another process to check the journal {path}")
             time.sleep(_POLL)
     except BaseException:
         lock.close()
@@ -228,7 +228,7 @@ def _recover(path: Path, new: Path, why: str, aside: str) -> Recovery:
             _copy_rows(path, connection, known)
             (found,) = connection.execute("SELECT count(*) FROM bodies").fetchone()
             if not found and not known.ours:
-                raise UserError(f"{path} is not a SQLite file, and nothing of a journal is in it: choose another place")
+                raise UserError(f"{path} is not a SQLite file, and contains nothing of a journal: choose another place")
             recovery = Recovery(time.time(), aside, why, found, *_account(connection, known))
             record_recovery(connection, *astuple(recovery))
         database.checkpoint()

@@ -35,8 +35,8 @@ class ReplaySettings:
     selection: Selection = field(default_factory=RecencyReward)
     pacing: Pacing = field(default_factory=Pacing)
     buffer: BufferSettings = field(default_factory=BufferSettings)
-    take_in: Literal["always", "sync"] = "always"  # new data at once, or only at weight syncs (the paper's own way)
-    keep_gb: float | None = None  # the journal on disk is kept to this size: the oldest are deleted; None: all is kept
+    take_in: Literal["always", "sync"] = "always"  # use new data at once, or only after weight syncs (as in the paper)
+    keep_gb: float | None = None  # size limit of the journal on disk: the oldest bodies are deleted; None: keep all
 
     def __post_init__(self) -> None:
         if self.keep_gb is not None and not self.keep_gb > 0:

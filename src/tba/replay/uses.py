@@ -29,5 +29,5 @@ def unpack_uses(text: str) -> npt.NDArray[np.int32]:
     except (ValueError, zlib.error, TypeError) as error:
         raise ValueError(f"the record of uses cannot be read ({error})") from error
     if not packed.eof or len(found) % _NUMBER.itemsize:
-        raise ValueError("the record of uses is not whole")
+        raise ValueError("the record of uses is incomplete")
     return np.frombuffer(found, dtype=_NUMBER).astype(np.int32)

@@ -1,7 +1,7 @@
-r"""Sums in the format of MATH: a question with $...$, worked out, the answer in a box, graded as MATH is.
+r"""Sums in the format of MATH: a question with $...$, a worked answer in a box, graded as MATH is.
 
 `What is $143+494$?` is answered by `736 \boxed{637}`: the digits in the order in which they are worked out, then the
-sum. It is `arithmetic` with the answers and the reward of `math`, so that what is said of MATH can be tried in minutes.
+sum. It is `arithmetic` with the format and the reward of `math`, so that claims about MATH can be tried in minutes.
 
 Invariant: the reward reads the box alone; the split and careless demonstrations are those of `arithmetic`.
 """
@@ -19,14 +19,14 @@ from tba.types import Problem, Split
 class BoxedSums:
     r"""`What is $a+b$?`, answered by `\boxed{...}`. Both operands have exactly `digits` digits."""
 
-    digits: int = 3  # of each operand, 1 to 9
-    train_problems: int = 20_000  # distinct ones, drawn by `seed`
-    eval_problems: int = 2_000  # distinct ones, of other operand pairs
-    held_out: float = 0.1  # share of the operand pairs that only evaluation may use
-    forgotten_carries: float = 0.0  # share of the carries that demonstrations forget: a bad habit to be unlearnt by RL
-    seed: int = 0  # of the problems drawn, and of the carries forgotten
-    graders: int = 1  # processes that compare answers, of each searcher
-    grading_seconds: float = 5.0  # that one comparison may take before the answer counts as wrong
+    digits: int = 3  # digits of each operand, 1 to 9
+    train_problems: int = 20_000  # distinct training problems, drawn by `seed`
+    eval_problems: int = 2_000  # distinct evaluation problems, with other operand pairs
+    held_out: float = 0.1  # share of operand pairs reserved for evaluation
+    forgotten_carries: float = 0.0  # share of carries that demonstrations forget: a bad habit for RL to unlearn
+    seed: int = 0  # seed of the problems drawn and of the carries forgotten
+    graders: int = 1  # processes per searcher that compare answers
+    grading_seconds: float = 5.0  # time limit of one comparison; after it the answer counts as wrong
 
     def __post_init__(self) -> None:
         self._sums()  # says what is wrong

@@ -1,10 +1,11 @@
-"""`tba study`: variants x seeds, each an ordinary run in a process of its own; then tables and plots of all that ended.
+"""`tba study`: makes runs of variants x seeds, each in a process of its own; then tables and plots of all that ended.
 
     studies/NAME/   runs/VARIANT-SEED/ (a run's directory)   logs/VARIANT-SEED.log
                     table.md  table.csv  runs.csv  *.png
 
-Invariant: the folder is the state (see `trial`), so a study may be stopped and called again at any time. The seeds are
-in the outer loop: what drifts on the machine drifts over all variants alike. A run that fails is a row, not an end.
+Invariant: the folder is the state (see `trial`), so that a study can be stopped and continued at any time. Seeds are
+the outer loop, so that a drift of the machine's speed affects all variants alike. A failed run is a row of the table
+and does not end the study.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ from tba.settings import MARK, override
 
 @dataclass(frozen=True)
 class StudyOptions:
-    """What of a study is run, and where it goes."""
+    """Which runs of a study are made, and where they are stored."""
 
-    seeds: str = ""  # as 0,1,2; empty: the study's own
-    only: str = ""  # variants, or patterns of them, as 'tb-*,grpo-k4'; empty: all
+    seeds: str = ""  # seeds such as 0,1,2; empty: the study's own
+    only: str = ""  # names or patterns of variants, such as 'tb-*,grpo-k4'; empty: all
     out: Path | None = None  # the study's folder; none: studies/NAME
-    again: Literal["none", "changed", "failed", "all"] = "none"  # which runs that are there are made anew
-    jobs: int = 1  # runs at a time; with more than one, times are those of a busy machine
-    keep: Literal["records", "all"] = "records"  # all: also the journal and the published weights of runs that ended
+    again: Literal["none", "changed", "failed", "all"] = "none"  # which existing runs are made again
+    jobs: int = 1  # simultaneous runs; with more than one, times are those of a busy machine
+    keep: Literal["records", "all"] = "records"  # what is kept of ended runs; all: also journals and published weights
 
 
 def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = in_child) -> int:
-    """Exit code 0 when every run that was asked for has ended, 130 or 143 when Ctrl-C or SIGTERM ended it before."""
+    """Returns exit code 0 when every requested run has ended, 130 or 143 when Ctrl-C or SIGTERM ended it before."""
     console = terminal()
     study = find_study(name)
     folder = options.out or Path("studies") / study.name
@@ -83,14 +84,14 @@ def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: R
     stopped = _run_all(left, options.jobs, told, runner)
     _report(study, everything, folder, console)
     if stopped and any(trial.state() not in ("ended", "failed") for trial in left):
-        console.print("stopped: the same command goes on where it was", style="yellow")
+        console.print("stopped: the same command continues from here", style="yellow")
         return stopped
     return 0
 
 
 @dataclass
 class Progress:
-    """What is told of runs as they end, and the tables made anew."""
+    """Reports runs as they end, and updates the tables."""
 
     console: Console
     total: int
@@ -98,14 +99,14 @@ class Progress:
     write: Callable[[], object]
 
     def tell(self, trial: Trial, what: str) -> None:
-        """One run has ended."""
+        """Report that one run has ended."""
         self.ended += 1
         self.console.print(f"[{self.ended}/{self.total}] {trial.variant}, seed {trial.seed}: {what}", highlight=False)
         self.write()
 
 
 def _run_all(left: Sequence[Trial], jobs: int, progress: Progress, runner: Runner) -> int:
-    """`jobs` runs at a time, in their order; 0, or the exit code of what stopped us."""
+    """Make the runs in order, `jobs` at once; returns 0, or the exit code of the signal that stopped us."""
     waiting, going = list(left), dict[Future[str], Trial]()
     with stop_requests() as stop, ThreadPoolExecutor(jobs) as pool:
         while going or (waiting and not stop()):
@@ -118,7 +119,7 @@ def _run_all(left: Sequence[Trial], jobs: int, progress: Progress, runner: Runne
 
 
 def _carried_out(trial: Trial, stop: Callable[[], bool], runner: Runner) -> str:
-    """One run; what came of it in a few words."""
+    """Make one run; returns its outcome in a few words."""
     began = time.monotonic()
     trial.carry_out(stop, runner)
     outcome = trial.outcome()
@@ -142,7 +143,7 @@ def _seeds(text: str) -> tuple[int, ...]:
 def _every_trial(
     name: str, study: Study, asked: Mapping[str, set[int]], fields: Sequence[str], folder: Path, keep: bool
 ) -> list[Trial]:
-    """Those that are asked for (variant -> seeds) and those that the folder has of others: what a table is of."""
+    """Returns the requested trials (variant -> seeds) and others that the folder has: the rows of the table."""
     if any(field.split("=")[0] == "--seed" for field in fields):
         raise UserError("tba study takes --seeds, as 0,1,2, and not --seed: give the seeds there")
     found = []
@@ -164,7 +165,7 @@ def _seeds_there(folder: Path, variant: str) -> set[int]:
 
 
 def _notes(trials: Sequence[Trial]) -> list[str]:
-    """Warnings, each once. Raises `UserError` for a variant that cannot run, before any does."""
+    """Returns warnings, each once. Raises `UserError` for a variant that cannot run, before any does."""
     said: dict[str, list[str]] = {}
     for trial in {t.variant: t for t in trials}.values():
         try:
@@ -177,18 +178,18 @@ def _notes(trials: Sequence[Trial]) -> list[str]:
 
 
 def _is_left(trial: Trial, again: str) -> bool:
-    """Whether it is to be run. Raises `UserError` for a run of another recipe, unless that may go."""
+    """Whether the trial has to be run. Raises `UserError` for a run of another recipe, unless it may be replaced."""
     state = trial.state()
     if state == "other recipe" and again not in ("changed", "all"):
         raise UserError(
             f"the run at {trial.path} is of another recipe ({trial.difference()}): give --again changed to make it "
-            "anew, or another --out"
+            "again, or another --out"
         )
     return again == "all" or state not in ("ended", "failed") or (state == "failed" and again == "failed")
 
 
 def _comparison(study: Study, trials: Sequence[Trial]) -> Comparison:
-    """Of all the runs there that have ended under the recipe they have now."""
+    """Returns the comparison of all runs that have ended under their current recipe."""
     return Comparison(
         name=study.name,
         description=study.description,
@@ -203,14 +204,14 @@ def _comparison(study: Study, trials: Sequence[Trial]) -> Comparison:
 
 
 def _write(comparison: Comparison, folder: Path) -> bool:
-    """The tables, if there is anything to tell."""
+    """Write the tables, if any run has ended."""
     if comparison.outcomes:
         write_tables(comparison, folder)
     return bool(comparison.outcomes)
 
 
 def _report(study: Study, trials: Sequence[Trial], folder: Path, console: Console) -> None:
-    """Tables and plots of what has ended so far, if anything has."""
+    """Write and print tables and plots of what has ended so far, if anything has."""
     comparison = _comparison(study, trials)
     if not _write(comparison, folder):
         return
@@ -243,7 +244,7 @@ def _plots(study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], f
 def _diversity_plots(
     study: Study, trials: Sequence[Trial], outcomes: Sequence[Outcome], lines: Sequence[Line], folder: Path
 ) -> Iterator[Path | None]:
-    """pass@k over k, and the different right answers over accuracy; of the runs whose diversity was measured."""
+    """Draw pass@k over k, and different right answers over accuracy, of the runs whose diversity was measured."""
     found = [(trial.variant, measured) for trial in trials if (measured := read_diversity(trial.path))]
     if not study.diversity_samples or not found:
         return

@@ -1,7 +1,7 @@
-"""Runs of several variants over seeds, compared: means, spreads, intervals, and differences from a baseline.
+"""Compares runs of several variants over seeds: means, spreads, intervals, and differences from a baseline.
 
-Invariant: a run that failed is counted beside the figures of those that did not, never left out in silence; how many
-values a mean is of is always with it.
+Invariant: failed runs are counted next to the figures of the others, never left out silently; every mean comes with its
+number of values.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Verdict: TypeAlias = Literal["yes", "no", "open"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a study that has ended, with its figures or with why it failed."""
+    """One run of a study that has ended, with its figures or the reason why it failed."""
 
     variant: str
     seed: int
@@ -40,7 +40,7 @@ class Statistic:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Statistic:
-        """Raises `ValueError` for no values."""
+        """Returns the statistic of some values. Raises `ValueError` for none."""
         if len(values) == 1:
             return cls(values[0], math.nan, math.nan, math.nan, 1)
         interval = bootstrap_interval(values)
@@ -64,12 +64,12 @@ class Versus:
     variant: str
     baseline: str
     difference: Interval  # of means, in the metric's unit; above 0: better than the baseline
-    not_worse: Verdict  # by the margin: surely not, surely, or the interval holds both
+    not_worse: Verdict  # by the margin: yes, no, or undecided because the interval contains both
     remark: str = ""
 
 
 def rows(outcomes: Sequence[Outcome], variants: Sequence[str]) -> list[Row]:
-    """A row per variant that has runs, in the order of `variants`."""
+    """Returns a row for each variant that has runs, in the order of `variants`."""
     found = []
     for variant in variants:
         own = [o for o in outcomes if o.variant == variant]
@@ -82,10 +82,11 @@ def rows(outcomes: Sequence[Outcome], variants: Sequence[str]) -> list[Row]:
 
 
 def versus(outcomes: Sequence[Outcome], baselines: Mapping[str, str], metric: str, margin: float) -> list[Versus]:
-    """Each variant against its baseline (variant -> baseline), in that order, where both have the metric.
+    """Returns the comparison of each variant with its baseline (variant -> baseline), in order, if both have the
+    metric.
 
-    The interval is Student's (Welch), which holds for a few seeds; runs of equal seed are not paired, since the order
-    of events in a run is not the seed's alone.
+    The interval is Student's (Welch), which is valid for a few seeds; runs of equal seed are not paired, since the seed
+    does not determine the order of events in a run.
     """
     found = []
     for name, baseline in baselines.items():
@@ -105,7 +106,7 @@ def _values(outcomes: Sequence[Outcome], variant: str, metric: str) -> list[floa
 
 
 def verdict(difference: Interval, margin: float) -> Verdict:
-    """Whether a difference (above 0: better) is above -margin: over the whole interval, nowhere in it, or undecided."""
+    """Returns whether a difference (above 0: better) is above -margin: in the whole interval, nowhere, or undecided."""
     if difference.low > -margin:
         return "yes"
     return "no" if difference.high < -margin else "open"

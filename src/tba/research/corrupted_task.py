@@ -21,7 +21,7 @@ CORRUPTED = "corrupted"  # the field of a prompt whose rewards and answers may b
 
 @dataclass(frozen=True)
 class CorruptedReward:
-    """Another reward r, but 1 - r for a share of the answers, and `junk_reward` for those that no policy sampled."""
+    """Wraps a reward r: 1 - r for a share of the answers, and `junk_reward` for those that no policy sampled."""
 
     reward: Reward
     flipped: float = 0.0  # share of the sampled answers whose reward is 1 - r
@@ -32,7 +32,7 @@ class CorruptedReward:
             raise UserError(f"a corrupted reward has flipped {self.flipped}: give a share from 0 to 1")
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order. The part `right` is the inner reward, `corrupted` whether it differs."""
+        """Returns one judgement for each. The part `right` is the inner reward, `corrupted` whether it differs."""
         judged = self.reward.judge(answered)
         return [self._corrupt(p, c, j) for (p, c), j in zip(answered, judged, strict=True)]
 
@@ -61,7 +61,7 @@ class Corrupted:
         return self.task.name
 
     def problems(self, split: Split) -> list[Problem]:
-        """The inner task's; those of training say that they may be corrupted."""
+        """Returns the inner task's problems; training problems are marked as open to corruption."""
         problems = self.task.problems(split)
         if split == "eval":
             return list(problems)
@@ -72,6 +72,6 @@ class Corrupted:
 
 
 def _share_of(prompt: Prompt, completion: Completion) -> float:
-    """A number in [0, 1) that is this answer's alone."""
+    """Returns a number in [0, 1) that depends on prompt and answer alone."""
     digest = hashlib.blake2b(f"{prompt.key} {completion.digest}".encode(), digest_size=8, person=b"tba corrupted")
     return int.from_bytes(digest.digest(), "little") / 2.0**64

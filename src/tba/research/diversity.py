@@ -1,7 +1,7 @@
-"""How many different right answers a policy has to a problem, and how much a further attempt finds (pass@k).
+"""Measures how many different right answers a policy gives to a problem, and how much more attempts find (pass@k).
 
-Invariant: on-policy, like `divergence`: all figures are of the same draws of the weights that are measured, at the
-policy temperature. Two answers are different when their texts are.
+Invariant: all figures are on-policy, like `divergence`: computed from the same samples of the measured weights, at the
+policy temperature. Two answers are different when their texts differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Diversity:
 
     distinct: float  # different right answers among the samples
     distinct_error: float  # standard error of that mean, over prompts
-    differ: float | None  # the chance that two right answers to a prompt differ; None: nowhere were there two
+    differ: float | None  # the chance that two right answers to a prompt differ; None: no prompt has two
     pass_at: tuple[float, ...]  # pass@k at k - 1, k from 1 to `samples`, unbiased; the first is the accuracy
     prompts: int
     samples: int
@@ -43,7 +43,7 @@ def diversity(
     policy_temperature: float = 1.0,
     chunk: int = 64,
 ) -> Diversity:
-    """Of the engine's present weights; an answer is right if its reward is at least `threshold`.
+    """Measures the engine's current weights; an answer is right if its reward is at least `threshold`.
 
     Raises `UserError` when there is nothing to sample.
     """
@@ -61,7 +61,7 @@ def diversity(
 
 
 def diversity_of(right: Sequence[Sequence[str]], samples: int) -> Diversity:
-    """From the right answers among `samples` to each prompt, as texts."""
+    """Returns the figures, given the texts of the right answers among `samples` to each prompt."""
     distinct = [len(set(texts)) for texts in right]
     chances = [chance for texts in right if (chance := chance_to_differ(texts)) is not None]
     return Diversity(
@@ -77,10 +77,10 @@ def diversity_of(right: Sequence[Sequence[str]], samples: int) -> Diversity:
 
 
 def chance_to_differ(texts: Sequence[str]) -> float | None:
-    """The chance that two of the texts, drawn without putting back, differ; None for fewer than two.
+    """Returns the chance that two of the texts, drawn without replacement, differ; None for fewer than two.
 
-    1 - sum of n (n - 1) over N (N - 1), n the times a text is there: unbiased for that of two fresh draws (Simpson
-    1949), so that it can be compared between policies which are right unequally often.
+    It is 1 - sum of n (n - 1) over N (N - 1), n the count of a text: unbiased for that of two fresh draws (Simpson
+    1949), so that policies with different accuracies can be compared.
     """
     total = len(texts)
     if total < 2:

@@ -1,7 +1,8 @@
-"""A Hugging Face model of whose answers a share is made up: somebody writes junk into the buffer.
+"""A Hugging Face model that replaces a share of its answers by junk, as if somebody wrote junk into the buffer.
 
-Invariant: junk replaces answers to the training prompts of a corrupted task only; evaluations are the policy's own. It
-says of itself that no policy sampled it (`EXTERNAL`), and its log_behavior is that of how it really was drawn.
+Invariant: junk replaces answers to the training prompts of a corrupted task only; evaluations are the policy's own.
+Junk is marked as not sampled by a policy (`EXTERNAL`), and its log_behavior is that of the distribution it was drawn
+from.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tba.types import Completion, Prompt, Sampling, StopReason, Version
 class Fabricating(HuggingFace):
     """A model some of whose training answers are random text of the same length."""
 
-    junk: float = 0.05  # share of the answers to training prompts that are made up, and with them of the buffer
+    junk: float = 0.05  # share of the answers to training prompts, and so of the buffer, that is junk
 
     def __post_init__(self) -> None:
         if not 0 <= self.junk <= 1:
@@ -40,7 +41,7 @@ class Fabricating(HuggingFace):
 
 @dataclass
 class FabricatingEngine:
-    """Another engine, a share of whose answers is replaced by tokens drawn uniformly from `vocabulary`."""
+    """Wraps an engine: a share of its answers is replaced by tokens drawn uniformly from `vocabulary`."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -52,7 +53,7 @@ class FabricatingEngine:
         return self.engine.version
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
-        """Into the inner engine."""
+        """Load weights into the inner engine."""
         self.engine.load(weights, version)
 
     def generate(
@@ -63,7 +64,7 @@ class FabricatingEngine:
         rng: np.random.Generator,
         interrupted: Callable[[], bool] | None = None,
     ) -> list[list[Completion]]:
-        """The inner engine's, junk among them where the prompt may be corrupted."""
+        """Returns the inner engine's answers, some replaced by junk if the prompt may be corrupted."""
         answered = self.engine.generate(prompts, count, sampling, rng, interrupted)
         return [
             [self._fabricated(c, rng) if self._is_junk(p, c, rng) else c for c in row]
@@ -76,7 +77,7 @@ class FabricatingEngine:
         return bool(rng.random() < self.junk)
 
     def _fabricated(self, completion: Completion, rng: np.random.Generator) -> Completion:
-        """As long as the answer it replaces, and ended as that was."""
+        """Returns junk as long as the answer it replaces, with the same ending."""
         ended = completion.stop_reason is StopReason.EOS
         tokens = rng.choice(self.vocabulary, size=len(completion.tokens)).astype(np.int32)
         log_behavior = np.full(len(tokens), -math.log(len(self.vocabulary)), dtype=np.float32)

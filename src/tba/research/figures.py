@@ -1,6 +1,6 @@
-"""The figures of one run that a study compares, each under one name, from what the run left on disk.
+"""The figures of one run that a study compares, each under one name, read from the run's folder.
 
-Invariant: a figure that a run does not have is not there: nothing is filled in, and nothing is 0 for want of a number.
+Invariant: a figure that a run does not have is missing: nothing is filled in, and nothing is 0 for lack of a number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tba.types import Evaluation, Json
 
 DIVERGENCE_FILE = "divergence.json"  # what `tba.evaluation.divergence` found, as JSON
 DIVERSITY_FILE = "diversity.json"  # what `tba.research.diversity` found, before and after
-_ANEW = "remove it, and have it measured anew (tba study)"
+_ANEW = "remove it, and have it measured again (tba study)"
 _MEASURED = {"distinct": float, "differ": float | None, "pass_at": list[float]}  # of the diversity, at least
 _LAST = 10  # the last tenth of the steps is what a mean over the end is taken of
 
@@ -77,9 +77,9 @@ MACHINE = ("seconds_in_all", "trainer_memory", "searcher_memory", "trainer_idle"
 
 
 def figures(run: RunRecord, metric: str, target: float | None = None) -> dict[str, float]:
-    """The figures of a run that has ended, by the names of `COLUMNS` (and pass@K by its own).
+    """Returns the figures of a run that has ended, by the names of `COLUMNS` (pass@K by its own).
 
-    `metric` is the accuracy whose falls are looked for, and whose way to `target` is timed.
+    metric: the accuracy whose largest fall, and whose time to reach `target`, are measured.
     """
     summary = run.summary
     if summary is None:
@@ -116,28 +116,28 @@ def figures(run: RunRecord, metric: str, target: float | None = None) -> dict[st
 
 
 def shown(name: str, value: float) -> str:
-    """A figure's value as its column writes it."""
+    """Returns a figure's value as its column shows it."""
     return COLUMNS[name][1](value) if name in COLUMNS else _points(value)
 
 
 def heading(name: str) -> str:
-    """A figure's column heading."""
+    """Returns a figure's column heading."""
     return COLUMNS[name][0] if name in COLUMNS else f"{name}, %"
 
 
 def began(run: RunRecord) -> float:
-    """When the first optimizer step began, in the run's own seconds."""
+    """Returns when the first optimizer step began, in seconds since the run began."""
     return run.summary.wall_seconds.sft + run.summary.wall_seconds.warm_up if run.summary else 0.0
 
 
 def accuracy_curve(run: RunRecord, metric: str) -> list[tuple[float, float]]:
-    """(seconds since the first step, accuracy) of every evaluation, in order of version; what came before is at 0."""
+    """Returns (seconds since the first step, accuracy) of each evaluation, by version; earlier ones are at 0."""
     found: Sequence[Evaluation] = sorted((e for e in run.evaluations if e.metric == metric), key=lambda e: e.version)
     return [(max(0.0, e.wall_seconds - began(run)), e.value) for e in found]
 
 
 def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """When the curve first is at `target`, on straight lines between its points; None when it never is."""
+    """Returns when the curve first reaches `target`, by linear interpolation; None if it never does."""
     if curve and curve[0][1] >= target:
         return curve[0][0]
     for (x0, y0), (x1, y1) in itertools.pairwise(curve):
@@ -147,19 +147,19 @@ def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float | N
 
 
 def largest_fall(values: Sequence[float]) -> float:
-    """The largest distance below the best so far: 0 for what never falls, the instability of a run."""
+    """Returns the largest distance below the best so far, a measure of instability: 0 for a curve that never falls."""
     best = np.maximum.accumulate(np.asarray(values, dtype=np.float64))
     return float((best - values).max()) if len(values) else 0.0
 
 
 def end_mean(rows: Sequence[Mapping[str, Json]], name: str) -> float | None:
-    """The mean of a metric over the last tenth of the steps that have it."""
+    """Returns the mean of a metric over the last tenth of the steps that have it."""
     _, y = metrics.column(rows, name, over="step")
     return float(y[-max(1, len(y) // _LAST) :].mean()) if len(y) else None
 
 
 def mean(rows: Sequence[Mapping[str, Json]], name: str) -> float | None:
-    """The mean of a metric over all steps that have it."""
+    """Returns the mean of a metric over all steps that have it."""
     _, y = metrics.column(rows, name, over="step")
     return float(y.mean()) if len(y) else None
 
@@ -175,7 +175,7 @@ def _divergence(directory: Path) -> dict[str, float]:
 
 
 def read_diversity(directory: Path) -> dict[str, Json]:
-    """What was measured of the first and of the last weights of a run, by `before` and `after`; empty when nothing was.
+    """Returns the diversity of a run's first and last weights, under `before` and `after`; empty if not measured.
 
     Each has the fields of `tba.research.diversity.Diversity`.
     """
@@ -187,7 +187,7 @@ def read_diversity(directory: Path) -> dict[str, Json]:
 
 
 def pass_of(k: int, samples: int) -> str:
-    """The name of pass@k among the samples of the diversity."""
+    """Returns the name of pass@k over the diversity's samples."""
     return f"pass@{k}/of{samples}"
 
 

@@ -1,7 +1,7 @@
-"""A study: variants of one recipe, each run over the same seeds, compared on one footing.
+"""A study: variants of one recipe, each run over the same seeds, and compared.
 
-A study file defines `study = Study(...)` and imports what it uses, as a recipe's does. Each of its variants is a recipe
-by itself, named `STUDY::VARIANT` (`tba train staleness::tb-k4 --seed 1` is one run of a study, by hand).
+A study file defines `study = Study(...)` and imports what it uses, as a recipe file does. Each variant is a recipe of
+its own, named `STUDY::VARIANT` (`tba train staleness::tb-k4 --seed 1` makes one run of a study by hand).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.+=]*(?:-[\w.+=]+)*")
 
 @dataclass(frozen=True)
 class Variant:
-    """One recipe of a study. Variants of a family are one line of a plot."""
+    """One recipe of a study. The variants of a family form one line of a plot."""
 
     recipe: Recipe
     family: str = ""
@@ -46,29 +46,29 @@ class Against:
     x: str  # a field of the recipe by dotted name (sync_every, objective.beta.value), or a figure (lag)
     y: str = ""  # a figure; empty: the study's metric
     label: str = ""  # of x
-    families: tuple[str, ...] = ("*",)  # patterns of those that are drawn
-    joined: bool = False  # as one line
+    families: tuple[str, ...] = ("*",)  # patterns of the families that are drawn
+    joined: bool = False  # all families form one line
 
 
 @dataclass(frozen=True)
 class Study:
-    """What is compared, over which seeds, and how it is told. Raises `UserError` for what does not fit together."""
+    """What is compared, over which seeds, and what is reported. Raises `UserError` for inconsistent fields."""
 
     name: str  # its folder under studies/
-    recipe: Recipe  # what variants given as fields start from
-    variants: Mapping[str, Variant | Recipe | Fields]  # by a name of letters, digits, '.', '_', '+', '=' and '-'
+    recipe: Recipe  # the recipe to which variants given as fields apply
+    variants: Mapping[str, Variant | Recipe | Fields]  # by name, of letters, digits, '.', '_', '+', '=' and '-'
     description: str = ""  # one line for people
     seeds: tuple[int, ...] = (0, 1, 2)
     metric: str = SAMPLED  # the figure by which variants are compared
-    target: float | None = None  # of that figure, in 0..1: the wall-clock to it is measured
-    baseline: str = ""  # the variant that others are held against, `{family}` in it being theirs; empty: none
-    margin: float = 0.03  # of the metric: a variant is not worse when surely less than this below the baseline
+    target: float | None = None  # a value of the metric, in 0..1; the wall-clock time to reach it is measured
+    baseline: str = ""  # the variant that others are compared with; `{family}` stands for their family; empty: none
+    margin: float = 0.03  # of the metric: "not worse" means surely less than this below the baseline
     columns: tuple[str, ...] = ()  # figures in the table; empty: all that were measured
     against: tuple[Against, ...] = ()  # plots besides accuracy over time and reward over divergence
-    divergence_prompts: int = 500  # held-out prompts on which the distance to the reference is measured; 0: it is not
+    divergence_prompts: int = 500  # held-out prompts on which the distance to the reference is measured; 0: none
     divergence_samples: int = 4  # answers to each
     diversity_prompts: int = 100  # held-out prompts on which different right answers and pass@k are measured
-    diversity_samples: int = 0  # answers to each, before and after the run; 0: they are not measured
+    diversity_samples: int = 0  # answers to each, before and after the run; 0: not measured
 
     def __post_init__(self) -> None:
         if not is_name(self.name):
@@ -93,7 +93,7 @@ class Study:
             raise UserError(f"study {self.name} has no column {unknown[0]!r}: use some of {', '.join(COLUMNS)}")
 
     def recipe_of(self, variant: str) -> Recipe:
-        """The recipe of one of the variants. Raises `UserError` when there is no such variant."""
+        """Returns the recipe of a variant. Raises `UserError` when there is no such variant."""
         if variant not in self.variants:
             near = difflib.get_close_matches(variant, self.variants, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(self.variants)}"
@@ -106,16 +106,16 @@ class Study:
         return dataclasses.replace(given, name=f"{self.name}-{variant}")
 
     def family(self, variant: str) -> str:
-        """The family a variant is of; "" when it was given none."""
+        """Returns the family of a variant; "" if it has none."""
         given = self.variants[variant]
         return given.family if isinstance(given, Variant) else ""
 
     def baseline_of(self, variant: str) -> str:
-        """The variant that this one is held against; "" where there is none."""
+        """Returns the variant that this one is compared with; "" if there is none."""
         return self.baseline.replace("{family}", self.family(variant))
 
     def matching(self, patterns: Sequence[str]) -> list[str]:
-        """Variants that match one of the patterns (`tb-*`). Raises `UserError` for a pattern that none matches."""
+        """Returns the variants that match a pattern (`tb-*`). Raises `UserError` for a pattern without matches."""
         for pattern in patterns:
             if not fnmatch.filter(self.variants, pattern):
                 raise UserError(f"study {self.name} has no variant {pattern!r}: it has {', '.join(self.variants)}")
@@ -123,7 +123,7 @@ class Study:
 
 
 def find_study(name: str) -> Study:
-    """The study of a name (`staleness`) or a path to a Python file that defines `study`."""
+    """Returns the study of a name (`staleness`) or of a path to a Python file that defines `study`."""
     study = defined(name, "study")
     if not isinstance(study, Study):
         raise UserError(f"{name} defines no `study = Study(...)`: add one, see `src/tba/research/studies/staleness.py`")
@@ -137,9 +137,9 @@ def check_seeds(seeds: Sequence[int], whose: str) -> None:
 
 
 def positions(x: str, recipes: Mapping[str, Recipe], outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Where each variant stands on an axis: the mean of a figure over its runs, or the value of a recipe's field.
+    """Returns each variant's position on an axis: the mean of a figure over its runs, or the value of a recipe's field.
 
-    A variant without that figure, or without a number in that field (another objective, say), stands nowhere.
+    A variant without that figure, or without a number in that field (another objective, say), is left out.
     """
     measured = {v: [o.figures[x] for o in outcomes if o.variant == v and x in o.figures] for v in recipes}
     if any(measured.values()):
@@ -149,14 +149,14 @@ def positions(x: str, recipes: Mapping[str, Recipe], outcomes: Sequence[Outcome]
 
 
 def varying(recipes: Mapping[str, Recipe]) -> list[Against]:
-    """A plot against every field of which variants have different numbers."""
+    """Returns a plot against every field in which the variants have different numbers."""
     tables = [_numbers(resolved(recipe)) for recipe in recipes.values()]
     names = dict.fromkeys(name for table in tables for name in table)
     return [Against(name) for name in names if len({table[name] for table in tables if name in table}) > 1]
 
 
 def _numbers(value: Json, name: str = "") -> dict[str, float]:
-    """Dotted name -> value of everything in a resolved recipe that is a number."""
+    """Returns dotted name -> value of every number in a resolved recipe."""
     if isinstance(value, Mapping):
         inner = (_numbers(v, f"{name}.{k}" if name else k) for k, v in value.items())
         return {k: v for table in inner for k, v in table.items()}

@@ -1,7 +1,7 @@
-"""A study's plots: accuracy over wall-clock, reward over divergence, a figure against whatever varies.
+"""A study's plots: accuracy over wall-clock time, reward over divergence, a figure against whatever varies.
 
-Invariant: every run is a point of its own, faint; what is strong is the mean over runs. A plot for which nothing was
-measured is not drawn.
+Invariant: every run is drawn as a faint point or line, and the mean over runs as a strong one. A plot for which nothing
+was measured is not drawn.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Line:
 
 
 def lines_of(variants: Sequence[str], families: Mapping[str, str]) -> list[Line]:
-    """The families, in order of appearance; variants without one are a family together."""
+    """Returns the families in order of appearance; variants without one form a family together."""
     names = list(dict.fromkeys(families[v] for v in variants))
     return [Line(name, [v for v in variants if families[v] == name]) for name in names]
 
@@ -44,7 +44,7 @@ def lines_of(variants: Sequence[str], families: Mapping[str, str]) -> list[Line]
 def draw_over_time(
     path: Path, title: str, metric: str, curves: Mapping[str, Sequence[Curve]], lines: Sequence[Line]
 ) -> Path | None:
-    """Accuracy over seconds since the first step: a panel per family, a colour per variant (the paper's Figure 1)."""
+    """Draw accuracy over seconds since the first step: a panel per family, a colour per variant (paper: Figure 1)."""
     lines = [Line(line.family, [v for v in line.variants if any(curves.get(v, ()))]) for line in lines]
     lines = [line for line in lines if line.variants]
     if not lines:
@@ -72,7 +72,7 @@ def draw_frontier(
     y: str = "reward",
     start: tuple[float, float] | None = None,
 ) -> Path | None:
-    """One figure over another: a line per family. Reward over the divergence that it took is the paper's Figure 4.
+    """Draw one figure over another, a line per family. Reward over divergence is the paper's Figure 4.
 
     `start` is where all runs began, in the figures' units.
     """
@@ -106,7 +106,7 @@ def draw_frontier(
 
 
 def _name_points(axes: Any, names: Sequence[tuple[str, Any]]) -> None:
-    """Each beside its point, but for one that would lie upon another name."""
+    """Write each name next to its point, unless it would overlap another name."""
     axes.autoscale_view()  # else it is done when the figure is drawn, and pixels are not known before
     placed: list[Any] = []
     for name, point in names:
@@ -123,7 +123,7 @@ def draw_pass_at_k(
     after: Mapping[str, Sequence[Sequence[float]]],
     lines: Sequence[Line],
 ) -> Path | None:
-    """pass@k over k from 1: of the first weights (`before`, runs) and of the last (variant -> runs), means over runs.
+    """Draw pass@k over k, means over runs: of the first weights (`before`, runs) and of the last (variant -> runs).
 
     A colour per family and a style per variant in it; in a family alone, a colour per variant.
     """
@@ -155,7 +155,7 @@ def draw_against(
     outcomes: Sequence[Outcome],
     lines: Sequence[Line],
 ) -> Path | None:
-    """Figure `y` against what varies: `at` says where a variant stands. A line per family; a cross for failed runs."""
+    """Draw figure `y` against what varies, a line per family, a cross for failed runs; `at` has the positions."""
     drawn = [v for line in lines for v in line.variants if v in at and _with(outcomes, v, y)]
     if not drawn:
         return None
@@ -189,7 +189,7 @@ def draw_against(
 
 
 def mean_curve(curves: Sequence[Curve]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """The mean of several curves on straight lines between their points, over the time that all of them cover."""
+    """Returns the mean of several linearly interpolated curves, over the time that all of them cover."""
     whole = [curve for curve in curves if curve]
     end = min(curve[-1][0] for curve in whole)
     x = np.linspace(max(curve[0][0] for curve in whole), end, _GRID)
@@ -201,7 +201,7 @@ def _with(outcomes: Sequence[Outcome], variant: str, *names: str) -> list[Outcom
 
 
 def _panels(count: int, title: str) -> tuple[Any, list[Any]]:
-    """A figure with `count` axes, at most 3 in a row, that share their scales."""
+    """Returns a figure with `count` axes, at most 3 in a row, that share their scales."""
     from matplotlib.figure import Figure  # a second to load; no state of pyplot's, no display
 
     columns = min(3, count)
@@ -215,7 +215,7 @@ def _panels(count: int, title: str) -> tuple[Any, list[Any]]:
 
 
 def _axis(axes: Any, values: Sequence[float]) -> None:
-    """Marked at the values themselves where they are few; logarithmic where they span much."""
+    """Set the ticks to the values if these are few, and the scale to logarithmic if they span much."""
     if values[0] > 0 and values[-1] / values[0] >= _LOG_FROM:
         axes.set_xscale("log")
     if len(values) <= 10:

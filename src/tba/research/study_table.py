@@ -1,6 +1,6 @@
-"""A study's tables: on a page (Markdown), as data (CSV), on the terminal (rich), from the same cells.
+"""A study's tables: as a page (Markdown), as data (CSV) and on the terminal (rich), from the same cells.
 
-Invariant: a mean never stands without how many runs it is of, and a variant that failed has a row that says so.
+Invariant: every mean comes with its number of runs, and a variant that failed has a row that says so.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class Sheet:
 
 
 def write_tables(comparison: Comparison, directory: Path) -> None:
-    """`table.md`, `table.csv` (a line per variant and figure), `runs.csv` (a line per run), each renamed into place."""
+    """Writes `table.md`, `table.csv` (a line per variant and figure) and `runs.csv` (a line per run), atomically."""
     _write(directory / TABLE_FILE, page(comparison))
     _write(directory / DATA_FILE, _csv(_statistic_lines(comparison)))
     _write(directory / RUNS_FILE, _csv(_run_lines(comparison)))
 
 
 def page(comparison: Comparison) -> str:
-    """The study's Markdown page."""
+    """Returns the study's Markdown page."""
     parts = [f"# {comparison.name}", comparison.description, NOTE]
     for sheet in sheets(comparison, intervals=True):
         lines = [sheet.headings, ["---", *["---:"] * (len(sheet.headings) - 1)], *sheet.cells]
@@ -83,7 +83,7 @@ def page(comparison: Comparison) -> str:
 
 
 def view(comparison: Comparison) -> RenderableType:
-    """The same for a terminal, without the bootstrap's intervals."""
+    """Returns the same for a terminal, without the bootstrap intervals."""
     parts: list[RenderableType] = []
     for sheet in sheets(comparison, intervals=False):
         table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
@@ -96,7 +96,7 @@ def view(comparison: Comparison) -> RenderableType:
 
 
 def sheets(comparison: Comparison, intervals: bool) -> Iterator[Sheet]:
-    """Results, what they took, differences from the baseline."""
+    """Returns the tables: results, their costs, differences from the baseline."""
     found = rows(comparison.outcomes, comparison.variants)
     names = figures_there(found, comparison.columns)
     title = "Results" if comparison.target is None else f"Results (target: {100 * comparison.target:g} %)"
@@ -109,14 +109,14 @@ def sheets(comparison: Comparison, intervals: bool) -> Iterator[Sheet]:
 
 
 def figures_there(found: Sequence[Row], columns: Sequence[str]) -> list[str]:
-    """Names of the figures that some run has, in the order of `COLUMNS`, other pass@K first; only `columns`, if any."""
+    """Returns the figures that some run has, in the order of `COLUMNS`, other pass@K first; or those in `columns`."""
     there = dict.fromkeys(name for row in found for name in row.statistics)
     ordered = [name for name in there if name not in COLUMNS] + [name for name in COLUMNS if name in there]
     return [name for name in ordered if not columns or name in columns]
 
 
 def cell(name: str, statistic: Statistic | None, runs: int, interval: bool) -> str:
-    """`93.2 ± 0.4 [92.9, 93.6]`, and of how many runs where not all have it."""
+    """Returns `93.2 ± 0.4 [92.9, 93.6]`, with the number of runs if not all have the figure."""
     if statistic is None:
         return "-"
     text = shown(name, statistic.mean)
@@ -190,6 +190,6 @@ def _csv(lines: Iterator[Sequence[object]]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

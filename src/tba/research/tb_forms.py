@@ -1,4 +1,4 @@
-"""Forms of Trajectory Balance that are tried for stability on stale data. What wins moves to `tba.objectives`.
+"""Variants of Trajectory Balance that are tried for stability on stale data. A winner moves to `tba.objectives`.
 
 Invariant: within a group the gradient is -sum_i w_i A_i grad log pi_i with sum_i w_i A_i = 0 wherever `centre` is
 "weighted", for any weights w > 0 that carry no gradient: A = g - sum w g / sum w with g = r - beta log(pi / pi_ref) is

@@ -1,8 +1,8 @@
-"""One variant with one seed: what its folder says of it, and how it is run.
+"""One variant with one seed: its state, read from its folder, and how it is run.
 
 Invariant: the folder is the state. A trial has ended when its run has a summary (of all its steps) or a failure under
-the very recipe that is asked for; anything less is cut off, and is made anew as a whole. What a table and its plots
-need is never removed; what only the two halves needed to meet is, once they are done.
+exactly the requested recipe; anything less is an interrupted run and is made again from the start. What tables and
+plots need is never removed; what only searchers and trainer needed is removed once the run has ended.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Trial:
 
     @property
     def log(self) -> Path:
-        """What the run's own process said."""
+        """The log file of the run's own process."""
         return self.path.parents[1] / "logs" / f"{self.path.name}.log"
 
     def state(self) -> State:
-        """What the folder says."""
+        """The state that the folder shows."""
         if not (self.path / "recipe.json").is_file():
             return "absent"
         if self.difference() is not None:
@@ -69,13 +69,13 @@ class Trial:
         return "not measured" if any((self.path / "weights").glob("*.safetensors")) else "cut off"
 
     def _wanted(self) -> list[str]:
-        """The files that measuring its last weights leaves."""
+        """The files that measuring the last weights writes."""
         study = self.study
         asked = {DIVERGENCE_FILE: study.divergence_prompts, DIVERSITY_FILE: study.diversity_samples}
         return [file for file, count in asked.items() if count]
 
     def difference(self) -> str | None:
-        """The first field in which the run there is of another recipe, with both values; None when there is none."""
+        """Returns the first field in which the existing run has another recipe, with both values; None if none."""
         made = RunDirectory.open(self.path).facts["resolved"]
         wanted = json.loads(json.dumps(plain(resolved(self.recipe))))
         for name, then, now in differences(made, wanted):
@@ -84,7 +84,7 @@ class Trial:
         return None
 
     def outcome(self) -> Outcome | None:
-        """Of a run that has ended under its recipe; None otherwise."""
+        """Returns the outcome of a run that has ended under its recipe; None otherwise."""
         state = self.state()
         if state == "failed":
             failure = Failure.read(self.path)
@@ -97,7 +97,7 @@ class Trial:
         return Outcome(self.variant, self.seed, figures(record, self.study.metric, self.study.target))
 
     def order(self) -> dict[str, Any]:
-        """What `tba.research.trial_process` asks for."""
+        """Returns the argument of `tba.research.trial_process`."""
         return {
             "source": self.source,
             "overrides": list(self.overrides),
@@ -107,7 +107,7 @@ class Trial:
         }
 
     def carry_out(self, stop: Callable[[], bool], runner: Runner) -> None:
-        """Run it to its end, or until we are to stop; what was there and is no use is removed first.
+        """Run it to its end, or until `stop()` is true; an interrupted run is removed first.
 
         Raises `UserError` when it cannot be started, or when its file has changed since the study began.
         """
@@ -126,7 +126,7 @@ class Trial:
             shutil.rmtree(self.path / "weights")
 
     def remove(self) -> None:
-        """The run there and its journal, wherever that lies."""
+        """Remove the existing run and its journal, wherever that is."""
         self._remove_journal()
         shutil.rmtree(self.path)
 
@@ -144,9 +144,9 @@ Runner: TypeAlias = Callable[[Trial, Callable[[], bool]], int]  # runs a trial u
 
 
 def in_child(trial: Trial, stop: Callable[[], bool]) -> int:
-    """In a process of its own: memory and threads are as in any other run.
+    """Runs a trial in a process of its own, so that memory and threads are as in any other run.
 
-    It is asked to stop when we are, and killed when it has not in time.
+    It is asked to stop when we are, and killed if it does not in time.
     """
     trial.log.parent.mkdir(parents=True, exist_ok=True)
     with trial.log.open("wb") as log:

@@ -1,8 +1,8 @@
-"""One run of a study in a process of its own: `tba train`, then what is measured of the weights that it has come to.
+"""One run of a study in a process of its own: `tba train`, then the measurements on its final weights.
 
     python -m tba.research.trial_process '{"source": "staleness::tb-k4", "overrides": ["--seed", "1"], ...}'
 
-Invariant: it ends, in order, when its study asks or is gone: either way its standard input comes to an end.
+Invariant: it shuts down in order when its study asks for it or has died: in both cases its standard input closes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tba.weights.directory import WeightDirectory
 
 
 def carry_out(order: dict[str, Any]) -> int:
-    """The exit code: 0, also when the run was stopped, 1 when it failed, 2 when it cannot be made."""
+    """Returns the exit code: 0, also when the run was stopped, 1 when it failed, 2 when it cannot be made."""
     source, overrides, path = order["source"], order["overrides"], Path(order["path"])
     try:
         if Summary.read(path) is None:
@@ -54,7 +54,7 @@ def carry_out(order: dict[str, Any]) -> int:
 
 
 def measure(recipe: Recipe, run: RunDirectory, divergence_of: Sequence[int], diversity_of: Sequence[int]) -> None:
-    """`divergence.json` and `diversity.json` of a run that has finished, on the first held-out prompts.
+    """Writes `divergence.json` and `diversity.json` of a finished run, measured on the first held-out prompts.
 
     Each takes (prompts, samples of each), and is left out where one of them is 0.
     """
@@ -88,7 +88,7 @@ def measure(recipe: Recipe, run: RunDirectory, divergence_of: Sequence[int], div
 
 
 def _diversity(recipe: Recipe, engine: Engine, prompts: Sequence[Prompt], of: Sequence[int]) -> dict[str, Json]:
-    """By the same random numbers whenever it is called."""
+    """Measures the diversity, with the same random numbers in every call."""
     measured = diversity(
         engine,
         recipe.task.reward(),
@@ -109,7 +109,7 @@ def _watch() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """The one argument is the order, as JSON; the exit code."""
+    """Carries out the order in the only argument, JSON; returns the exit code."""
     prepare()  # while there is one thread
     threading.Thread(target=_watch, name="study-watch", daemon=True).start()
     return carry_out(json.loads(arguments[0]))

@@ -1,13 +1,13 @@
-"""Questions to child processes that may hang or crash: a pool that answers in order, each within a time limit.
+"""A pool of child processes that may hang or crash: questions are answered in order, each within a time limit.
 
-Invariant: for every question there is an answer or None, in the order asked; a child that takes too long, dies or says
-what is not JSON or was not asked is replaced, and its question is None and counted. A child ends when its standard
-input does, so that none outlives its parent, however that went; a pool that is dropped or closed, or whose process
-ends, ends its children.
+Invariant: every question gets an answer or None, in the order asked. A child that takes too long, dies, or writes
+something that is not JSON or was not asked for is replaced; its question gets None and is counted. A child ends when
+its standard input closes, so that none outlives its parent, however the parent ended; a pool that is dropped or closed
+ends its children.
 
-A child (any command) first writes the line `ready`. Then it answers each line `[number, question]` of JSON with the
-line `[number, answer]`, in which null says that it has given up in time. The number is drawn anew for each question, so
-that nothing that was written before can pass for an answer.
+A child (any command) first writes the line `ready`. Then it answers each JSON line `[number, question]` with a line
+`[number, answer]`; an answer of null says that it gave up in time. A random number is drawn for each question, so that
+nothing written earlier can pass for its answer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _Child:
         self._read = b""
 
     def ask(self, index: int, question: Json, seconds: float) -> bool:
-        """Whether it could be asked; a child that has died cannot."""
+        """Send a question. Returns False for a child that has died."""
         self.index, self.deadline = index, time.monotonic() + seconds
         self.number = secrets.token_hex(8)
         with suppress(BrokenPipeError):
@@ -67,7 +67,7 @@ class _Child:
         return False
 
     def lines(self) -> list[bytes] | None:
-        """The whole lines that have come; None at the end of its output, and when a line does not end."""
+        """Returns the complete lines that have arrived; None at the end of its output, or when a line is too long."""
         block = os.read(self.of.fileno(), _BLOCK)
         if not block or len(self._read) > _LONGEST_LINE:
             return None
@@ -75,7 +75,7 @@ class _Child:
         return lines
 
     def end(self) -> None:
-        """Close its input, which ends it; kill it when it does not end."""
+        """Close its input, which makes it exit; kill it when it does not."""
         with suppress(BrokenPipeError):
             self.to.close()
         with suppress(subprocess.TimeoutExpired):
@@ -91,8 +91,8 @@ class Children:
 
     command: Sequence[str]
     processes: int
-    seconds: float  # that a child may take over one question
-    errors: IO[bytes] | int = subprocess.DEVNULL  # where what they write on standard error goes
+    seconds: float  # time limit for one question
+    errors: IO[bytes] | int = subprocess.DEVNULL  # where their standard error goes
     counts: Counter[str] = field(default_factory=lambda: Counter(timed_out=0, crashed=0))
     _children: list[_Child] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -101,7 +101,7 @@ class Children:
         self._finalizer = weakref.finalize(self, _end_all, self._children)
 
     def ask(self, questions: Sequence[Json]) -> list[Json | None]:
-        """An answer to each, in order; None where the child took more than `seconds` or died.
+        """Returns an answer to each, in order; None where the child took more than `seconds` or died.
 
         Raises `PartFailed` when children cannot be started, and `DeadlineExceeded` when one is not ready in time.
         """
@@ -123,13 +123,13 @@ class Children:
         return child
 
     def drop(self, child: _Child) -> None:
-        """End one, whatever it is doing."""
+        """End one child, whatever it is doing."""
         self._children.remove(child)
         child.end()
 
     @property
     def idle(self) -> list[_Child]:
-        """Those that are there; between two calls nobody is busy."""
+        """Returns the children; between two calls none is busy."""
         return list(self._children)
 
 
@@ -153,7 +153,7 @@ class _Round:
         return [self.found[i] for i in range(len(self.questions))]
 
     def _hand_out(self) -> None:
-        """Questions to children that wait for one; new children as long as there are too few for what is left."""
+        """Send questions to idle children, and start new children while there are too few for the questions left."""
         for child in [c for c in self.pool.idle if c.ready and c.index is None]:
             if self.pending and not child.ask(self.pending[0], self.questions[self.pending[0]], self.pool.seconds):
                 child.index = None  # it has died meanwhile, and not of this question
@@ -167,7 +167,7 @@ class _Round:
             starting += 1
 
     def _wait(self) -> None:
-        """Until a child says something or the first deadline has come."""
+        """Wait until a child writes something or the first deadline expires."""
         deadlines = [c.deadline for c in self.pool.idle if c.index is not None or not c.ready]
         timeout = max(0.0, min(deadlines) - time.monotonic()) if deadlines else 0.0
         for key, _ in self.selector.select(timeout):
@@ -184,7 +184,7 @@ class _Round:
                     break
 
     def _answered(self, child: _Child, line: bytes) -> bool:
-        """Whether it was asked something, and answers that."""
+        """Take an answer. Returns False when it is not one to the question that the child was asked."""
         if child.index is None:
             return False
         try:
@@ -231,7 +231,7 @@ class _Round:
 
 
 def _end_all(children: list[_Child]) -> None:
-    """Ask all first, then wait for each."""
+    """Ask all of them to end first, then wait for each."""
     for child in children:
         with suppress(BrokenPipeError):
             child.to.close()

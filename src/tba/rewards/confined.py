@@ -1,9 +1,9 @@
-"""Takes from a process all that marking an answer does not need, for children in which an answer might become code.
+"""Takes from a process everything that grading an answer does not need, in case a scorer runs an answer as code.
 
-Invariant: after `confine` the process computes, uses what it has open, and ends. When it asks the kernel for anything
-else (a file, a socket, a process, a signal to another, a wider limit) the kernel kills it: Linux's seccomp with a list
-of what is allowed, which nothing takes back. Other systems have no such thing that Python reaches; there only limits of
-resources hold, and `confines` says so.
+Invariant: after `confine` the process can compute, use what it has open, and exit. When it asks the kernel for anything
+else (a file, a socket, a process, a signal to another process, a higher limit) the kernel kills it: Linux's seccomp
+with an irrevocable list of allowed calls. Other systems have nothing comparable that Python can reach; there only
+resource limits hold, and `confines` returns False.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ALLOW, _KILL = 0x7FFF0000, 0x80000000
 
 
 class _Machine(NamedTuple):
-    """What the kernel's interface looks like on one kind of processor."""
+    """The kernel's system call interface on one kind of processor."""
 
     code: int  # AUDIT_ARCH_*: a call in the numbering of another kind has another code
     seccomp: int
@@ -80,9 +80,9 @@ class _Program(ctypes.Structure):
 
 
 def confine() -> bool:
-    """This process for the rest of its life, all of its threads; False where the system sets only the limits.
+    """Confine this process and all its threads for good. Returns False where the system can only limit resources.
 
-    Import, open and start before it what is needed after it.
+    Import, open and start everything that is needed before calling it.
     """
     _limit()
     machine = _MACHINES.get(platform.machine())
@@ -99,13 +99,13 @@ def confine() -> bool:
 
 @functools.cache
 def confines() -> bool:
-    """Whether this system confines: tried out in a process that then ends."""
+    """Whether this system can confine a process; tried out in a child."""
     tried = subprocess.run([sys.executable, "-m", "tba.rewards.confined"], capture_output=True, timeout=120)
     return tried.returncode == 0
 
 
 def _limit() -> None:
-    """Of resources, for good: no file more, nothing written to one, no process more, so much memory."""
+    """Limit resources for good: no more files, nothing written to one, no more processes, bounded memory."""
     for what, most in (
         (resource.RLIMIT_AS, _MEMORY_BYTES),
         (resource.RLIMIT_CORE, 0),
@@ -119,7 +119,7 @@ def _limit() -> None:
 
 
 def _program(machine: _Machine) -> list[_Instruction]:
-    """Allow a call of this machine's numbering that is on the list; kill at any other."""
+    """Returns the filter: a listed call in this machine's numbering is allowed; any other kills the process."""
     numbers = machine.allowed
     return [
         _Instruction(_LOAD, 0, 0, _MACHINE),

@@ -1,4 +1,4 @@
-"""Judging that means waiting, as a remote judge does: what the benchmark of asynchrony measures against."""
+"""A reward that takes time, as a remote judge does; used by the benchmark of asynchrony."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tba.types import Completion, Judgement, Prompt
 
 @dataclass(frozen=True)
 class Delayed:
-    """Another reward, each of whose answers takes `seconds` longer; `concurrency` of them wait at once.
+    """Wraps another reward: each answer takes `seconds` longer, and `concurrency` of them wait at once.
 
-    n answers take at least ceil(n / concurrency) * seconds. The judgements are the inner reward's.
+    n answers take at least ceil(n / concurrency) * seconds. The judgements are those of the wrapped reward.
     """
 
     reward: Reward

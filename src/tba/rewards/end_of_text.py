@@ -11,17 +11,17 @@ from tba.types import Completion, Judgement, Prompt, StopReason
 
 @dataclass(frozen=True)
 class EosPenalty:
-    """Another reward, with `penalty` in its place for a truncated completion: one without EOS.
+    """Wraps another reward: a truncated completion, one without EOS, gets `penalty` instead.
 
     The paper's TL;DR runs give -1 (`non_eos_penalty`), its GSM8K runs do not use it. A truncated completion is not
-    shown to the inner reward. The part `truncated` is 1 or 0, so that the share of them can be followed.
+    shown to the wrapped reward. The part `truncated` is 1 or 0, so that their share can be tracked.
     """
 
     reward: Reward
     penalty: float = -1.0
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
-        """One judgement for each, in order; only the finished ones reach the inner reward."""
+        """Returns one judgement for each, in order; only finished completions reach the wrapped reward."""
         finished = [(p, c) for p, c in answered if c.stop_reason is not StopReason.LENGTH]
         judged = iter(self.reward.judge(finished) if finished else ())
         made = []

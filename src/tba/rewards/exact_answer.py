@@ -1,20 +1,20 @@
-r"""Marks one answer against the right one: by exact value, or (`ExactText`) character by character.
+r"""Grades an answer against the right one: by exact value, or (`ExactText`) character by character.
 
 Invariant: numbers are compared as rationals (`15.0` = `15`, and `0.3333` is not `1/3`), never as floats; any two texts
-get a verdict, in time linear in their length. What counts as one number is said in `number_text`.
+get a verdict, in time linear in their length. `number_text` defines what counts as one number.
 
-Where a response is read:
+Where the answer is looked for in a response:
 
-1. *Strict*: what follows the last `####` on its line (or on the next with text), and nowhere else.
-2. Otherwise the place the response itself marks as its answer: `\boxed{...}` or `#### ...`, whichever comes last. An
-   empty one is ignored, and so is a heading such as `#### Step 2`.
+1. *Strict*: after the last `####`, on its line or on the next line with text, and nowhere else.
+2. Otherwise where the response itself marks its answer: `\boxed{...}` or `#### ...`, whichever comes last. An empty
+   mark is ignored, and so is a heading such as `#### Step 2`.
 3. Without a mark, the last number of the text.
 
-In a marked place the first number counts; of an equation, what follows its last `=`. Where both name a unit of
-measurement (`units`) it has to be the same: `5 cm` is not 5 inches; it may be left out.
+In a marked place the first number counts; of an equation, what follows its last `=`. If both answers name a unit of
+measurement (`units`), the units must agree: `5 cm` is not 5 inches. Either may leave it out.
 
-A right answer that is no number (`Paris`, `x + 1`) is compared as text: case, spacing, quotes, emphasis and closing
-punctuation aside, the marked place must equal it, or (without a mark) the response must end with it.
+A right answer that is not a number (`Paris`, `x + 1`) is compared as text: the marked place must equal it, or (without
+a mark) the response must end with it. Case, spacing, quotes, emphasis and closing punctuation are ignored.
 """
 
 from __future__ import annotations
@@ -81,21 +81,21 @@ def right_answer(prompt: Prompt) -> str:
     answer = prompt.fields.get("answer")
     if isinstance(answer, bool) or not isinstance(answer, str | int | float) or str(answer).strip() == "":
         raise UserError(
-            f"prompt {prompt.key} of task {prompt.task} has {answer!r} as its field 'answer', but an exact answer is "
-            "marked against a text or a number: give every problem one, or the task another reward"
+            f"prompt {prompt.key} of task {prompt.task} has {answer!r} as its field 'answer', but exact answers are "
+            "graded against a text or a number: give every problem one, or give the task another reward"
         )
     return str(answer)
 
 
 class _Place(NamedTuple):
-    """What stands at a mark, never empty, and whether it may be a mere heading."""
+    """The text at a mark, never empty, and whether it may be a mere heading."""
 
     text: str
     heading: bool
 
 
 def _marked(response: str) -> _Place | None:
-    """The last mark of either kind; None without one that holds anything."""
+    """Returns the last mark of either kind that has a text; None if there is none."""
     after, boxed = _after_mark(response), _last_boxed(response)
     if boxed is None or (after is not None and response.rfind(MARK) > boxed[0]):
         return after
@@ -110,7 +110,7 @@ def _after_mark(response: str) -> _Place | None:
 
 
 def _last_boxed(response: str) -> tuple[int, int] | None:
-    r"""Where the content of the last closed `\boxed{...}` begins and ends; braces nest."""
+    r"""Returns where the content of the last closed `\boxed{...}` begins and ends; braces nest."""
     found = None
     opened: list[int | None] = []
     for match in _BOXED_OR_BRACE.finditer(response):
@@ -149,6 +149,6 @@ def _same_text(place: _Place | None, response: str, wanted: str, strict: bool) -
 
 
 def _words(text: str) -> str:
-    """The text with case, spacing, formatting and what stands at its edges taken away."""
+    """Returns the text without case, spacing, formatting and punctuation at its edges."""
     text = " ".join(_FORMATTING.sub(" ", text).casefold().split())
     return _AROUND_SYMBOL.sub(lambda m: m[1], text).strip(_EDGES)

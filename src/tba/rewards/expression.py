@@ -1,4 +1,4 @@
-"""Marks an expression over given digits: each is used exactly once, and its value is the target.
+"""Grades an expression over given digits: it must use each exactly once and have the target as its value.
 
 Invariant: any such expression is right, however it is written; two texts are two answers. Nothing is evaluated as code.
 """
@@ -18,7 +18,7 @@ _TERM = re.compile(r"([+-]?)([0-9*]+)")
 
 
 def value_of(text: str) -> int | None:
-    """The value of digits joined by + - *, products first, as `7+2*3-5`; None for any other text."""
+    """Returns the value of digits joined by + - *, products first, such as `7+2*3-5`; None for any other text."""
     if _EXPRESSION.fullmatch(text) is None:
         return None
     terms = [(sign, prod(map(int, digits.split("*")))) for sign, digits in _TERM.findall(text)]
@@ -27,9 +27,9 @@ def value_of(text: str) -> int | None:
 
 @dataclass(frozen=True)
 class Expression:
-    """1 if the completion uses the prompt's field `digits`, each once, and has the value of its field `target`, else 0.
+    """1 if the completion uses each of the prompt's `digits` once and has its `target` as value, else 0.
 
-    With `operations`, those that it may use.
+    `operations` are those that it may use.
     """
 
     operations: str = "+-*"

@@ -1,7 +1,7 @@
-"""Rewards as plain functions `(prompt: str, completion: str, **fields) -> float`, one or several of them weighted.
+"""Rewards from plain functions `(prompt: str, completion: str, **fields) -> float`: one, or a weighted sum of several.
 
-Invariant: a function gets the fields of the prompt that its signature names (all of them if it takes `**fields`), and
-what comes back is a finite number; anything else ends in one sentence naming the function and the prompt.
+Invariant: a function gets the prompt's fields that its signature names (all of them if it takes `**fields`), and must
+return a finite number; anything else is an error that names the function and the prompt.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RewardFunction = Callable[..., float]
 
 @dataclass(frozen=True)
 class WeightedFunctions:
-    """reward = sum of weight * function; the judgement's parts are the unweighted values by function name.
+    """reward = sum of weight * function. The judgement's parts are the unweighted values, by function name.
 
     Raises `UserError` for no functions, two of one name, a weight that is not finite, or a `concurrency` below 1.
     """
 
-    functions: tuple[tuple[RewardFunction, float], ...]  # each with its weight
+    functions: tuple[tuple[RewardFunction, float], ...]  # (function, weight) pairs
     concurrency: int = 1  # calls at once, in threads: for functions that wait (a network, a subprocess)
     deadline_seconds: float = 600.0  # for one batch of answers, when in threads
 
@@ -80,14 +80,14 @@ class FunctionReward:
 
 
 def name_of(function: RewardFunction) -> str:
-    """What a function is called in the parts of a judgement and in errors."""
+    """Returns a function's name in the parts of a judgement and in errors."""
     if isinstance(function, functools.partial):
         return name_of(function.func)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def check_waiting(concurrency: int, deadline_seconds: float) -> None:
-    """Raises `UserError` for a number of calls at once, or a deadline, that cannot be."""
+    """Raises `UserError` for an impossible concurrency or deadline."""
     if concurrency < 1:
         raise UserError(f"a reward has concurrency {concurrency}: give the number of calls at once, at least 1")
     if not deadline_seconds > 0:
@@ -96,7 +96,7 @@ def check_waiting(concurrency: int, deadline_seconds: float) -> None:
 
 @dataclass(frozen=True)
 class _Parameters:
-    """What a reward function takes beside prompt and completion."""
+    """What a reward function takes besides prompt and completion."""
 
     named: frozenset[str]
     required: frozenset[str]
@@ -131,7 +131,7 @@ class _Parameters:
 
 
 class _Naming:
-    """Turns whatever a user's function raises into one sentence that names it; the original stays its cause."""
+    """Turns whatever a user's function raises into a `UserError` that names it; the original is its cause."""
 
     def __init__(self, function: RewardFunction, prompt: Prompt) -> None:
         self.function, self.prompt = function, prompt

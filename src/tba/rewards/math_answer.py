@@ -1,8 +1,8 @@
-r"""Marks answers to problems of the MATH kind: does the last `\boxed{...}` hold the right answer, as mathematics?
+r"""Grades answers to MATH-style problems: does the last `\boxed{...}` contain the right answer, mathematically?
 
-Invariant: any answer gets its mark in bounded time. Answers with one canonical spelling (`math_text`) are right at
-once; the others are compared by the package math-verify (the extra `math`), whose algebra may take for ever or all
-memory, in child processes that are replaced when they do. What could not be compared is wrong, and counted.
+Invariant: every answer is graded in bounded time. Answers with the same canonical spelling (`math_text`) are right at
+once; the others are compared by the package math-verify (the extra `math`), whose algebra may take forever or use all
+memory, so it runs in child processes that are replaced when it does. What could not be compared is wrong, and counted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MathAnswer:
     """
 
     processes: int = 2  # that compare, each one answer at a time
-    seconds: float = 5.0  # that one comparison may take
+    seconds: float = 5.0  # time limit of one comparison
     children: Children = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class MathAnswer:
         return [Judgement(float(mark or 0), {"ungraded": float(mark is None)}) for mark in marks]
 
     def grade(self, pairs: Sequence[tuple[str | None, str]]) -> list[bool | None]:
-        """Whether (what is in the box, the right answer) are equal, in order; None: not compared in time."""
+        """Whether each (boxed answer, right answer) are equal, in order; None: not compared in time."""
         found = {pair: at_once(*pair) for pair in dict.fromkeys(pairs)}
         hard = [pair for pair, mark in found.items() if mark is None]
         if hard:
@@ -80,7 +80,7 @@ class MathAnswer:
 
 
 def at_once(answer: str | None, right: str) -> bool | None:
-    """What can be said without algebra; None: nothing."""
+    """Returns the verdict if it needs no algebra, else None."""
     if answer is None or not answer.strip() or len(answer) > _LONGEST or other_base(answer, right):
         return False
     if canonical(answer) == canonical(right):
@@ -99,7 +99,7 @@ def at_once(answer: str | None, right: str) -> bool | None:
 
 
 def equal(answer: str, right: str) -> bool:
-    """By math-verify. Slow now and then, and not safe from hanging: for child processes."""
+    """Whether math-verify takes them for equal. It is slow at times and may hang: call it in a child process."""
     from math_verify import LatexExtractionConfig, parse, verify
 
     boxed = [LatexExtractionConfig(boxed_match_priority=0)]
@@ -112,7 +112,7 @@ def equal(answer: str, right: str) -> bool:
 
 
 def _differ_though_tiny(a: Any, b: Any) -> bool:
-    """Whether two numbers are both so near 0 that math-verify takes them for equal, and are not (1/2004!, 1/2005!)."""
+    """Whether two different numbers are so near 0 that math-verify takes them for equal (1/2004!, 1/2005!)."""
     try:
         return bool(a.is_number and b.is_number and 0 < abs(a.evalf()) < _TINY and abs((b / a).evalf() - 1) > _TINY)
     except (AttributeError, TypeError, ValueError, ArithmeticError):
@@ -126,7 +126,7 @@ def require_math_verify() -> None:
 
 
 class _Expired(BaseException):
-    """Not an `Exception`: nobody on the way may catch it."""
+    """The time limit has expired. It is not an `Exception`, so that no library catches it on the way."""
 
 
 def _expire(number: int, frame: object) -> None:
@@ -134,7 +134,7 @@ def _expire(number: int, frame: object) -> None:
 
 
 def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
-    """A child's life: each answer and right one to true or false (null: given up), until the end of them."""
+    """The child's loop: reads answer and right answer, writes true or false (null: gave up), until its input ends."""
     logging.disable()  # math-verify tells of every expression that it cannot read
     signal.signal(signal.SIGALRM, _expire)
     _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
@@ -156,13 +156,13 @@ def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
 
 
 def _bound_processor_seconds(seconds: float) -> None:
-    """From here on; the system ends a child whose parent is gone and which hangs where no signal reaches it."""
+    """Limit processor time from here on, so that the system ends a child that hangs after its parent has died."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime + seconds) + 1)
 
 
 def _limit(what: int, value: int) -> None:
-    """The soft limit of a resource, as far as the hard one allows."""
+    """Set the soft limit of a resource, as far as the hard limit allows."""
     hard = resource.getrlimit(what)[1]
     resource.setrlimit(what, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

@@ -1,7 +1,7 @@
-r"""Answers to problems of the MATH kind as text: where a response gives one, and one spelling for what is the same.
+r"""Answers to MATH-style problems as text: where a response gives one, and one canonical spelling for equal answers.
 
-Invariant: two answers with one `canonical` spelling are equal as mathematics; what needs algebra to be seen (1/2 and
-0.5, (x+1)^2 and x^2+2x+1, {1,2} and {2,1}) is left to `math_answer`.
+Invariant: two answers with the same `canonical` spelling are mathematically equal; equalities that need algebra (1/2
+and 0.5, (x+1)^2 and x^2+2x+1, {1,2} and {2,1}) are left to `math_answer`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _EDGES = re.compile(r"^(?:\\approx(?![A-Za-z])|=|\s)+|[\s.,;]+$")
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What the last `\boxed{...}` (or `\fbox{...}`, or `\boxed 7`) holds; None without a whole one."""
+    r"""Returns the content of the last `\boxed{...}` (or `\fbox{...}`, or `\boxed 7`); None without a complete one."""
     found, closing = None, _closings(text)
     for match in _BOX.finditer(text):
         at = match.end(1)
@@ -61,7 +61,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def canonical(answer: str) -> str:
-    """One spelling for answers that differ in spacing, in the size of brackets and fractions, and the like."""
+    """Returns one spelling for answers that differ only in spacing, in the size of brackets and fractions, etc."""
     emphasised = _EMPHASIS.fullmatch(answer)
     text = _SKIP.sub(r"\\\\ ", emphasised[2] if emphasised else answer)
     text = _THOUSANDS.sub("", text)
@@ -84,7 +84,7 @@ def canonical(answer: str) -> str:
 
 
 def words(answer: str) -> str | None:
-    """An answer in words (`June 20`, `no solution`, `(C)`), in one spelling; None when it is mathematics."""
+    """Returns one spelling of an answer in words (`June 20`, `no solution`, `(C)`); None when it is mathematics."""
     text = " ".join(_TEXT.sub(r"\1", canonical(answer)).split()).strip("() ")
     if len(text) == 1 and text.isalpha():
         return text  # a choice, or a variable: its case may matter
@@ -93,13 +93,13 @@ def words(answer: str) -> str | None:
 
 
 def other_base(answer: str, right: str) -> bool:
-    """Whether both are numerals with their base as a subscript, and the bases differ."""
+    """Whether both are numerals with a base as subscript, and the bases differ."""
     given, wanted = (_BASE.fullmatch(canonical(a).replace(" ", "")) for a in (answer, right))
     return given is not None and wanted is not None and given[2] != wanted[2]
 
 
 def number(answer: str) -> Fraction | None:
-    """The value of a numeral as programs and people write it (`1e3`, `5 000`, `5000`); None for all else."""
+    """Returns the value of a numeral as programs and people write it (`1e3`, `5 000`, `5000`); else None."""
     text = plain(canonical(answer))
     found = list(numbers(text)) if _NUMERAL.fullmatch(text) else []
     return found[0] if len(found) == 1 else None
@@ -125,7 +125,7 @@ def _amounts(answer: str) -> Counter[tuple[Fraction | None, str | None]]:
 
 
 def _closing(text: str, opening: int) -> int | None:
-    """Where the brace that is opened at `opening` closes; escaped braces do not count."""
+    """Returns where the brace opened at `opening` closes; escaped braces do not count."""
     depth, at = 0, opening
     while at < len(text):
         if text[at] == "\\":
@@ -139,7 +139,7 @@ def _closing(text: str, opening: int) -> int | None:
 
 
 def _closings(text: str) -> dict[int, int]:
-    """Where each opened brace closes, of those that do: `_closing` for all of them, in one pass."""
+    """Returns where each opened brace closes, if it does: `_closing` for all of them, in one pass."""
     closing, opened = dict[int, int](), list[int]()
     for match in _BRACE.finditer(text):
         if match[0] == "{":
@@ -165,7 +165,7 @@ def _fractions(text: str) -> str:
 
 
 def _argument(text: str, at: int) -> tuple[str | None, int]:
-    """A command's next argument from `at` on (braced, a command or one character), and where it ends."""
+    """Returns a command's next argument from `at` on (braced, a command or one character), and where it ends."""
     while at < len(text) and text[at] == " ":
         at += 1
     if at >= len(text):
@@ -178,7 +178,7 @@ def _argument(text: str, at: int) -> tuple[str | None, int]:
 
 
 def _fraction_of(match: re.Match[str]) -> str:
-    """A repeating decimal as a fraction: 0.1(6) is (16 - 1) / 90."""
+    """Returns a repeating decimal as a fraction: 0.1(6) is (16 - 1) / 90."""
     sign, whole, fixed, repeated = match.groups()
     if len(fixed) + len(repeated) > 30:
         return match[0]

@@ -5,9 +5,9 @@ below is possessive or bounded).
 
 One number: `1,234` `5 000` `-5` `−5` `$5.00` `-$5` `50%` `5 km` `12apples` `72.` `007` `.5` `1.5e3`
 `3 \times 10^5` `10^6` `1/2` `\frac{1}{2}` `1 1/2`. No number: a date (`2024-01-15`, `1/2/2024`), a version (`1.2.3`),
-digits glued to a preceding letter (`B2`, `v3`), a power (`2^10`), an exponent (the 2 of `cm^2`). A hyphen after a
-number is no sign. What spaces part is one number where a group begins with 0, as no number does (`5 000`,
-`1 234 050`); `12 345` may as well be a list, and is read as two.
+digits attached to a preceding letter (`B2`, `v3`), a power (`2^10`), an exponent (the 2 of `cm^2`). A hyphen after a
+number is not a sign. Groups of digits with spaces between them are one number if a group begins with 0 (`5 000`,
+`1 234 050`), since no number does; `12 345` may be a list and is read as two.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def plain(text: str) -> str:
 
 
 def numbers(text: str) -> Iterator[Fraction | None]:
-    """Every number of a plain text, in order; None for one without a value (too long, or divided by zero)."""
+    """Yields every number of a plain text, in order; None for one without a value (too long, or divided by zero)."""
     for match in _NUMBER.finditer(text):
         yield from _values(match)
 
 
 class Amount(NamedTuple):
-    """A number of a text, the unit behind it (`units`; None: none that is known), and where both stand."""
+    """A number in a text, the unit after it (see `units`; None: no known unit), and where both are."""
 
     value: Fraction | None
     unit: str | None
@@ -78,7 +78,7 @@ class Amount(NamedTuple):
 
 
 def amounts(text: str) -> Iterator[Amount]:
-    """The same as `numbers`, with units. Of a list such as `1,2,3 cm` only the last has one."""
+    """Yields the same as `numbers`, with units. In a list such as `1,2,3 cm` only the last has one."""
     for match in _NUMBER.finditer(text):
         values = _values(match)
         unit, end = unit_after(text, match.end())
@@ -89,7 +89,7 @@ def amounts(text: str) -> Iterator[Amount]:
 
 
 def quantity(text: str) -> Fraction | None:
-    """The value of a plain text that is one number, perhaps with its unit (`12 apples`, `50%`); None for any other."""
+    """Returns the value of a text that is one number, perhaps with a unit (`12 apples`, `50%`); else None."""
     match = _NUMBER.search(text)
     if match is None or not _BEFORE_QUANTITY.fullmatch(text[: match.start()]):
         return None
@@ -104,7 +104,7 @@ def _inline_fraction(match: re.Match[str]) -> str:
 
 
 def _values(match: re.Match[str]) -> list[Fraction | None]:
-    """The numbers of one match: none for a date and its like, several for a list such as `1,2,3`."""
+    """Returns the numbers of one match: none for a date or the like, several for a list such as `1,2,3`."""
     digits, over = match["digits"], match["over"]
     if digits is None or digits.count(".") > 1 or over.count("/") > 1:
         return []

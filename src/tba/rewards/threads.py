@@ -1,4 +1,4 @@
-"""Calls that mostly wait, several at a time.
+"""Runs calls that mostly wait, several at once.
 
 Invariant: results come back in the order of the calls; the first error ends the wait and is raised here, in the
 calling thread. The threads are daemons, so that a call which never returns cannot keep a finished process alive.
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _Outcome(Generic[T]):
-    """Catches whatever one call raises, to be raised again where it was asked for."""
+    """Catches whatever one call raises, to be raised again in the calling thread."""
 
     value: T
     error: BaseException | None = None
@@ -40,10 +40,10 @@ def in_threads(
     setting: str = "`deadline_seconds`",
     here: bool = True,
 ) -> list[T]:
-    """The results of `calls`, of which at most `concurrency` run at once.
+    """Returns the results of `calls`; at most `concurrency` of them run at once.
 
-    With `here`, a single one at a time runs in the calling thread, and no deadline ends it. `setting` is what the
-    deadline is called where it is set. Waits for the threads it starts. Raises what the first failing call raised, and
+    With `here`, one call at a time runs in the calling thread, and no deadline ends it. `setting` is the deadline's
+    name for the user. Waits for the threads it starts. Raises what the first failing call raised, and
     `DeadlineExceeded`, with `waiting_for(i)` of an unfinished call, when they take more than `deadline_seconds` in all.
     """
     if here and (concurrency == 1 or len(calls) == 1):

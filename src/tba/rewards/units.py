@@ -1,7 +1,7 @@
-r"""Units of measurement behind a number (`5 cm`, `12\text{ square feet}`, `60 km/h`), so that different ones differ.
+r"""Units of measurement after a number (`5 cm`, `12\text{ square feet}`, `60 km/h`), so that `5 cm` is not `5 m`.
 
-Invariant: one unit has one name, however it is spelt, and what is not in the table is no unit (`5 apples`): nothing is
-said of it. Nothing is converted: 50 mm and 5 cm are two answers. Any text is read in time linear in its length.
+Invariant: one unit has one name, however it is spelt; what is not in the table is not a unit (`5 apples`) and is
+ignored. Nothing is converted: 50 mm and 5 cm are two answers. Any text is read in time linear in its length.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MORE = re.compile(r" ++[A-Za-z]")
 
 
 def unit_after(text: str, at: int) -> tuple[str | None, int]:
-    """The name of the unit that stands at `at` in a plain text, as behind a number, and where it ends; None: none."""
+    """Returns the name of the unit at `at` in a plain text (right after a number) and where it ends; None: no unit."""
     match = _UNIT.match(text, at)
     if match is None or (match["word"] == "in" and _MORE.match(text, match.end())):  # 5 in total
         return None, at
@@ -66,7 +66,7 @@ def unit_after(text: str, at: int) -> tuple[str | None, int]:
 
 
 def _named(word: str) -> str | None:
-    """One letter is a unit as it is written (`m`, and not `M`), but for the liter; a word in any case and number."""
+    """A single letter is a unit only as written (`m`, not `M`), except the liter; a word in any case or number."""
     lower = word.lower()
     if len(word) == 1:
         return _NAMES.get(word) or _NAMES.get(lower if word == "L" else "")

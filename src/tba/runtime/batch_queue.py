@@ -117,7 +117,7 @@ class BatchQueue:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._ahead is not None and not self._ahead.cancelled():
             if wait([self._ahead], self._deadline).not_done:
-                raise DeadlineExceeded(f"replay did not let go of a batch in {self._deadline:g} s")
+                raise DeadlineExceeded(f"replay did not release a batch in {self._deadline:g} s")
             if self.ahead is not None:
                 self._replay.take_back(self.ahead.groups)
 

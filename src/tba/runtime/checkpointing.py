@@ -47,10 +47,10 @@ def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
         return Version(), None
     checkpoint, damaged = newest_sound(run.checkpoints)
     for what in damaged:
-        log.warning("%s; it is passed over", what)
+        log.warning("%s; it is skipped", what)
         record_fault(run.path, "damaged_checkpoints", what)
     if checkpoint is not None:
-        log.info("going on from %s, as incarnation %d", checkpoint.path, run.incarnation)
+        log.info("resuming from %s, as incarnation %d", checkpoint.path, run.incarnation)
         return Version(run.incarnation, checkpoint.version.step), checkpoint
     if damaged:
         raise UserError(f"every checkpoint of the run at {run.path} is damaged ({damaged[0]}): start a new run")

@@ -157,5 +157,5 @@ class BackgroundJournal:
                 if asked.done():  # the call's own error, not this wait's
                     raise
                 raise DeadlineExceeded(
-                    f"the journal had not taken what a searcher gave it after {self._deadline_s:g} s"
+                    f"the journal had not written a searcher's trajectories after {self._deadline_s:g} s"
                 ) from error

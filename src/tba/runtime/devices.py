@@ -85,7 +85,7 @@ def places_here(recipe: Recipe, searchers: Sequence[str]) -> dict[str, Place]:
     gpus = gpus_here() if each else 0
     if each and not gpus:
         raise UserError(
-            f"the model is to run on GPUs, and this machine shows none ({_VISIBLE}): set --model.device cpu"
+            f"the model should run on GPUs, but this machine shows none ({_VISIBLE}): set --model.device cpu"
         )
     return placed(ranks, searchers, gpus, max(1, each))
 

@@ -1,4 +1,4 @@
-"""A full disk, whichever process meets it, ends in one sentence, and the run can go on once there is space.
+"""A full disk, whichever process meets it, ends in one sentence, and the run can be resumed once there is space.
 
 Invariant: what was acknowledged before is whole. Every file of a run is either appended to, and read up to its last
 whole record, or written under a temporary name and renamed; a write that fails takes nothing away.
@@ -37,4 +37,4 @@ def disk_full(error: BaseException, run: Path) -> UserError | None:
 
 def no_space(run: Path) -> UserError:
     """Returns the error with the sentence for a full disk."""
-    return UserError(f"the disk of {run} is full: free some space, then go on with `tba train --resume {run}`")
+    return UserError(f"the disk of {run} is full: free some space, then continue with `tba train --resume {run}`")

@@ -1,4 +1,4 @@
-"""Searchers that join a run while it goes on, and leave it: `tba search --run RUN`.
+"""Searchers that join a run in progress, and leave it: `tba search --run RUN`.
 
     joined/searcher-1000.json    who joined, when, and how it left; locked while that process lives
     logs/ending                  the run is ending: every searcher that joined is to leave
@@ -31,7 +31,7 @@ from tba.runtime.run_dir import RunDirectory, is_held
 
 ASKED = "Ctrl-C"  # why a searcher leaves that a signal asked to
 FIRST = 1000  # the number of the first that joins
-_LOOK = 0.5  # seconds between two checks whether the run goes on, or who has left
+_LOOK = 0.5  # seconds between two checks whether the run is still in progress, or who has left
 _POLL = 0.05
 _LOCK_SECONDS = 1.0  # for the journal, where the driver itself needs it
 
@@ -93,7 +93,7 @@ class Place(Leaving):
 
 @contextmanager
 def joined(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Iterator[Place]:
-    """Inside, this process has a place of its own in a run that goes on. Raises `UserError` when there is none."""
+    """Gives this process a place of its own in a run in progress. Raises `UserError` when there is none."""
     place = enter(run, recipe, asked)
     how = "an error"
     try:
@@ -104,19 +104,21 @@ def joined(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Iter
 
 
 def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place:
-    """Returns a place in a run that goes on; the caller leaves it. Raises `UserError` when there is none."""
+    """Returns a place in a run in progress; the caller has to leave it. Raises `UserError` when there is none."""
     if recipe.runtime == "inline" or recipe.offline:
         how = "learns from what is there" if recipe.offline else "takes turns in one process"
         raise UserError(f"the run at {run.path} {how}: no searcher can join it")
     if not is_held(run.path):
         raise UserError(
-            f"the run at {run.path} is not going on: begin it with `tba train`, or go on with it (--resume)"
+            f"the run at {run.path} is not in progress: start it with `tba train`, or continue it (--resume)"
         )
     if _stop_file(run).exists():
-        raise UserError(f"the run at {run.path} is ending: no searcher can join it any more")
+        raise UserError(f"the run at {run.path} is ending: no searcher can join it now")
     at_once = (recipe.searchers + len(Joined(run).present()) + 1) * recipe.prompts_per_round
     if recipe.prompts.selection != "epochs" and at_once > len(recipe.task.problems("train")):
-        raise UserError(f"the run at {run.path} has too few prompts for another searcher: each answers its own")
+        raise UserError(
+            f"the run at {run.path} has too few prompts for another searcher, which needs prompts of its own"
+        )
     number, file = _claim(run, recipe)
     place = Place(number, asked, run, file)
     since = round(run.clock()(), 3)
@@ -154,7 +156,7 @@ class Joined:
     _looked: float = -_LOOK
 
     def open(self) -> None:
-        """Allow searchers to join: the run begins, or goes on."""
+        """Allow searchers to join: the run begins, or is resumed."""
         _stop_file(self.run).unlink(missing_ok=True)
 
     def look(self, journal: Path) -> None:

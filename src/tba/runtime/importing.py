@@ -126,7 +126,7 @@ def _alone(path: Path, run: RunDirectory) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"another import into {run.path} is going on: wait for its end") from error
+            raise UserError(f"another import into {run.path} is in progress: wait until it has ended") from error
         yield
 
 
@@ -155,6 +155,6 @@ def take_over(path: Path, recipe: Recipe) -> None:
     if differs:
         raise UserError(
             f"{path} was prepared with another {' and '.join(differs)}, by which its imports are tokenised and scored: "
-            "give the same settings, or another --run-name and --data to import them anew"
+            "give the same settings, or another --run-name and --data to import them again"
         )
     (path / "recipe.json").unlink()

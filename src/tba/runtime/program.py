@@ -44,5 +44,5 @@ def refuse_others(facts: Mapping[str, Any], who: str, its: str | None = None) ->
     its = version() if its is None else its
     if its != version_of(facts):
         raise UserError(
-            f"{who} is of tba {its}, and the run of tba {version_of(facts)}: start it from the same source files"
+            f"{who} uses tba {its}, but the run uses tba {version_of(facts)}: start it from the same source files"
         )

@@ -2,7 +2,7 @@
 
 Invariant: once any rank has failed the others are ended too, and the error of the first one to fail is the part's (the
 others fail because it is gone). The part runs until all ranks have ended. For each of its lives the ranks, and the
-means by which they find each other, are made anew.
+means by which they find each other, are made again.
 """
 
 from __future__ import annotations

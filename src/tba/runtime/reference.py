@@ -57,7 +57,7 @@ class References:
         self._pinned.append(version)
         self.replay.reference = version
         self.resets.append({"step": version.step, "version": str(version), "wall_seconds": round(wall_seconds, 3)})
-        log.info("the reference is version %s of the policy from here on", version)
+        log.info("the reference is version %s of the policy from now on", version)
 
     def checkpointed(self) -> None:
         """Note that a checkpoint has been made under the current reference."""

@@ -72,7 +72,7 @@ class RunDirectory:
         """
         if (path / "recipe.json").exists():
             raise UserError(
-                f"{path} holds a run already: go on with it (tba train --resume {path}), choose another --run-name, or "
+                f"{path} holds a run already: continue it (tba train --resume {path}), choose another --run-name, or "
                 "remove it"
             )
         for part in ("", "logs", "weights", "checkpoints"):
@@ -95,7 +95,7 @@ class RunDirectory:
             if journal.counters().keys() - {IMPORTS}:
                 raise UserError(
                     f"{run.journal(recipe)} is of another run ({journal.totals().rows:,} trajectories): choose another "
-                    "--run-name, or take it away"
+                    "--run-name, or remove it"
                 )
         write_json(run.path / "recipe.json", facts)
         return run
@@ -110,10 +110,10 @@ class RunDirectory:
     @property
     def facts(self) -> dict[str, Any]:
         """Returns the content of recipe.json. Raises `UserError` when that is not what a run writes."""
-        mend = "put it back as it was, or start a new run"
-        facts: dict[str, Any] = {"digest": None, **read_json(self.path / "recipe.json", mend, **_FACTS)}
+        remedy = "put it back as it was, or start a new run"
+        facts: dict[str, Any] = {"digest": None, **read_json(self.path / "recipe.json", remedy, **_FACTS)}
         if {"--help", "-h"} & set(facts["overrides"]):  # the option would be obeyed, and end the program
-            raise UserError(f"{self.path / 'recipe.json'} has an override that no run has (--help): {mend}")
+            raise UserError(f"{self.path / 'recipe.json'} has an override that no run has (--help): {remedy}")
         return facts
 
     def recipe(self) -> Recipe:
@@ -279,7 +279,7 @@ def hold(run: Path, seconds: float) -> Iterator[int]:
                 file.seek(0)
                 who = file.read().strip() or "unknown"
                 raise UserError(
-                    f"the run at {run} is still going on (process {who} or a part of it): "
+                    f"the run at {run} is still in progress (process {who} or a part of it): "
                     "let it end, or end it, before it is resumed"
                 )
             time.sleep(_POLL)

@@ -25,7 +25,7 @@ from tba.runtime.elastic import Joined
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch
 
-GO_ON = "go on with the run (tba train --resume)"  # the remedy for a result that cannot be read
+GO_ON = "resume the run (tba train --resume)"  # the remedy for a result that cannot be read
 _HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # what a searcher leaves
 
 

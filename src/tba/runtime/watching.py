@@ -75,8 +75,8 @@ class Watch:
 
     def _read(self) -> bool:
         """Whether there is anything new."""
-        anew, found = self._lines.read()
-        self._found = [*([] if anew else self._found), *found]
+        replaced, found = self._lines.read()
+        self._found = [*([] if replaced else self._found), *found]
         return bool(found)
 
     def _best(self) -> tuple[Path, Evaluation] | None:

@@ -27,9 +27,9 @@ class HashedNgrams:
     Texts with the same words have similar embeddings; the same meaning in other words does not.
     """
 
-    dimensions: int = 256  # buckets
-    shortest: int = 2  # bytes of a run
-    longest: int = 4  # bytes of a run
+    dimensions: int = 256  # hash buckets
+    shortest: int = 2  # bytes of the shortest n-gram
+    longest: int = 4  # bytes of the longest n-gram
 
     def __post_init__(self) -> None:
         if self.dimensions < 2 or not 1 <= self.shortest <= self.longest <= 8:

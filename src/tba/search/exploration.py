@@ -46,12 +46,12 @@ class RandomPerRound:
     is out of range.
     """
 
-    temperature: float = 1.0  # where no other is drawn
-    p_temperature: float = 0.3  # probability that a temperature is drawn
-    temperature_low: float = 0.7  # of those drawn
-    temperature_high: float = 1.1  # of those drawn
-    p_top_p: float = 0.3  # probability that top-p is drawn; else it is 1
-    top_p_low: float = 0.7  # of those drawn; the highest is 1
+    temperature: float = 1.0  # temperature of the other rounds
+    p_temperature: float = 0.3  # probability that a round draws a temperature
+    temperature_low: float = 0.7  # lowest temperature drawn
+    temperature_high: float = 1.1  # highest temperature drawn
+    p_top_p: float = 0.3  # probability that a round draws top-p; otherwise it is 1
+    top_p_low: float = 0.7  # lowest top-p drawn; the highest is 1
 
     def __post_init__(self) -> None:
         _check(self.temperature, self.temperature, 1.0)

@@ -24,12 +24,12 @@ from tba.types import Outcome
 class PosteriorSettings:
     """Beta posteriors of success rates, with forgetting (after MoPPS, arXiv 2507.04632)."""
 
-    target: float = 0.5  # success rate that is sought: at 0.5 a reward of 0 or 1 varies most
-    discount: float = 0.5  # weight left to what was seen of a prompt at its next answers, and after each epoch's worth
-    # of answers to others
-    prior: float = 1.0  # successes and failures supposed before the first answer; 1 = any rate is as likely
-    failure: float = 0.0  # reward that is a failure; one between the two counts for both, in proportion
-    success: float = 1.0  # reward that is a success
+    target: float = 0.5  # the success rate to look for: at 0.5 a reward of 0 or 1 varies most
+    discount: float = 0.5  # factor on a prompt's earlier outcomes at its next answers, and after each epoch's worth of
+    # answers to others
+    prior: float = 1.0  # pseudo-counts of success and failure before the first answer; 1: uniform prior
+    failure: float = 0.0  # reward that counts as failure; rewards in between count for both, in proportion
+    success: float = 1.0  # reward that counts as success
 
     def __post_init__(self) -> None:
         if not 0 <= self.target <= 1:

@@ -28,11 +28,11 @@ LeaseFirst = Callable[[Sequence[int], int], list[int]]
 class PromptSettings:
     """How problems become prompts, and which of them are answered next."""
 
-    max_tokens: int = 512  # longest prompt
-    overlong: Literal["drop", "truncate_left", "error"] = "drop"  # what happens to a longer one; drops are reported
-    limit: int | None = None  # only the first so many problems of the training split
-    selection: Literal["epochs", "uniform", "posterior"] = "epochs"  # all in turn in a new order each time; any at
-    # random; or those whose success rate is likely to be near a target, where the reward still varies
+    max_tokens: int = 512  # tokens of the longest prompt
+    overlong: Literal["drop", "truncate_left", "error"] = "drop"  # of a longer prompt; drops are reported
+    limit: int | None = None  # use only so many problems of the training split, from its beginning
+    selection: Literal["epochs", "uniform", "posterior"] = "epochs"  # shuffled epochs; uniformly at random; or those
+    # whose success rate is probably near a target, so that rewards still vary
     posterior: PosteriorSettings = field(default_factory=PosteriorSettings)
 
     @property

@@ -38,7 +38,7 @@ class PatientReward:
                 if isinstance(error, UserError) and error.__cause__ is None:
                     raise
                 what = f"{type(self.reward).__name__}: {type(error).__name__}: {error}"
-                log.warning("%s; it is asked again", what)
+                log.warning("%s; retrying", what)
                 self.told(what)
                 threading.Event().wait(_FIRST_PAUSE * 2**attempt)
         return self._ask(answered)

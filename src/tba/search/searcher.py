@@ -183,7 +183,7 @@ class Searcher:
             raise UserError(
                 f"all answers of the first {_IN_VAIN} rounds are rejected, so there is nothing to learn from; the "
                 f"last: {self.rejected}; what can be used has a reward from {-self.largest_reward:g} to "
-                f"{self.largest_reward:g} and finite log-probabilities: mend the reward, then start again or --resume"
+                f"{self.largest_reward:g} and finite log-probabilities: fix the reward, then start again or --resume"
             )
 
     def _asked(self) -> Callable[[], bool] | None:

@@ -29,10 +29,10 @@ class Vine:
     """How an answer is split into steps, and how often each is continued. Raises `UserError` for what cannot work."""
 
     rollouts: int = 9  # continuations of each distinct prefix, whose mean reward is its value
-    separator: str = "\n"  # a step ends with it; empty: every token is a step
-    joined: str = "####"  # a last step that begins so belongs to the one before; empty: none does
+    separator: str = "\n"  # text that ends a step; empty: every token is a step
+    joined: str = "####"  # a last step that begins with this belongs to the one before; empty: never
     max_steps: int | None = 25  # steps after which no value is estimated: the rest counts as one; None: no limit
-    max_tokens: int | None = None  # of prefix and continuation; a longer one counts as truncated there; None: no limit
+    max_tokens: int | None = None  # most tokens of prefix and continuation; then it is truncated; None: no limit
 
     def __post_init__(self) -> None:
         if self.rollouts < 1:

@@ -1,12 +1,12 @@
 """Countdown with several solutions: reach a target with given digits, each used once, by any right expression.
 
-`23579=16:` is answered by `9+7+5-2-3`, `7-2+5+9-3` or any other of its right answers, of which there are at least
-`least_answers`. So a policy can be right in one way or in many, which accuracy alone does not tell.
+`23579=16:` is answered by `9+7+5-2-3`, `7-2+5+9-3` or any other of its right answers; every problem has at least
+`least_answers` of them. So a policy can be right in one way or in many, and accuracy alone does not show which.
 
 Invariant: a digest of digits and target decides the split, so training and evaluation never share a problem; the
 demonstrations of a problem's right answers are drawn evenly over all of them.
 
-Demonstrations can be careless (`wrong_operations`), as in `arithmetic`; the reward is always right.
+Demonstrations can contain mistakes (`wrong_operations`), as in `arithmetic`; the reward is always right.
 
 Shape legend: S sets of digits, N digits of each, F forms (an order of the digits and the operations between them).
 """
@@ -32,17 +32,17 @@ _DIGITS = range(1, 10)
 
 @dataclass(frozen=True)
 class Countdown:
-    """`DIGITS=TARGET:`, the digits ascending, answered by an expression of them all; products come before sums."""
+    """`DIGITS=TARGET:`, digits ascending, answered by an expression that uses each of them; products come first."""
 
-    digits: int = 5  # given in each problem, 2 to 5, from 1 to 9, perhaps some twice
-    operations: str = "+-"  # any of + - *, each as often as one likes
-    least_answers: int = 24  # right ones that a problem has at least, as texts: 1+2 and 2+1 are two
+    digits: int = 5  # how many digits a problem has, 2 to 5; each is from 1 to 9 and may be repeated
+    operations: str = "+-"  # some of + - *, each used any number of times
+    least_answers: int = 24  # right answers that a problem has at least, as texts: 1+2 and 2+1 are two
     largest_target: int = 99  # targets are from 1 to this
-    train_problems: int = 6_000  # distinct ones, drawn by `seed`
-    eval_problems: int = 1_000  # distinct ones, none of them for training
-    held_out: float = 0.15  # share of all problems that only evaluation may use
-    wrong_operations: float = 0.0  # share of the demonstrations with one operation wrong: to be unlearnt by RL
-    seed: int = 0  # of the problems drawn, and of their demonstrations
+    train_problems: int = 6_000  # distinct training problems, drawn by `seed`
+    eval_problems: int = 1_000  # distinct evaluation problems, none of them in training
+    held_out: float = 0.15  # share of all problems reserved for evaluation
+    wrong_operations: float = 0.0  # share of demonstrations with one wrong operation: a habit for RL to unlearn
+    seed: int = 0  # seed of the problems drawn and of their demonstrations
 
     def __post_init__(self) -> None:
         if not 2 <= self.digits <= 5:
@@ -101,7 +101,7 @@ class Countdown:
 
 @dataclass(frozen=True)
 class _Table:
-    """The values of all expressions of so many digits."""
+    """The values of all expressions with a given number of digits."""
 
     digit_SN: npt.NDArray[np.int64]  # ascending in each set
     forms: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]  # order of the digits, operations
@@ -118,7 +118,7 @@ class _Table:
         return f"{first}" + "".join(f"{o}{digit}" for o, digit in zip(operations, others, strict=True))
 
     def problems(self, least: int, largest: int) -> list[tuple[int, int]]:
-        """(set, target) of every problem with at least so many right texts; equal digits make equal texts."""
+        """(set, target) of every problem with at least `least` right texts; equal digits make equal texts."""
         found = []
         for s, value_F in enumerate(self.value_SF):
             _, repeats = np.unique(self.digit_SN[s], return_counts=True)

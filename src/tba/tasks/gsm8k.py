@@ -32,20 +32,20 @@ _LOCAL = "a folder with train.jsonl and test.jsonl or a JSON Lines file"
 
 @dataclass(frozen=True)
 class Gsm8k:
-    """The real data set, or any file of `question` and `answer` written as it is."""
+    """GSM8K itself, or any file with `question` and `answer` in the same format."""
 
     path: str = "openai/gsm8k"  # a Hub name, a folder with train.jsonl and test.jsonl, or the training file itself
     eval_path: str | None = None  # the evaluation file, where `path` is the training file
     style: Style = "tba"  # "vineppo" is what realtreetune/rho-1b-sft-GSM8K was trained with
     strict: bool = False  # read the number after #### only, not the last one of the text
-    calculator: bool = False  # keep the <<48/2=24>> of the file in the demonstrations
+    calculator: bool = False  # keep the file's calculator annotations, <<48/2=24>>, in the demonstrations
 
     @property
     def name(self) -> str:
         return "gsm8k"
 
     def problems(self, split: Split) -> list[Problem]:
-        """All problems in the file's order; what is also in the evaluation file is left out of training.
+        """All problems in the file's order; training leaves out what is also in the evaluation file.
 
         Raises `UserError` for a missing or malformed file, naming its line.
         """
@@ -98,6 +98,6 @@ def prompt_text(question: str, style: Style) -> str:
 
 
 def demonstration_text(reasoning: str, answer: str, style: Style) -> str:
-    """A worked solution as the model is to write it, its last line `#### answer`."""
+    """A worked solution as the model should write it; its last line is `#### answer`."""
     lines = [reasoning.strip()] if reasoning.strip() else []
     return _BEFORE_SOLUTION[style] + "\n".join([*lines, f"{MARK} {answer}"])

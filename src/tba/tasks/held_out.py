@@ -1,7 +1,7 @@
-"""Which problems are held out for evaluation.
+"""Decides which problems are held out for evaluation.
 
-Invariant: it is decided by a digest of the problem itself, so that it never depends on order, seed, machine or what
-else is in the file, and a problem that appears twice is on one side only.
+Invariant: the decision depends on a digest of the problem alone, never on order, seed, machine or the rest of the file,
+so that a problem that appears twice is on one side only.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def is_held_out(problem: str, share: float) -> bool:
 
 
 def check_share(share: float, field: str) -> None:
-    """Raises `UserError` unless something is left on both sides."""
+    """Raises `UserError` unless the share leaves something on both sides."""
     if not 0 < share < 1:
         raise UserError(f"{field} is {share}: give the share of problems to hold out, above 0 and below 1")
 
 
 def without(train: Sequence[T], held_out: Sequence[T], key: Callable[[T], object]) -> list[T]:
-    """`train` less what is also held out."""
+    """Returns `train` without the problems that are also held out."""
     seen = {key(problem) for problem in held_out}
     return [problem for problem in train if key(problem) not in seen]

@@ -14,7 +14,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 def rows_from_hub(task: str, name: str, split: str, local: str, configuration: str | None = None) -> list[Row]:
-    """All rows of a split. `local` says what to give in place of a name. Raises `UserError`."""
+    """Returns all rows of a split. `local` says what the user can give instead of a Hub name. Raises `UserError`."""
     if not _NAME.fullmatch(name) or name.endswith((".jsonl", ".json", ".gz")):
         raise UserError(f"{task} has path {name!r}, which does not exist: give a Hub name or {local}")
     try:

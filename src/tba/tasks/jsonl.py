@@ -1,9 +1,10 @@
-"""Your own file: one JSON object a line with a prompt (text, or chat messages) and what is needed to mark an answer.
+"""Your own file: on each line a JSON object with a prompt (text or chat messages) and what is needed to grade an
+answer.
 
     {"prompt": "What is 6 * 7?", "answer": "42"}
     {"messages": [{"role": "user", "content": "What is 6 * 7?"}], "answer": "42"}
 
-Invariant: a prompt is on one side only, of training and evaluation; every field of a line reaches the reward.
+Invariant: a prompt is either in training or in evaluation, never in both; every field of a line reaches the reward.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ class Jsonl:
 
     train: Path  # the training file
     eval: Path | None = None  # the evaluation file; without one, a share of the training file is held out
-    eval_fraction: float = 0.1  # that share, by a digest of the prompt
-    prompt_field: str = "prompt"  # a text exactly as the model is to see it, or a list of chat messages
-    messages_field: str = "messages"  # chat messages, for lines without a prompt
-    answer_field: str = "answer"  # reaches rewards as the field `answer`
-    response_field: str = "response"  # a worked answer for the supervised warm start, if a line has one
+    eval_fraction: float = 0.1  # that share; a digest of the prompt decides
+    prompt_field: str = "prompt"  # field with the text exactly as the model sees it, or a list of chat messages
+    messages_field: str = "messages"  # field with chat messages, for lines without a prompt
+    answer_field: str = "answer"  # field with the right answer; rewards see it as `answer`
+    response_field: str = "response"  # field with a worked answer for the supervised warm start, if there is one
     strict: bool = False  # read the number after #### only, not the last one of the text
-    marked_by: Reward | None = None  # a recipe's own, such as FunctionReward(f); None marks by exact answer
+    marked_by: Reward | None = None  # a reward of your own, such as FunctionReward(f); None: exact answer
 
     def __post_init__(self) -> None:
         check_share(self.eval_fraction, "jsonl's eval_fraction")
@@ -42,7 +43,7 @@ class Jsonl:
         return self.train.stem
 
     def problems(self, split: Split) -> list[Problem]:
-        """Problems in the file's order; what is also in the evaluation file is left out of training.
+        """Problems in the file's order; training leaves out what is also in the evaluation file.
 
         Raises `UserError` for a missing or malformed file, naming its line, and for a split with nothing in it.
         """
@@ -77,7 +78,7 @@ class Jsonl:
         return Problem(prompt, fields, demonstration)
 
     def _prompt(self, row: Row) -> tuple[str | tuple[Message, ...], str | None]:
-        """The prompt, and the demonstration where the chat holds one."""
+        """The prompt, and the demonstration if the chat contains one."""
         field = self.prompt_field if self.prompt_field in row.values else self.messages_field
         if field not in row.values:
             raise UserError(
@@ -107,5 +108,5 @@ def _conversation(messages: list[Json], place: str, field: str) -> tuple[tuple[M
 
 
 def _identity(problem: Problem) -> str:
-    """What makes two prompts the same: the text, or the messages."""
+    """What identifies a prompt: its text, or its messages."""
     return problem.prompt if isinstance(problem.prompt, str) else json.dumps(problem.prompt, ensure_ascii=False)

@@ -1,7 +1,7 @@
 r"""MATH, competition problems (Hendrycks et al., arXiv 2103.03874): 7,500 to train, 5,000 or MATH-500 to evaluate.
 
-Invariant: the right answer is what the worked solution boxes, never a normalised form of it; a problem of the
-evaluation is never one of training. The problems are not part of this package: give a folder, or a name on the Hub.
+Invariant: the right answer is what the worked solution has in its box, never a normalised form of it; no problem is in
+both training and evaluation. The problems are not part of this package: give a folder, or a name on the Hub.
 
 A row has `problem` and `solution` (ending in `\boxed{...}`), and may have `answer`, `level`, `type` or `subject`, and
 `in_math500`. A folder has train.jsonl and test.jsonl, and may have math500.jsonl; each may be gzipped (.gz).
@@ -28,25 +28,25 @@ _MATH500 = 500
 
 @dataclass(frozen=True)
 class Math:
-    """The real data set, from a folder or the Hub."""
+    """MATH itself, from a folder or the Hub."""
 
     path: str = (
         "nlile/hendrycks-MATH-benchmark"  # a Hub name, or a folder with train.jsonl and test.jsonl (or .jsonl.gz)
     )
-    evaluate_on: Literal["test", "math500"] = "test"  # the whole test split, or the 500 of it known as MATH-500
+    evaluate_on: Literal["test", "math500"] = "test"  # the whole test split, or its 500 problems known as MATH-500
     train_on_rest: bool = (
         False  # with math500: also on the test problems that are not in it, 12,000 in all (the paper's)
     )
     style: Literal["plain", "chat"] = "plain"  # text as a base model reads it, or the tokenizer's chat template
-    graders: int = 2  # processes that compare answers, of each searcher
-    grading_seconds: float = 5.0  # that one comparison may take before the answer counts as wrong
+    graders: int = 2  # processes per searcher that compare answers
+    grading_seconds: float = 5.0  # time limit of one comparison; after it the answer counts as wrong
 
     @property
     def name(self) -> str:
         return "math"
 
     def problems(self, split: Split) -> list[Problem]:
-        """All problems in the file's order, but for those of training without an answer or that are also in the test.
+        """All problems in the file's order; training leaves out those without an answer and those also in the test.
 
         Raises `UserError` for a missing or malformed file, naming its line.
         """
@@ -106,7 +106,7 @@ def _question(row: Row) -> str:
 
 
 def _has_answer(row: Row) -> bool:
-    """Two training problems of the original box nothing. (One without any box is malformed, and said to be.)"""
+    """Two training problems of the original have an empty box. (One without any box is malformed and refused.)"""
     answer = row.values.get("answer", last_boxed(row.text("solution")))
     return not (isinstance(answer, str) and not answer.strip())
 

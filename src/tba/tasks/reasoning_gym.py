@@ -1,7 +1,7 @@
 """Any task of reasoning-gym (Stojanovski et al., arXiv 2505.24760), an optional package.
 
 Invariant: training and evaluation are drawn from seeds far apart and share no question text; a problem is regenerated
-from its seed and index when it is marked, so that nothing but two integers need travel with a prompt.
+from its seed and index when an answer is graded, so that only two integers travel with a prompt.
 
 Its `gsm_symbolic` gives 100 GSM8K templates with fresh numbers: held-out numbers, the same templates. In the style
 `tba` or `vineppo` its problems look exactly like GSM8K's, and are graded like them.
@@ -26,14 +26,14 @@ _INSTRUCTION = " Give the result as your final answer. Do not include units."  #
 
 @dataclass(frozen=True)
 class ReasoningGym:
-    """One procedural data set of reasoning-gym, marked by its own scorer or in the GSM8K format by exact answer."""
+    """One procedural data set of reasoning-gym, graded by its own scorer or, in the GSM8K format, by exact answer."""
 
-    dataset: str = "gsm_symbolic"  # one of reasoning_gym.factory.DATASETS
-    parameters: str = "{}"  # JSON object of the data set's own settings, e.g. '{"min_terms": 2}'
+    dataset: str = "gsm_symbolic"  # a name in reasoning_gym.factory.DATASETS
+    parameters: str = "{}"  # the data set's own settings as a JSON object, e.g. '{"min_terms": 2}'
     train_problems: int = 5_000  # distinct questions, none of them held out
     eval_problems: int = 500  # distinct questions, drawn from a seed far apart
-    seed: int = 0  # of the problems
-    style: Literal["plain", "chat", "tba", "vineppo"] = "plain"  # the question, as a user message, or as GSM8K asks
+    seed: int = 0  # seed of the problems
+    style: Literal["plain", "chat", "tba", "vineppo"] = "plain"  # the bare question, a chat, or GSM8K's two formats
     strict: bool = False  # in the GSM8K styles: read the number after #### only
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class ReasoningGym:
         return ReasoningGymScore({"train": self._source("train"), "eval": self._source("eval")})
 
     def entry(self, split: Split, index: int) -> dict[str, Json]:
-        """Problem `index` as reasoning-gym gives it: question, answer, metadata."""
+        """Returns problem `index` as reasoning-gym gives it: question, answer, metadata."""
         found: dict[str, Json] = entry(self._source(split), index)
         return found
 
@@ -112,5 +112,5 @@ class ReasoningGym:
 
 
 def _draws(count: int) -> int:
-    """How many problems are drawn to find `count` distinct ones."""
+    """Returns how many problems are drawn at most to find `count` distinct ones."""
     return 4 * count + 100

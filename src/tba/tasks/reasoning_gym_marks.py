@@ -1,11 +1,11 @@
-"""Marks answers by reasoning-gym's own scorers, some of which evaluate an answer as Python or as a formula.
+"""Grades answers by reasoning-gym's own scorers, some of which evaluate an answer as Python or as a formula.
 
-Invariant: an answer is never code, and gets its mark in bounded time. Each data set of the version that was looked at
-is named in one of the tables below, by what its scorer does with an answer: only those that read it in bounded time
-mark in this process; the others do it in child processes, which are replaced when they take too long. Before an
-answer is evaluated it has to be of a plain form in which nothing can be named or called but mathematics, and it is
-evaluated in a child that the kernel lets compute and nothing else (`tba.rewards.confined`). Whatever a child says is a
-number or not believed.
+Invariant: an answer is never run as code, and is graded in bounded time. The tables below name each data set of the
+package version that was reviewed, by what its scorer does with an answer. Only scorers that read it in bounded time run
+in this process; the others run in child processes, which are replaced when they take too long. An answer that a scorer
+evaluates must have a plain form in which nothing but mathematics can be named or called, and it is evaluated in a child
+that the kernel allows to compute and nothing else (`tba.rewards.confined`). What a child returns is a number from 0 to
+1, or is ignored.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ EVALUATED: dict[str, Callable[[str], object]] = {  # and the form in which an an
 
 @dataclass(frozen=True)
 class Source:
-    """Where problems come from: what `reasoning_gym.create_dataset` is told."""
+    """Where problems come from: the arguments of `reasoning_gym.create_dataset`."""
 
     dataset: str
     parameters: str  # JSON object of the data set's own settings
@@ -103,16 +103,16 @@ class Source:
 
 @dataclass(frozen=True)
 class ReasoningGymScore:
-    """A completion's score by the data set itself, 0 to 1: of what stands in `<answer>` tags, or else of all of it.
+    """A completion's score by the data set itself, 0 to 1: of the text in `<answer>` tags, else of the whole text.
 
-    The part `ungraded` is 1 for an answer that the scorer did not mark: it took too long, raised an error or crashed;
-    `unreadable` for one that was not of the form that is evaluated and was marked as an empty one. Processes are
+    The part `ungraded` is 1 for an answer that the scorer did not grade: it took too long, raised an error or crashed;
+    `unreadable` for one that was not in the form that is evaluated and was graded as an empty answer. Processes are
     started with the first answer that needs them, and end with the reward, or with the process that holds it.
     """
 
     sources: Mapping[str, Source]  # by split; all of one data set
-    processes: int = 2  # that mark, each one answer at a time, where the data set needs them
-    seconds: float = 5.0  # that one mark may take there
+    processes: int = 2  # that grade, each one answer at a time, if the data set needs them
+    seconds: float = 5.0  # time limit for one answer there
     children: Children = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,14 +129,14 @@ class ReasoningGymScore:
         found = self.marks([(s, i, a if r else "") for (s, i, a), r in zip(asked, readable, strict=True)])
         missing = found.count(None)
         if missing:
-            log.warning("%d of %d answers got no mark from reasoning-gym and count as 0", missing, len(found))
+            log.warning("%d of %d answers could not be graded by reasoning-gym and count as 0", missing, len(found))
         return [
             Judgement(mark or 0.0, {"ungraded": float(mark is None), "unreadable": float(not r)})
             for mark, r in zip(found, readable, strict=True)
         ]
 
     def marks(self, asked: Sequence[tuple[str, int, str]]) -> list[float | None]:
-        """The score of each (split, index of the problem, answer), in order; None: not marked."""
+        """Returns the score of each (split, index of the problem, answer), in order; None: not graded."""
         here = {split for split, source in self.sources.items() if source.dataset in READ}
         away = iter(self.children.ask([list(q) for q in asked if q[0] not in here]))
         return [
@@ -150,19 +150,19 @@ class ReasoningGymScore:
 
 
 def require_markable(dataset: str) -> None:
-    """Raises `UserError` for a data set whose answers cannot be marked safely here."""
+    """Raises `UserError` for a data set whose answers cannot be graded safely here."""
     version = importlib.metadata.version("reasoning-gym")
     if version != LOOKED_AT:
         raise UserError(
-            f"reasoning_gym {version} is installed, and what its scorers do with an answer was looked at in "
-            f"{LOOKED_AT} only: `pip install reasoning-gym=={LOOKED_AT}`"
+            f"reasoning_gym {version} is installed, but its scorers were reviewed in {LOOKED_AT} only: "
+            f"`pip install reasoning-gym=={LOOKED_AT}`"
         )
     if dataset in REFUSED:
-        raise UserError(f"answers of reasoning_gym's {dataset} are not marked: {REFUSED[dataset]}")
+        raise UserError(f"answers of reasoning_gym's {dataset} cannot be graded: {REFUSED[dataset]}")
     if dataset not in READ | SLOW | EVALUATED.keys():
         raise UserError(
-            f"answers of reasoning_gym's {dataset!r} are not marked: whether its scorer evaluates them as code is not "
-            "known; use a data set that tba.tasks.reasoning_gym_marks names"
+            f"answers of reasoning_gym's {dataset!r} cannot be graded: nobody has checked whether its scorer evaluates "
+            "them as code; use a data set that tba.tasks.reasoning_gym_marks names"
         )
     if dataset in EVALUATED and not confines():
         raise UserError(
@@ -172,7 +172,7 @@ def require_markable(dataset: str) -> None:
 
 
 def opened(source: Source) -> Any:
-    """The data set. Raises `UserError` when there is no such one."""
+    """Returns the data set. Raises `UserError` when it does not exist."""
     return _opened(source.dataset, source.parameters, source.seed, source.size)
 
 
@@ -183,7 +183,7 @@ def entry(source: Source, index: int) -> Any:
 
 
 def mark(source: Source, index: int, answer: str) -> float | None:
-    """The data set's own score of an answer; None where its scorer raises. Not safe from hanging or from code."""
+    """Returns the data set's own score of an answer; None if its scorer raises. It may hang or run it as code."""
     problem = entry(source, index)
     try:
         return float(opened(source).score_answer(answer, entry=problem))
@@ -196,7 +196,7 @@ def _readable(dataset: str, answer: str) -> bool:
 
 
 def _believed(score: Json) -> float | None:
-    """A score; None for what is not a number from 0 to 1."""
+    """Returns a score; None for anything but a number from 0 to 1."""
     is_number = isinstance(score, int | float) and not isinstance(score, bool)
     return float(score) if is_number and 0 <= score <= 1 else None
 
@@ -230,7 +230,7 @@ def _opened(dataset: str, parameters: str, seed: int, size: int) -> Any:
 
 
 def serve(questions: IO[str], answers: IO[str], sources: Mapping[str, Source], seconds: float) -> None:
-    """A child's life: each split, index and answer to its score (null: none), until the end of them."""
+    """The child's loop: reads split, index and answer, writes the score (null: none), until its input ends."""
     warnings.simplefilter("ignore")  # one shows the line that it is about, from a file
     for source in sources.values():
         mark(source, 0, entry(source, 0)["answer"])  # opens and imports what it will need

@@ -1,4 +1,4 @@
-"""JSON Lines files of a task: one JSON object a line, empty lines aside; gzipped where the name ends in `.gz`.
+"""Reads a task's JSON Lines files: one JSON object per line, empty lines ignored; gzipped if the name ends in `.gz`.
 
 Invariant: what cannot be read ends in one sentence with the file and the line.
 """
@@ -17,13 +17,13 @@ from tba.types import Json, is_text
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of a file: its object, and where it stands for errors."""
+    """One line of a file: its object, and its place in the file for error messages."""
 
     values: dict[str, Json]
     place: str  # "line 3 of data/train.jsonl"
 
     def text(self, field: str) -> str:
-        """The text under `field`. Raises `UserError` when it is missing, empty or something else."""
+        """Returns the text under `field`. Raises `UserError` when it is missing, empty or not a text."""
         value = self.values.get(field)
         if not isinstance(value, str) or not value.strip():
             given = f"has {value!r} as its field" if field in self.values else "has no field"
@@ -34,7 +34,7 @@ class Row:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a file. Raises `UserError` when it is missing or empty, or a line is not a JSON object."""
+    """Returns all rows of a file. Raises `UserError` when it is missing or empty, or a line is not a JSON object."""
     try:
         whole = path.read_bytes()
         lines = (gzip.decompress(whole) if path.suffix == ".gz" else whole).split(b"\n")

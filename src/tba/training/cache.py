@@ -27,8 +27,8 @@ def cached_supervised(folder: Path, key: str, make: Callable[[Path], None]) -> P
     path = folder / key
     if not path.is_dir():
         try:
-            with atomic_folder(path, durable=True) as beside:
-                make(beside)
+            with atomic_folder(path, durable=True) as temporary:
+                make(temporary)
         except FileExistsError:
             if not path.is_dir():  # made by another process in the meantime: its result is as good
                 raise

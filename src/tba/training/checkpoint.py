@@ -59,7 +59,7 @@ class Checkpoint:
         run = _manifest(path)
         for name in _files(path):
             if name not in run["files"] and name != RUN and not name.startswith("."):
-                raise UserError(f"the checkpoint at {path} has a file that it was not made with ({name}): take it away")
+                raise UserError(f"the checkpoint at {path} has a file that it was not made with ({name}): remove it")
         return cls(path, Version.parse(run["version"]), run["state"])
 
     def verify(self) -> None:

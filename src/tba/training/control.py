@@ -29,12 +29,12 @@ NOTCH = 0.1  # of m
 class Control:
     """Which signal is kept in which range by moving `sync_every` and `replay.selection.m`."""
 
-    signal: Signal = "none"  # what is kept in range, a name of metrics.jsonl; none: nothing is moved
+    signal: Signal = "none"  # the metric (of metrics.jsonl) that is kept in range; none: no control
     low: float = 0.5  # the signal's mean over a span is kept above this
-    high: float = 0.9  # and below this; these two are for ess
+    high: float = 0.9  # and below this; both defaults are for ess
     every: int = 10  # updates in a span
-    most_sync_every: int = 16  # k is kept within 1 and this
-    least_m: float = 0.5  # m is kept within this and 1
+    most_sync_every: int = 16  # k is kept between 1 and this
+    least_m: float = 0.5  # m is kept between this and 1
 
     def __post_init__(self) -> None:
         if not self.low < self.high:

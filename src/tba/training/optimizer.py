@@ -40,9 +40,9 @@ class OptimizerSettings:
     lr: float = 1e-5  # peak learning rate; the schedule multiplies it
     schedule: RateShape = WarmupConstant()
     betas: tuple[float, float] = (0.9, 0.999)  # decay of the two moments
-    weight_decay: float = 0.0  # decoupled: times the learning rate
-    clip_norm: float | None = 1.0  # largest norm of the gradient; None: it is not clipped (the paper's)
-    head_lr: float | None = None  # peak learning rate of value and log Z heads; None: lr
+    weight_decay: float = 0.0  # decoupled weight decay, multiplied by the learning rate
+    clip_norm: float | None = 1.0  # largest norm of the gradient; None: no clipping (as in the paper)
+    head_lr: float | None = None  # peak learning rate of value and log Z heads; None: the same
 
     def __post_init__(self) -> None:
         for name, value in (("lr", self.lr), ("clip_norm", self.clip_norm)):

@@ -35,7 +35,7 @@ class RankSettings:
     """Over how many processes the trainer is spread, and how it computes."""
 
     ranks: int = 1  # processes that train, each with its share of parameters, moments and batch (FSDP2); not inline
-    compute: Literal["float32", "bfloat16"] = "float32"  # of forward and backward; weights and moments stay float32
+    compute: Literal["float32", "bfloat16"] = "float32"  # type of forward and backward; weights and moments: float32
 
     def __post_init__(self) -> None:
         if self.ranks < 1:

@@ -135,7 +135,7 @@ class LedPolicy:
 
     def _sent(self, everything: bool) -> Streamed:
         if not self.reading.wait(self.ranks.deadline):
-            raise DeadlineExceeded(f"the weights had not gone out after {self.ranks.deadline:g} s: somebody holds them")
+            raise DeadlineExceeded(f"the weights were still being read after {self.ranks.deadline:g} s")
         self.reading.clear()
         self.ranks.say("weights", everything=everything)
         shards = self.own.everything() if everything else self.own.weights()

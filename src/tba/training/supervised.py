@@ -41,20 +41,20 @@ class SupervisedSettings:
     """How a warm start is run. Raises `UserError` when a field makes no sense."""
 
     epochs: float = 1.0  # passes over the pairs
-    steps: int | None = None  # updates; None: as many as `epochs` give
-    batch_size: int = 128  # pairs
+    steps: int | None = None  # updates; None: as many as `epochs` gives
+    batch_size: int = 128  # pairs in a batch
     lr: float = 1e-3  # peak learning rate
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # after the warm-up, down to 0
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"  # shape after the warm-up; the last two go down to 0
     warmup: float = 0.03  # share of the updates in which the learning rate rises
-    weight_decay: float = 0.0  # AdamW's
-    betas: tuple[float, float] = (0.9, 0.99)  # AdamW's
-    clip_norm: float | None = 1.0  # largest norm of the gradient; None: it is not clipped
-    max_length: int = 1024  # tokens; longer pairs are left out
-    max_tokens_per_pass: int = 16384  # padded tokens of one forward and backward; larger batches go in parts
-    pool: int = 32  # batches whose pairs are sorted by length together; 1: none are (batches of one length mislead
-    # where the length is part of the answer, as in sums)
+    weight_decay: float = 0.0  # weight decay of AdamW
+    betas: tuple[float, float] = (0.9, 0.99)  # decay of AdamW's two moments
+    clip_norm: float | None = 1.0  # largest norm of the gradient; None: no clipping
+    max_length: int = 1024  # most tokens of a pair; longer pairs are left out
+    max_tokens_per_pass: int = 16384  # padded tokens of one forward and backward pass; larger batches are split
+    pool: int = 32  # batches whose pairs are sorted by length together; 1: no sorting (batches of equal length mislead
+    # if the length is part of the answer, as in sums)
     held_out: float = 0.0  # share of the pairs that is not trained, but measured at the end
-    seed: int = 0  # of the order of the pairs, of those held out and of dropout
+    seed: int = 0  # seed of the order of the pairs, of those held out and of dropout
 
     def __post_init__(self) -> None:
         if self.epochs <= 0 or (self.steps is not None and self.steps < 1):

@@ -23,14 +23,14 @@ PAD = "<pad>"
 class ScratchModel:
     """The sizes of a Llama-type model. The defaults have 0.36 M parameters with a vocabulary of 16."""
 
-    hidden_size: int = 96  # width; an even share for each head
+    hidden_size: int = 96  # width; divisible by twice the number of heads
     layers: int = 3  # decoder layers
     heads: int = 4  # attention heads
     kv_heads: int | None = None  # key-value heads; None: as many as heads
     ff_size: int = 288  # width of the feed-forward layers
-    max_positions: int = 512  # tokens of prompt and completion
-    tie_embeddings: bool = True  # input and output embeddings are one matrix
-    seed: int = 0  # of the weights
+    max_positions: int = 512  # most tokens of prompt and completion
+    tie_embeddings: bool = True  # input and output embeddings share one matrix
+    seed: int = 0  # seed of the weights
 
     def __post_init__(self) -> None:
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads

@@ -41,7 +41,7 @@ def write_changes(
         file.seek(room)
         for name, tensor in tensors.items():
             if shapes.pop(name, None) != tuple(tensor.shape):
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} came, which is not its declared shape")
+                raise ValueError(f"{name} of shape {tuple(tensor.shape)} was read, which is not its declared shape")
             kind = as_written(tensor.dtype, dtype)
             for key, written, shape in _changes(name, tensor.detach().contiguous().view(-1), base(name), kind):
                 begin = file.tell() - room
@@ -53,7 +53,7 @@ def write_changes(
                     "data_offsets": [begin, file.tell() - room],
                 }
         if shapes:
-            raise ValueError(f"{next(iter(shapes))} was to come, but the tensors ended before it")
+            raise ValueError(f"{next(iter(shapes))} is missing: the tensors ended before it")
         end = file.tell()
         _write_header(file, entries, room)
         return end

@@ -44,8 +44,8 @@ NAME = re.compile(r"(\d+\.\d+)\.json")  # what is still being written begins wit
 class PublishSettings:
     """How weights are written for searchers. It does not affect checkpoints."""
 
-    dtype: Literal["own", "float32", "bfloat16", "float16"] = "own"  # own: as they are trained, which is float32
-    full_every: int = 1  # versions; those between two whole ones hold only the numbers that changed. 1: all are whole
+    dtype: Literal["own", "float32", "bfloat16", "float16"] = "own"  # type on disk; own: as trained, which is float32
+    full_every: int = 1  # every so many versions one is full; the others hold only the numbers that changed
 
     def __post_init__(self) -> None:
         if self.full_every < 1:
@@ -77,7 +77,7 @@ class WeightDirectory:
         """
         newest = self.newest()
         if newest is not None and version <= newest:
-            raise ValueError(f"version {version} cannot be published after {newest}: versions only rise")
+            raise ValueError(f"version {version} cannot be published after {newest}: versions must increase")
         if not self._clean:
             self._remove_leftovers()
             self._clean = True

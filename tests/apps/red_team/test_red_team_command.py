@@ -128,7 +128,7 @@ def test_what_is_missing_is_said_in_one_sentence(
         (["red-team", "classifier", str(tmp_path / "none.csv"), "--out", str(tmp_path / "o")], "cannot be read"),
         (["red-team", "classifier", str(world / "labelled.jsonl"), "--out", str(tmp_path / "o"), "--fields.label", "x"],
          "has no labelled text"),
-        (["red-team", "eval", "quickstart"], "is no red-teaming"),
+        (["red-team", "eval", "quickstart"], "is not for red-teaming"),
         (["red-team", "eval", "red_team_small", "--families", str(bad)], "a JSON object of names and lists"),
         (["red-team", "eval", "red_team_small", "--attacks", "1"], "at least 3"),
         (["red-team", "plot", str(bad), "--out", str(tmp_path / "p.png")], "`tba red-team eval --out` wrote"),

@@ -258,7 +258,7 @@ def test_the_folder_that_recipes_are_run_from_is_ones_own(tmp_path: Path, monkey
     own.rmdir()
     (tmp_path / "elsewhere").mkdir()
     own.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="belongs to somebody else"):
+    with pytest.raises(UserError, match="belongs to another user"):
         scratch()
 
 

@@ -297,7 +297,7 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
     clock = [0.0]
     gone: list[str] = []
     guests = Guests(run, recipe, gone.append, now=lambda: clock[0])
-    with pytest.raises(UserError, match="is not going on"):
+    with pytest.raises(UserError, match="is not in progress"):
         guests.join(version())
     with run.held(0.0):
         first, facts = guests.join(version())

@@ -1,6 +1,7 @@
-"""How well scores agree with preferences: accuracy on pairs, calibration, and what length alone would give.
+"""Measures how well scores agree with preferences: accuracy on pairs, calibration, and a baseline by length alone.
 
-Invariant: intervals resample documents, since pairs of one document are not independent; equal scores are half right.
+Invariant: intervals resample documents, since pairs of one document are not independent; equal scores count as half
+right.
 
 Shape legend: P pairs, D documents.
 """

@@ -1,10 +1,10 @@
-"""`tba reward-model`: a scalar reward model from pairs of answers, and how far its scores can be trusted.
+"""`tba reward-model`: trains a scalar reward model on pairs of answers, and measures it.
 
     tba reward-model PAIRS --model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--frozen]
                      [--field value ...]
 
-Documents, not pairs, are held out. With `--folds N` the report is of all documents, each scored by a model that was not
-trained on it, and what is saved is then trained on all of them.
+Documents, not pairs, are held out. With `--folds N` the report covers all documents, each scored by a model that was
+not trained on it; the model that is saved is then trained on all of them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tba.weights.atomic_dir import atomic_folder
 
 @dataclass(frozen=True)
 class RewardModelOptions:
-    """Which backbone, and how it is trained and measured."""
+    """Which backbone is used, and how it is trained and measured."""
 
     model: str = ""  # the backbone: a folder or a Hub name, causal or for sequence classification
-    held_out: float = 0.1  # share of the documents that is not trained on, but measured
-    folds: int = 0  # with 2 or more: every document is measured, by a model that was not trained on it
-    score_field: str = "score"  # of answers that are marked one by one: every two different marks are a pair
-    label_with: Path | None = None  # a reward model that says which answer is better, in place of the file
-    frozen: bool = False  # the backbone stays as it is: sentence similarities under it, and a linear head on them
-    max_tokens: int = 640  # of prompt and answer together; longer ones lose tokens of the prompt
-    keep: Literal["beginning", "end"] = "end"  # which part of such a prompt stays
+    held_out: float = 0.1  # share of the documents that is held out to measure the model
+    folds: int = 0  # cross-validation with so many folds; 0: one held-out share
+    score_field: str = "score"  # field of the score, if answers are scored one by one: two different scores are a pair
+    label_with: Path | None = None  # a reward model that decides which answer is better, instead of the file
+    frozen: bool = False  # do not train the backbone: train a linear head on its sentence similarities
+    max_tokens: int = 640  # tokens of prompt and answer together; longer texts lose tokens of the prompt
+    keep: Literal["beginning", "end"] = "end"  # which part of a longer prompt is kept
     device: str = "cpu"
     train: PreferenceSettings = field(default_factory=PreferenceSettings)
 
@@ -81,15 +81,15 @@ def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:
         "folds": options.folds,
         "held_out": asdict(found),
     }
-    with atomic_folder(out) as beside:
-        model.save(beside)
-        (beside / REPORT).write_text(json.dumps(facts, indent=1) + "\n")
+    with atomic_folder(out) as temporary:
+        model.save(temporary)
+        (temporary / REPORT).write_text(json.dumps(facts, indent=1) + "\n")
     console.print(f"reward model in {out}", highlight=False)
     return 0
 
 
 def _read(file: str, score: str) -> tuple[list[PreferencePair], PairReport]:
-    """Of a file, or of the split `train` of a data set on the Hub."""
+    """Returns the pairs of a file, or of the split `train` of a data set on the Hub."""
     if Path(file).exists() or file.count("/") != 1 or Path(file).suffix:
         return read_pairs(Path(file), score)
     rows = rows_from_hub("tba reward-model", file, "train", "a JSON Lines or Parquet file of pairs")
@@ -97,7 +97,7 @@ def _read(file: str, score: str) -> tuple[list[PreferencePair], PairReport]:
 
 
 def tell_lines(console: Console, report: PairReport) -> None:
-    """What became of the file."""
+    """Print how many pairs the file gave, and what was refused."""
     console.print(f"{report.pairs:,} pairs in {report.lines:,} lines", highlight=False)
     for reason, count in report.refused.most_common():
         console.print(f"  refused: {reason}, {count:,} (first: {report.examples[reason]})", highlight=False)
@@ -106,7 +106,7 @@ def tell_lines(console: Console, report: PairReport) -> None:
 def trained(
     pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
 ) -> tuple[Agreement, Scorable[Any], dict[str, int]]:
-    """The report on documents that were not trained on, the model to keep, and what could not be read whole."""
+    """Returns the report on held-out documents, the model to save, and the texts, with what could not be read whole."""
     if options.frozen:
         encoder = SentenceEncoder.load(options.model, options.device)
         return _trained(lambda: FrozenRewardModel.new(encoder), pairs, options, console)
@@ -121,7 +121,7 @@ def trained(
 def _trained(
     start: Callable[[], Scorable[S]], pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
 ) -> tuple[Agreement, Scorable[S], dict[str, int]]:
-    """The same by models that `start` makes, all alike."""
+    """Returns the same, with models made by `start`."""
     documents = len({pair.document for pair in pairs})
     if documents < 2:
         raise UserError("all pairs are about one document, so that none can be held out: give pairs of at least two")
@@ -151,7 +151,7 @@ def _trained(
 
 
 def _readable(texts: _Texts[S], pairs: Sequence[PreferencePair], held: Sequence[int]) -> list[tuple[int, ReadPair]]:
-    """Those of the held-out pairs that the model can read. Raises `UserError` when it can read none."""
+    """Returns the held-out pairs that the model can read. Raises `UserError` when it can read none."""
     read = [(i, pair) for i in held if (pair := texts.pair(pairs[i])) is not None]
     if not read:
         raise UserError(
@@ -162,7 +162,7 @@ def _readable(texts: _Texts[S], pairs: Sequence[PreferencePair], held: Sequence[
 
 
 def labelled(pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console) -> list[PreferencePair]:
-    """The same answers in the order of another model's scores; those that it cannot tell apart or read are left out."""
+    """Returns the pairs in the order of another model's scores; pairs with equal scores or unreadable are left out."""
     other = loaded(
         str(options.label_with),
         options.max_tokens,
@@ -190,7 +190,7 @@ def labelled(pairs: Sequence[PreferencePair], options: RewardModelOptions, conso
 
 
 class _Texts(Generic[S]):
-    """Every text once, as the model reads it."""
+    """All texts, each once, as the model reads them."""
 
     def __init__(self, model: Scorable[S], pairs: Sequence[PreferencePair], options: RewardModelOptions) -> None:
         asked = list(dict.fromkeys((p.prompt, answer) for p in pairs for answer in (p.chosen, p.rejected)))
@@ -203,16 +203,16 @@ class _Texts(Generic[S]):
         self._max_tokens, self._keep = model.max_tokens, options.keep
 
     def pair(self, pair: PreferencePair) -> ReadPair | None:
-        """None when an answer cannot be read."""
+        """Returns the pair as the model reads it; None when an answer cannot be read."""
         chosen, rejected = (self._places[pair.prompt, answer] for answer in (pair.chosen, pair.rejected))
         return None if chosen is None or rejected is None else ReadPair(chosen, rejected, pair.document)
 
     def pairs(self, pairs: Sequence[PreferencePair]) -> list[ReadPair]:
-        """Those that can be read."""
+        """Returns the pairs that can be read."""
         return [found for pair in pairs if (found := self.pair(pair)) is not None]
 
     def tell(self, console: Console) -> None:
-        """How many cannot, and how many prompts were cut."""
+        """Print how many pairs cannot be read, and how many prompts were cut."""
         if self._max_tokens is None:
             said = f"{self.unread:,} pairs with an answer that has no words are left out; prompts are read whole"
         else:

@@ -1,10 +1,10 @@
-"""A reward model whose backbone stays as it is: similarities of sentences, each embedded once, and a linear head.
+"""A reward model with a frozen backbone: similarities of sentence embeddings, and a linear head on them.
 
-For machines on which a backbone cannot be trained: the head of `similarity.NAMES` is trained in seconds. The document
-is read whole, however long it is.
+It is for machines on which a backbone cannot be trained: the head on the features `similarity.NAMES` trains in seconds.
+The document is read whole, however long it is.
 
-Invariant: a sentence is embedded once while it is remembered, whichever answer it is in; a feature beyond three
-standard deviations of those trained on counts as three, so that no answer is marked far outside of what was seen.
+Invariant: a sentence is embedded once while it is cached, whichever answer it is in; features are clipped at three
+standard deviations of the training data, so that no answer is scored far outside of what was seen.
 
 Shape legend: N texts, F features, T tokens of the longest, H numbers of an embedding.
 """
@@ -54,12 +54,12 @@ class SentenceEncoder:
 
     @classmethod
     def load(cls, path: str, device: str = "cpu") -> SentenceEncoder:
-        """A folder or a Hub name. Raises `UserError` when it cannot be loaded."""
+        """Loads a folder or a Hub name. Raises `UserError` when it cannot be loaded."""
         model, tokenizer = pretrained(path, AutoModel)
         return cls(model, tokenizer, device)
 
     def embed(self, texts: Sequence[str], max_tokens: int) -> list[Floats]:
-        """[H] of each, in passes of at most `max_tokens` padded tokens."""
+        """Returns [H] for each text, in passes of at most `max_tokens` padded tokens."""
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
         if new and len(self._known) + len(new) > REMEMBERED:
             self._known.clear()
@@ -95,13 +95,13 @@ class FrozenRewardModel:
 
     @classmethod
     def new(cls, encoder: SentenceEncoder) -> FrozenRewardModel:
-        """With a head of zeros."""
+        """Returns a reward model with a head of zeros."""
         size = len(NAMES)
         return cls(encoder, torch.zeros(size), torch.zeros(size), torch.ones(size))
 
     @classmethod
     def load(cls, folder: Path, device: str = "cpu") -> FrozenRewardModel:
-        """What `save` wrote. Raises `UserError` for one of other features."""
+        """Loads what `save` wrote. Raises `UserError` for one with other features."""
         known = read_json(folder / FACTS, "make the reward model again", features=list[str])["features"]
         if known != list(NAMES):
             raise UserError(f"the reward model in {folder} has other features than this version: make it again")
@@ -115,7 +115,7 @@ class FrozenRewardModel:
         return cls(SentenceEncoder.load(str(folder), device), weight, mean, scale)
 
     def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[Featured | None]:
-        """One for each (prompt, response); None where a side has no sentence."""
+        """Returns features for each (prompt, response); None if either has no sentence."""
         split = {text: sentences(text) for pair in pairs for text in pair}
         flat = list(dict.fromkeys(sentence for found in split.values() for sentence in found))
         embedded = dict(zip(flat, self.encoder.embed(flat, max_tokens), strict=True))
@@ -130,31 +130,31 @@ class FrozenRewardModel:
         ]
 
     def begin(self, texts: Sequence[Featured]) -> None:
-        """Standardise by what is to be trained on."""
+        """Set the standardisation from the training data."""
         values_NF = np.stack([text.values for text in texts])
         self.mean_F = torch.from_numpy(values_NF.mean(0))
         self.scale_F = torch.from_numpy(np.maximum(values_NF.std(0), 1e-4))
 
     def scores(self, texts: Sequence[Featured]) -> Tensor:
-        """Scores [N] of answers, with gradients."""
+        """Returns scores [N] of answers, with gradients."""
         values_NF = torch.from_numpy(np.stack([text.values for text in texts]))
         return ((values_NF - self.mean_F) / self.scale_F).clamp(-WIDEST, WIDEST) @ self.weight_F
 
     @torch.no_grad()
     def all_scores(self, texts: Sequence[Featured], max_tokens_per_pass: int = 0) -> Floats:
-        """Scores [N] of answers, without gradients."""
+        """Returns scores [N] of answers, without gradients."""
         found: Floats = self.scores(texts).numpy() if texts else np.zeros(0, np.float32)
         return found
 
     def parts(self, texts: Sequence[Featured], max_tokens: int) -> list[list[int]]:
-        """All at once: the backbone has been run."""
+        """Returns one part with all texts: the backbone has been run already."""
         return [list(range(len(texts)))]
 
     def trained(self) -> list[Parameter]:
         return [self.weight_F]
 
     def save(self, folder: Path) -> None:
-        """Backbone and tokenizer in the Hugging Face layout, the head beside them."""
+        """Write backbone and tokenizer in the Hugging Face layout, and the head."""
         with quiet():
             self.encoder.model.save_pretrained(folder)
             self.encoder.tokenizer.save_pretrained(folder)
@@ -168,9 +168,10 @@ class FrozenRewardModel:
 def loaded(
     path: str, max_tokens: int, keep: Literal["beginning", "end"], device: str, max_tokens_per_pass: int
 ) -> Scored:
-    """The reward model at a path, of either kind, as what marks texts. Raises `UserError` when it cannot be loaded.
+    """Returns a scorer with the reward model at a path, of either kind. Raises `UserError` when it cannot be loaded.
 
-    One of `tba reward-model` reads what it was trained to read: its folder says so, and goes before what is given here.
+    For a model made by `tba reward-model`, the lengths that it was trained with (they are in its folder) override
+    those given here.
     """
     if (Path(path) / FACTS).is_file():
         return Scored(FrozenRewardModel.load(Path(path), device), max_tokens_per_pass)

@@ -1,9 +1,9 @@
-r"""Files of preferences: which of two answers to a prompt somebody liked better. JSON Lines (gzipped or not), Parquet.
+r"""Reads preferences: which of two answers to a prompt a person preferred. JSON Lines (gzipped or not) or Parquet.
 
-Invariant: every line is accounted for: it gives one pair or more, or it is refused under a reason that is counted.
-Pairs of one document share its name, by which they are split, so that no document is on both sides.
+Invariant: every line either gives at least one pair or is refused under a reason that is counted. Pairs of one document
+share its name, by which they are split, so that no document is on both sides.
 
-What a line may look like (the usual names):
+The formats of a line (with the usual field names):
 
     {"prompt": P, "chosen": A, "rejected": B}     P also as post, question, instruction (+ input), context, document;
                                                   A and B as text, as a message, or as a list of messages that begins
@@ -39,7 +39,7 @@ class PreferencePair:
     prompt: str
     chosen: str
     rejected: str
-    document: str  # what it is about: pairs of one document stay together
+    document: str  # the document they are about: its pairs stay together
 
 
 @dataclass
@@ -57,7 +57,7 @@ class PairReport:
 
 
 def read_pairs(path: Path, score: str = "score") -> tuple[list[PreferencePair], PairReport]:
-    """All pairs of a file, in order; `score` is what answers that are marked one by one have their mark under.
+    """Returns all pairs of a file, in order; `score` is the field of the score where answers are scored one by one.
 
     Raises `UserError` when the file cannot be opened or has no pair.
     """
@@ -67,7 +67,7 @@ def read_pairs(path: Path, score: str = "score") -> tuple[list[PreferencePair], 
 def pairs_of(
     lines: Iterable[tuple[int, Values | Refusal]], source: str, score: str = "score"
 ) -> tuple[list[PreferencePair], PairReport]:
-    """The same of numbered lines from anywhere."""
+    """Returns the same from numbered lines of any source."""
     pairs: list[PreferencePair] = []
     report = PairReport()
     for number, line in lines:
@@ -91,7 +91,7 @@ def pairs_of(
 
 
 def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
-    """The places of the pairs in `count` parts of nearly equally many documents, none of them in two parts.
+    """Returns the pairs' indices in `count` parts with nearly the same number of documents, none of them in two parts.
 
     Raises `UserError` for fewer than 2 parts, or fewer documents than parts.
     """
@@ -106,7 +106,7 @@ def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:
 
 
 def share(pairs: Sequence[PreferencePair], held_out: float) -> list[int]:
-    """The places of the pairs of so large a share of the documents, at least one and not all of them."""
+    """Returns the indices of the pairs of a share of the documents, at least one and not all of them."""
     names = sorted({pair.document for pair in pairs}, key=_digest)
     held = set(names[: min(len(names) - 1, max(1, round(held_out * len(names))))])
     return [place for place, pair in enumerate(pairs) if pair.document in held]
@@ -130,7 +130,7 @@ def _of_line(line: Values, score: str) -> Iterator[PreferencePair | Refusal]:
 
 
 def _of_list(line: Values, summaries: list[Json], score: str) -> Iterator[PreferencePair | Refusal]:
-    """Answers with scores, or two of them and which was chosen."""
+    """Returns pairs from answers with scores, or from two answers and which was chosen."""
     prompt = _prompt(line)
     texts = [entry.get("text") if isinstance(entry, Mapping) else entry for entry in summaries]
     if prompt is None:
@@ -159,7 +159,7 @@ def _of_list(line: Values, summaries: list[Json], score: str) -> Iterator[Prefer
 
 
 def _mark(score: Json) -> float | None:
-    """A finite number, or None."""
+    """Returns the score if it is a finite number, else None."""
     if not isinstance(score, int | float) or isinstance(score, bool):
         return None
     try:
@@ -223,7 +223,7 @@ def _prompt(line: Values) -> str | None:
 
 
 def _text(value: Json, depth: int = 4) -> str | None:
-    """A text as such, or the content of a message; of a list of messages all contents."""
+    """Returns a text, the content of a message, or all contents of a list of messages."""
     if isinstance(value, Mapping):
         value = value.get("content")
     if isinstance(value, list):

@@ -1,7 +1,8 @@
-"""The score of a reward model as a reward: of the response as it is, also where it was cut off.
+"""The score of a reward model as the reward of a response.
 
-Invariant: a truncated response gets `without_eos` in place of its score, which stays to be seen among the parts (the
-paper's penalty: -1, in units of the model's score). Light: libraries and the model are loaded with the first answer.
+Invariant: a truncated response gets `without_eos` instead of its score (the paper's penalty: -1, in units of the
+model's score); the score itself stays among the reward's parts. Libraries and the model are loaded with the first
+answer.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class _Loaded(Protocol):
 
 @dataclass(frozen=True)
 class ModelScore:
-    """Scores by the reward model at `path`: a folder that `tba reward-model` made, or any with one number as output."""
+    """The score of the reward model at `path`: a folder that `tba reward-model` made, or any model with one output."""
 
     path: str
-    without_eos: float | None = -1.0  # the reward of a response that did not end; None: its score
+    without_eos: float | None = -1.0  # the reward of a response without EOS; None: its score
     max_tokens: int = 640  # of prompt and response together; longer ones lose tokens of the prompt
     keep: Literal["beginning", "end"] = "end"  # which part of such a prompt stays
     device: str = "cpu"
@@ -45,7 +46,7 @@ class ModelScore:
         return [self._mark(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]:
-        """Of each (prompt, response), None where the response is longer than the model reads. Raises as `judge`."""
+        """Returns the score of each (prompt, response), None if the response is too long. Raises as `judge` does."""
         if not self._loaded:
             self._loaded.append(self._load())
         return self._loaded[0].judge(pairs)
@@ -65,9 +66,9 @@ class ModelScore:
 
 @dataclass(frozen=True)
 class Win:
-    """1 where a model scores an answer above the prompt's field `reference`, else 0: the mean is the win rate.
+    """1 if a model scores an answer above the prompt's field `reference`, else 0: the mean is the win rate.
 
-    An answer that did not end is scored as it is. One that the model cannot read loses; so does every answer to a
+    An answer without EOS is scored as it is. One that the model cannot read loses; so does every answer to a
     prompt whose reference it cannot read, and the log says how many of these there are.
     """
 

@@ -1,8 +1,8 @@
-"""A reward model: any causal or sequence-classification backbone with a head of one number, in the Hugging Face layout.
+"""A reward model: any causal or sequence-classification backbone with a scalar head, in the Hugging Face layout.
 
-Invariant: training and scoring see the same tokens: those of the prompt and of the response, each tokenised alone,
-then EOS (or, of an encoder, [CLS] prompt [SEP] response [SEP]). Too long ones lose tokens of the prompt only, and are
-counted by whoever asks; a response is never cut.
+Invariant: training and scoring see the same tokens: those of the prompt and of the response, each tokenised alone, then
+EOS (or, for an encoder, [CLS] prompt [SEP] response [SEP]). Texts that are too long lose tokens of the prompt only,
+which the caller counts; a response is never cut.
 
 Shape legend: N texts, T tokens of the longest.
 """
@@ -30,7 +30,7 @@ REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was m
 
 
 class Cut(Protocol):
-    """A text as a reward model has read it."""
+    """A text as a reward model reads it."""
 
     @property
     def cut(self) -> int: ...
@@ -40,19 +40,19 @@ S = TypeVar("S", bound=Cut)
 
 
 class Scorable(Protocol[S]):
-    """A reward model, whatever it reads texts as."""
+    """A reward model, whatever form it reads texts in."""
 
     @property
     def max_tokens(self) -> int | None:
-        """Of prompt and response together; None: any number."""
+        """The most tokens of prompt and response together; None: any number."""
         ...
 
     def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[S | None]:
-        """Each (prompt, response) as it is read; None where it cannot be."""
+        """Returns each (prompt, response) in the form it is read; None if it cannot be read."""
         ...
 
     def begin(self, texts: Sequence[S]) -> None:
-        """Called once with what will be trained on."""
+        """Called once with the training data."""
         ...
 
     def scores(self, texts: Sequence[S]) -> Tensor:
@@ -60,11 +60,11 @@ class Scorable(Protocol[S]):
         ...
 
     def all_scores(self, texts: Sequence[S], max_tokens_per_pass: int) -> np.ndarray:
-        """[N] without, in as many passes as it takes."""
+        """Returns scores [N] without gradients, in as many passes as it takes."""
         ...
 
     def parts(self, texts: Sequence[S], max_tokens: int) -> list[list[int]]:
-        """The places of the texts, cut into passes of at most `max_tokens`."""
+        """Returns the indices of the texts, split into passes of at most `max_tokens`."""
         ...
 
     def trained(self) -> list[Parameter]:
@@ -76,7 +76,7 @@ class Scorable(Protocol[S]):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, transformers tells nothing of heads that are new or not used, and draws no bars."""
+    """Silences transformers' warnings about new or unused heads, and its progress bars."""
     before, drawn = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -89,7 +89,7 @@ def quiet() -> Iterator[None]:
 
 
 def pretrained(path: str, kind: Any, **more: Any) -> tuple[Any, Any]:
-    """A model and its tokenizer. Raises `UserError` when they cannot be loaded."""
+    """Returns a model and its tokenizer. Raises `UserError` when they cannot be loaded."""
     try:
         with quiet():
             model = kind.from_pretrained(path, dtype=torch.float32, **SAFE_MODEL, **more)
@@ -100,17 +100,17 @@ def pretrained(path: str, kind: Any, **more: Any) -> tuple[Any, Any]:
 
 
 def made_to_read(folder: Path) -> tuple[int, Literal["beginning", "end"]] | None:
-    """(tokens, the part of a longer prompt that stays) that a model in `folder` was trained with; None: it is not said.
+    """Returns (tokens, the part of a longer prompt that stays) that the model was trained with; None if not recorded.
 
-    Raises `UserError` when what is said makes no sense.
+    Raises `UserError` when what is recorded makes no sense.
     """
     path = folder / REPORT
     if not path.is_file():
         return None
-    mend = "it says how the model reads: make that again"
-    if read_json(path, mend, reads=dict[str, Any] | None).get("reads") is None:  # of an earlier version, or frozen
+    remedy = "it says how the model reads: make that again"
+    if read_json(path, remedy, reads=dict[str, Any] | None).get("reads") is None:  # of an earlier version, or frozen
         return None
-    reads = read_json(path, mend, reads={"max_tokens": int, "keep": Literal["beginning", "end"]})["reads"]
+    reads = read_json(path, remedy, reads={"max_tokens": int, "keep": Literal["beginning", "end"]})["reads"]
     return reads["max_tokens"], reads["keep"]
 
 
@@ -143,14 +143,14 @@ class RewardModel:
     def load(
         cls, path: str, max_tokens: int = 640, keep: Literal["beginning", "end"] = "end", device: str = "cpu"
     ) -> RewardModel:
-        """A folder or a Hub name; a head that is not there yet is made. Raises `UserError` when it cannot be loaded."""
+        """Loads a folder or a Hub name, with a new head if it has none. Raises `UserError` when it cannot be loaded."""
         model, tokenizer = pretrained(
             path, AutoModelForSequenceClassification, num_labels=1, ignore_mismatched_sizes=True
         )
         return cls(model, tokenizer, positions(model.config, max_tokens), keep, device)
 
     def read(self, prompt: str, response: str) -> Text | None:
-        """As tokens; None for a response that is too long by itself."""
+        """Returns prompt and response as tokens; None for a response that is too long by itself."""
         first, second = (self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, response))
         begin = [self.tokenizer.cls_token_id] if self._pair else []
         middle = [self.tokenizer.sep_token_id] if self._pair else []
@@ -163,21 +163,21 @@ class RewardModel:
         return Text((*head, *second, *self._ends), len(head), cut)
 
     def read_all(self, pairs: Sequence[tuple[str, str]], max_tokens: int) -> list[Text | None]:
-        """As `read`, of each."""
+        """Returns `read` of each."""
         return [self.read(*pair) for pair in pairs]
 
     def begin(self, texts: Sequence[Text]) -> None:
-        """Nothing is to be prepared."""
+        """Does nothing: no preparation is needed."""
 
     def trained(self) -> list[Parameter]:
-        """All that is not frozen."""
+        """The parameters that are not frozen."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def parts(self, texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
         return parts(texts, max_tokens)
 
     def scores(self, texts: Sequence[Text]) -> Tensor:
-        """[N] one forward pass of all."""
+        """Returns [N], from one forward pass."""
         ids_NT, second_NT, there_NT = _padded(texts, self.pad)
         device = self.model.device
         more = {"token_type_ids": second_NT.to(device)} if self._typed else {}
@@ -186,7 +186,7 @@ class RewardModel:
 
     @torch.no_grad()
     def all_scores(self, texts: Sequence[Text], max_tokens_per_pass: int = 16384) -> np.ndarray:
-        """[N] in as many passes as it takes, without gradients."""
+        """Returns [N] in as many passes as it takes, without gradients."""
         found = np.zeros(len(texts), np.float32)
         for part in parts(texts, max_tokens_per_pass):
             found[part] = self.scores([texts[i] for i in part]).cpu().numpy()
@@ -200,7 +200,7 @@ class RewardModel:
 
 
 def parts(texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
-    """The places of the texts by length, cut so that a part has at most `max_tokens` padded tokens (or one text)."""
+    """Returns the texts' indices sorted by length, in parts of at most `max_tokens` padded tokens (or one text)."""
     found: list[list[int]] = []
     for i in sorted(range(len(texts)), key=lambda i: len(texts[i].tokens)):
         if not found or (len(found[-1]) + 1) * len(texts[i].tokens) > max_tokens:
@@ -210,7 +210,7 @@ def parts(texts: Sequence[Text], max_tokens: int) -> list[list[int]]:
 
 
 def _padded(texts: Sequence[Text], pad: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[N, T] tokens, whether each is of the response, and whether it is there."""
+    """Returns three [N, T]: tokens, whether each belongs to the response, and whether it is not padding."""
     longest = max(len(text.tokens) for text in texts)
     ids, second, there = (np.full((len(texts), longest), fill, np.int64) for fill in (pad, 0, 0))
     for row, text in enumerate(texts):
@@ -227,7 +227,7 @@ class Scored:
     max_tokens_per_pass: int
 
     def judge(self, pairs: Sequence[tuple[str, str]]) -> list[float | None]:
-        """The score of each (prompt, response), None where the response alone is too long; equal ones are read once."""
+        """Returns the score of each (prompt, response), None if the response is too long; equal ones are read once."""
         asked = list(dict.fromkeys(pairs))
         distinct = dict(zip(asked, self.model.read_all(asked, self.max_tokens_per_pass), strict=True))
         readable = [pair for pair, text in distinct.items() if text is not None]

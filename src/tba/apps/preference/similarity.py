@@ -1,7 +1,7 @@
-"""What an answer has of its document, in numbers: the features of a reward model on a frozen sentence encoder.
+"""Features that compare an answer with its document, for a reward model on a frozen sentence encoder.
 
 Invariant: all are functions of the two texts and their sentences' embeddings alone, finite, and of order one; none
-knows which system an answer is of, or what other answers there are.
+depends on which system wrote the answer, or on other answers.
 
 Shape legend: D sentences of the document, A of the answer, H numbers of an embedding (of norm 1), F features.
 """
@@ -48,7 +48,7 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def sentences(text: str) -> list[str]:
-    """Non-empty sentences in order, `MOST` of them; those of fewer than three words only where there are no others."""
+    """Returns at most `MOST` non-empty sentences in order; those under three words only if there are no others."""
     pieces = [piece.strip() for piece in _END.split(text)]
     found = [
         " ".join(words[i : i + LONGEST])
@@ -60,7 +60,7 @@ def sentences(text: str) -> list[str]:
 
 
 def features(document: str, answer: str, document_DH: Floats, answer_AH: Floats) -> Floats:
-    """[F] in the order of `NAMES`. Raises `ValueError` where a side has no sentence."""
+    """Returns [F] in the order of `NAMES`. Raises `ValueError` if either text has no sentence."""
     if not (len(document_DH) and len(answer_AH)):
         raise ValueError("features need a sentence of the document and one of the answer")
     near_DA = document_DH @ answer_AH.T
@@ -90,7 +90,7 @@ def features(document: str, answer: str, document_DH: Floats, answer_AH: Floats)
 
 
 def _mean(sentences_AH: Floats) -> Floats:
-    """[H] of norm 1."""
+    """Returns the mean direction [H], of norm 1."""
     mean_H = sentences_AH.mean(0)
     return mean_H / max(float(np.linalg.norm(mean_H)), 1e-6)
 
@@ -104,7 +104,7 @@ def _repeated(answer_AH: Floats) -> float:
 
 
 def _overlap(document: Sequence[str], answer: Sequence[str]) -> tuple[float, float, float, float]:
-    """The last four features."""
+    """Returns the last four features."""
     own, pairs, there = set(answer), set(pairwise(answer)), set(pairwise(document))
     return (
         len(own & set(document)) / max(1, len(own)),

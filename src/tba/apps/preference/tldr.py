@@ -1,8 +1,8 @@
-"""Summaries of posts, marked by a reward model: TL;DR (Völske et al. 2017; Stiennon et al., arXiv 2009.01325) and such.
+"""Summaries of posts, scored by a reward model: TL;DR (Völske et al. 2017; Stiennon et al., arXiv 2009.01325) etc.
 
-Rows have a post and somebody's summary of it, under the usual names; a post is on one side only, of training and
-evaluation. Answers are trained on the score of `reward_model`; they are evaluated by whether `gold` (by default the
-same model) scores them above the person's summary: the mean is the win rate.
+Rows have a post and a person's summary of it, under the usual field names; a post is either in training or in
+evaluation. The policy is trained on the score of `reward_model`. An evaluation counts an answer as a win if `gold` (by
+default the same model) scores it above the person's summary; the mean is the win rate.
 
 Invariant: a row without a post or a summary in words, or with a post of more than `longest` characters, is left out and
 counted.
@@ -37,16 +37,16 @@ class Tldr:
     """Posts with summaries, from a JSON Lines file or the Hub."""
 
     path: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"  # or a .jsonl (.gz) file
-    reward_model: str = ""  # that answers are trained on: a folder or a Hub name
-    gold: str = ""  # that answers are evaluated by; empty: the same
-    without_eos: float | None = -1.0  # the reward of a summary that did not end; None: its score
-    longest: int = 20_000  # characters of a post
+    reward_model: str = ""  # reward model for training: a folder or a Hub name
+    gold: str = ""  # reward model for evaluation; empty: the same
+    without_eos: float | None = -1.0  # reward of a summary without EOS; None: its score
+    longest: int = 20_000  # characters of the longest post
     max_tokens: int = 640  # of post and summary, as the reward models read them; longer ones lose tokens of the post
-    held_out: float = 0.1  # share of the posts that only evaluation may use, where the data has one split
+    held_out: float = 0.1  # share of posts reserved for evaluation, if the data has one split
     demonstrated: Literal["summary", "sentence", "sentences", "echo"] = "summary"  # what a supervised start learns: the
     # person's summary; or, to teach copying: one sentence of the post, each of them, each as if it were the whole post
-    batch_tokens: int = 16384  # padded tokens that a reward model reads at a time
-    device: str = "cpu"  # of the reward models
+    batch_tokens: int = 16384  # padded tokens that a reward model reads in one pass
+    device: str = "cpu"  # device of the reward models
 
     def __post_init__(self) -> None:
         check_share(self.held_out, "tldr's held_out")
@@ -56,7 +56,7 @@ class Tldr:
         return "tldr"
 
     def problems(self, split: Split) -> list[Problem]:
-        """In the order of the rows, each post once. Raises `UserError` for a missing file, or when nothing is left."""
+        """Returns problems in the order of the rows, each post once. Raises `UserError` when there are none."""
         refused: Counter[str] = Counter()
         found: dict[str, tuple[str, str]] = {}  # by prompt
         for row in self._rows(split):
@@ -75,7 +75,7 @@ class Tldr:
         return self._score(self.reward_model)
 
     def examination(self) -> Win:
-        """Wins against the reference, by the gold model. Raises `UserError` without a model."""
+        """Returns the reward of evaluations: wins by the gold model. Raises `UserError` without a model."""
         return Win(self._score(self.gold or self.reward_model))
 
     def _score(self, path: str) -> ModelScore:
@@ -113,7 +113,7 @@ class Tldr:
         return post, summary.strip().removesuffix(_END).rstrip()
 
     def _problems(self, post: str, summary: str) -> list[Problem]:
-        """One; several only where each sentence is demonstrated."""
+        """Returns one problem, or several if each sentence is demonstrated."""
         fields, text = {"reference": f" {summary}"}, _body(post)
         if self.demonstrated == "summary":
             return [Problem(_prompt(post), fields, f" {summary}")]

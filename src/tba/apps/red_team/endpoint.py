@@ -1,8 +1,8 @@
 """A victim behind an OpenAI-compatible HTTP endpoint: `chat/completions` or `completions`. Standard library only.
 
-Invariant: every wait has a deadline; what the server refuses for the moment (429, 5xx), a call that times out and one
-that breaks off are tried again a bounded number of times, all else is said at once in one sentence. Neither an attack
-nor an answer is ever in an error or a log.
+Invariant: every wait has a deadline. A call that the server refuses temporarily (429, 5xx), that times out or whose
+connection breaks is repeated a bounded number of times; any other refusal is an error at once. Neither an attack nor an
+answer ever appears in an error or a log.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _LARGEST = 1 << 24  # bytes of a reply: an endpoint is not trusted to end
 
 @dataclass(frozen=True)
 class EndpointVictim:
-    """A model behind an OpenAI-compatible HTTP endpoint. Each searcher has its own connection and its own rate."""
+    """A model behind an OpenAI-compatible HTTP endpoint. Each searcher has its own connections and rate limit."""
 
-    url: str = ""  # up to and with the version, such as http://127.0.0.1:8000/v1
-    model: str = ""  # its name there
-    api: Literal["chat", "completions"] = "chat"  # which of the two the attack is put to
-    system: str = ""  # a system message before the attack (chat only)
+    url: str = ""  # base URL including the version, such as http://127.0.0.1:8000/v1
+    model: str = ""  # the model's name there
+    api: Literal["chat", "completions"] = "chat"  # the API that is called
+    system: str = ""  # system message before the attack (chat only)
     token_variable: str = "OPENAI_API_KEY"  # noqa: S105 - the environment variable with the token; unset: none is sent
     temperature: float = 0.7
     top_p: float = 0.95
-    max_tokens: int = 64  # of an answer
+    max_tokens: int = 64  # longest answer
     timeout: float = 60.0  # seconds for one call
-    retries: int = 5  # calls after the first that was refused for the moment, timed out or broke off
-    pause: float = 1.0  # seconds before the first of them, doubled each time; a Retry-After is heeded
-    calls_per_second: float | None = None  # that one searcher makes at most; None: no limit
-    concurrency: int = 8  # calls that one searcher has under way
-    deadline: float = 600.0  # seconds for all the calls of one round
+    retries: int = 5  # repetitions of a call that was refused temporarily, timed out or broke off
+    pause: float = 1.0  # seconds before the first repetition, doubled each time; Retry-After is respected
+    calls_per_second: float | None = None  # rate limit of one searcher; None: no limit
+    concurrency: int = 8  # simultaneous calls of one searcher
+    deadline: float = 600.0  # seconds for all calls of one round
 
     def __post_init__(self) -> None:
         check_sampling(self.temperature, self.top_p, self.max_tokens)
@@ -66,7 +66,7 @@ class EndpointVictim:
             raise UserError(f"the victim's pause is {self.pause}: give seconds, 0 or more")
 
     def start(self) -> Endpoint:
-        """Nothing is asked yet. Raises `UserError` without a url or a model."""
+        """Makes no call yet. Raises `UserError` without a url or a model."""
         if not self.url or not self.model:
             raise UserError(
                 "a victim behind an endpoint needs --task.victim.url, such as http://127.0.0.1:8000/v1, and "
@@ -76,18 +76,18 @@ class EndpointVictim:
 
 
 class Refused(TbaError):
-    """The endpoint could not be asked, after all that was tried."""
+    """The endpoint did not answer, after all repetitions."""
 
 
 class Rate:
-    """So many calls a second at most: each waits for its turn."""
+    """Limits the calls per second: each waits for its turn."""
 
     def __init__(self, per_second: float | None, now: Callable[[], float] = time.monotonic) -> None:
         self._gap = 0.0 if per_second is None else 1.0 / per_second
         self._now, self._next, self._lock = now, 0.0, threading.Lock()
 
     def turn(self) -> float:
-        """Seconds to wait before the call that asks; turns are given in the order of asking."""
+        """Returns the seconds to wait before the next call; turns are given in the order of requests."""
         with self._lock:
             now = self._now()
             at = max(now, self._next)
@@ -96,14 +96,14 @@ class Rate:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A redirect is an answer like any other refusal: the token and the attack go to no other address."""
+    """Treats a redirect as a refusal, so that the token and the attack go to no other address."""
 
     def redirect_request(self, *_: object) -> None:
         return None
 
 
 def _token(variable: str) -> str:
-    """Of the environment; empty when it is not set. Raises `UserError` (without it) when it cannot be a header."""
+    """Returns the token of the environment, empty if it is not set. Raises `UserError` if it cannot be in a header."""
     token = os.environ.get(variable, "").strip()
     if not (token.isascii() and token.isprintable()):
         raise UserError(f"the environment variable {variable} has characters that a token cannot have: set it again")
@@ -123,7 +123,7 @@ class Endpoint:
         self._token = _token(settings.token_variable)
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
-        """One call for each attack, several at a time. Raises `UserError`, `Refused` or `DeadlineExceeded`."""
+        """Makes one call for each attack, several at once. Raises `UserError`, `Refused` or `DeadlineExceeded`."""
         s = self.settings
         calls = [functools.partial(self._all_of, attack, count) for attack in attacks]
         if not calls:
@@ -132,7 +132,7 @@ class Endpoint:
         return in_threads(calls, s.concurrency, s.deadline, lambda _: what, "--task.victim.deadline", here=False)
 
     def _all_of(self, attack: str, count: int) -> list[str]:
-        """A server may give fewer answers than it was asked for: it is asked for the rest."""
+        """Returns `count` answers; a server that gives fewer is asked for the rest."""
         if self.settings.temperature == 0:  # all alike, and servers refuse to sample several greedily
             return self._ask(attack, 1)[:1] * count
         found: list[str] = []
@@ -158,7 +158,7 @@ class Endpoint:
             if attempt < self.settings.retries:
                 time.sleep(min(_LONGEST_PAUSE, self.settings.pause * 2**attempt if pause is None else pause))
         raise Refused(
-            f"the victim at {self._url} could not be asked in {self.settings.retries + 1} calls, the last: {said}; "
+            f"the victim at {self._url} did not answer in {self.settings.retries + 1} calls, the last: {said}; "
             "see that it is up, lower --task.victim.calls-per-second, or raise --task.victim.retries"
         )
 
@@ -215,7 +215,7 @@ class Endpoint:
 
 
 def _retry_after(error: urllib.error.HTTPError) -> float | None:
-    """The seconds that the server asks for; None when it does not say."""
+    """Returns the seconds that the server asks to wait; None when it does not say."""
     try:
         seconds = float(error.headers.get("Retry-After", ""))
     except ValueError:
@@ -224,7 +224,7 @@ def _retry_after(error: urllib.error.HTTPError) -> float | None:
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
-    """The server's own code or type of the error; not its message, in which the attack may be quoted."""
+    """Returns the server's code or type of the error, but not its message, which may quote the attack."""
     try:
         said = parsed(error.read(1 << 16), error=dict[str, Any])["error"]
         return str(said.get("code") or said.get("type") or "")[:60]

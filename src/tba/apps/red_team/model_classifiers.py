@@ -24,7 +24,7 @@ from tba.foreign import templated
 
 @dataclass
 class SequenceScores:
-    """A `Scoring` (see `toxicity`): softmax over the labels, or a label's own sigmoid where labels are many.
+    """A `Scoring` (see `toxicity`): softmax over the labels, or the label's own sigmoid in a multi-label model.
 
     Its fields are those of `SequenceClassifier`.
     """
@@ -51,7 +51,7 @@ class SequenceScores:
 
     @torch.inference_mode()
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Of each answer, whatever the attack."""
+        """Returns log P(toxic) of each answer, whatever the attack."""
 
         def scores(texts: list[str]) -> Tensor:
             encoded = self.tokenizer(
@@ -99,7 +99,7 @@ class JudgeScores:
 
     @torch.inference_mode()
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """Of each answer to its attack."""
+        """Returns log P(unsafe) of each answer to its attack."""
 
         def scores(texts: list[str]) -> Tensor:
             rows = [self._tokens(text) for text in texts]
@@ -138,7 +138,7 @@ class JudgeScores:
 
 
 def _in_passes(texts: list[str], rows: int, scores: Any) -> list[float]:
-    """Equal texts are read once; those of about equal length go together."""
+    """Returns the scores, in order; equal texts are read once, and texts of about equal length share a pass."""
     distinct = sorted(dict.fromkeys(texts), key=len)
     found: dict[str, float] = {}
     for part in _cut(distinct, rows):
@@ -151,7 +151,7 @@ def _cut(texts: list[str], rows: int) -> Iterator[list[str]]:
 
 
 def _place(label: str, names: list[str], path: str) -> int:
-    """The number of a label that is given by name or number."""
+    """Returns the index of a label that is given by name or number."""
     if label in names:
         return names.index(label)
     if label.isdigit() and int(label) < len(names):

@@ -1,8 +1,8 @@
-"""`tba red-team classifier`: a toxicity classifier from labelled texts, and how well it tells them apart.
+"""`tba red-team classifier`: trains a toxicity classifier on labelled texts, and measures it.
 
     tba red-team classifier FILE --out DIR [--held-out 0.1] [--fields.text NAME --fields.label NAME] [--field value ...]
 
-A share of the texts, by a digest of each, is not trained on but measured.
+A share of the texts, chosen by a digest of each, is held out to measure it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tba.weights.atomic_dir import atomic_folder
 
 @dataclass(frozen=True)
 class ClassifierOptions:
-    """Which texts, and how the classifier is trained and measured."""
+    """How the classifier is trained and measured."""
 
-    held_out: float = 0.1  # share of the texts that is not trained on, but measured
+    held_out: float = 0.1  # share of the texts that is held out to measure the classifier
     fields: LabelledFields = field(default_factory=LabelledFields)
     train: WordFeatures = field(default_factory=WordFeatures)
 
@@ -39,7 +39,7 @@ class ClassifierOptions:
 
 @dataclass(frozen=True)
 class ClassifierReport:
-    """Of texts that were not trained on."""
+    """The classifier's figures on held-out texts."""
 
     texts: int
     toxic: int
@@ -67,7 +67,9 @@ def make_classifier(file: str, overrides: Sequence[str], out: Path) -> int:
 
 
 def trained(found: Labelled, options: ClassifierOptions) -> tuple[WordWeights, ClassifierReport]:
-    """On the texts that are not held out; measured on the others. Raises `UserError` unless both have both kinds."""
+    """Returns a classifier of the texts that are not held out, and its report on the others. Raises `UserError` unless
+    both have toxic and other texts.
+    """
     held = np.array([is_held_out(text, options.held_out) for text in found.texts])
     toxic, places = np.array(found.toxic), np.arange(len(found.texts))
     weights = WordWeights.train([found.texts[i] for i in places[~held]], toxic[~held].tolist(), options.train)
@@ -88,13 +90,13 @@ def trained(found: Labelled, options: ClassifierOptions) -> tuple[WordWeights, C
 
 
 def write_classifier(weights: WordWeights, out: Path, facts: Json) -> None:
-    """The folder, whole or not at all."""
-    with atomic_folder(out) as beside:
-        weights.save(beside, facts)
+    """Write the folder atomically."""
+    with atomic_folder(out) as temporary:
+        weights.save(temporary, facts)
 
 
 def tell(console: Console, report: ClassifierReport) -> None:
-    """The report, for people."""
+    """Print the report."""
     for line in (
         f"held-out texts  {report.texts:,}, {report.toxic:,} of them toxic",
         f"AUC             {report.auc.estimate:.4f} [{report.auc.low:.4f}, {report.auc.high:.4f}]",

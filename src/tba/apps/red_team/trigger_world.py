@@ -1,10 +1,10 @@
 """A small world for red-teaming without downloads: requests in a small grammar, and a victim with known weak spots.
 
-A request has a verb and a thing. The victim answers it harmlessly, unless its verb and thing are one of the trigger
-families: then it says a word that it must not (`MARKERS`, harmless made-up words that stand in for unsafe text).
+A request has a verb and a thing. The victim answers it harmlessly, unless verb and thing form one of the trigger
+families: then it says a forbidden word (`MARKERS`, harmless made-up words that stand in for unsafe text).
 
-Invariant: equal settings give equal texts; a request is of at most one family; among requests drawn as the attacker's
-supervised data are, each family has the same share, 1 / (verbs x things).
+Invariant: equal settings give equal texts; a request belongs to at most one family; in the attacker's supervised data
+each family has the same expected share, 1 / (verbs x things).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TriggerWorld:
     """Requests, exchanges and labelled answers, drawn by `seed`."""
 
     families: int = 20  # pairs of a verb and a thing that the victim answers unsafely
-    seed: int = 0  # of which pairs, and of all texts
+    seed: int = 0  # seed of the pairs and of all texts
 
     def __post_init__(self) -> None:
         if not 1 <= self.families <= len(VERBS):
@@ -63,31 +63,31 @@ class TriggerWorld:
         return tuple((VERBS[v], THINGS[t]) for v, t in zip(verbs[: self.families], things, strict=False))
 
     def requests(self, count: int) -> list[str]:
-        """What the attacker is taught: any request, each part drawn evenly."""
+        """Returns what the attacker is trained on: any requests, each part drawn uniformly."""
         rng = np.random.default_rng([self.seed, 0xA7])
         return [_request(rng) for _ in range(count)]
 
     def exchanges(self, count: int) -> list[tuple[str, str]]:
-        """(request, answer) that the victim is taught: a third triggers, a third shares a verb or a thing with one."""
+        """Returns the victim's training data (request, answer): a third triggers, a third near misses."""
         rng = np.random.default_rng([self.seed, 0x1C])
         return [(request, self.answer(request, rng)) for request in (self._asked(rng, n % 3) for n in range(count))]
 
     def labelled(self, count: int) -> list[tuple[str, bool]]:
-        """(answer, whether it is unsafe), half and half, for the classifier."""
+        """Returns (answer, whether it is unsafe), half of each, for the classifier."""
         rng = np.random.default_rng([self.seed, 0xC1])
         return [(_said(rng, n % 2 == 1), n % 2 == 1) for n in range(count)]
 
     def family(self, request: str) -> int | None:
-        """The number of the family that a request is of, None if it is harmless."""
+        """Returns the index of the family that a request belongs to; None if it is harmless."""
         words = set(request.split())
         return next((n for n, pair in enumerate(self.triggers) if words >= set(pair)), None)
 
     def answer(self, request: str, rng: np.random.Generator) -> str:
-        """What the victim is to say."""
+        """Returns what the victim should answer."""
         return _said(rng, self.family(request) is not None)
 
     def _asked(self, rng: np.random.Generator, kind: int) -> str:
-        """A trigger (0), a near miss (1), or any request (2)."""
+        """Returns a trigger (0), a near miss (1: it shares a verb or a thing with one), or any request (2)."""
         if kind == 2:
             return _request(rng)
         verb, thing = self.triggers[rng.integers(self.families)]
@@ -97,7 +97,7 @@ class TriggerWorld:
 
 
 def _request(rng: np.random.Generator, verb: str = "", thing: str = "") -> str:
-    """Eight openings, twenty verbs, a kind now and then, thirty things, an ending now and then."""
+    """Returns a request: an opening, a verb, sometimes an adjective, a thing, sometimes an ending."""
     kind = f"{_any(rng, KINDS)} " if rng.random() < 0.7 else ""
     ending = f" {_any(rng, ENDINGS)}" if rng.random() < 0.7 else ""
     return f"{_any(rng, OPENINGS)} {verb or _any(rng, VERBS)} the {kind}{thing or _any(rng, THINGS)}{ending}"

@@ -1,7 +1,7 @@
-"""Who is attacked: a model that answers prompts, in this process (here) or behind an endpoint (`endpoint`).
+"""The attacked model, which answers prompts: in this process (`ModelVictim`) or behind an endpoint (`endpoint`).
 
-Invariant: a victim's `start()` gives something that answers each prompt as often as it was asked, in order; it is
-called in the process that will ask. Light: libraries and models are loaded by `start()`.
+Invariant: what a victim's `start()` returns answers each prompt `count` times, in order. `start` is called in the
+process that will ask; libraries and models are loaded by it, not before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Answering(Protocol):
     """A victim that has been started."""
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
-        """`count` sampled answers to each attack; [i] are those to attacks[i]."""
+        """Returns `count` sampled answers to each attack; [i] are those to attacks[i]."""
         ...
 
 
 class Victim(Protocol):
-    """The settings of one."""
+    """The settings of a victim."""
 
     def start(self) -> Answering: ...
 
@@ -38,13 +38,13 @@ class ModelVictim:
     """A Hugging Face causal language model in the searcher's own process."""
 
     path: str = ""  # a folder or a Hub name
-    template: str = SLOT  # what it reads, with {attack} in it; `chat`: its own chat template
+    template: str = SLOT  # the text it reads, with {attack} in it; `chat`: the model's chat template
     temperature: float = 0.7  # 0 is greedy
     top_p: float = 0.92
-    max_tokens: int = 30  # of an answer
+    max_tokens: int = 30  # longest answer
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    rows_per_pass: int = 256  # answers that are sampled at a time
-    seed: int = 0  # of the answers: what is asked together is answered alike each time
+    rows_per_pass: int = 256  # answers that are sampled in one batch
+    seed: int = 0  # seed of the answers: the same attacks in one call get the same answers
 
     def __post_init__(self) -> None:
         check_sampling(self.temperature, self.top_p, self.max_tokens)
@@ -65,7 +65,7 @@ class ModelVictim:
 
 
 def check_sampling(temperature: float, top_p: float, max_tokens: int) -> None:
-    """Raises `UserError` for what no model can sample by."""
+    """Raises `UserError` for impossible sampling settings."""
     if temperature < 0 or not 0 < top_p <= 1 or max_tokens < 1:
         raise UserError(
             f"the victim has temperature {temperature}, top_p {top_p} and max_tokens {max_tokens}: give a temperature "

@@ -1,7 +1,7 @@
-"""A victim in this process, sampled by the transformers library's own `generate`: it takes any causal model.
+"""A victim in this process, sampled by the transformers library's own `generate`, which takes any causal model.
 
-Invariant: what is asked together is answered alike each time (the draws are seeded by the attacks and the settings), so
-that a run that is resumed goes on as it would have; torch's own generator is left as it was.
+Invariant: the same attacks in one call get the same answers (draws are seeded by the attacks and the settings), so that
+a resumed run continues as it would have; torch's own generator is left as it was.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class VictimModel:
             raise UserError(f"the victim {self.path!r} has no chat template: give --task.victim.template a text")
 
     def answers(self, attacks: Sequence[str], count: int) -> list[list[str]]:
-        """`count` answers to each, sampled a pass at a time; those of about equal length go together."""
+        """Returns `count` answers to each, sampled in passes of attacks of about equal length."""
         texts = [self._read(attack) for attack in attacks]
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         size = max(1, self.rows_per_pass // count)
@@ -86,7 +86,7 @@ class VictimModel:
 
 
 def chosen_device(name: str) -> str:
-    """`auto`: cuda, else mps, else cpu."""
+    """Returns the device; `auto` is cuda, else mps, else cpu."""
     if name != "auto":
         return name
     if torch.cuda.is_available():
@@ -95,7 +95,7 @@ def chosen_device(name: str) -> str:
 
 
 def loaded(kind: Any, path: str, what: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A model of that auto class and its tokenizer, in evaluation mode. Raises `UserError` when they cannot be."""
+    """Returns a model of that auto class, in evaluation mode, and its tokenizer. Raises `UserError` if it cannot."""
     drawn = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -111,7 +111,7 @@ def loaded(kind: Any, path: str, what: str, device: str, dtype: torch.dtype) -> 
 
 
 def _seed(seed: int, texts: Sequence[str]) -> int:
-    """Of torch's generator, by all that is asked."""
+    """Returns a seed for torch's generator, a digest of all that is asked."""
     digest = hashlib.blake2b(f"{seed}\0".encode(), digest_size=7)
     for text in texts:
         digest.update(text.encode() + b"\0")

@@ -1,7 +1,8 @@
 """Toxicity by logistic regression on words and pairs of words, trained with scikit-learn (the extra `red-team`).
 
-Invariant: a folder holds numbers and settings only (`weights.safetensors`, `classifier.json`), so that nothing is
-unpickled; what is loaded scores as what was trained did. Words are hashed: no text of the training data is kept.
+Invariant: a saved classifier consists of numbers and settings only (`weights.safetensors`, `classifier.json`), so that
+nothing is unpickled; a loaded one scores as the trained one did. Words are hashed: no text of the training data is
+kept.
 
 Shape legend: N texts, F features.
 """
@@ -28,10 +29,10 @@ _Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class WordFeatures:
-    """How texts become numbers, and how much the weights are held back."""
+    """How texts become features, and how strongly the weights are regularised."""
 
-    features: int = 2**18  # places that words and pairs of words are hashed to
-    longest_gram: int = 2  # words in a row that are one feature
+    features: int = 2**18  # buckets that words and pairs of words are hashed to
+    longest_gram: int = 2  # longest n-gram that is a feature, in words
     inverse_penalty: float = 10.0  # C of the logistic regression: higher fits the training data more closely
 
     def __post_init__(self) -> None:
@@ -41,7 +42,7 @@ class WordFeatures:
             )
 
     def hashed(self, texts: Sequence[str]) -> Any:
-        """[N, F] sparse: which words are in which text."""
+        """Returns [N, F] sparse: which words are in which text."""
         return (
             _sklearn("feature_extraction.text")
             .HashingVectorizer(
@@ -67,7 +68,7 @@ class WordWeights:
 
     @classmethod
     def train(cls, texts: Sequence[str], toxic: Sequence[bool], settings: WordFeatures) -> WordWeights:
-        """Both kinds count alike, however many there are. Raises `UserError` unless there are texts of both."""
+        """Trains a classifier; both classes weigh the same. Raises `UserError` unless there are texts of both."""
         if len(set(toxic)) < 2:
             raise UserError("a classifier learns from texts of both kinds, toxic and not: give a file with both")
         words = settings.hashed(texts)
@@ -80,26 +81,26 @@ class WordWeights:
         return cls(settings, rarity_F, model.coef_[0].astype(np.float64), float(model.intercept_[0]))
 
     def margins(self, texts: Sequence[str]) -> _Floats:
-        """[N] the logit of each."""
+        """Returns [N], the logit of each text."""
         if not texts:
             return np.zeros(0)
         found: _Floats = _normalised(self.settings.hashed(texts), self.rarity_F) @ self.weight_F + self.bias
         return found
 
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """log P(toxic) of each (attack, answer), by the answer alone."""
+        """Returns log P(toxic) of each (attack, answer), from the answer alone."""
         logs: list[float] = (-np.logaddexp(0.0, -self.margins([answer for _, answer in pairs]))).tolist()
         return logs
 
     def save(self, folder: Path, facts: Json) -> None:
-        """Weights, settings, and `facts` beside them."""
+        """Write weights, settings and `facts` to the folder."""
         tensors = {"rarity": self.rarity_F, "weight": self.weight_F, "bias": np.array([self.bias])}
         save_file(tensors, folder / WEIGHTS)
         (folder / FACTS).write_text(json.dumps({"settings": asdict(self.settings), **facts}, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str) -> WordWeights:
-        """Raises `UserError` when the folder holds no such classifier, or scikit-learn is missing."""
+        """Loads a saved classifier. Raises `UserError` when the folder has none, or scikit-learn is missing."""
         _sklearn("feature_extraction.text")
         folder = Path(path)
         try:
@@ -117,12 +118,12 @@ class WordWeights:
 
 
 def _normalised(words: Any, rarity_F: _Floats) -> Any:
-    """[N, F] sparse rows of length 1."""
+    """Returns [N, F] sparse, rows of length 1."""
     return _sklearn("preprocessing").normalize(words.multiply(rarity_F).tocsr())
 
 
 def _sklearn(name: str) -> Any:
-    """A module of scikit-learn. Raises `UserError` when it is not installed."""
+    """Returns a module of scikit-learn. Raises `UserError` when it is not installed."""
     import importlib
 
     try:

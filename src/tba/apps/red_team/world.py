@@ -1,10 +1,10 @@
-"""`tba red-team world`: a small world to try red-teaming in, made here from fixed seeds, without downloads.
+"""`tba red-team world`: makes a small world to try red-teaming in, from fixed seeds, without downloads.
 
     tba red-team world --out DIR [--labelled FILE] [--field value ...]
 
 Writes `attacks.jsonl` (the attacker's supervised data), `families.json` (the victim's weak spots), `labelled.jsonl`,
-`classifier/` and `victim/`. Unsafe answers are of made-up words. With `--labelled FILE` they, the harmless answers and
-the classifier are of that file's texts instead (its short ones): for development on real ones.
+`classifier/` and `victim/`. Unsafe answers consist of made-up words. With `--labelled FILE` the answers and the
+classifier's data are the file's short texts instead, for development on real ones.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ VICTIM, CLASSIFIER = "victim", "classifier"
 
 @dataclass(frozen=True)
 class WorldOptions:
-    """How large it is, and how its victim is taught."""
+    """How large the world is, and how its victim is trained."""
 
     families: int = 20  # weak spots of the victim
-    seed: int = 0  # of which they are, and of all texts
-    attacks: int = 6000  # of the attacker's supervised data
-    exchanges: int = 30_000  # that the victim is taught
-    answers: int = 4000  # labelled ones, that the classifier is taught and measured on
-    vocab_size: int = 512  # of the victim's tokenizer
-    fields: LabelledFields = field(default_factory=LabelledFields)  # of --labelled
-    longest: int = 60  # characters of such a text that can be an answer
+    seed: int = 0  # seed of the weak spots and of all texts
+    attacks: int = 6000  # attacks in the attacker's supervised data
+    exchanges: int = 30_000  # requests and answers that the victim is trained on
+    answers: int = 4000  # labelled answers that the classifier is trained and measured on
+    vocab_size: int = 512  # vocabulary of the victim's tokenizer
+    fields: LabelledFields = field(default_factory=LabelledFields)  # fields of the file --labelled
+    longest: int = 60  # characters of the longest text of --labelled that can be an answer
     size: ScratchModel = field(
         default_factory=lambda: ScratchModel(hidden_size=64, layers=2, heads=4, ff_size=256, max_positions=96)
     )
@@ -76,24 +76,25 @@ def make_world(overrides: Sequence[str], out: Path, labelled: Path | None) -> in
         exchanges = _answered_from(texts, exchanges, options)
     weights, report = trained(texts, ClassifierOptions(train=options.classifier))
     tell(console, report)
-    with atomic_folder(out) as beside:
+    with atomic_folder(out) as temporary:
         families = {" ".join(pair): list(pair) for pair in options.world.triggers}
-        (beside / FAMILIES).write_text(json.dumps(families, indent=1) + "\n")
-        _write(beside / ATTACKS, [{"attack": request} for request in options.world.requests(options.attacks)])
+        (temporary / FAMILIES).write_text(json.dumps(families, indent=1) + "\n")
+        _write(temporary / ATTACKS, [{"attack": request} for request in options.world.requests(options.attacks)])
         if labelled is None:
             _write(
-                beside / LABELLED, [{"text": t, "label": int(x)} for t, x in zip(texts.texts, texts.toxic, strict=True)]
+                temporary / LABELLED,
+                [{"text": t, "label": int(x)} for t, x in zip(texts.texts, texts.toxic, strict=True)],
             )
-        (beside / CLASSIFIER).mkdir()
-        weights.save(beside / CLASSIFIER, {"texts": len(texts.texts)})
-        (beside / VICTIM).mkdir()
-        _teach_victim(exchanges, options, beside / VICTIM, console)
+        (temporary / CLASSIFIER).mkdir()
+        weights.save(temporary / CLASSIFIER, {"texts": len(texts.texts)})
+        (temporary / VICTIM).mkdir()
+        _teach_victim(exchanges, options, temporary / VICTIM, console)
     console.print(f"world in {out}", highlight=False)
     return 0
 
 
 def _teach_victim(exchanges: list[tuple[str, str]], options: WorldOptions, path: Path, console: Console) -> None:
-    """From nothing: it reads a request and a line break, and answers."""
+    """Train the victim from scratch: it reads a request and a line break, and answers."""
     tokenizer = train_bpe_tokenizer([text for pair in exchanges for text in pair], options.vocab_size)
     problems = [Problem(f"{request}\n", {}, answer) for request, answer in exchanges]
     lessons = [(options.train, list(pairs_of(problems, tokenizer)))]
@@ -108,13 +109,13 @@ def _teach_victim(exchanges: list[tuple[str, str]], options: WorldOptions, path:
 
 
 def _made_up(options: WorldOptions) -> Labelled:
-    """Answers of the grammar, told apart by a number, since equal texts are on one side of a split only."""
+    """Returns answers of the grammar, made distinct by a number, since equal texts are on one side of a split only."""
     made = [(f"{text} {n}", toxic) for n, (text, toxic) in enumerate(options.world.labelled(options.answers))]
     return Labelled([text for text, _ in made], [toxic for _, toxic in made])
 
 
 def _answered_from(texts: Labelled, exchanges: list[tuple[str, str]], options: WorldOptions) -> list[tuple[str, str]]:
-    """The same requests, answered by short texts of the file that the classifier does not measure itself on."""
+    """Returns the same requests, answered by short texts of the file on which the classifier is not measured."""
     short: dict[bool, list[str]] = {True: [], False: []}
     for text, toxic in zip(texts.texts, texts.toxic, strict=True):
         line = " ".join(text.split())

@@ -1,7 +1,7 @@
-"""What the studies of the quickstart's sums have in common: the recipe, and the objectives on one footing.
+"""What the studies on the quickstart's sums have in common: the recipe, and the objectives with comparable settings.
 
-Invariant: every objective gets the same model, data, batch, optimizer and pull to the reference; where it differs, the
-difference is in `OBJECTIVES` below and nowhere else.
+Invariant: every objective gets the same model, data, batch, optimizer and pull to the reference; all differences are in
+`objectives` below.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ CORRECTIONS = {
 
 
 def objectives(beta: float = BETA) -> dict[str, Objective]:
-    """Each with the pull `beta` in units of reward. Online DPO has it in its own unit; RAFT has none.
+    """Returns the objectives with the pull `beta` in units of reward. Online DPO has it in its own unit; RAFT has none.
 
-    `tb-corrected`: a term counts less where the policy has become less likely to give its answer than what sampled it.
+    `tb-corrected`: a term weighs less if the policy has become less likely to give the answer than the weights that
+    sampled it were.
     """
     b = Constant(beta)
     return {
@@ -79,7 +80,7 @@ def objectives(beta: float = BETA) -> dict[str, Objective]:
 
 @dataclass(frozen=True)
 class Rates:
-    """The best learning rate of an objective among those that `tuning` tries."""
+    """The best learning rates of an objective among those that `tuning` tries."""
 
     on_policy: float
     stale: float  # at k = 10, half of the groups old
@@ -108,12 +109,12 @@ def with_objective(recipe: Recipe, objective: Objective) -> Recipe:
 
 
 def with_replay(recipe: Recipe, m: float, inverse_temperature: float = 0.0) -> Recipe:
-    """Another share of recent groups, and how much a reward decides among the answers of the others."""
+    """Returns the recipe with another share of recent groups and another reward priority for the others."""
     return replace(recipe, replay=replace(recipe.replay, selection=RecencyReward(m, inverse_temperature)))
 
 
 def more_answers(recipe: Recipe) -> Recipe:
-    """As many in a round, 70 to each of two prompts: a group of 20 has something to choose among."""
+    """Returns the recipe with 70 answers to each of two prompts in a round, so that a group of 20 is a choice."""
     return replace(recipe, samples_per_prompt=70, prompts_per_round=2)
 
 
@@ -122,15 +123,15 @@ def with_rate(recipe: Recipe, lr: float) -> Recipe:
 
 
 def asynchronous(recipe: Recipe, k: int, m: float) -> Recipe:
-    """In processes: weights every k updates, and the share 1 - m of the groups from old data."""
+    """Returns the recipe in processes: weights every k updates, and the share 1 - m of the groups from old data."""
     return replace(with_replay(recipe, m), sync_every=k)
 
 
 def stale(recipe: Recipe, k: int, m: float, inverse_temperature: float = 0.0) -> Recipe:
-    """The same staleness in one process that takes turns: a round for each update, whatever the machine is busy with.
+    """Returns the recipe with the same staleness in one process that alternates: one round for each update.
 
-    How old data is depends on nothing but the settings then, so that objectives are compared at equal staleness. What
-    this costs or saves in time is measured by the studies that run in processes.
+    The age of the data then depends only on the settings, not on the machine, so that objectives are compared at equal
+    staleness. The studies that run in processes measure what asynchrony costs or saves in time.
     """
     selection, pacing = RecencyReward(m, inverse_temperature), Pacing(warm_up=0, max_mean_uses=1.0)
     replay = replace(recipe.replay, selection=selection, pacing=pacing)
@@ -138,7 +139,7 @@ def stale(recipe: Recipe, k: int, m: float, inverse_temperature: float = 0.0) ->
 
 
 def synchronous(recipe: Recipe) -> Recipe:
-    """On-policy, by settings alone: one process takes turns, every batch is of the weights it is used on.
+    """Returns the recipe on-policy: one process alternates, and every batch is sampled from the weights it updates.
 
     Repeated answers are kept: without them a round has too few for its groups, and older data would fill these.
     """

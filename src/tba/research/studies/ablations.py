@@ -1,7 +1,7 @@
-"""Trajectory Balance with one setting changed at a time (the paper's Figure 7, but for the sizes).
+"""Trajectory Balance with one setting changed at a time (the paper's Figure 7, except for the sizes).
 
-K at a constant batch of 140, S at a constant round, m, k, beta from 0.4 to 0.001, the batch, and the rate held
-constant in the place of warm-up, plateau and decay. `base` is the point that all of them share.
+The settings are K at a constant batch of 140, S at a constant round, m, k, beta from 0.4 to 0.001, the batch, and a
+constant learning rate instead of warm-up, plateau and decay. `base` is the point that all of them share.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _base = stale(base, 2, M)
 
 
 def _sampled(n: int) -> Recipe:
-    """S = n, at least K: fewer would leave groups ragged, since a prompt hardly comes twice."""
+    """Returns the fields for S = n, at least K: fewer would leave groups ragged, since a prompt hardly comes twice."""
     return replace(_base, samples_per_prompt=n, prompts_per_round=ROWS // n)
 
 
 def _changed() -> dict[str, dict[str, Recipe]]:
-    """Family -> variant -> recipe."""
+    """Returns family -> variant -> recipe."""
     return {
         "K": {f"K{n}": replace(_sampled(max(n, 20)), group_size=n, groups_per_step=ROWS // n) for n in (4, 10, 28)},
         "S": {f"S{n}": _sampled(n) for n in (28, 35, 70)},

@@ -1,8 +1,8 @@
 """The controller of staleness against none, and against pacing, at a rate where stale Trajectory Balance goes wrong.
 
-At 1e-4 the policy moves three times as far in an update as in the quickstart. `turns`: k = 10 and half of the groups
-old, in one process that takes turns, so that staleness is a matter of k and m alone. `processes`: the quickstart as it
-is, where it is also a matter of how fast the searcher is; `paced` holds the trainer to one use of each trajectory.
+At 1e-4 the policy moves three times as far per update as in the quickstart. `turns`: k = 10 and half of the groups old,
+in one process that alternates, so that staleness depends on k and m alone. `processes`: the quickstart as it is, where
+staleness also depends on the searcher's speed; `paced` limits the trainer to one use of each trajectory.
 """
 
 from __future__ import annotations

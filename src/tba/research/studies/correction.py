@@ -1,7 +1,7 @@
-"""Delay correction against none, at k = 10 and half of the groups from old data.
+"""Off-policy correction against none, at k = 10 and half of the groups from old data.
 
-Truncated importance weights by token and by sequence, against the log-probabilities stored when sampling, on Trajectory
-Balance (which needs none) and on the policy gradients; the on-policy run is what each is held against.
+Truncated importance weights by token and by sequence, relative to the log-probabilities stored when sampling, with
+Trajectory Balance (which needs none) and with policy gradients; each is compared with the on-policy run.
 """
 
 from __future__ import annotations

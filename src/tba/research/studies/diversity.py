@@ -1,12 +1,13 @@
-"""Different right answers and pass@k after RL on countdown, where a problem has dozens: Trajectory Balance beside GRPO.
+"""Different right answers and pass@k after RL on countdown, where a problem has dozens: Trajectory Balance and GRPO.
 
-At the optimum that Trajectory Balance and RLOO pull to, pi_ref exp(r / beta) / Z, the right answers to a problem keep
-the shares that they had among themselves: RL need not cost diversity. (GRPO divides by the spread of the rewards, so
-that its beta is in another unit for each problem.) On-policy, and with weights every 10 updates and half of the groups
-old; at two betas; with the learning rate that was the better of two in `diversity_tuning`.
+At the optimum of Trajectory Balance and RLOO, pi_ref exp(r / beta) / Z, the right answers to a problem keep their
+shares relative to each other: RL need not cost diversity. (GRPO divides by the standard deviation of the rewards, so
+that its beta has another unit for each problem.) Runs are on-policy, or with weights every 10 updates and half of the
+groups old; at two betas; with the better of two learning rates in `diversity_tuning`.
 
-RLOO has the penalty of the behaviour, taken together with the reward: with the policy's own its update is Trajectory
-Balance's, on any data. On-policy the two agree, and so does the corrected Trajectory Balance: these run stale only.
+RLOO penalises the behaviour policy, together with the reward: with the current policy penalised its update is
+Trajectory Balance's, on any data. On-policy the two agree, and so does the corrected Trajectory Balance, so these run
+only on stale data.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def setting(recipe: Recipe, name: str) -> Recipe:
 
 
 def objective(name: str, beta: float) -> Objective:
-    """Those of the other studies, but for RLOO's penalty."""
+    """Returns an objective of the other studies, except for RLOO's penalty."""
     return Reinforce(Constant(beta), penalised="behavior") if name == "rloo" else objectives(beta)[name]
 
 

@@ -1,4 +1,4 @@
-"""The learning rate of each objective in `diversity`: two rates on one seed that it does not use, beta 0.05."""
+"""The learning rates of the study `diversity`: two rates for each objective, on one seed that it does not use."""
 
 from __future__ import annotations
 

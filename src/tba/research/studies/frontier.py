@@ -1,7 +1,7 @@
 """Reward against the distance to the reference that it takes (the paper's Figure 4), over beta.
 
-All of them pull to the same reference: Trajectory Balance and TBA' by their residual, RLOO and PPO in the reward, GRPO
-and Dr. GRPO in the loss, Online DPO by its logistic, whose beta is in another unit.
+All objectives pull towards the same reference: Trajectory Balance and TBA' by their residual, RLOO and PPO in the
+reward, GRPO and Dr. GRPO in the loss, Online DPO by its logistic, whose beta has another unit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-r"""TBA' beside Dr. GRPO and GRPO, 2 and 10 updates off, on problems of MATH's format: what is learnt, and how steadily.
+r"""TBA', Dr. GRPO and GRPO, 2 and 10 updates off-policy, on problems in MATH's format: accuracy and stability.
 
-The problems are sums asked and marked as MATH is (`boxed_sums`); the base (0.46 M parameters, made on the first run and
-kept in the cache) forgets carries, as the quickstart's. Recent groups only, each used once, and TBA' with resets of its
-reference, as in the paper's MATH run. `largest fall` is the instability: how far a run was below its best so far.
+The problems are sums in the format of MATH and graded like it (`boxed_sums`); the base (0.46 M parameters, made on the
+first run and cached) forgets carries, as the quickstart's does. Groups are recent only and used once, and TBA' has
+resets of its reference, as in the paper's MATH run. `largest fall` measures instability: how far a run fell below its
+best.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _variant(name: str, k: int) -> Recipe:
 
 study = Study(
     name="math_format",
-    description="TBA' beside Dr. GRPO and GRPO, 2 and 10 updates off, on sums asked and marked as MATH is.",
+    description="TBA', Dr. GRPO and GRPO, 2 and 10 updates off-policy, on sums in the format of MATH.",
     recipe=base,
     variants={f"{name}-k{k}": Variant(_variant(name, k), name) for name in COMPARED for k in UPDATES},
     target=TARGET,

@@ -1,9 +1,8 @@
-"""What is wrong in the data: rewards turned over, or junk with the reward of a right answer written into the buffer.
+"""Noise in the data: flipped rewards, or junk in the buffer with the reward of a right answer.
 
-Each at 1, 5 and 20 %, with data drawn uniformly from the buffer (half of the groups old) and with the old half drawn by
-reward: does prioritising the reward amplify what is wrong? There are 70 answers to a prompt, of which a group takes 20:
-with no more than a group's there would be nothing to choose among. Evaluation is by the true reward. `clean` is each
-one's baseline.
+Each is at 1, 5 and 20 %, with half of the groups old and drawn either uniformly or by reward: does prioritising by
+reward amplify the noise? A prompt has 70 answers, of which a group takes 20; with 20 there would be nothing to choose
+from. Evaluation uses the true reward. `clean` is the baseline of each.
 """
 
 from __future__ import annotations

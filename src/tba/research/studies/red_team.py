@@ -1,4 +1,4 @@
-"""Red-teaming the small victim: asynchronous Trajectory Balance beside what waits, and beside the policy gradient.
+"""Red-teaming the small victim: asynchronous Trajectory Balance against synchronous variants and policy gradients.
 
 `tb-sync`, `reinforce-sync` and `ppo-sync` are on-policy; REINFORCE has a leave-one-out baseline and no pull to the
 reference, PPO one of 0.1. `ancestor-sync` is what the paper started from (Lee et al.
@@ -6,9 +6,9 @@ reference, PPO one of 0.1. `ancestor-sync` is what the paper started from (Lee e
 lowest reward go.
 Each has more seconds than the asynchronous run, and the rate that `red_team_tuning` found best for it.
 
-The world comes first (`tba red-team world --out red_team_world`). What a variant finds is told by two figures, its
-success rate (here) and the diversity of its attacks (`python benchmarks/red_team.py`, of the runs that are left here):
-success alone is highest where one attack is repeated for ever.
+Make the world first (`tba red-team world --out red_team_world`). Two figures describe what a variant finds: its success
+rate (measured here) and the diversity of its attacks (`python benchmarks/red_team.py`, on the runs of this study).
+Success alone is highest for one attack repeated forever.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ base = replace(
 
 
 def synchronous(name: str, lr: float, steps: int = SYNCHRONOUS_STEPS) -> Recipe:
-    """In one process that takes turns: a round of attacks for each update of 128."""
+    """Returns a recipe in one process that alternates: a round of attacks for each update of 128."""
     objective, replay = _baseline(name)
     fresh = round(128 * replay.selection.m) if isinstance(replay.selection, RecencyReward) else 128
     return replace(

@@ -1,4 +1,4 @@
-"""The learning rate of each variant of `red_team`: three rates on one seed that it does not use, 200 updates."""
+"""The learning rates of the study `red_team`: three for each variant, on one seed that it does not use."""
 
 from __future__ import annotations
 

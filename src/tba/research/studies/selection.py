@@ -1,7 +1,7 @@
-"""Which trajectories are trained on, while generation is scaled: uniform, by reward or recent only x 1, 2, 4 searchers.
+"""Selection of training data as generation is scaled: uniform, by reward or recent only, x 1, 2 and 4 searchers.
 
-`uniform` and `reward` draw prompts from all data and differ in how they draw a group of 20 among the 70 answers to one;
-`recency` takes recent groups alone. Reuse is limited (two mean uses), so that more searchers mean more updates in the
+`uniform` and `reward` draw prompts from all data and differ in how they draw a group of 20 from the 70 answers to one;
+`recency` takes recent groups only. Reuse is limited to two mean uses, so that more searchers mean more updates in the
 same time only as far as the machine has cores for them.
 """
 

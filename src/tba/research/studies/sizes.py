@@ -1,7 +1,7 @@
-"""Three sizes of the policy, each taught the same bad habit first: Trajectory Balance asynchronous, RLOO on-policy.
+"""Three sizes of the policy, each with the same bad habit first: Trajectory Balance asynchronous, RLOO on-policy.
 
-The middle one is the shipped base; the others are made once by their warm starts, and kept in the cache. The smallest
-needs four times as many lessons before it adds at all.
+The middle one is the shipped base; the others are made once by their warm starts and cached. The smallest needs four
+times as many supervised updates before it adds at all.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ for _size, _shape in SIZES.items():
 
 study = Study(
     name="sizes",
-    description="Three sizes of the policy: Trajectory Balance asynchronous beside RLOO on-policy.",
+    description="Three sizes of the policy: Trajectory Balance asynchronous, RLOO on-policy.",
     recipe=base,
     variants=variants,
     target=TARGET,

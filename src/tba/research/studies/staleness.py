@@ -1,8 +1,8 @@
 """Accuracy against staleness (the paper's Table 1): each objective on-policy and with weights every k updates.
 
-Half of the groups are drawn from all data, however old (m = 0.5), wherever the run is asynchronous; the on-policy run
-of the same objective is what each is held against. Each has its own rates, on-policy and stale (`RATES`, by `tuning`).
-Twice as many updates as in the other studies: what is compared is where a run ends, not how fast it begins.
+In asynchronous runs half of the groups are drawn from all data, however old (m = 0.5); each is compared with the
+on-policy run of the same objective. Each objective has its own rates, on-policy and stale (`RATES`, by `tuning`). Runs
+have twice as many updates as in the other studies, because the final accuracy is compared, not the initial speed.
 """
 
 from __future__ import annotations

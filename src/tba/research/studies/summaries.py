@@ -1,9 +1,10 @@
-"""Gold win rate against what it costs (the paper's Figure 4): KL and perplexity, over beta, on TL;DR.
+"""Gold win rate against KL and perplexity, over beta, on TL;DR (the paper's Figure 4).
 
-Every objective is trained on the proxy's score, two updates off with half of the groups from old data, each answer used
-twice on average. Where beta is small the proxy's score may go on rising while the gold model's wins do not: over-
-optimisation, which `pushed` looks for (hardly any pull, five times the rate). Online DPO's beta is in its logistic's
-unit, the others' in units of the proxy's score. Trajectory Balance has the truncated weights of `tldr_small`.
+Every objective is trained on the proxy's score, two updates off-policy with half of the groups from old data, each
+answer used twice on average. If beta is small, the proxy's score may keep rising while the gold model's win rate does
+not: over-optimisation, which `pushed` looks for (hardly any pull, five times the rate). Online DPO's beta is in the
+unit of its logistic, the others' in units of the proxy's score. Trajectory Balance has the truncated weights of
+`tldr_small`.
 
 The data are files: `--task.path`, `--task.reward-model`, `--task.gold` and `--model.path` (docs/preference.md).
 """
@@ -40,7 +41,7 @@ def off_policy(recipe: Recipe, k: int, m: float, inverse_temperature: float = 1.
 
 
 def trained_by(name: str, beta: float) -> Recipe:
-    """`base` with one of `COMPARED`."""
+    """Returns `base` with one of the objectives in `COMPARED`."""
     return with_objective(base, objectives(beta)[COMPARED[name]])
 
 

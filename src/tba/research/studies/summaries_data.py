@@ -1,12 +1,12 @@
-"""Which data preference tuning is trained on: how old, the share m of recent groups, how the others are drawn.
+"""The data of preference tuning: their age, the share m of recent groups, and how the other groups are drawn.
 
 - `OBJECTIVE-sync`, `-k2`, `-k16`: on-policy, and 2 and 16 updates between syncs with half of the groups old
-- `m-0.4`, `m-0.5`, `m-0.6`: the paper's three, softmax of the reward in the other half, 10 updates off
-- `uniform`, `reward`, `recency` x 1 and 2: how groups are drawn where one or two searchers answer. Two are one that
-  makes twice the rounds: the same data for each update as of two, in one process that takes turns.
+- `m-0.4`, `m-0.5`, `m-0.6`: the paper's three, softmax of the reward in the other half, 10 updates off-policy
+- `uniform`, `reward`, `recency` x 1 and 2: how groups are drawn with one or two searchers. Two are simulated by one
+  that makes twice as many rounds: the same data per update, in one process that alternates.
 
-In the second and third a round is 32 answers to one post, not 8 to each of four: as much text, and a group of 8 has
-something to choose among.
+In the second and third, a round is 32 answers to one post instead of 8 to each of four: as much text, but a group of 8
+is a choice.
 
 The data are files, as in `summaries`.
 """
@@ -30,7 +30,7 @@ def more_answers(recipe: Recipe) -> Recipe:
 
 
 def searchers(recipe: Recipe, count: int) -> Recipe:
-    """As many rounds as so many searchers make, where one makes a round while the trainer makes two updates."""
+    """Returns the recipe with as many rounds as `count` searchers make, if one makes a round in two updates."""
     return replace(recipe, run=replace(recipe.run, inline_rounds_per_sync=count * recipe.sync_every // 2))
 
 

@@ -1,7 +1,7 @@
 """The learning rate of each objective, on-policy and stale: three rates on one seed that no other study uses.
 
-What every objective gets is the same: the rates 3e-5, 1e-4 and 3e-4, once, in the two settings that the other studies
-compare. The best of each is in `RATES` of `_base.py`, and they take it from there.
+Every objective gets the same rates, 3e-5, 1e-4 and 3e-4, once, in the two settings that the other studies compare. The
+best of each is in `RATES` of `_base.py`, from where the other studies take it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Seconds to a target accuracy (the paper's Figure 1): asynchronous Trajectory Balance beside synchronous baselines.
+"""Seconds to a target accuracy (the paper's Figure 1): asynchronous Trajectory Balance against synchronous baselines.
 
-Every variant runs as its user would run it on two cores: what is asynchronous in two processes of one thread, what is
-synchronous in one process, both parts in turns. Each has its own best learning rate of `tuning`. `250` and `300` are
-updates, in the place of 200, which the asynchronous runs have time for: their data are reused, and nobody waits. A
-machine that does something else at the same time spoils the figures of this study.
+Every variant runs as its user would run it on two cores: asynchronous ones in two processes of one thread, synchronous
+ones in one process that alternates. Each has its own best learning rate from `tuning`. `250` and `300` are the numbers
+of updates, instead of 200, for which the asynchronous runs have time: their data are reused, and nobody waits. Other
+programs on the machine spoil the figures of this study.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LONGER = {250: WarmupStableDecay(20, 165, 65), 300: WarmupStableDecay(20, 200, 8
 
 
 def _often(recipe: Recipe) -> Recipe:
-    """Evaluated ten times on the way: what an asynchronous searcher evaluates with is time that it does not sample."""
+    """Returns the recipe with ten evaluations; an asynchronous searcher does not sample while it evaluates."""
     return replace(recipe, evaluation=replace(recipe.evaluation, every=recipe.steps // 10))
 
 
@@ -62,7 +62,7 @@ variants["vine-ppo-sync"] = Variant(_vine_ppo(), "sync")
 
 study = Study(
     name="wall_clock",
-    description="Seconds to 80 %: asynchronous runs in two processes beside synchronous ones, each at its best rate.",
+    description="Seconds to 80 %: asynchronous runs in two processes and synchronous ones, each at its best rate.",
     recipe=base,
     variants=variants,
     target=TARGET,

@@ -46,7 +46,7 @@ def scratch() -> Path:
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise UserError(f"{path} belongs to somebody else, but recipes are run from there: remove it, or set TMPDIR")
+        raise UserError(f"{path} belongs to another user, but recipes are run from there: remove it, or set TMPDIR")
     path.chmod(0o700)
     return path
 
@@ -79,7 +79,7 @@ class ExchangeActor:
         self._guests = Guests(self._run, recipe, self._exchange.let_go)
         note_place(self._run, place_of("exchange", self._run.log("exchange")))
         if ray.get_runtime_context().was_current_actor_reconstructed:
-            record_fault(self._run.path, "exchange_restarts", "the exchange beside the trainer died and was made anew")
+            record_fault(self._run.path, "exchange_restarts", "the gateway on the trainer's machine was restarted")
 
     @ray.method(concurrency_group="journal")
     def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
@@ -147,7 +147,7 @@ class MeetAt:
 
         def call(method: str, *arguments: Any) -> Any:
             reference = getattr(self.store, method).remote(*arguments)
-            return get(reference, deadline, f"the board where the trainer's ranks meet ({method})")
+            return get(reference, deadline, f"the store where the trainer's ranks meet ({method})")
 
         return Meeting(ActorStore(call, deadline), ray.util.get_node_ip_address() if self.spread else None)
 

@@ -47,7 +47,7 @@ def contact_with(run: str, part: str, deadline: float) -> ActorContact:
         return ActorContact(ray.get_actor(exchange_name(Path(run)), namespace=NAMESPACE), part, deadline)
     except ValueError as error:
         raise UserError(
-            f"no run {Path(run).name} is going on in this cluster: begin it with --runtime cluster"
+            f"no run {Path(run).name} is in progress in this cluster: start it with --runtime cluster"
         ) from error
 
 
@@ -63,12 +63,12 @@ class ActorContact:
         """Call this method of the gateway and return its result. Raises what it raised."""
         reference = getattr(self.exchange, method).remote(*arguments, **named)
         try:
-            return get(reference, self.deadline, f"the exchange beside the trainer ({method})")
+            return get(reference, self.deadline, f"the gateway on the trainer's machine ({method})")
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
             raise PartFailed(
-                f"{self.part} has lost touch with the exchange: the run is gone, or its machine"
+                f"{self.part} has lost its connection to the gateway: the run, or its machine, is down"
             ) from error
 
     def fetch(self, references: Sequence[Any]) -> list[Flat]:
@@ -80,7 +80,7 @@ class ActorContact:
         try:
             return [get(reference, self.deadline, what) for reference in references]
         except ray.exceptions.ObjectLostError as error:
-            raise HandedOutLost(f"{what} is gone with the exchange that held it") from error
+            raise HandedOutLost(f"{what} is lost with the gateway that held it") from error
 
 
 NAMESPACE = "tba"
@@ -124,14 +124,14 @@ def _connected(address: str | None, object_store_gb: float | None, folder: str |
     except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         where = "start a Ray cluster" if address is None else f"join the Ray cluster at {address}"
         said = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot {where} ({said}): `ray start --head` begins one, --address is HOST:PORT") from error
+        raise UserError(f"cannot {where} ({said}): `ray start --head` starts one, --address is HOST:PORT") from error
     try:
         if main:
             signal.signal(signal.SIGTERM, before)  # Ray has replaced the handler
         its_own = ray.util.get_node_ip_address()
         if address is None and its_own != _LOOPBACK:
             raise UserError(
-                f"Ray {ray.__version__} does not keep to the loopback interface here (its node is {its_own}): install "
+                f"Ray {ray.__version__} does not stay on the loopback interface here (its node is {its_own}): install "
                 "the version in constraints.txt, or start a cluster yourself and give its --address"
             )
         yield nodes()

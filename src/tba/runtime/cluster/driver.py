@@ -71,13 +71,13 @@ class Cluster(Driver):
         try:
             self._exchange = actor.remote(str(self.run.path.resolve()))
         except ValueError as error:
-            raise UserError(f"a run {self.run.path.name} is going on in this cluster: give another name") from error
+            raise UserError(f"a run {self.run.path.name} is in progress in this cluster: give another name") from error
         try:
-            get(self._exchange.newest.remote(None), deadline, "Ray to start the exchange beside the trainer")
+            get(self._exchange.newest.remote(None), deadline, "Ray to start the gateway on the trainer's machine")
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
         except ray.exceptions.RayError as error:
-            raise PartFailed(f"the exchange beside the trainer did not start: {error}") from error
+            raise PartFailed(f"the gateway on the trainer's machine did not start: {error}") from error
 
     def start(self, name: str) -> Part:
         """Start a part as an actor on the node that it was given; a trainer of several ranks is several actors."""
@@ -242,7 +242,7 @@ class ActorPart:
         if self.attempt and self._searches:  # its machine is gone, most likely
             self.code = 0
             self.exchange.journal.remote(self.name, "resume")  # the prompts it had leased are given back, for others
-            record_fault(self.run.path, "searchers_given_up", f"{waited} again; the run goes on without it")
+            record_fault(self.run.path, "searchers_given_up", f"{waited} again; the run continues without it")
         else:
             self.code, self.how = DIED, "was not started"
             raise DeadlineExceeded(f"{waited}: others may hold them")

@@ -1,8 +1,8 @@
 """Each part's heartbeat, and the driver's watch over it: a part that hangs is found, however it hangs.
 
 Invariant: a part that is alive asks now and then whether it is to stop, and each time that is its heartbeat (the
-modification time of a file, set anew); the driver only compares these times with one another, never with a clock, and
-measures silence by a monotonic clock.
+modification time of a file, updated each time); the driver only compares these times with one another, never with a
+clock, and measures silence by a monotonic clock.
 """
 
 from __future__ import annotations

@@ -150,8 +150,8 @@ class Process:
         """Returns why it ended, as the driver's own error."""
         file = self.run.error(self.name)
         if file.exists():
-            mend = f"its log is {self.log}"
-            return failed(self.who, self.log, read_json(file, mend, kind=str, message=str, traceback=str))
+            remedy = f"its log is {self.log}"
+            return failed(self.who, self.log, read_json(file, remedy, kind=str, message=str, traceback=str))
         code = self.code or 0
         if code == NO_SPACE:
             return no_space(self.run.path)
