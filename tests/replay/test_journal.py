@@ -426,7 +426,7 @@ def test_files_that_are_no_journal_of_this_version_are_refused(tmp_path: Path) -
         JournalWriter(other, "a")
 
 
-@pytest.mark.parametrize("version", [5, 99])
+@pytest.mark.parametrize("version", [6, 99])
 def test_a_journal_of_another_version_is_refused_in_a_sentence_that_names_it_and_left_as_it_is(
     path: Path, version: int
 ) -> None:
@@ -437,7 +437,7 @@ def test_a_journal_of_another_version_is_refused_in_a_sentence_that_names_it_and
     connection.close()
     before = path.read_bytes()
     for end in (lambda: JournalWriter(path, "a"), lambda: JournalFollower(path)):
-        with pytest.raises(UserError, match=f"schema version {version}, this program reads version 6: open it with"):
+        with pytest.raises(UserError, match=f"schema version {version}, this program reads version 7: open it with"):
             end()
     assert path.read_bytes() == before
 

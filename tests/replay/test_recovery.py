@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 from collections.abc import Sequence
@@ -190,7 +191,8 @@ def test_a_file_that_was_cut_off_gives_what_is_left(whole: tuple[Path, list[Traj
     assert all(same(t, by_uid[t.uid]) for t in found)
 
 
-def test_what_was_acknowledged_is_found_in_a_log_whose_beginning_is_damaged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", [8000, -16], ids=["page", "header"])
+def test_what_was_acknowledged_is_found_in_a_log_whose_beginning_is_damaged(tmp_path: Path, at: int) -> None:
     path, rows = tmp_path / "journal.sqlite", [trajectory(i, range(50), uid=f"t{i}") for i in range(30)]
     with JournalWriter(path, "searcher-0") as writer:
         for t in rows:
@@ -202,30 +204,117 @@ def test_what_was_acknowledged_is_found_in_a_log_whose_beginning_is_damaged(tmp_
     path, wal = copy / "journal.sqlite", copy / "journal.sqlite-wal"
     commits = [frame for frame in wal_frames(wal, 8192) if frame.commits]
     assert len(commits) > 30
-    overwrite(wal, commits[20].at + 8000, b"\xff" * 100)
+    overwrite(wal, commits[20].at + at, b"\xff" * min(100, abs(at)))
     assert damage(path) == "its log is damaged"
     found = assert_accounted(path, rows)
     assert {t.uid for t in found} == {t.uid for t in rows}
     assert Path(f"{copy}/journal.sqlite.damaged-1-wal").exists()
 
 
-@pytest.mark.parametrize("share", [0.2, 0.4, 0.6, 0.8, 0.95])
-def test_of_a_file_that_was_cut_off_as_many_are_counted_as_are_lost(share: float, tmp_path: Path) -> None:
-    """Though SQLite refuses it, and the first pages of prompts have moved behind most of what needs them."""
-    path = tmp_path / "journal.sqlite"
-    rows = [trajectory(i // 20, range(40), version=i, uid=f"t{i}") for i in range(6000)]
+@pytest.fixture(scope="module")
+def of_many_prompts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Trajectory]]:
+    """A closed journal in which each of 150 prompts has 20 short answers."""
+    path = tmp_path_factory.mktemp("many") / "journal.sqlite"
+    rows = [trajectory(i // 20, range(40), version=i, uid=f"t{i}") for i in range(3000)]
     with JournalFollower(path), JournalWriter(path, "searcher-0") as writer:
         for i in range(0, len(rows), 140):
             put = rows[i : i + 140]
             tokens = sum(t.length for t in put)
             writer.put(put, counters={"generated_trajectories": len(put), "generated_tokens": tokens})
+    return path, rows
+
+
+@pytest.mark.parametrize("share", [0.15, 0.2, 0.4, 0.6, 0.8, 0.95])
+def test_of_a_file_that_was_cut_off_its_share_is_kept_and_as_many_are_counted_as_are_lost(
+    of_many_prompts: tuple[Path, list[Trajectory]], share: float, tmp_path: Path
+) -> None:
+    """Though SQLite refuses it, and the prompts that are ordered by digest have moved behind what needs them."""
+    whole, rows = of_many_prompts
+    path = copied(whole, tmp_path)
+    size = path.stat().st_size
+    assert size > 2_000_000
     with path.open("r+b") as file:
-        file.truncate(int(path.stat().st_size * share))
+        file.truncate(int(size * share))
     found = assert_accounted(path, rows)
-    assert len(found) < len(rows)
+    empty = 24 * 8192 / size  # pages that a journal without rows has
+    assert share - empty - 0.01 < len(found) / len(rows) < share
     with JournalFollower(path) as follower:
         (recovery,) = follower.recoveries()
         assert (recovery.rows, recovery.lost_rows) == (len(found), len(rows) - len(found))
+
+
+@pytest.mark.parametrize("pages", [2, 3, 10])
+def test_two_pages_tell_how_many_trajectories_are_lost(
+    of_many_prompts: tuple[Path, list[Trajectory]], pages: int, tmp_path: Path
+) -> None:
+    path, rows = copied(of_many_prompts[0], tmp_path), of_many_prompts[1]
+    with JournalFollower(path) as follower:
+        before = follower.totals()
+    os.truncate(path, pages * 8192)
+    _, _, follower = opened(path)
+    with follower:
+        (recovery,) = follower.recoveries()
+        assert (recovery.rows, recovery.lost_rows, recovery.lost_tokens) == (0, 3000, before.tokens)
+        assert follower.totals() == before
+        assert sum(t.length for t in rows) == before.tokens
+
+
+def test_the_second_page_alone_tells_how_many_trajectories_are_lost(
+    whole: tuple[Path, list[Trajectory]], tmp_path: Path
+) -> None:
+    path = copied(whole[0], tmp_path)
+    size = path.stat().st_size
+    overwrite(path, 0, bytes(8192))
+    overwrite(path, 2 * 8192, bytes(size - 2 * 8192))
+    _, gone, follower = opened(path)
+    follower.close()
+    assert gone == Gone(damaged_trajectories=ROWS, damaged_tokens=sum(t.length for t in whole[1]))
+
+
+@pytest.mark.parametrize("size", [1, 99, 100, 511, 512, 8192, 12000])
+def test_of_less_than_two_pages_nothing_is_known_and_the_journal_opens_empty(
+    of_many_prompts: tuple[Path, list[Trajectory]], size: int, tmp_path: Path
+) -> None:
+    path = copied(of_many_prompts[0], tmp_path)
+    os.truncate(path, size)
+    found, _, follower = opened(path)
+    with follower:
+        (recovery,) = follower.recoveries()
+        assert (found, recovery.rows, recovery.lost_rows, follower.totals().rows) == ([], 0, 0, 0)
+    assert (tmp_path / recovery.damaged).stat().st_size == size
+
+
+def test_rows_that_were_in_the_log_are_counted_when_the_file_before_it_is_cut_off(tmp_path: Path) -> None:
+    path, copy = tmp_path / "journal.sqlite", tmp_path / "copy"
+    rows = [trajectory(i // 20, range(40), version=i, uid=f"t{i}") for i in range(1000)]
+    with JournalFollower(path) as follower, JournalWriter(path, "searcher-0") as writer:
+        for i in range(0, 1000, 20):
+            if i == 900:
+                follower.checkpoint()
+            writer.put(rows[i : i + 20], counters={"generated_trajectories": 20, "generated_tokens": 800})
+        copy.mkdir()
+        for part in ("", "-wal"):
+            shutil.copy(f"{path}{part}", copy / f"journal.sqlite{part}")
+    os.truncate(copy / "journal.sqlite", 5 * 8192)
+    found = assert_accounted(copy / "journal.sqlite", rows)
+    assert {t.uid for t in found} >= {t.uid for t in rows[905:]}
+    assert {t.uid for t in found}.isdisjoint({t.uid for t in rows[:890]})
+
+
+def test_totals_that_have_changed_are_found_and_made_again(
+    whole: tuple[Path, list[Trajectory]], tmp_path: Path
+) -> None:
+    path = copied(whole[0], tmp_path)
+    for change in ("'rows'", "'retired_until'"):
+        with closing(sqlite3.connect(path)) as connection:
+            connection.execute(f"UPDATE totals SET value = value + 64 WHERE name = {change}")
+            connection.commit()
+            assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert damage(path) == "its totals are not what was written"
+        assert len(assert_accounted(path, whole[1])) == ROWS
+    with JournalFollower(path) as follower:
+        assert follower.totals().rows == ROWS
+        assert [r.lost_rows for r in follower.recoveries()] == [0, 0]
 
 
 def test_what_the_log_has_is_kept_though_most_of_the_file_before_it_is_cut_off(tmp_path: Path) -> None:

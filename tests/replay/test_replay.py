@@ -463,7 +463,7 @@ def test_what_was_damaged_on_the_disk_or_has_left_it_is_received_and_accounted_f
         writer.put([trajectory(0, (i, 7), uid=f"t{i}") for i in range(6)])
         writer._database.rows("UPDATE bodies SET body = substr(body, 1, 60) WHERE seq IN (2, 5)")
         writer._database.rows("DELETE FROM bodies WHERE seq <= 1")
-        writer._database.rows("UPDATE totals SET value = 1 WHERE name = 'retired_until'")
+        writer._database.rows("UPDATE totals SET value = 1, again = 1 WHERE name = 'retired_until'")
         replay = Replay(follower, settings_of())
         assert replay.drain() == 3
         ledger = replay.ledger()

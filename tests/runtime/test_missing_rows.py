@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,23 @@ def test_a_journal_without_its_rows_is_told_with_their_number_and_the_run_goes_o
     if harm is another:
         assert held(run / "journal.sqlite.other-1").rows == held(run.parent / "other" / "journal.sqlite").rows
     assert main([*resume[:-4], "--steps", "61", "--runtime", "inline"]) == 0
+
+
+def test_a_journal_that_is_cut_to_its_first_pages_tells_of_every_row_and_the_run_goes_on(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = held(run / "journal.sqlite")
+    os.truncate(run / "journal.sqlite", 3 * 8192)
+    assert main(["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"0 trajectories were recovered, {before.rows} could not be read" in out
+    summary = Summary.read(run)
+    assert summary is not None
+    assert (summary.steps, summary.faults["journal_recoveries"]) == (60, 1)
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+    assert 0 < summary.trajectories.damaged < before.rows  # what had been trained before stays trained
+    assert held(run / "journal.sqlite").identity == before.identity
 
 
 def test_rows_that_came_after_the_checkpoint_are_missed_by_what_lies_beside_the_weights(

@@ -332,10 +332,10 @@ def test_a_run_whose_journal_an_earlier_version_made_is_refused_and_nothing_of_i
     run = tmp_path / "earlier"
     shutil.copytree(finished, run)
     with closing(sqlite3.connect(run / "journal.sqlite")) as connection:
-        connection.execute("PRAGMA user_version = 5")
+        connection.execute("PRAGMA user_version = 6")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for command in (["train", "--resume", str(run), "--steps", "40"], ["replay", str(run)]):
-        assert "journal.sqlite has schema version 5, this program reads version 6" in refused(command, capsys)
+        assert "journal.sqlite has schema version 6, this program reads version 7" in refused(command, capsys)
     assert {path: path.read_bytes() for path in before} == before
 
 

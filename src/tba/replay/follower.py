@@ -21,7 +21,7 @@ from tba.errors import DeadlineExceeded
 from tba.replay import scores
 from tba.replay.codec import Damaged, Gone, Stored, decode_prompt, decode_trajectory, prompt_id
 from tba.replay.recovery import Recovery, open_journal
-from tba.replay.schema import add_to_totals
+from tba.replay.schema import add_to_totals, set_totals
 from tba.types import Evaluation, Prompt, Score, Trajectory, Version
 
 log = logging.getLogger("tba.journal")
@@ -268,7 +268,7 @@ class JournalFollower:
             ).fetchone()
             connection.execute("DELETE FROM bodies WHERE seq <= ?", (last,))
             add_to_totals(connection, {"retired_rows": rows, "retired_tokens": tokens})
-            connection.execute("UPDATE totals SET value = max(value, ?) WHERE name = 'retired_until'", (last,))
+            set_totals(connection, {"retired_until": last})
 
     def _prompt(self, content_id: int) -> Prompt:
         """Returns one object for each prompt, however many trajectories it has. Raises `Damaged` when it cannot be

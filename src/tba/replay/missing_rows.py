@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tba.replay.follower import JournalFollower
 from tba.replay.recovery import count_put, free_name, open_journal, record_recovery
-from tba.replay.schema import add_to_totals
+from tba.replay.schema import add_to_totals, set_totals
 from tba.types import Json
 
 _DEADLINE = 30.0  # seconds
@@ -93,7 +93,7 @@ def accept(path: Path, held: Held, loss: Loss) -> None:
             )
             more = {"rows": len(lost), "tokens": lost_tokens, "positions": max(0, held.positions - positions)}
             add_to_totals(connection, more)
-            connection.execute("UPDATE totals SET value = ? WHERE name = 'identity'", (held.identity,))
+            set_totals(connection, {"identity": held.identity})
             count_put(connection, last)
             record_recovery(connection, time.time(), aside, loss.why, rows, len(lost), lost_tokens)
     finally:

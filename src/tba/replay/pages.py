@@ -24,7 +24,7 @@ from typing import IO, Any, TypeAlias
 Row: TypeAlias = tuple[int, tuple[Any, ...]]
 COLUMNS = 9  # the most that a table of ours has
 UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)  # the second where SQLite quotes bytes that are no text
-_HEAD = 100  # bytes of a file's header
+HEAD = 100  # bytes of a file's header
 _MAGIC = b"SQLite format 3\0"
 _LEAF = b"\x0d"  # the first byte of a page with rows
 _WAL_HEAD, _FRAME_HEAD = 32, 24
@@ -52,9 +52,8 @@ def wal_frames(wal: Path, page_bytes: int) -> list[Frame]:
         for at in range(_WAL_HEAD + _FRAME_HEAD, wal.stat().st_size - size + 1, _FRAME_HEAD + size):
             file.seek(at - _FRAME_HEAD)
             page, commit, *frame_salts = struct.unpack(">4I", file.read(16))
-            if frame_salts != salts or not page:
-                break
-            frames.append(Frame(page, at, commit))
+            if frame_salts == salts and page:  # otherwise of an earlier round, or damaged: more may follow
+                frames.append(Frame(page, at, commit))
     return frames
 
 
@@ -86,7 +85,7 @@ def frames_read(path: Path) -> int:
 def page_bytes_of(path: Path) -> int | None:
     """Returns the page size that the file's header states; None when there is no such header."""
     head = _beginning(path)
-    return _page_bytes(head[16:18]) if head.startswith(_MAGIC) and len(head) == _HEAD else None
+    return _page_bytes(head[16:18]) if head.startswith(_MAGIC) and len(head) == HEAD else None
 
 
 def wal_page_bytes_of(wal: Path) -> int | None:
@@ -98,7 +97,7 @@ def _beginning(path: Path) -> bytes:
     if not path.exists():
         return b""
     with path.open("rb") as file:
-        return file.read(_HEAD)
+        return file.read(HEAD)
 
 
 def _page_bytes(written: bytes) -> int | None:

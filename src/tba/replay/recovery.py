@@ -20,7 +20,7 @@ import logging
 import os
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Damaged, facts_of, prompt_id
 from tba.replay.database import Database, network_filesystem, suspect_mark
 from tba.replay.pages import (
+    HEAD,
     UNREADABLE,
     Frame,
     committed,
@@ -41,7 +42,7 @@ from tba.replay.pages import (
     wal_frames,
     wal_page_bytes_of,
 )
-from tba.replay.schema import JOURNAL, keep_prompts
+from tba.replay.schema import JOURNAL, keep_prompts, set_totals
 
 log = logging.getLogger("tba.journal")
 _DEADLINE = 1800.0  # seconds that checking and recovering a large file may take
@@ -49,6 +50,7 @@ _POLL = 0.02
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
 _PLAIN = ("leases", "outcomes", "jobs", "evaluations", "counters", "unscored", "scores", "recoveries")
 _LEAST_BYTES = 32  # that the facts of a trajectory take up
+_MOST_CUT_OFF = 10_000_000  # trajectories whose loss a file tells that could not hold them: each gets a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,10 @@ def _damage_seen_by(connection: sqlite3.Connection, path: Path, frames: list[Fra
     found = connection.execute("PRAGMA integrity_check(1)").fetchone()[0]  # indexes too, at no more cost
     if found != "ok":
         return str(found).splitlines()[-1]
-    return None if _has_all_columns(connection) else "its schema is not a journal's"
+    if not _has_all_columns(connection):
+        return "its schema is not a journal's"
+    changed = connection.execute("SELECT count(*) FROM totals WHERE value IS NOT again").fetchone()[0]
+    return "its totals are not what was written" if changed else None
 
 
 def _has_all_columns(connection: sqlite3.Connection) -> bool:
@@ -221,13 +226,16 @@ def _replace(path: Path, recovered: Path, aside: Path) -> None:
 
 
 def _recover(path: Path, new: Path, why: str, aside: str) -> Recovery:
-    """Write a new file of all that can be read in `path`. Raises `UserError` when nothing shows it to be a journal."""
+    """Write a new file of all that can be read in `path`.
+
+    Raises `UserError` when nothing shows it to be a journal, unless it is too short to be anything.
+    """
     with Database(new, JOURNAL) as database:
         with database.transaction() as connection:
             known = _copy_tables(path, connection)
             _copy_rows(path, connection, known)
             (found,) = connection.execute("SELECT count(*) FROM bodies").fetchone()
-            if not found and not known.ours:
+            if not found and not known.ours and (not path.exists() or path.stat().st_size >= HEAD):
                 raise UserError(f"{path} is not a SQLite file, and contains nothing of a journal: choose another place")
             recovery = Recovery(time.time(), aside, why, found, *_account(connection, known))
             record_recovery(connection, *astuple(recovery))
@@ -246,31 +254,39 @@ def record_recovery(connection: sqlite3.Connection, *facts: object) -> None:
 
 @dataclass
 class _Known:
-    """What the damaged file says about itself, as far as SQLite can read it."""
+    """What the damaged file says about itself."""
 
-    most: int  # trajectories that a file of its size can have
+    in_file: int  # trajectories that a file of its size can have
+    in_log: int
     ours: bool = False
     totals: dict[str, int] = field(default_factory=dict)
-    counters: bool = False  # whether they are all there
+    counted: int | None = None  # trajectories that the counts are of; None where some counts could not be read
 
-    def believe(self, totals: dict[str, Any]) -> None:
-        """Accept totals that are possible; otherwise there are none."""
-        numbers = all(isinstance(value, int) and value >= 0 for value in totals.values())
-        if numbers and totals.get("retired_until", 0) <= totals.get("rows", -1) <= self.most:
-            self.totals = totals
+    def believe(self, rows: Iterable[tuple[Any, ...]]) -> None:
+        """Accept totals (name, value, again), if all of them are possible, in the place of earlier ones."""
+        numbers = {name: value for name, value, again in rows if isinstance(value, int) and value == again}
+        totals = self.totals | {name: numbers[name] for name in _TOTALS if name in numbers}
+        most = self.in_file + self.in_log + _MOST_CUT_OFF
+        if min(totals.values(), default=0) >= 0 and totals.get("retired_until", 0) <= totals.get("rows", -1) <= most:
+            self.totals, self.ours = totals, True
+
+    @property
+    def last(self) -> int:
+        """The largest number that a trajectory can have: the totals may be of before what is in the log."""
+        return self.totals.get("rows", self.in_file) + self.in_log
 
 
 def _copy_tables(path: Path, connection: sqlite3.Connection) -> _Known:
     """Copy the small tables, each as far as it can be read."""
-    known = _Known(sum(p.stat().st_size for p in (path, Path(f"{path}-wal")) if p.exists()) // _LEAST_BYTES)
+    in_file, in_log = (p.stat().st_size // _LEAST_BYTES if p.exists() else 0 for p in (path, Path(f"{path}-wal")))
+    known = _Known(in_file, in_log)
     with suppress(*UNREADABLE, OSError), closing(_read_only(path)) as old:
         old.execute("PRAGMA writable_schema = ON")  # with it SQLite reads as far as a truncated file goes
         known.ours = old.execute("PRAGMA application_id").fetchone()[0] == JOURNAL.kind
-        for table in _PLAIN:
-            whole = _copy_table(old, connection, table)
-            known.counters |= whole and table == "counters"
+        whole = {table for table in _PLAIN if _copy_table(old, connection, table)}
         with suppress(*UNREADABLE):
-            known.believe(dict(old.execute("SELECT name, value FROM totals").fetchall()))
+            known.believe(old.execute("SELECT name, value, again FROM totals"))
+            known.counted = known.totals.get("rows") if "counters" in whole else None
     return known
 
 
@@ -288,26 +304,34 @@ def _copy_table(old: sqlite3.Connection, new: sqlite3.Connection, table: str) ->
 
 
 def _copy_rows(path: Path, connection: sqlite3.Connection, known: _Known) -> None:
-    """Copy prompts, bodies and facts, page by page; bodies whose prompt is lost are dropped."""
-    retired = known.totals.get("retired_until", 0)
+    """Copy prompts, bodies and facts, page by page, and read the totals; bodies whose prompt is lost are dropped."""
+    totals = []
     connection.execute("CREATE TEMP TABLE facts (seq INTEGER PRIMARY KEY, uid, owner, prompt, tokens, i, s, r, c)")
     copy = Path(f"{path}.pages")
     for rowid, columns in rows_of(path, copy, JOURNAL.page_bytes):
-        is_number = 0 < rowid <= known.most  # otherwise it is a prompt's, or damaged
         match columns:
             case (None, bytes(body), *_) if prompt_id(body) == rowid:
                 keep_prompts(connection, [(rowid, body)])
-            case (None, int(prompt), int(tokens), bytes(body), *_) if is_number and rowid > retired:
+            case (None, int(digest), bytes(body), *_) if prompt_id(body) == digest:
+                keep_prompts(connection, [(digest, body)])
+            case (None, int(prompt), int(tokens), bytes(body), *_):
                 if _is_whole(body, tokens):
                     connection.execute(_BODY, (rowid, prompt, tokens, body))
-            case (None, str(), str(), int(), int(tokens), int(), int(), _, _) if is_number and 0 <= tokens < 1 << 40:
+            case (None, str(), str(), int(), int(tokens), int(), int(), _, _) if 0 <= tokens < 1 << 40:
                 connection.execute(_FACTS, (rowid, *columns[1:]))
+            case (str(), int(), int(), None, *_):
+                totals.append(columns[:3])
             case _:
                 pass
     copy.unlink()
+    known.believe(totals)
+    first = known.totals.get("retired_until", 0)
+    connection.execute("DELETE FROM bodies WHERE seq <= ? OR seq > ?", (first, known.last))  # deleted; a damaged number
+    connection.execute("DELETE FROM facts WHERE seq <= 0 OR seq > ?", (known.last,))
     connection.execute("DELETE FROM bodies WHERE NOT EXISTS (SELECT 1 FROM prompts p WHERE p.id = prompt)")
 
 
+_TOTALS = ("rows", "tokens", "positions", "retired_rows", "retired_tokens", "retired_until", "identity")
 _BODY = "INSERT OR IGNORE INTO bodies VALUES (?, ?, ?, ?)"
 _FACTS = "INSERT OR IGNORE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -343,11 +367,11 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
         "retired_rows": totals.get("retired_rows", old_rows),
         "retired_tokens": totals.get("retired_tokens", old_tokens),
     }
-    connection.executemany("UPDATE totals SET value = ? WHERE name = ?", [(v, name) for name, v in new.items()])
-    if not (known.counters and totals):  # counts without the rows they count would be of no use
+    set_totals(connection, new)
+    if known.counted is None:  # counts without the rows they count would be of no use
         _count_again(connection)
-    elif rows > totals["rows"]:  # of transactions that SQLite itself could not read
-        count_put(connection, totals["rows"])
+    elif rows > known.counted:  # of transactions that SQLite itself could not read
+        count_put(connection, known.counted)
     return lost_rows, lost_tokens
 
 

@@ -1,14 +1,18 @@
 """The journal's tables.
 
+    totals          how much was ever appended and deleted, and the file's random identifier, drawn when it was made.
+                    The first table, on the file's second page: whatever else is lost, it says how much that was.
+                    Each value is there twice, since no index and no checksum would show that it has changed
     prompts         each prompt, under the digest of its body
-    prompt_copies   the same once more on other pages: few bytes, without which no trajectory is worth anything
+    prompt_copies   the same once more, in the order of their arrival: few bytes, without which no trajectory is worth
+                    anything. A tree that is ordered by digest is rebuilt at the file's end as it grows; of these each
+                    is before the first trajectory that needs it, so that a file that is cut off keeps both
     trajectories    what is known of each: who put it, which weights sampled it, its reward; these rows stay, so that no
                     number is given twice
     bodies          the trajectories without their prompts. Retention deletes the oldest, up to `retired_until`; after
                     that position a trajectory without a body has been damaged
     recoveries      each time that a damaged file was set aside, and what could not be read in it
-    leases, outcomes, jobs, evaluations, counters, totals (of which `identity` is the file's random identifier, drawn
-                    when it was made), and those of `scores`
+    leases, outcomes, jobs, evaluations, counters, and those of `scores`
 
 Invariant: a file with this version's number in its header has exactly these tables. One of another version is refused
 by `Database`, and nothing in it is changed.
@@ -22,10 +26,13 @@ from collections.abc import Iterable, Mapping
 from tba.replay import scores
 from tba.replay.database import Schema
 
+# The two rows without content in `prompt_copies` do not fit on one page. As long as a table does, its only page is its
+# root, and what is on it moves to the file's end when it is full.
 _TABLES = (
     """
+CREATE TABLE totals (name TEXT NOT NULL, value INTEGER NOT NULL, again INTEGER NOT NULL);
 CREATE TABLE prompts (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
-CREATE TABLE prompt_copies (id INTEGER PRIMARY KEY, body BLOB NOT NULL);
+CREATE TABLE prompt_copies (place INTEGER PRIMARY KEY, id INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE TABLE trajectories (
     seq INTEGER PRIMARY KEY, uid TEXT NOT NULL UNIQUE, owner TEXT NOT NULL, prompt INTEGER NOT NULL,
     tokens INTEGER NOT NULL, incarnation INTEGER NOT NULL, step INTEGER NOT NULL, reward REAL, created REAL
@@ -43,13 +50,14 @@ CREATE TABLE evaluations (
     metric TEXT NOT NULL, value REAL NOT NULL, n INTEGER NOT NULL, seconds REAL NOT NULL, tokens INTEGER NOT NULL
 );
 CREATE TABLE counters (owner TEXT, name TEXT, value INTEGER NOT NULL, PRIMARY KEY (owner, name)) WITHOUT ROWID;
-CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE recoveries (
     place INTEGER PRIMARY KEY, time REAL NOT NULL, damaged TEXT NOT NULL, why TEXT NOT NULL, rows INTEGER NOT NULL,
     lost_rows INTEGER NOT NULL, lost_tokens INTEGER NOT NULL
 );
-INSERT INTO totals VALUES ('rows', 0), ('tokens', 0), ('positions', 0), ('retired_rows', 0), ('retired_tokens', 0),
-    ('retired_until', 0), ('identity', random() & 0x7fffffffffffffff);
+INSERT INTO totals VALUES ('rows', 0, 0), ('tokens', 0, 0), ('positions', 0, 0), ('retired_rows', 0, 0),
+    ('retired_tokens', 0, 0), ('retired_until', 0, 0), ('identity', random() & 0x7fffffffffffffff, 0);
+UPDATE totals SET again = value;
+INSERT INTO prompt_copies (id, body) VALUES (0, zeroblob(8000)), (0, zeroblob(200));
 """
     + scores.SCHEMA
 )
@@ -70,7 +78,7 @@ def bodies_into(rows: int) -> str:
 
 JOURNAL = Schema(
     kind=0x54424131,  # "TBA1" in the file's header
-    version=6,
+    version=7,
     tables=_TABLES,
     rows="SELECT value FROM totals WHERE name = 'rows'",
     page_bytes=8192,  # a body of 128 tokens is a bit over 2 kB: a page of 4096 would hold only one
@@ -81,11 +89,19 @@ def keep_prompts(connection: sqlite3.Connection, prompts: Iterable[tuple[int, by
     """Insert those that are not there yet."""
     for prompt in prompts:
         if connection.execute("INSERT OR IGNORE INTO prompts VALUES (?, ?)", prompt).rowcount:
-            connection.execute("INSERT OR REPLACE INTO prompt_copies VALUES (?, ?)", prompt)
+            connection.execute("INSERT INTO prompt_copies (id, body) VALUES (?, ?)", prompt)
 
 
 def add_to_totals(connection: sqlite3.Connection, increments: Mapping[str, int]) -> None:
     """Add to the totals, in the transaction of what they count."""
     connection.executemany(
-        "UPDATE totals SET value = value + ? WHERE name = ?", [(by, name) for name, by in increments.items()]
+        "UPDATE totals SET value = value + ?1, again = again + ?1 WHERE name = ?2",
+        [(by, name) for name, by in increments.items()],
+    )
+
+
+def set_totals(connection: sqlite3.Connection, values: Mapping[str, int]) -> None:
+    """Set totals to these values."""
+    connection.executemany(
+        "UPDATE totals SET value = ?1, again = ?1 WHERE name = ?2", [(value, name) for name, value in values.items()]
     )
