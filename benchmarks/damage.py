@@ -1,12 +1,14 @@
 """What can be recovered from a damaged journal: by tba's recovery, by plain SQL around the damage, by the sqlite3
 shell.
 
-    python benchmarks/damage.py [--rows 4000] [--damages 201] [--seed 0] [--folder DIR] [--shell PATH]
+    python benchmarks/damage.py [--rows 4000] [--damages 201] [--per-prompt 100] [--seed 0] [--folder DIR]
+                                [--shell PATH]
 
-A journal of --rows trajectories (128 tokens, as in `journal.py`), written in rounds of 24 while a follower moves the
-log into the file, is damaged --damages times: 1 to 64 bits flipped anywhere, a page or half of one torn (overwritten by
-zeros, by noise, or by its content when the journal had half of its rows), or the file cut anywhere. Half of the damages
-are done to a closed journal, half to one whose writer was killed, so that its end is in the log.
+A journal of --rows trajectories (128 tokens, as in `journal.py`; with --per-prompt 24 each round has a prompt of its
+own), written in rounds of 24 while a follower moves the log into the file, is damaged --damages times: 1 to 64 bits
+flipped anywhere, a page or half of one torn (overwritten by zeros, by noise, or by its content when the journal had half
+of its rows), or the file cut anywhere. Half of the damages are done to a closed journal, half to one whose writer was
+killed, so that its end is in the log. Then the closed one is cut off at given shares of its bytes, for the recovery alone.
 
 recovery  `tba.replay.recovery`, as used by the process that opens a damaged journal
 sql       SELECT by ranges of row ids from both ends up to the damage, then row by row; with the file's own first page
@@ -44,16 +46,17 @@ from tba.replay.journal import JournalWriter
 
 PAGE = 8192
 KINDS = ("bits", "torn", "cut")
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 _Row = tuple[Any, ...]
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 
 
-def make(folder: Path, rows: int) -> dict[str, dict[str, bytes]]:
+def make(folder: Path, rows: int, per_prompt: int) -> dict[str, dict[str, bytes]]:
     """The journal as it was at half of its rows, closed, and with its writer killed: contents by part ("", "-wal")."""
     path, states = folder / "made.sqlite", {}
     with JournalFollower(path, wal_bytes=1 << 20) as follower, JournalWriter(path, "searcher-0") as writer:
         batch = []
-        for i, t in enumerate(trajectories(rows, -(-rows // PER_PROMPT))):
+        for i, t in enumerate(trajectories(rows, -(-rows // per_prompt))):
             batch.append(t)
             if len(batch) == BATCH or i == rows - 1:
                 writer.put(batch, counters={"generated_trajectories": len(batch)})
@@ -90,6 +93,14 @@ def damage(state: dict[str, bytes], half: bytes, kind: str, rng: np.random.Gener
     return {**state, part: bytes(data)}
 
 
+def cut_at(closed: bytes, share: float) -> int:
+    """How many trajectories the recovery keeps of a file of which this share is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "journal.sqlite"
+        path.write_bytes(closed[: int(share * len(closed))])
+        return len(by_recovery(path))
+
+
 def by_recovery(path: Path) -> set[str]:
     """Through the front door."""
     suspect_mark(path).touch()  # recovered whatever a first look finds: all readers are asked for all they can read
@@ -115,8 +126,11 @@ def by_sql(path: Path) -> set[str]:
 def _sql(path: Path) -> set[str]:
     with closing(sqlite3.connect(path)) as connection, suppress(*_UNREADABLE):
         connection.execute("PRAGMA writable_schema = ON")  # a file that was cut off is read as far as it goes
-        prompts = [row for table in ("prompts", "prompt_copies") for row in _around(connection, table, "id", "body")]
-        return _kept(_around(connection, "bodies", "seq", "prompt, body"), ((i, body) for i, body in prompts))
+        prompts = [
+            *_around(connection, "prompts", "id", "id, body"),
+            *_around(connection, "prompt_copies", "place", "id, body"),
+        ]
+        return _kept(_around(connection, "bodies", "seq", "prompt, body"), ((i, body) for _, i, body in prompts))
     return set()
 
 
@@ -159,6 +173,7 @@ def by_shell(path: Path, shell: str) -> set[str]:
             ("SELECT id, body FROM prompt_copies", prompts),
             ("SELECT id, c1, c3 FROM lost_and_found WHERE nfield = 4", bodies),
             ("SELECT id, c1 FROM lost_and_found WHERE nfield = 2", prompts),
+            ("SELECT c1, c2 FROM lost_and_found WHERE nfield = 3", prompts),
         ):
             with suppress(*_UNREADABLE):
                 rows.extend(connection.execute(query))
@@ -185,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=4000)
     parser.add_argument("--damages", type=int, default=201)
+    parser.add_argument("--per-prompt", type=int, default=PER_PROMPT, help="trajectories to a prompt")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=None)
     parser.add_argument("--shell", default="sqlite3", help="an sqlite3 shell built with SQLITE_ENABLE_DBPAGE_VTAB")
@@ -197,7 +213,7 @@ def main() -> None:
     kept: dict[tuple[str, str], list[int]] = defaultdict(list)
     seconds: dict[str, float] = defaultdict(float)
     with tempfile.TemporaryDirectory(dir=given.folder) as name:
-        states = make(Path(name), given.rows)
+        states = make(Path(name), given.rows, given.per_prompt)
         for n in range(given.damages):
             kind, state = KINDS[n % 3], ("closed", "killed")[n // 3 % 2]
             damaged = damage(states[state], states["half"][""], kind, rng)
@@ -209,6 +225,7 @@ def main() -> None:
                     began = time.perf_counter()
                     kept[reader, kind].append(len(read(path)))
                     seconds[reader] += time.perf_counter() - began
+        shares = {share: cut_at(states["closed"][""], share) / given.rows for share in SHARES}
     print(f"{given.damages} damages to a journal of {given.rows:,} trajectories: kept in the mean and at least")
     for reader in readers:
         for kind in (*KINDS, "all"):
@@ -220,6 +237,7 @@ def main() -> None:
                 f"of recovery's; worst {100 * share.min():6.2f} %, below 95 % in {(share < 0.95).sum()} of {len(own)}"
             )
         print(f"  {reader:8} {seconds[reader] / given.damages:.2f} s each")
+    print("cut off at a share of the file, so much is kept:", ", ".join(f"{s:.0%} {k:.1%}" for s, k in shares.items()))
 
 
 if __name__ == "__main__":

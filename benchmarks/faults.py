@@ -15,7 +15,8 @@ ended; runs that it has already are not repeated. The kinds:
     bits                                 a few bits of the journal flipped while nothing runs
     truncated                            the journal cut off at a random place while nothing runs
     emptied                              the journal deleted or emptied while nothing runs: what was acknowledged
-                                         after the newest weights were published is then unknown
+                                         after the newest weights were published is then unknown; so too where less
+                                         than two pages are left of a journal that is cut off, and nothing in its log
     disk-before, disk-after              the disk full before the first checkpoint, after one; then room is made
     clock                                time.time set back by an hour, the driver killed, set back by a day
     two-resumes                          driver killed, two resumes at once
@@ -62,6 +63,8 @@ from tba.command.replay import uses_of
 from tba.record.faults import count_faults, read_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
+from tba.replay.pages import committed, wal_frames
+from tba.replay.schema import JOURNAL
 from tba.runtime.checkpointing import held_by_journal
 from tba.runtime.run_dir import RunDirectory, is_held
 from tba.training.checkpoint import newest_checkpoint
@@ -305,7 +308,10 @@ def truncated(run: Run) -> None:
     run.kill_driver_and_wait()
     run.inflicting = True
     file = run.path / "journal.sqlite"
-    os.truncate(file, run.rng.randrange(1, file.stat().st_size))
+    left = run.rng.randrange(1, file.stat().st_size)
+    if left < 2 * JOURNAL.page_bytes and not committed(wal_frames(Path(f"{file}-wal"), JOURNAL.page_bytes)):
+        run.known = held_by_others(run)
+    os.truncate(file, left)
 
 
 def emptied(run: Run) -> None:
@@ -314,12 +320,18 @@ def emptied(run: Run) -> None:
     run.kill_driver_and_wait()
     run.inflicting = True
     file = run.path / "journal.sqlite"
-    run.known = held_by_journal(RunDirectory.open(run.path), newest_checkpoint(run.path / "checkpoints")).rows
+    run.known = held_by_others(run)
+    run.require(run.known, "nobody knew of any trajectory")
     Path(f"{file}-wal").unlink(missing_ok=True)
     if run.number % 2:
         os.truncate(file, 0)
     else:
         file.unlink()
+
+
+def held_by_others(run: Run) -> int:
+    """How many trajectories the journal has had according to the newest weights and the newest checkpoint."""
+    return held_by_journal(RunDirectory.open(run.path), newest_checkpoint(run.path / "checkpoints")).rows
 
 
 def full_disk(low: int, high: int | None) -> Callable[[Run], None]:
@@ -505,7 +517,7 @@ def outcome(run: Run, finished: bool, hung: bool, seconds: float) -> Outcome:
     else:
         after = rows_of(run.path / "journal.sqlite")
         missing = sum(after.get(seq) != row for seq, row in run.acknowledged.items())
-        run.require(run.known is None or 0 < run.known <= missing, f"{missing} missing, {run.known} known of")
+        run.require(run.known is None or run.known <= missing, f"{missing} missing, {run.known} known of")
         missing = missing if run.known is None else run.known
         reported = reported_lost(run.path)
         trained = summary.trajectories.trained_total
