@@ -9,9 +9,11 @@
 # TORCH=cpu             Linux without a GPU: the CPU build of torch (about 0.2 GB instead of 3 GB)
 # TORCH=cu128           the build for that CUDA release
 # WHEELS=URL            another index for torch
+# THREADS=2             threads of each process of the tests
 
 PYTHON ?= python3
 TORCH ?= default
+THREADS ?= 1
 VENV := .venv
 VLLM := .venv-vllm
 BIN := $(VENV)/bin
@@ -41,7 +43,7 @@ quickstart: $(VENV)/installed
 
 # one more than there are cores, four at most: tests of whole runs wait for their processes much of the time
 test: $(VENV)/installed
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist worksteal \
+	@OMP_NUM_THREADS=$(THREADS) $(BIN)/python -m pytest --dist worksteal \
 	  --numprocesses $$($(BIN)/python -c "import os; print(min(4, 1 + (os.cpu_count() or 1)))")
 
 # what loads no torch (the journal and the replay buffer), in an environment of its own: PYTHON=python3.13

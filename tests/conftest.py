@@ -1,4 +1,6 @@
-"""For all tests: one thread (tensors this small are slower on many), nothing from the Hub, no cache but their own."""
+"""For all tests: one thread (tensors this small are slower on many) unless OMP_NUM_THREADS says otherwise, nothing from
+the Hub, no cache but their own.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_THREADS="1")
+os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 
 import torch
 from hypothesis import HealthCheck, settings
 
 from tba.runtime.local import forkserver
 
-torch.set_num_threads(1)
+THREADS = int(os.environ["OMP_NUM_THREADS"])
+torch.set_num_threads(THREADS)
 # how long an example takes on a busy machine says nothing about it
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
@@ -27,6 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip(reason="needs vLLM, in an environment of its own: make test-vllm"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A run in the process of an earlier test has set its own number of threads."""
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture(scope="session", autouse=True)
