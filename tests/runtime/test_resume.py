@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import subprocess
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
 from tba.runtime.checkpointing import generators, set_generators
 from tba.runtime.inline import Inline
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_dir import RunDirectory, driver_lives
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.search.exploration import Fixed
 from tba.tasks.arithmetic import Arithmetic
@@ -343,6 +344,17 @@ def refused_soon(arguments: list[str], capsys: Any) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tba.command.resume._PATIENCE", 0.0)
         return refused(arguments, capsys)
+
+
+def test_whether_the_driver_of_a_run_lives_is_read_from_its_lock(finished: Path) -> None:
+    """For one that is dead, a resume waits longer: its parts are ending."""
+    with RunDirectory.open(finished).held(0.0):
+        assert driver_lives(finished)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    for driver in (dead.pid, "", "no number", "9" * 40):
+        (finished / "lock").write_text(f"{driver}")
+        assert not driver_lives(finished)
 
 
 def test_a_run_whose_recipe_has_changed_is_not_gone_on_with(tmp_path: Path, capsys: Any) -> None:

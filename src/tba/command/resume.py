@@ -26,11 +26,12 @@ from tba.replay.missing_rows import accept, find_loss
 from tba.runtime.checkpointing import held_by_journal, note_recoveries
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_dir import RunDirectory, driver_lives
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
 
-_PATIENCE = 15.0  # seconds in which the parts of a run whose driver was killed must have ended
+_PATIENCE = 15.0  # seconds that a run whose driver lives has to end
+_ENDING = 120.0  # seconds that the parts of one whose driver was killed have, on a machine that may be busy
 _KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir")  # what a run is about
 
 
@@ -38,7 +39,8 @@ def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False)
     """Returns the exit code, the same as that of `tba train`."""
     console = terminal()
     prepare()  # before the run's lock is held, which only its parts inherit
-    with RunDirectory.open(path).held(_PATIENCE) as run:
+    stopped = RunDirectory.open(path)
+    with stopped.held(_PATIENCE if driver_lives(stopped.path) else _ENDING) as run:
         recipe, checkpoint = resumable(run, overrides, accept_lost_rows)
         for line in (*note_recoveries(run, run.journal(recipe)), *note_unreadable(run.path)):
             console.print(line, style="yellow", highlight=False)

@@ -310,6 +310,15 @@ def is_held(run: Path) -> bool:
     return False
 
 
+def driver_lives(run: Path) -> bool:
+    """Whether the process that last held the run as its driver is alive on this machine."""
+    try:
+        os.kill(int((run / _LOCK).read_text()), 0)
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
+
+
 def _let_go(run: Path) -> bool:
     """Whether no part keeps it any longer."""
     if not (run / _PARTS).exists():
