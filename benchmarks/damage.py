@@ -6,9 +6,10 @@ shell.
 
 A journal of --rows trajectories (128 tokens, as in `journal.py`; with --per-prompt 24 each round has a prompt of its
 own), written in rounds of 24 while a follower moves the log into the file, is damaged --damages times: 1 to 64 bits
-flipped anywhere, a page or half of one torn (overwritten by zeros, by noise, or by its content when the journal had half
-of its rows), or the file cut anywhere. Half of the damages are done to a closed journal, half to one whose writer was
-killed, so that its end is in the log. Then the closed one is cut off at given shares of its bytes, for the recovery alone.
+flipped anywhere, a page or half of one torn (overwritten by zeros, by noise, or by its content when the journal had
+half of its rows), or the file cut anywhere. Half of the damages are done to a closed journal, half to one whose writer
+was killed, so that its end is in the log. Then the closed one is cut off at given shares of its bytes, for the recovery
+alone.
 
 recovery  `tba.replay.recovery`, as used by the process that opens a damaged journal
 sql       SELECT by ranges of row ids from both ends up to the damage, then row by row; with the file's own first page
