@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.training.cache import cached_supervised, supervised_key
+from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 
@@ -76,7 +76,7 @@ def test_a_result_is_made_once_and_stays(tmp_path: Path) -> None:
         made.append(path)
         (path / "model.safetensors").write_bytes(b"weights")
 
-    paths = {cached_supervised(tmp_path, "abc", make) for _ in range(3)}
+    paths = {cached_folder(tmp_path, "abc", make) for _ in range(3)}
     assert paths == {tmp_path / "abc"}
     assert len(made) == 1
     assert (tmp_path / "abc" / "model.safetensors").read_bytes() == b"weights"
@@ -88,17 +88,17 @@ def test_a_result_that_fails_leaves_nothing_and_is_made_again(tmp_path: Path) ->
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        cached_supervised(tmp_path, "abc", fail)
+        cached_folder(tmp_path, "abc", fail)
     assert list(tmp_path.iterdir()) == []
-    assert cached_supervised(tmp_path, "abc", lambda path: None) == tmp_path / "abc"
+    assert cached_folder(tmp_path, "abc", lambda path: None) == tmp_path / "abc"
 
 
 def test_of_two_who_make_the_same_at_once_the_first_wins(tmp_path: Path) -> None:
     def overtaken(path: Path) -> None:
         (path / "by").write_text("second")
-        cached_supervised(tmp_path, "abc", lambda other: (other / "by").write_text("first") and None)
+        cached_folder(tmp_path, "abc", lambda other: (other / "by").write_text("first") and None)
 
-    assert (cached_supervised(tmp_path, "abc", overtaken) / "by").read_text() == "first"
+    assert (cached_folder(tmp_path, "abc", overtaken) / "by").read_text() == "first"
     assert len(list(tmp_path.iterdir())) == 1
 
 

@@ -8,7 +8,6 @@ warm start makes them, once per setting (cached).
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,13 +26,14 @@ from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import UserError
 from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, read_json, templated
+from tba.models.gguf import SUFFIX, cache_folder, converted
 from tba.policy.causal import CausalPolicy, load_model
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, Policy, SavedPolicy, Task
 from tba.sharding import Sharding
-from tba.training.cache import cached_supervised, supervised_key
+from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
 from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bpe_tokenizer
 from tba.types import Json, Problem, Version
@@ -89,7 +89,7 @@ class HuggingFace:
     Raises `UserError`, once it is `prepared`, for a folder that is not there or cannot be read.
     """
 
-    path: str = ""  # a folder, or a name on the Hub; empty: the warm start's result
+    path: str = ""  # a folder, a GGUF file, or a name on the Hub; empty: the warm start's result
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type of engine and reference; auto: bfloat16 for an engine
     # on CUDA, else float32, in which the trainer computes by default (set this with --trainer.compute bfloat16, too)
@@ -114,7 +114,7 @@ class HuggingFace:
         """
         if self.path:
             refuse_missing_folder(self.path)
-            return self
+            return self if not self.path.endswith(SUFFIX) else replace(self, path=str(converted(Path(self.path), log)))
         if self.warm_start is None:
             raise UserError("the recipe has no model: give --model.path a folder or a Hugging Face Hub name")
         known = (repr(self.warm_start), repr(task), str(_cache()))
@@ -252,7 +252,7 @@ def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Pa
     def make(path: Path) -> None:
         teach(start.scratch.start(tokenizer), tokenizer, lessons, key, path, log)
 
-    return cached_supervised(folder, key, make)
+    return cached_folder(folder, key, make)
 
 
 def _demonstrated(task: Task) -> list[Problem]:
@@ -263,7 +263,7 @@ def _demonstrated(task: Task) -> list[Problem]:
 
 
 def _cache() -> Path:
-    return Path(os.environ.get("TBA_CACHE", Path.home() / ".cache" / "tba")) / "warm-starts"
+    return cache_folder("warm-starts")
 
 
 def continued(path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None]) -> Path:
@@ -278,7 +278,7 @@ def taught(
     model, tokenizer = _loaded(path, "cpu", torch.float32)
     pairs = pairs_in(tokenizer)
     key = supervised_key([settings], pairs, dict(model.state_dict()))
-    return cached_supervised(_cache(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log))
+    return cached_folder(_cache(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log))
 
 
 def teach(

@@ -22,7 +22,7 @@ from tba.weights.atomic_dir import atomic_folder
 FORMAT = b"1"  # raised when the same input is to give another result
 
 
-def cached_supervised(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
+def cached_folder(folder: Path, key: str, make: Callable[[Path], None]) -> Path:
     """Returns the folder of `key` within `folder`; unless it is there, `make` fills it, starting from an empty one."""
     path = folder / key
     if not path.is_dir():

@@ -1,0 +1,94 @@
+"""GGUF files (llama.cpp's format) as ordinary Hugging Face folders, with the float32 weights that the file stands for.
+
+Invariant: a file is read once; the folder is under a digest of what is in the file, and is whole or not there. Which
+architectures and quantisations can be read is transformers' affair, which does it with the package gguf.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tba.errors import UserError
+from tba.foreign import SAFE, UNREADABLE
+from tba.training.cache import cached_folder
+
+SUFFIX = ".gguf"
+_FORMAT = b"gguf 1"  # raised when the same file is to give another folder
+
+
+def cache_folder(kind: str) -> Path:
+    """Returns the folder of what is made once and kept: `kind` within $TBA_CACHE, or within ~/.cache/tba."""
+    return Path(os.environ.get("TBA_CACHE", Path.home() / ".cache" / "tba")) / kind
+
+
+def converted(path: Path, log: Callable[[str], None]) -> Path:
+    """Returns the folder of a GGUF file: cached, or written now.
+
+    Raises `UserError` without the package gguf, for a file that cannot be read, and where there is no room.
+    """
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, lambda: hashlib.blake2b(_FORMAT, digest_size=16)).hexdigest()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): give a GGUF file") from error
+    cache = cache_folder("gguf")
+    if not (cache / digest).is_dir():
+        log(f"{path.name} becomes a folder of float32 weights, once: {cache / digest}")
+    return saved_once(cache, digest, lambda folder: write_folder(path, folder))
+
+
+def saved_once(cache: Path, key: str, make: Callable[[Path], None]) -> Path:
+    """Returns `cache / key`, made by `make` unless it is there. Raises `UserError` where it cannot be written."""
+    try:
+        return cached_folder(cache, key, make)
+    except (OSError, SafetensorError) as error:
+        raise no_room(cache, error) from error
+
+
+def no_room(folder: Path, error: Exception) -> UserError:
+    """Returns the error that says that a model could not be written."""
+    return UserError(
+        f"the model cannot be written to {folder} ({error}): make room, or choose another folder (TBA_CACHE for the "
+        "cache)"
+    )
+
+
+def write_folder(path: Path, folder: Path) -> None:
+    """Writes a GGUF file's model and tokenizer into `folder` in the Hugging Face layout."""
+    try:
+        import gguf  # noqa: F401 - transformers asks only the index of packages
+    except ModuleNotFoundError as error:
+        raise UserError(f"to read {path.name}, install the package gguf: pip install 'tba-rl[gguf]'") from error
+    model, tokenizer = _read(path)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _read(path: Path) -> tuple[Any, Any]:
+    try:
+        place = {"gguf_file": path.name, **SAFE}
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
+        config = model.config
+        del config.quantization_config  # the weights are plain now; transformers would refuse to save them
+        with torch.device("meta"):
+            plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        plain.load_state_dict(model.state_dict(), assign=True)
+        plain.tie_weights()
+        plain.generation_config = model.generation_config
+    except (*UNREADABLE, NotImplementedError, struct.error) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"transformers cannot read the GGUF file {path} ({reason}): give one of an architecture and a quantisation "
+            "that it can, or a Hugging Face folder"
+        ) from error
+    return plain, tokenizer
