@@ -1,0 +1,139 @@
+"""IFEval's checks (Zhou et al. 2023, arXiv 2311.07911), by the package if-verifiable (the extra `instruct`).
+
+Invariant: an answer is data. It is searched and parsed, never evaluated, and one on which a check breaks (JSON nested
+beyond reason) does not fulfil it. Nothing is downloaded: the package's checks of IFBench fetch files of nltk as they
+are imported, and are not used; the two checks of IFEval that want such files have ours in their place.
+
+These two are `length_constraints:number_sentences`, where sentences are told apart by nltk's Punkt rules without its
+list of English abbreviations, and `change_case:capital_word_frequency`, whose words are those of the same tokenizer
+without a division into sentences before it. langdetect, which draws at random, is seeded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from tba.errors import UserError
+from tba.types import Completion, Json, Judgement, Prompt
+
+Check = Callable[[str], bool]
+EXTRA = "IFEval's checks need the package if-verifiable: pip install 'tba-rl[instruct]'"
+_BREAKS = (ValueError, IndexError, RecursionError)  # what a check raises for an answer that it did not expect
+
+
+def fulfils(kind: str, arguments: Mapping[str, Json], question: str, answer: str) -> bool:
+    """Whether `answer` fulfils the instruction of that kind; an empty one fulfils none, as in IFEval.
+
+    Raises `UserError` for a kind or arguments that IFEval does not have, and without the package.
+    """
+    if not answer.strip():
+        return False
+    try:
+        return bool(_check(kind, json.dumps(arguments, sort_keys=True), question)(answer))
+    except _BREAKS:
+        return False
+
+
+def known() -> frozenset[str]:
+    """Returns the kinds of instructions that there are. Raises `UserError` without the package."""
+    return frozenset(_kinds())
+
+
+class IfEvalReward:
+    """1 if all instructions of the prompt's fields `instruction_id_list` and `kwargs` are fulfilled, else 0.
+
+    Parts: `strict`, the share of them that is fulfilled; `loose` and `prompt_loose`, the same where the answer may
+    leave out its first line, its last or both, and its asterisks.
+    """
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        return [_judgement(prompt, completion.text) for prompt, completion in answered]
+
+
+def _judgement(prompt: Prompt, answer: str) -> Judgement:
+    kinds, arguments = prompt.fields["instruction_id_list"], prompt.fields["kwargs"]
+    question = str(prompt.fields["question"])
+    forms = loose_forms(answer)
+    strict, loose = [], []
+    for kind, given in zip(kinds, arguments, strict=True):
+        strict.append(fulfils(kind, given, question, answer))
+        loose.append(strict[-1] or any(fulfils(kind, given, question, form) for form in forms))
+    count = len(kinds)
+    parts = {"strict": sum(strict) / count, "loose": sum(loose) / count, "prompt_loose": float(all(loose))}
+    return Judgement(float(all(strict)), parts)
+
+
+def loose_forms(answer: str) -> list[str]:
+    """The forms of an answer of which one has to fulfil an instruction in IFEval's loose reading."""
+    lines = answer.split("\n")
+    cut = [answer, *("\n".join(part).strip() for part in (lines[1:], lines[:-1], lines[1:-1]))]
+    return [form for text in cut for form in (text, text.replace("*", ""))]
+
+
+@cache
+def _check(kind: str, arguments: str, question: str) -> Check:
+    """The check of an instruction; cached, because a prompt is answered many times."""
+    own = _OWN.get(kind)
+    given = {name: value for name, value in json.loads(arguments).items() if value is not None}
+    if own is not None:
+        return own(**given)
+    if kind not in _kinds():
+        raise UserError(f"IFEval has no kind of instruction {kind!r}: give one of {', '.join(sorted(_kinds()))}")
+    checker = _kinds()[kind](kind)
+    try:
+        checker.build_description(**given)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"IFEval's instruction {kind} does not take {arguments} ({error})") from error
+    if "prompt" in (checker.get_instruction_args() or {}):
+        checker.build_description(prompt=question)
+    check: Check = checker.check_following
+    return check
+
+
+@cache
+def _kinds() -> Mapping[str, Any]:
+    try:
+        from if_verifiable.ifeval.instructions_registry import INSTRUCTION_DICT
+        from langdetect import DetectorFactory
+    except ModuleNotFoundError as error:
+        raise UserError(EXTRA) from error
+    DetectorFactory.seed = 0
+    kinds: Mapping[str, Any] = INSTRUCTION_DICT
+    return kinds
+
+
+def _compared(relation: str, threshold: int) -> Callable[[int], bool]:
+    if relation not in ("less than", "at least"):
+        raise UserError(f"IFEval compares by 'less than' or 'at least', and {relation!r} is neither")
+    return (lambda count: count < threshold) if relation == "less than" else (lambda count: count >= threshold)
+
+
+def _number_of_sentences(num_sentences: int, relation: str) -> Check:
+    fits = _compared(relation, num_sentences)
+
+    def check(answer: str) -> bool:
+        from nltk.tokenize.punkt import PunktSentenceTokenizer
+
+        return fits(len(PunktSentenceTokenizer().tokenize(answer)))
+
+    return check
+
+
+def _capital_words(capital_frequency: int, capital_relation: str) -> Check:
+    fits = _compared(capital_relation, capital_frequency)
+
+    def check(answer: str) -> bool:
+        from nltk.tokenize import word_tokenize
+
+        return fits(sum(word.isupper() for word in word_tokenize(answer, preserve_line=True)))
+
+    return check
+
+
+_OWN: Mapping[str, Callable[..., Check]] = {
+    "length_constraints:number_sentences": _number_of_sentences,
+    "change_case:capital_word_frequency": _capital_words,
+}

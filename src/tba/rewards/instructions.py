@@ -1,0 +1,89 @@
+"""Whether an answer does what it was told: instructions whose fulfilment a function can check.
+
+Invariant: a check is a function of the answer's text and the instruction's arguments alone, in time linear in the text.
+
+A prompt's field `instructions` is a list of objects with a `kind` and its `arguments`. A kind with a colon in its name
+is one of IFEval's and is checked by `rewards.ifeval`; the others, made for short answers, are below.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from tba.errors import UserError
+from tba.rewards.ifeval import fulfils
+from tba.types import Completion, Json, Judgement, Prompt
+
+_ITEM = re.compile(r"^\s*(\d{1,3})[.)]\s+\S", re.MULTILINE)
+_SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?=\s|$)")
+_MINOR = frozenset(
+    ["a", "an", "and", "as", "at", "but", "by", "for", "from", "in", "into", "nor", "of", "on", "or", "so", "the", "to"]
+) | {"up", "with", "yet"}
+
+
+def words(text: str) -> list[str]:
+    """The words of a text, as IFEval counts them: runs of letters, digits and underscores."""
+    return re.findall(r"\w+", text)
+
+
+def sentences(text: str) -> int:
+    """How many sentences there are: ends of sentences, and one more for what stands after the last."""
+    ends = list(_SENTENCE_END.finditer(text))
+    rest = text[ends[-1].end() :] if ends else text
+    return len(ends) + bool(words(rest))
+
+
+def _numbered(text: str, items: int) -> bool:
+    return [int(number) for number in _ITEM.findall(text)] == list(range(1, items + 1))
+
+
+def _title_case(text: str) -> bool:
+    letters = [word for word in re.findall(r"[A-Za-z][\w'\u2019-]*", text) if word.lower() not in _MINOR]
+    return bool(letters) and all(word[0].isupper() for word in letters)
+
+
+CHECKS: Mapping[str, Callable[..., bool]] = {
+    "words_between": lambda text, low, high: low <= len(words(text)) <= high,
+    "sentences": lambda text, count: sentences(text) == count,
+    "first_word": lambda text, word: words(text)[:1] == [word],
+    "parentheses": lambda text: re.search(r"\(\s*\w[^()\n]*\)", text) is not None,
+    "numbered_list": _numbered,
+    "hashtags": lambda text, count: len(re.findall(r"(?<!\w)#[A-Za-z]\w*", text)) >= count,
+    "figures": lambda text, count: len(re.findall(r"\d+", text)) >= count,
+    "title_case": _title_case,
+    "capital_words": lambda text, count: sum(w.isupper() and len(w) > 1 for w in words(text)) >= count,
+    "asks": lambda text: "?" in text,
+    "no_letter": lambda text, letter: letter not in text.lower(),
+    "one_line": lambda text: "\n" not in text.strip(),
+    "colon": lambda text: re.search(r"\w:\s", text) is not None,
+    "name_twice": lambda text, word: len(re.findall(rf"\b{re.escape(word)}\b", text, re.IGNORECASE)) >= 2,
+}
+
+
+def fulfilled(instruction: Mapping[str, Json], question: str, answer: str) -> bool:
+    """Whether `answer` fulfils one instruction; an empty one fulfils none. Raises `UserError` for an unknown kind."""
+    kind, arguments = instruction["kind"], instruction["arguments"]
+    if ":" in kind:
+        return fulfils(kind, arguments, question, answer)
+    if kind not in CHECKS:
+        raise UserError(
+            f"there is no kind of instruction {kind!r}: give one of {', '.join(sorted(CHECKS))}, or IFEval's"
+        )
+    return bool(words(answer)) and CHECKS[kind](answer, **arguments)
+
+
+class ShareFulfilled:
+    """The share of a prompt's instructions that the answer fulfils: 1 for all of them.
+
+    The judgement's parts are 1 or 0 for each instruction, by its kind.
+    """
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        return [_judgement(prompt, completion.text) for prompt, completion in answered]
+
+
+def _judgement(prompt: Prompt, answer: str) -> Judgement:
+    question = str(prompt.fields["question"])
+    parts = {one["kind"]: float(fulfilled(one, question, answer)) for one in prompt.fields["instructions"]}
+    return Judgement(sum(parts.values()) / len(parts), parts)

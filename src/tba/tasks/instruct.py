@@ -1,0 +1,75 @@
+"""Open questions with one to three instructions whose fulfilment a function can check, answered in a few words.
+
+Invariant: training and evaluation share no topic, and so no text; the five kinds of `HELD_OUT` are in no training
+prompt. A problem is a function of seed, split and its number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Literal
+
+from tba.errors import UserError
+from tba.protocols import Reward
+from tba.rewards.ifeval import known
+from tba.rewards.instructions import ShareFulfilled
+from tba.tasks.held_out import is_held_out
+from tba.tasks.instruct_kinds import KINDS, Kind
+from tba.tasks.instruct_topics import QUESTIONS, TOPICS
+from tba.types import Problem, Split
+
+# The five whose names have the smallest digests (blake2b of 8 bytes): fixed before the first run, and by nobody.
+HELD_OUT = frozenset(("no_letter", "detectable_format:title", "parentheses", "name_twice", "punctuation:no_comma"))
+_EVALUATED_TOPICS = 0.25  # share of the topics that is held out
+_COUNTS = (1,) * 6 + (2,) * 3 + (3,)  # instructions of a prompt, each as often as it stands here
+
+
+@dataclass(frozen=True)
+class Instruct:
+    """Questions about everyday topics. An answer's reward is the share of its instructions that it fulfils."""
+
+    kinds: Literal["trained", "held_out"] = "trained"  # of the evaluation: one to three kinds, or one held-out kind
+    train_problems: int = 4000  # distinct prompts
+    eval_problems: int = 400  # distinct prompts
+    seed: int = 0  # of the problems
+
+    def __post_init__(self) -> None:
+        if min(self.train_problems, self.eval_problems) < 1 or self.seed < 0:
+            raise UserError(
+                f"instruct has {self.train_problems} train_problems, {self.eval_problems} eval_problems and seed "
+                f"{self.seed}: give at least 1 of each, and a seed from 0"
+            )
+
+    @property
+    def name(self) -> str:
+        return "instruct"
+
+    def problems(self, split: Split) -> list[Problem]:
+        """Distinct problems. Raises `UserError` without the package if-verifiable."""
+        known()  # says that the package is missing, before a run begins
+        held_out = split == "eval" and self.kinds == "held_out"
+        kinds = [kind for kind in KINDS if (kind.name in HELD_OUT) == held_out]
+        topics = [topic for topic in TOPICS if is_held_out(topic, _EVALUATED_TOPICS) == (split == "eval")]
+        count = self.eval_problems if split == "eval" else self.train_problems
+        rng = Random(f"{self.seed} {split} {self.kinds if split == 'eval' else ''}")  # noqa: S311
+        found: dict[str, Problem] = {}
+        while len(found) < count:
+            problem = _problem(rng, topics, kinds, 1 if held_out else rng.choice(_COUNTS))
+            found.setdefault(str(problem.prompt), problem)
+        return list(found.values())
+
+    def reward(self) -> Reward:
+        return ShareFulfilled()
+
+
+def _problem(rng: Random, topics: list[str], kinds: list[Kind], count: int) -> Problem:
+    question = rng.choice(QUESTIONS).format(topic=rng.choice(topics))
+    chosen: list[Kind] = []
+    for kind in rng.sample(kinds, len(kinds)):
+        if len(chosen) < count and not any(kind.rules & other.rules for other in chosen):
+            chosen.append(kind)
+    instructions = [kind.instruction(rng) for kind in chosen]
+    asked = " ".join([question, *(said for said, _ in instructions)])
+    fields = {"question": question, "instructions": [checked for _, checked in instructions]}
+    return Problem(({"role": "user", "content": asked},), fields)
