@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.errors import UserError
+from tba.rewards import ifeval
 from tba.rewards.ifeval import IfEvalReward, fulfils, known, loose_forms
 from tba.rewards.instructions import CHECKS, ShareFulfilled, fulfilled
 from tba.types import Completion, Prompt, StopReason, Version
@@ -83,6 +85,13 @@ def test_an_unknown_kind_is_one_sentence() -> None:
         fulfilled({"kind": "count:rhymes", "arguments": {}}, QUESTION, "a")
     with pytest.raises(UserError, match="does not take"):
         fulfilled({"kind": "punctuation:no_comma", "arguments": {"many": 1}}, QUESTION, "a")
+
+
+def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "if_verifiable.ifeval.instructions_registry", None)
+    ifeval._kinds.cache_clear()
+    with pytest.raises(UserError, match=r"pip install 'tba-rl\[instruct\]'"):
+        known()
 
 
 def judged(

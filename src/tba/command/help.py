@@ -13,6 +13,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "search": ("command.search.SearchOptions",),
     "import": ("command.importing.ImportOptions",),
     "sft": ("command.options.OutOptions",),
+    "model": ("command.options.OutOptions",),
     "sample": ("command.sample.SampleOptions",),
     "reward-model": ("command.options.OutOptions", "apps.preference.command.RewardModelOptions"),
     "red-team world": ("apps.red_team.command.WorldPlaces", "apps.red_team.world.WorldOptions"),
