@@ -31,19 +31,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from tba.policy.causal import chunk_of
 from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
 from tba.policy.packed import ATTENTION, Pack, PackedLayout, packed_attention, packed_hidden
 
 META = torch.device("meta")
 COMPOSITE = {"_flash_attention_forward": 2, "_flash_attention_backward": 6}  # with zeroing, and sums over grouped heads
 KEPT = 3 * 2**27  # `CausalPolicy`'s
-
-
-def chunk_of(vocabulary: int) -> int:
-    """As `CausalPolicy` chooses it."""
-    return max(16, 2**22 // vocabulary)
-
-
 _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "detach"}
 _GATHERS = {"index_select", "gather", "index", "embedding"}  # read as many elements as they return
 _SCATTERS = {"index_copy_", "index_add_", "scatter_", "index_put_"}  # write as many as they are given
@@ -72,8 +66,12 @@ class Count(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
         made = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+        if all(x.device.type == "cpu" for x in (*made, *(x for x in given if isinstance(x, Tensor)))):
+            return result  # the host's own work
         for tensor in made:
             self._hold(tensor, before)
+        if name == "_flash_attention_backward":
+            self.peak = max(self.peak, self._live + _workspace(*given[1:3]))
         if name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim"):
             self.waits += 1
         writes = func._schema.is_mutable
@@ -97,6 +95,12 @@ class Count(TorchDispatchMode):
     def _let_go(self, key: int, size: int) -> None:
         del self._known[key]
         self._live -= size
+
+
+def _workspace(query_NHD: Tensor, key_KJD: Tensor) -> int:
+    """Of the kernel itself: the query's gradient in float32, those of keys and values for each query head."""
+    of_keys = key_KJD.shape[0] * query_NHD.shape[1] * query_NHD.shape[2] * query_NHD.element_size()
+    return 4 * query_NHD.numel() + (2 * of_keys if key_KJD.shape[1] < query_NHD.shape[1] else 0)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -150,39 +154,41 @@ def pack_of(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> Pac
     return Pack(torch.empty_like(layout.position_N), layout, predictor, target, place)
 
 
-def checkpointed_pass(model: PreTrainedModel, pack: Pack, chunk: int) -> None:
+def checkpointed_pass(model: PreTrainedModel, pack: Pack) -> None:
     """Forward and backward as `CausalPolicy` does them, the layers checkpointed."""
     for layer in model.model.layers:
         layer.training = True
     hidden_MW = packed_hidden(model.get_decoder(), pack).index_select(0, pack.predictor_M)
-    head = Head(model.get_output_embeddings().weight)
-    log_M = token_log_probabilities(hidden_MW, head, pack.target_M, 1.0, chunk, KeptProbabilities(KEPT))
-    log_M.sum().backward()
+    _head(hidden_MW, model.get_output_embeddings().weight, pack.target_M)
 
 
-def head_alone(width: int = 3584, vocabulary: int = 152_064, tokens: int = 8192) -> Callable[[], None]:
-    """The head of a 7B model."""
-    weight = torch.empty(vocabulary, width, dtype=torch.bfloat16, device=META, requires_grad=True)
-    hidden = torch.empty(tokens, width, dtype=torch.bfloat16, device=META, requires_grad=True)
-    target = torch.empty(tokens, dtype=torch.int64, device=META)
-
-    def run() -> None:
-        kept, chunk = KeptProbabilities(KEPT), chunk_of(vocabulary)
-        token_log_probabilities(hidden, Head(weight), target, 1.0, chunk, kept).sum().backward()
-
-    return run
+def _head(hidden_MW: Tensor, weight_VW: Tensor, target_M: Tensor) -> None:
+    """Forward, and backward as far as it goes."""
+    chunk, kept = chunk_of(len(weight_VW), META), KeptProbabilities(KEPT)
+    token_log_probabilities(hidden_MW, Head(weight_VW), target_M, 1.0, chunk, kept).sum().backward()
 
 
-def attention_alone(tokens: int, prompt: int = 100, heads: int = 28, kv_heads: int = 4) -> Callable[[], None]:
-    """One layer's attention of a 7B model, one answer of `tokens` to a prompt; the module holds no configuration."""
+def head_alone(dtype: torch.dtype = torch.bfloat16) -> Callable[[], None]:
+    """The head of a 7B model on 8,192 tokens."""
+    weight = torch.empty(152_064, 3584, dtype=dtype, device=META, requires_grad=True)
+    hidden = torch.empty(8192, 3584, dtype=dtype, device=META, requires_grad=True)
+    target = torch.empty(8192, dtype=torch.int64, device=META)
+    return lambda: _head(hidden, weight, target)
+
+
+def attention_alone(
+    tokens: int, prompt: int = 100, window: int | None = None, softcap: float | None = None
+) -> Callable[[], None]:
+    """One layer's attention of a 7B model, 28 heads of 128 on 4 of keys and values, for an answer of `tokens`."""
     layout = PackedLayout.of([prompt], [[tokens]], META)
     query, key, value = (
-        torch.empty(1, h, prompt + tokens, 128, dtype=torch.bfloat16, device=META, requires_grad=True)
-        for h in (heads, kv_heads, kv_heads)
+        torch.empty(1, heads, prompt + tokens, 128, dtype=torch.bfloat16, device=META, requires_grad=True)
+        for heads in (28, 4, 4)
     )
+    layer = torch.nn.Module()  # it is asked for its configuration, and has none
 
     def run() -> None:
-        out, _ = packed_attention(torch.nn.Module(), query, key, value, None, packed_layout=layout)
+        out, _ = packed_attention(layer, query, key, value, None, layout, sliding_window=window, softcap=softcap)
         out.sum().backward()
 
     return run
@@ -191,9 +197,7 @@ def attention_alone(tokens: int, prompt: int = 100, heads: int = 28, kv_heads: i
 def main() -> None:
     model, pack = qwen(), pack_of(*gsm8k_like())
     cases = {
-        f"a pass, 60 answers, {len(pack.token_N):,} tokens, 0.5B": lambda: checkpointed_pass(
-            model, pack, chunk_of(model.config.vocab_size)
-        ),
+        f"a pass, 60 answers, {len(pack.token_N):,} tokens, 0.5B": lambda: checkpointed_pass(model, pack),
         "head, 8,192 tokens, 7B": head_alone(),
         "attention of a layer, 8,192 tokens, 7B": attention_alone(8192),
         "attention of a layer, 32,768 tokens, 7B": attention_alone(32_768),

@@ -47,8 +47,8 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
-        moved = {f.name: v.to(device) for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
-        return replace(self, **moved)
+        tensors = {f.name: v for f in fields(self) if isinstance(v := getattr(self, f.name), Tensor)}
+        return replace(self, **{name: moved(tensor, torch.device(device)) for name, tensor in tensors.items()})
 
     def select(self, rows: Tensor) -> Batch:
         """The batch of some of its rows (int64 indices), trimmed to their longest, with only their prompts."""
@@ -80,6 +80,13 @@ class Fetched:
 
     groups: Sequence[Group]
     batch: Batch
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on `device`. To a GPU it goes through pinned memory: the host does not wait for the copy."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -35,7 +35,8 @@ from transformers import (
 
 from tba.batch import Batch, collate
 from tba.policy.causal import CausalPolicy
-from tba.policy.packed import PackedLayout, _Kernel, packed_attention, use_packed_attention
+from tba.policy.packed import PackedLayout, packed_attention, use_packed_attention
+from tba.policy.varlen import Attention
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 
 VOCABULARY = 61
@@ -334,7 +335,7 @@ def test_the_written_out_attention_equals_the_fused_one_forward_and_backward(
     outcome = []
     for fused in (True, False):
         if not fused:
-            monkeypatch.setattr(_Kernel, "_fused", lambda *_: False)
+            monkeypatch.setattr(Attention, "_fused", lambda *_: False)
         out, _ = packed_attention(torch.nn.Module(), *leaves, None, packed_layout=layout)
         weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
         outcome.append((out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)))

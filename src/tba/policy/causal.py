@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tba.batch import Batch
+from tba.batch import Batch, moved
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE
 from tba.policy.head import Head, KeptProbabilities, linear_heads, read, token_log_probabilities
@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_LOGITS_PER_CHUNK = 2**22  # 16 MiB of float32: they stay in the processor's cache
+# Logits of the head at a time. On a CPU 16 MiB of float32, which stay in its cache. Elsewhere the head's weights are
+# read, and its gradient read and written, once per chunk: 512 MiB make this little.
+_LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**27
 
 
 def load_model(
@@ -89,7 +91,7 @@ class CausalPolicy:
         model: PreTrainedModel,
         temperature: float = 1.0,
         share_prompt: bool = True,
-        vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as fit 16 MiB
+        vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as suit the device
         kept_bytes: int = 3 * 2**27,  # vocabulary-wide rows kept for the backward pass; others are computed again
         gradient_checkpointing: bool = False,
         compiled: bool = False,
@@ -105,7 +107,7 @@ class CausalPolicy:
         self.model = model.eval()
         self.temperature = temperature
         self._kept = KeptProbabilities(kept_bytes)
-        self.vocab_chunk = vocab_chunk or max(16, _LOGITS_PER_CHUNK // config.vocab_size)
+        self._vocab_chunk = vocab_chunk
         self._checkpointed = gradient_checkpointing
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -154,26 +156,29 @@ class CausalPolicy:
     @staticmethod
     def _spread(x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:
         """[B, T]: each where its token is, 0 elsewhere."""
-        flat_BT = torch.zeros_like(batch.log_reference_BT).view(-1)
+        flat_BT = x_M.new_zeros(batch.completion_BT.numel())
         return flat_BT.index_copy(0, place_M, x_M).view(batch.completion_BT.shape)
 
     def _packed(self, batch: Batch) -> _Forward:
         """Runs each prompt once."""
-        packed = pack(batch)
+        packed = pack(batch, self._body.device)
         hidden_NW = packed_hidden(self._body, packed)
         hidden_MW = hidden_NW.index_select(0, packed.predictor_M)
         prompt_GW = None
         if "log_z" in self.heads:
-            prompt_GW = torch.stack([hidden_NW[span.prompt].float().mean(0) for span in packed.layout.groups])
+            lengths = packed.layout.prompts
+            prompt_GW = torch.stack([x.mean(0) for x in hidden_NW[: sum(lengths)].float().split(lengths)])
         return _Forward(self._log_probabilities(hidden_MW, packed.target_M), packed.place_M, hidden_MW, prompt_GW)
 
     def _plain(self, batch: Batch) -> _Forward:
         """Does the same by a padded forward of prompt + completion. Padding comes last, so causality hides it."""
-        row_M, step_M = batch.mask_BT.nonzero(as_tuple=True)
-        prompt_B = batch.prompt_length_G[batch.group_B]
-        input_BT = _joined(batch)
-        target_M, predictor_M = batch.completion_BT[row_M, step_M], prompt_B[row_M] + step_M - 1
-        place_M = row_M * batch.mask_BT.shape[1] + step_M
+        host, device = batch.to("cpu"), self._body.device  # where these are known, nothing has to be waited for
+        row_M, step_M = host.mask_BT.nonzero(as_tuple=True)
+        prompt_B = host.prompt_length_G[host.group_B]
+        target_M, predictor_M = host.completion_BT[row_M, step_M], prompt_B[row_M] + step_M - 1
+        indices = torch.stack([row_M, predictor_M, target_M, row_M * host.mask_BT.shape[1] + step_M])
+        row_M, predictor_M, target_M, place_M = moved(indices, device)
+        input_BT = moved(_joined(host), device)
         if not self._linear:
             output = self.model(input_ids=input_BT, use_cache=False, output_hidden_states=len(self.heads) > 0)
             logits_MV = output.logits[row_M, predictor_M].float()
@@ -184,12 +189,15 @@ class CausalPolicy:
             hidden_BTW = self._body(input_ids=input_BT, use_cache=False).last_hidden_state
             hidden_MW = hidden_BTW[row_M, predictor_M]
             log_M = self._log_probabilities(hidden_MW, target_M)
-        return _Forward(log_M, place_M, hidden_MW, _mean_prompt(hidden_BTW, batch) if "log_z" in self.heads else None)
+        return _Forward(
+            log_M, place_M, hidden_MW, _mean_prompt(hidden_BTW, batch.to(device)) if "log_z" in self.heads else None
+        )
 
     def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> Tensor:
         layer = self.model.get_output_embeddings()  # a sharded one has another weight while it computes
         head = Head(layer.weight, layer.bias, self._softcap)
-        return token_log_probabilities(hidden_MW, head, target_M, self.temperature, self.vocab_chunk, self._kept)
+        chunk = self._vocab_chunk or chunk_of(len(layer.weight), hidden_MW.device)
+        return token_log_probabilities(hidden_MW, head, target_M, self.temperature, chunk, self._kept)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """Returns the trained parameters, each once, those of the heads last."""
@@ -277,6 +285,11 @@ class CausalPolicy:
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
         write_tensors(folder / "model.safetensors", weights)
+
+
+def chunk_of(vocabulary: int, device: torch.device) -> int:
+    """Tokens whose logits are computed at once."""
+    return max(16, (_LOGITS_ON_CPU if device.type == "cpu" else _LOGITS_ELSEWHERE) // vocabulary)
 
 
 def _joined(batch: Batch) -> Tensor:

@@ -1,0 +1,73 @@
+"""What a pass asks of an accelerator stays within budgets (`benchmarks/kernel_counts.py`, on the meta device)."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+_FILE = Path(__file__).parents[2] / "benchmarks" / "kernel_counts.py"
+_SPEC = importlib.util.spec_from_file_location("kernel_counts", _FILE)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+counts = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = counts  # its dataclass looks itself up there
+_SPEC.loader.exec_module(counts)
+
+
+def test_a_count_is_of_what_is_launched_read_written_and_alive() -> None:
+    a = torch.empty(8, 4, device="meta")
+
+    def work() -> None:
+        b = a @ a.T  # reads 2 * 128 bytes, writes 256
+        b.view(64).add_(1)  # a view and 256 bytes each way
+        c = b[:2].clone()  # a view and 64 bytes each way; 320 are alive
+        del b
+        c.index_select(0, torch.empty(1, dtype=torch.int64, device="meta"))  # 32 bytes each way and an index of 8
+
+    count = counts.counted(work)
+    assert count.by_name == {"mm": 1, "add_": 1, "clone": 1, "index_select": 1}
+    assert (count.kernels, count.moved) == (4, 512 + 512 + 128 + 72)
+    assert (count.peak, count.waits) == (256 + 64, 0)
+
+
+def test_a_checkpointed_pass_of_60_answers_is_at_most_10000_kernels() -> None:
+    """Those of 24 layers and a vocabulary of 151,936 are as many at a width of 112 as at 896."""
+    model = counts.qwen(width=112, ff=256)
+    pack = counts.pack_of(*counts.gsm8k_like())
+    assert len(pack.token_N) > 12_000
+    count = counts.counted(lambda: counts.checkpointed_pass(model, pack))
+    assert count.kernels <= 10_000
+    assert count.waits == 0
+
+
+def test_the_kernels_of_a_pass_do_not_grow_with_its_groups_and_answers() -> None:
+    def kernels(prompts: list[int], completions: list[list[int]]) -> int:
+        model, pack = counts.qwen(112, layers=2, ff=256, vocabulary=1000), counts.pack_of(prompts, completions)
+        return counts.counted(lambda: counts.checkpointed_pass(model, pack)).kernels
+
+    assert kernels([10], [[5, 6]]) == kernels(*counts.gsm8k_like(groups=8))
+
+
+def test_the_head_of_7b_moves_at_most_200_gb_for_8192_tokens_and_never_waits() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        count = counts.counted(counts.head_alone(dtype=dtype))
+        assert count.waits == 0
+        assert count.moved <= 200e9 * dtype.itemsize / 2
+        assert count.kernels <= 500
+
+
+def test_attention_is_linear_in_memory_from_8k_to_32k_tokens() -> None:
+    short, long = (counts.counted(counts.attention_alone(tokens)).peak for tokens in (8192, 32_768))
+    assert long <= 4.5 * short
+    assert long <= 2e9
+    windows = [counts.counted(counts.attention_alone(n, prompt=1000, window=1024)).peak for n in (8192, 32_768)]
+    assert windows[1] <= 4.5 * windows[0]
+
+
+def test_attention_that_is_written_out_is_linear_in_memory_too() -> None:
+    short, long = (counts.counted(counts.attention_alone(n, softcap=50.0)).peak for n in (8192, 32_768))
+    assert long <= 4.5 * short
+    assert long <= 8e9
