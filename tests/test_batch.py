@@ -1,4 +1,4 @@
-"""Steps of answers as tensors; the rest of a batch is tested where it is used."""
+"""Steps of answers as tensors, and how much a pass runs; the rest of a batch is tested where it is used."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tba.batch import collate
+from tba.batch import Batch, collate, deal, largest_group, micro_batches
 from tba.engines.tabular import sample_groups, tabular_prompts
 from tba.policy.tabular import TabularTask
 from tba.types import Completion, Group, Sampling, Trajectory
@@ -79,3 +81,70 @@ def test_where_only_some_rows_have_log_probabilities_of_the_behaviour_the_others
     none = collate([Group.of([bare])])
     assert none.log_behavior_BT is None
     assert none.some_behavior_BT is None
+
+
+def lengths_batch(prompts: list[int], completions: list[list[int]]) -> Batch:
+    """A batch of groups with these prompt lengths and these lengths of their completions."""
+    length_B = torch.tensor([n for lengths in completions for n in lengths])
+    zeros_BT = torch.zeros(len(length_B), int(length_B.max()))
+    return Batch(
+        prompt_GP=torch.zeros(len(prompts), max(prompts), dtype=torch.int64),
+        prompt_length_G=torch.tensor(prompts),
+        completion_BT=zeros_BT.long(),
+        length_B=length_B,
+        mask_BT=torch.arange(zeros_BT.shape[1]) < length_B[:, None],
+        log_reference_BT=zeros_BT,
+        reward_B=torch.zeros(len(length_B)),
+        group_B=torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor([len(n) for n in completions])),
+    )
+
+
+def tokens_run(batch: Batch, share_prompt: bool) -> int:
+    """Of one pass: packed, each prompt and each completion once; else prompt and completion of each row, padded."""
+    prompt_B = batch.prompt_length_G[batch.group_B]
+    if share_prompt:
+        return int(batch.prompt_length_G.sum() + batch.length_B.sum())
+    return batch.rows * int((prompt_B + batch.length_B).max())
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.lists(st.integers(1, 30), min_size=1, max_size=6)), min_size=1, max_size=5
+    ),
+    st.integers(5, 120),
+    st.booleans(),
+)
+def test_micro_batches_hold_every_row_once_within_the_tokens_that_a_pass_runs(
+    groups: list[tuple[int, list[int]]], limit: int, share_prompt: bool
+) -> None:
+    batch = lengths_batch([prompt for prompt, _ in groups], [lengths for _, lengths in groups])
+    parts = list(micro_batches(batch, limit, share_prompt=share_prompt))
+    assert sorted(torch.cat(parts).tolist()) == list(range(batch.rows))
+    for rows in parts:
+        assert len(rows) == 1 or tokens_run(batch.select(rows), share_prompt) <= limit
+    for g in range(batch.groups):
+        own = (batch.group_B == g).nonzero()[:, 0]
+        if tokens_run(batch.select(own), share_prompt) <= limit:
+            assert any(set(own.tolist()) <= set(rows.tolist()) for rows in parts)
+    largest = max(
+        tokens_run(batch.select((batch.group_B == g).nonzero()[:, 0]), share_prompt) for g in range(batch.groups)
+    )
+    assert largest_group(batch, share_prompt) == largest
+
+
+def test_one_long_answer_among_short_ones_is_not_padded_to() -> None:
+    batch = lengths_batch([100], [[400] * 19 + [8192]])
+    assert tokens_run(batch, share_prompt=False) == 165_840
+    parts = [batch.select(rows) for rows in micro_batches(batch, 16_384, share_prompt=False)]
+    assert [tokens_run(part, share_prompt=False) for part in parts] == [19 * 500, 8292]
+    assert largest_group(batch) == 100 + 19 * 400 + 8192  # packed, one pass
+    assert [len(rows) for rows in micro_batches(batch, 16_384)] == [20]
+
+
+@given(st.lists(st.integers(1, 30), min_size=2, max_size=9), st.integers(2, 4))
+def test_what_is_dealt_to_ranks_is_bounded_by_padded_area_too(lengths: list[int], ranks: int) -> None:
+    batch = lengths_batch([5], [lengths])
+    limit = max(35, -(-len(lengths) // ranks) * 35 + 35)
+    shares = deal(batch, ranks, limit, share_prompt=False)
+    assert sorted(torch.cat(shares).tolist()) == list(range(batch.rows))
+    assert all(tokens_run(batch.select(rows), share_prompt=False) <= limit for rows in shares if len(rows))

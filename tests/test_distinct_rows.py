@@ -40,6 +40,7 @@ class Rows:
 
     policy: Policy
     given: list[int] = field(default_factory=list)
+    share_prompt: bool = True
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
         self.given.append(batch.rows)

@@ -169,36 +169,74 @@ def _steps(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Tensor | 
     return torch.from_numpy(start), torch.from_numpy(value)
 
 
-def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True) -> Iterator[Tensor]:
-    """Row indices of micro-batches of at most `max_tokens` tokens (each prompt once, plus its completions).
+@dataclass
+class _Pass:
+    """The tokens that one pass runs: each prompt once and its completions, or every row padded to the longest."""
+
+    share_prompt: bool
+    tokens: int = 0  # those without padding
+    rows: int = 0
+    longest: int = 0  # prompt and completion
+    last_group: int = -1
+
+    def joined_by(self, group: int, prompt: int, lengths: Sequence[int]) -> _Pass:
+        """The same with completions of these lengths to a group's prompt."""
+        tokens = self.tokens + sum(lengths) + (0 if group == self.last_group else prompt)
+        longest = max(self.longest, prompt + max(lengths))
+        return _Pass(self.share_prompt, tokens, self.rows + len(lengths), longest, group)
+
+    @property
+    def cost(self) -> int:
+        return self.tokens if self.share_prompt else self.rows * self.longest
+
+
+def micro_batches(batch: Batch, max_tokens: int, by_group: bool = True, share_prompt: bool = True) -> Iterator[Tensor]:
+    """Row indices of micro-batches of at most `max_tokens` tokens: each prompt once, plus its completions, or without
+    `share_prompt` prompt and completion of each row, padded to the longest of them.
 
     With `by_group` a group that fits stays whole; one that does not fit is split, rows sorted by length. A single
     row larger than the limit goes alone: it cannot be made smaller.
     """
     taken: list[int] = []
-    used = 0
+    used = empty = _Pass(share_prompt)
     length = batch.length_B.tolist()
     prompt = batch.prompt_length_G.tolist()
     by_length = torch.argsort(batch.length_B, stable=True)
     group_sorted = batch.group_B[by_length]
     for g in range(batch.groups):
         rows = by_length[group_sorted == g].tolist()
-        whole = prompt[g] + sum(length[b] for b in rows)
-        if by_group and taken and used + whole > max_tokens:
+        whole = used.joined_by(g, prompt[g], [length[b] for b in rows]).cost if rows else 0
+        if by_group and taken and whole > max_tokens:
             yield torch.tensor(taken)
-            taken, used = [], 0
-        used += prompt[g]
+            taken, used = [], empty
         for b in rows:
-            if taken and used + length[b] > max_tokens:
+            with_row = used.joined_by(g, prompt[g], [length[b]])
+            if taken and with_row.cost > max_tokens:
                 yield torch.tensor(taken)
-                taken, used = [], prompt[g]
+                taken, with_row = [], empty.joined_by(g, prompt[g], [length[b]])
             taken.append(b)
-            used += length[b]
+            used = with_row
     if taken:
         yield torch.tensor(taken)
 
 
-def deal(batch: Batch, ranks: int, max_tokens: int) -> list[Tensor]:
+def largest_group(batch: Batch, share_prompt: bool = True) -> int:
+    """The tokens that a pass of the largest group runs, as `micro_batches` counts them."""
+    return max(_cost(batch, batch.group_B == g, share_prompt) for g in range(batch.groups))
+
+
+def _cost(batch: Batch, chosen_B: Tensor, share_prompt: bool) -> int:
+    """The tokens that a pass of these rows runs."""
+    length_R, group_R = batch.length_B[chosen_B], batch.group_B[chosen_B]
+    if not len(length_R):
+        return 0
+    prompt_R = batch.prompt_length_G[group_R]
+    if not share_prompt:
+        return len(length_R) * int((prompt_R + length_R).max())
+    return int(length_R.sum() + batch.prompt_length_G[group_R.unique()].sum())
+
+
+def deal(batch: Batch, ranks: int, max_tokens: int, share_prompt: bool = True) -> list[Tensor]:
     """Row indices for each of `ranks`, of whole groups: the largest first, each to the rank that has least so far.
 
     Some may be empty. Where that would give a rank more than `max_tokens`, the micro-batches are dealt as they are, if
@@ -209,13 +247,13 @@ def deal(batch: Batch, ranks: int, max_tokens: int) -> list[Tensor]:
     for g in sorted(range(batch.groups), key=lambda g: -tokens_G[g]):
         owner[g] = min(range(ranks), key=load.__getitem__)
         load[owner[g]] += tokens_G[g]
-    if max(load) > max_tokens:
-        parts = list(micro_batches(batch, max_tokens))
+    owner_B = torch.tensor(owner, device=batch.group_B.device)[batch.group_B]
+    if max(_cost(batch, owner_B == rank, share_prompt) for rank in range(ranks)) > max_tokens:
+        parts = list(micro_batches(batch, max_tokens, share_prompt=share_prompt))
         if len(parts) <= ranks:
             device = batch.group_B.device
             none = torch.zeros(0, dtype=torch.int64)
             return [part.to(device) for part in (*parts, *[none] * (ranks - len(parts)))]
-    owner_B = torch.tensor(owner, device=batch.group_B.device)[batch.group_B]
     return [(owner_B == rank).nonzero()[:, 0] for rank in range(ranks)]
 
 

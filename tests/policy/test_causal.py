@@ -83,14 +83,18 @@ def test_at_version_0_every_log_ratio_to_the_reference_is_0(temperature: float, 
     assert float((log_policy_BT - batch.log_reference_BT).abs().max().detach()) <= 5e-5
 
 
+@pytest.mark.parametrize("share_prompt", [True, False])
 @pytest.mark.parametrize("tokens_per_pass", [1, 12, 25, 8192])
-def test_the_reference_scores_the_same_however_its_passes_are_cut(tokens_per_pass: int) -> None:
+def test_the_reference_scores_the_same_however_its_passes_are_cut(tokens_per_pass: int, share_prompt: bool) -> None:
     one_by_one = [
         FrozenReference(llama(), VERSION).log_probabilities(prompt, [completion])[0]
         for prompt, completions in PAIRS
         for completion in completions
     ]
-    cut = FrozenReference(llama(), VERSION, tokens_per_pass=tokens_per_pass).log_probabilities_of(PAIRS)
+    model = llama()
+    reference = FrozenReference(model, VERSION, tokens_per_pass=tokens_per_pass, share_prompt=share_prompt)
+    assert (model.config._attn_implementation == "tba_packed") == share_prompt
+    cut = reference.log_probabilities_of(PAIRS)
     assert [len(scores) for scores in cut] == [3, 1, 4]
     for ours, theirs in zip((array for scores in cut for array in scores), one_by_one, strict=True):
         assert ours.dtype == np.float32

@@ -16,6 +16,7 @@ from toys import (
     LearnedBalance,
     WhitenedPolicyGradient,
     groups_of,
+    llama,
     llama_policy,
     tabular_policy_with_heads,
     with_random_heads,
@@ -23,6 +24,7 @@ from toys import (
 
 from tba.batch import Batch, collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.causal import CausalPolicy
 from tba.policy.tabular import TabularPolicy
 from tba.protocols import HEADS, Objective, Policy
 from tba.training.gradients import backward
@@ -118,6 +120,21 @@ def test_the_gradient_does_not_depend_on_the_size_of_a_pass(
     _, whole, _ = gradient(policy, objective, batch, WHOLE)
     _, cut, _ = gradient(policy, objective, batch, max_tokens)
     torch.testing.assert_close(cut, whole, rtol=1e-9, atol=1e-12)
+
+
+def test_a_policy_that_pads_gives_the_same_gradient_in_passes_of_bounded_padded_area() -> None:
+    policy, objective, batch = (
+        CausalPolicy(llama(), share_prompt=False),
+        TrajectoryBalance(BETA),
+        collate(groups_of(RAGGED)),
+    )
+    row_G = batch.prompt_length_G[batch.group_B] + batch.length_B
+    loss, whole, _ = gradient(policy, objective, batch, WHOLE)
+    for limit in (3 * int(row_G.max()), 8 * int(row_G.max())):  # groups are split; or they fit
+        loss_cut, cut, passes = gradient(policy, objective, batch, limit)
+        assert passes >= 3
+        assert relative(cut, whole) < ROUNDING
+        assert loss_cut == pytest.approx(loss, rel=ROUNDING)
 
 
 def test_metrics_of_micro_batches_are_those_of_one_pass() -> None:

@@ -123,6 +123,10 @@ class Counted:
     policy: Policy
     passes: int = 0
 
+    @property
+    def share_prompt(self) -> bool:
+        return self.policy.share_prompt
+
     def evaluate(self, batch: Batch) -> PolicyOutput:
         self.passes += 1
         return self.policy.evaluate(batch)

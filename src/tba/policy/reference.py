@@ -5,14 +5,14 @@ Invariant: the same forward as the policy's own (`policy.causal`), so that at eq
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.batch import Batch
+from tba.batch import Batch, micro_batches
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import switch_adapters
 from tba.types import Completion, FloatArray, Prompt, Version
@@ -24,9 +24,14 @@ class FrozenReference:
     """A model that only scores. It owns `model` (see `CausalPolicy`); `version` names its weights."""
 
     def __init__(
-        self, model: PreTrainedModel, version: Version, temperature: float = 1.0, tokens_per_pass: int = 8192
+        self,
+        model: PreTrainedModel,
+        version: Version,
+        temperature: float = 1.0,
+        tokens_per_pass: int = 8192,
+        share_prompt: bool = True,
     ) -> None:
-        self._policy = CausalPolicy(model.requires_grad_(False), temperature)
+        self._policy = CausalPolicy(model.requires_grad_(False), temperature, share_prompt)
         self._version = version
         self._tokens_per_pass = tokens_per_pass
 
@@ -41,43 +46,25 @@ class FrozenReference:
     def log_probabilities_of(self, answered: Sequence[Answered]) -> list[list[FloatArray]]:
         """Does the same for several prompts at once: [i][j] is of the j-th completion of the i-th prompt.
 
-        At most `tokens_per_pass` tokens go through the model at a time (a single longer row goes alone).
+        At most `tokens_per_pass` tokens go through the model at a time, as `micro_batches` counts them.
         """
-        scored: list[list[FloatArray]] = [[] for _ in answered]
-        for places in _passes(answered, self._tokens_per_pass):
-            batch = _batch([(answered[i][0], answered[i][1][first:last]) for i, first, last in places])
+        if not any(completions for _, completions in answered):
+            return [[] for _ in answered]
+        batch = _batch(answered)
+        scored: dict[int, FloatArray] = {}
+        for rows in micro_batches(batch, self._tokens_per_pass, share_prompt=self._policy.share_prompt):
             with torch.inference_mode():
-                log_BT = self._policy.evaluate(batch.to(self._policy.model.device)).log_policy_BT.cpu().numpy()
-            rows = iter(zip(log_BT, batch.length_B.tolist(), strict=True))
-            for i, first, last in places:
-                scored[i] += [row[:length].copy() for row, length in (next(rows) for _ in range(first, last))]
-        return scored
+                log_RT = self._policy.evaluate(batch.select(rows)).log_policy_BT.cpu().numpy()
+            for row, log_T in zip(rows.tolist(), log_RT, strict=True):
+                scored[row] = log_T[: int(batch.length_B[row])].copy()
+        rows_in_order = iter(range(batch.rows))
+        return [[scored[next(rows_in_order)] for _ in completions] for _, completions in answered]
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         switch_adapters(self._policy.model, on=True)
         self._policy.load(weights)
         self._version = version
-
-
-def _passes(answered: Sequence[Answered], limit: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Runs (i, first, last) of completions first..last - 1 of prompt i, in order, at most `limit` tokens together."""
-    places: list[tuple[int, int, int]] = []
-    used = 0
-    for i, (prompt, completions) in enumerate(answered):
-        first, counted = 0, False
-        for j, completion in enumerate(completions):
-            cost = len(completion.tokens) + (0 if counted else len(prompt.tokens))
-            if used and used + cost > limit:
-                yield [*places, (i, first, j)] if j > first else places
-                places, used, first = [], 0, j
-                cost = len(completion.tokens) + len(prompt.tokens)
-            used += cost
-            counted = True
-        if len(completions) > first:
-            places.append((i, first, len(completions)))
-    if places:
-        yield places
 
 
 def _batch(answered: Sequence[Answered]) -> Batch:

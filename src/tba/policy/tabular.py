@@ -179,6 +179,11 @@ class TabularPolicy:
             {name: zeroed(torch.nn.Embedding(rows[name], 1, dtype=dtype)) for name in known(heads)}
         )
 
+    @property
+    def share_prompt(self) -> bool:
+        """A table costs nothing."""
+        return True
+
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """Log-probabilities [B, T] of the batch's completions, 0 where its mask is False."""
         question_G = batch.prompt_GP.gather(1, batch.prompt_length_G[:, None] - 1)[:, 0] - self.task.symbols - 1

@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tba.batch import Batch, distinct_rows, micro_batches
+from tba.batch import Batch, distinct_rows, largest_group, micro_batches
 from tba.protocols import Objective, Policy, PolicyOutput
 
 See: TypeAlias = Callable[[PolicyOutput, Batch], None]  # is shown each row once, with what the policy gave for it
@@ -49,17 +49,16 @@ def backward(
 ) -> tuple[float, dict[str, float]]:
     """Add the gradient of the loss at optimizer step `step` (from 1) to the policy's parameters.
 
-    `max_tokens` (each prompt once, plus its completions) bounds one pass, on each of the policy's `ranks`. Returns
-    the loss and the objective's metrics, which by groups are averaged over micro-batches by their rows. Stops short of
-    a backward pass when the loss is not finite: the gradient is then incomplete and has to be dropped. `see` is shown
-    whole groups.
+    `max_tokens` (as `micro_batches` counts them) bounds one pass, on each of the policy's `ranks`. Returns the loss and
+    the objective's metrics, which by groups are averaged over micro-batches by their rows. Stops short of a backward
+    pass when the loss is not finite: the gradient is then incomplete and has to be dropped. `see` is shown whole
+    groups.
     """
-    tokens_G = batch.prompt_length_G.scatter_add(0, batch.group_B, batch.length_B)
-    parts = list(micro_batches(batch, max_tokens))
+    parts = list(micro_batches(batch, max_tokens, share_prompt=policy.share_prompt))
     if len(parts) <= ranks:
         return _whole(policy, objective, batch, step, see)
     passes = [torch.cat(parts[i : i + ranks]) for i in range(0, len(parts), ranks)]
-    if objective.by_group and int(tokens_G.max()) <= max_tokens:
+    if objective.by_group and largest_group(batch, policy.share_prompt) <= max_tokens:
         return _by_groups(policy, objective, batch, step, passes, see)
     return _by_slices(policy, objective, batch, step, passes, see)
 

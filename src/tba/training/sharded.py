@@ -83,12 +83,17 @@ class LedPolicy:
     def heads(self) -> torch.nn.ModuleDict:
         return self.own.heads
 
+    @property
+    def share_prompt(self) -> bool:
+        return self.own.share_prompt
+
     def parameters(self) -> Sequence[Parameter]:
         return self.own.parameters()
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """Evaluates all rows. Gradients go through it once, with all of its outputs at the same time."""
-        shares = [_Share.of(batch, rows) for rows in deal(batch, self.ranks.count, self.max_tokens)]
+        dealt = deal(batch, self.ranks.count, self.max_tokens, self.share_prompt)
+        shares = [_Share.of(batch, rows) for rows in dealt]
         spoken = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS)}
         self.ranks.say("evaluate", spoken, gradient=torch.is_grad_enabled())
         own = given(self.own.evaluate(shares[0].part.batch))
@@ -216,7 +221,8 @@ class Follower:
 
     def _evaluate(self, message: Message) -> None:
         batch = Batch(**message.tensors).to(self.ranks.device)
-        self._share = _Share.of(batch, deal(batch, self.ranks.count, self.max_tokens)[self.ranks.rank])
+        dealt = deal(batch, self.ranks.count, self.max_tokens, self.own.share_prompt)
+        self._share = _Share.of(batch, dealt[self.ranks.rank])
         with torch.set_grad_enabled(bool(message.facts["gradient"])):
             self._made = given(self.own.evaluate(self._share.part.batch))
         if self._share.used:
