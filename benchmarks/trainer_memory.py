@@ -11,10 +11,10 @@ tokens to prompts of 64.
 for float32 weights, gradients and two moments; what is gathered at a time, 2 bytes each: two layers, embeddings and
 head, and as much again for gradients of one layer and of these (4 bytes when they are summed); 2 bytes a token, layer
 and width for what checkpointing keeps; 34 bytes a token and width in the one layer that is computed again (after
-Korthikanti et al. 2022, arXiv 2205.05198), and there, for attention is written out on a GPU, 20 bytes for each head
-and pair of a token and one it may see, in rows of ROW tokens (five arrays of float32); 0.4 GB of probabilities kept for
-the backward pass (`kept_bytes`). With adapters the base is held once in bfloat16 or float32 and only adapters have
-gradients and moments.
+Korthikanti et al. 2022, arXiv 2205.05198; attention adds nothing that grows faster than the number of tokens, see
+benchmarks/kernel_counts.py); the head's logits, 10 bytes each of 2^27 (or of all, if these are fewer); 0.4 GB of
+probabilities kept for the backward pass (`kept_bytes`). With adapters the base is held once in bfloat16 or float32 and
+only adapters have gradients and moments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
-ROW = 1024  # tokens of a prompt and an answer to it, in what is computed
 CASES = ("all weights", "checkpointed", "adapters", "two ranks")
 
 
@@ -45,7 +44,6 @@ class Size:
     vocabulary: int
     kv_share: float = 1.0  # of the width that keys and values have
     tied: bool = False
-    head: int = 128  # width of one of attention
 
     @property
     def layer(self) -> float:
@@ -63,9 +61,9 @@ class Size:
 
 SMALL = (Size("10 M", 256, 6, 704, 8192), Size("50 M", 512, 13, 1408, 8192))
 LARGE = (
-    Size("0.5 B (Qwen2.5)", 896, 24, 4864, 151936, 1 / 7, tied=True, head=64),
-    Size("1.1 B (Pythia)", 2048, 16, 5461, 50304, head=256),
-    Size("2.8 B (Pythia)", 2560, 32, 6827, 50304, head=80),
+    Size("0.5 B (Qwen2.5)", 896, 24, 4864, 151936, 1 / 7, tied=True),
+    Size("1.1 B (Pythia)", 2048, 16, 5461, 50304),
+    Size("2.8 B (Pythia)", 2560, 32, 6827, 50304),
     Size("7 B (Qwen2.5)", 3584, 28, 18944, 152064, 1 / 7),
     Size("32 B (Qwen2.5)", 5120, 64, 27648, 152064, 1 / 5),
 )
@@ -76,9 +74,9 @@ def computed(size: Size, ranks: int, tokens: int) -> float:
     held = 16 * size.parameters / ranks
     gathered = 0.0 if ranks == 1 else 2 * (2 * size.layer + size.outside)
     gradients = 4 * (size.layer + size.outside)
-    scores = 20 * (size.width // size.head) * ROW * tokens
-    kept = 2 * tokens * size.layers * size.width + 34 * tokens * size.width + scores
-    return held + gathered + gradients + kept + 0.4e9
+    kept = 2 * tokens * size.layers * size.width + 34 * tokens * size.width
+    logits = 10 * min(2**27, tokens * size.vocabulary)
+    return held + gathered + gradients + kept + logits + 0.4e9
 
 
 def measure(case: str, size: Size) -> int:
@@ -158,7 +156,7 @@ def main() -> None:
             command = [sys.executable, __file__, "--one", case, size.name]
             peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
             print(f"{size.name} ({size.parameters / 1e6:.1f} M): {case}: {peak / 1e6:.0f} MB", flush=True)
-    print(f"computed (GB on each rank; 8192 tokens a pass, {ROW} of a prompt and an answer)")
+    print("computed (GB on each rank; 8192 tokens a pass)")
     for size in LARGE:
         row = ", ".join(f"{ranks} ranks {computed(size, ranks, 8192) / 1e9:.0f}" for ranks in (1, 2, 4, 8, 16))
         print(f"{size.name}: {size.parameters / 1e9:.2f} B: {row}")
