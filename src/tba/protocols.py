@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -201,6 +201,7 @@ class PolicyOutput:
     log_z_G: torch.Tensor | None = None
 
 
+Measured: TypeAlias = "dict[str, float | torch.Tensor]"  # metrics; a step reads its tensors all at once
 HEADS = frozenset({"value", "log_z"})  # what a policy can have besides its log-probabilities
 
 
@@ -256,7 +257,9 @@ class Objective(Protocol):
         """Whether the loss is a mean over rows of terms that need only their own group (exact on whole groups)."""
         ...
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]: ...
+    def __call__(
+        self, output: PolicyOutput, batch: Batch, step: int
+    ) -> tuple[torch.Tensor, Mapping[str, float | torch.Tensor]]: ...
 
 
 class PromptSource(Protocol):

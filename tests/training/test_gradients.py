@@ -28,6 +28,7 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.tabular import TabularPolicy
 from tba.protocols import HEADS, Objective, Policy
 from tba.training.gradients import backward
+from tba.training.optimizer import OptimizerSettings
 
 RAGGED = [5, 1, 8, 3]
 WHOLE = 10**6
@@ -40,7 +41,7 @@ def gradient(policy: Policy, objective: Objective, batch: Batch, max_tokens: int
         parameter.grad = None
     counted = Counted(policy)
     loss, _ = backward(counted, objective, batch, 1, max_tokens)  # type: ignore[arg-type]
-    return loss, torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]), counted.passes
+    return float(loss), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]), counted.passes
 
 
 def largest_group(batch: Batch) -> int:
@@ -139,15 +140,23 @@ def test_a_policy_that_pads_gives_the_same_gradient_in_passes_of_bounded_padded_
 
 def test_metrics_of_micro_batches_are_those_of_one_pass() -> None:
     policy, batch = TabularPolicy(TASK), collate(groups_of(RAGGED))
-    _, whole = backward(policy, TrajectoryBalance(BETA), batch, 1, WHOLE)
-    _, parts = backward(policy, TrajectoryBalance(BETA), batch, 1, largest_group(batch))
+    whole, parts = (
+        {name: float(value) for name, value in backward(policy, TrajectoryBalance(BETA), batch, 1, limit)[1].items()}
+        for limit in (WHOLE, largest_group(batch))
+    )
     assert parts == pytest.approx(whole, rel=1e-5, abs=1e-6)
 
 
-def test_a_loss_that_is_not_finite_is_not_backpropagated() -> None:
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_makes_no_update_even_where_its_gradient_is(bad: float) -> None:
     for max_tokens in (WHOLE, 20, 9):
         policy, batch = TabularPolicy(TASK), collate(groups_of(RAGGED))
-        batch.reward_B[:] = math.nan
+        optimizer, before = OptimizerSettings().start(policy.parameters()), policy.logits_QNV.detach().clone()
         loss, _ = backward(policy, TrajectoryBalance(BETA), batch, 1, max_tokens)
-        assert math.isnan(loss)
-        assert policy.logits_QNV.grad is None
+        assert math.isnan(optimizer.step(1, loss + bad))
+        assert torch.equal(policy.logits_QNV, before)
+        batch.reward_B[:] = bad
+        loss, _ = backward(policy, TrajectoryBalance(BETA), batch, 1, max_tokens)
+        assert not math.isfinite(loss)
+        assert math.isnan(optimizer.step(1, loss))
+        assert torch.equal(policy.logits_QNV, before)

@@ -52,7 +52,7 @@ def batch_of(
 def signals(batch: Batch, log_pi: Sequence[Sequence[float]], beta: float | None = None) -> dict[str, float]:
     staleness = Staleness()
     staleness.see(PolicyOutput(torch.tensor(log_pi)), batch)
-    return staleness.metrics(beta)
+    return {name: float(value) for name, value in staleness.metrics(beta).items()}
 
 
 def test_two_answers_one_twice_and_one_half_as_likely_as_when_sampled() -> None:
@@ -147,7 +147,7 @@ def test_the_same_is_said_however_a_batch_is_cut() -> None:
     for max_tokens in (10**6, 40, 8):  # whole, by groups, by slices
         staleness = Staleness()
         backward(policy, TrajectoryBalance(BETA), batch, 1, max_tokens, staleness.see)
-        found.append(staleness.metrics(BETA(1)))
+        found.append({name: float(value) for name, value in staleness.metrics(BETA(1)).items()})
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-4, abs=1e-5)
     assert found[0]["behavior_share"] == 9 / 12

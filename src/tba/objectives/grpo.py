@@ -16,7 +16,7 @@ from tba.batch import Batch
 from tba.objectives.correction import Correction
 from tba.objectives.penalty import clamped_divergence, k3
 from tba.objectives.reduce import Per, average, group_mean, group_sizes, group_std, row_means
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
 _LEAST_STD = 1e-4  # added to the standard deviation, so that a group of equal rewards has advantages of zero
@@ -51,7 +51,7 @@ class Grpo:
     def by_group(self) -> bool:
         return self.per != "token"
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar whose gradient is the estimate, and metrics, which are row means."""
         beta, log_policy_BT = self.beta(step), output.log_policy_BT
         in_reward, rows = self.penalty == "reward", (batch.group_B, batch.groups)

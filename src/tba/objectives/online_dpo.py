@@ -17,7 +17,7 @@ from torch import Tensor
 from tba.batch import Batch
 from tba.objectives.reduce import group_max, group_sizes, masked_sum, row_means
 from tba.objectives.trajectory_balance import require_positive
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
 
@@ -47,7 +47,7 @@ class OnlineDpo:
     def by_group(self) -> bool:
         return True
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise, and metrics, which are row means; `margin` is d, `ranked` the share with d > 0."""
         beta = self.beta(step)
         log_ratio_B = masked_sum(output.log_policy_BT - batch.log_reference_BT, batch.mask_BT)

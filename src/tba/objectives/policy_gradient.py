@@ -17,7 +17,7 @@ from tba.batch import Batch
 from tba.objectives.correction import Correction
 from tba.objectives.penalty import Penalised, penalised_log_ratio
 from tba.objectives.reduce import group_mean, group_sizes, leave_one_out_mean, masked_sum, row_means
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
 
@@ -43,7 +43,7 @@ class Reinforce:
     def by_group(self) -> bool:
         return True
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar whose gradient is the estimate (its value means nothing), and metrics, which are row means."""
         beta = self.beta(step)
         penalty_B = penalised_log_ratio(output.log_policy_BT, batch, self.penalised).sum(1)

@@ -18,7 +18,7 @@ from tba.errors import UserError
 from tba.objectives.correction import clipped, log_ratio_to_behavior, require_clip
 from tba.objectives.penalty import Penalised, penalised_log_ratio
 from tba.objectives.reduce import Per, average, row_means, token_mean, whitened
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
 
@@ -63,7 +63,7 @@ class Ppo:
     def by_group(self) -> bool:
         return self.per != "token" and not self.whiten
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise, and metrics; `cut` is the share of tokens without gradient, by row."""
         if output.value_BT is None:
             raise ValueError("PPO needs value of the policy, but this one has no such head")

@@ -17,7 +17,7 @@ from torch import Tensor
 from tba.batch import Batch
 from tba.objectives.correction import Correction
 from tba.objectives.reduce import Per, average, group_max, group_mean, row_means
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Raft:
     def by_group(self) -> bool:
         return self.per != "token"
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise, and metrics, which are row means; `kept` is the share of rows that are."""
         weight_B = self._weight_B(batch)
         terms_BT, columns = self.correction.terms(output.log_policy_BT, weight_B, batch)

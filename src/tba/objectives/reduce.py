@@ -13,6 +13,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from tba.protocols import Measured
+
 Per: TypeAlias = Literal["row", "sequence", "token"]
 
 
@@ -45,7 +47,7 @@ def whitened(x_BT: Tensor, mask_BT: Tensor) -> Tensor:
 
 def group_sizes(group_B: Tensor, groups: int) -> Tensor:
     """[B] int64: how many rows the row's own group has, itself included."""
-    return torch.bincount(group_B, minlength=groups)[group_B]
+    return group_B.new_zeros(groups).index_add(0, group_B, torch.ones_like(group_B))[group_B]
 
 
 def group_mean(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
@@ -74,10 +76,9 @@ def group_max(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     return x_B.new_full((groups,), -torch.inf).scatter_reduce(0, group_B, x_B, "amax")[group_B]
 
 
-def row_means(**columns_B: Tensor) -> dict[str, float]:
-    """Means over rows as floats, read from the device once."""
-    means = torch.stack([x.detach().to(torch.float32).mean() for x in columns_B.values()])
-    return dict(zip(columns_B, means.tolist(), strict=True))
+def row_means(**columns_B: Tensor) -> Measured:
+    """Means over rows, left on the device: reading them would wait for it."""
+    return {name: x.detach().to(torch.float32).mean() for name, x in columns_B.items()}
 
 
 def _group_sum(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:

@@ -18,7 +18,7 @@ from tba.batch import Batch
 from tba.errors import UserError
 from tba.objectives.reduce import masked_sum, row_means
 from tba.objectives.trajectory_balance import require_positive
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Schedule
 
 
@@ -54,7 +54,7 @@ class SubtrajectoryBalance:
     def by_group(self) -> bool:
         return True
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise, and metrics, which are row means; `residual` is the mean |d| from start to end."""
         beta = self.beta(step)
         level_BS, state_BS = _levels(output, batch, beta)

@@ -16,7 +16,7 @@ from tba.batch import Batch
 from tba.objectives.correction import Correction
 from tba.objectives.penalty import clamped_divergence
 from tba.objectives.reduce import Per, average, group_mean, group_sizes, row_means
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Schedule
 
 
@@ -46,7 +46,7 @@ class TbaPrime:
     def by_group(self) -> bool:
         return self.per != "token"
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar whose gradient is the estimate, and metrics, which are row means."""
         beta = self.beta(step)
         kl_B = clamped_divergence(output.log_policy_BT, batch)

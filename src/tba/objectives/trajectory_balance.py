@@ -18,7 +18,7 @@ from tba.batch import Batch
 from tba.errors import UserError
 from tba.objectives.correction import Correction
 from tba.objectives.reduce import group_mean, group_sizes, masked_sum, row_means
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
 
@@ -68,7 +68,7 @@ class TrajectoryBalance:
     def by_group(self) -> bool:
         return True
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
         beta = self.beta(step) * self.reward_temperature(step)
         power = 1 / (self.reference_temperature(step) * self.reward_temperature(step))  # of the reference

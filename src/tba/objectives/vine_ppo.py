@@ -17,7 +17,7 @@ from tba.objectives.correction import require_clip
 from tba.objectives.penalty import k3
 from tba.objectives.ppo import proximal_terms
 from tba.objectives.reduce import Per, average, row_means
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
 
@@ -47,7 +47,7 @@ class VinePpo:
     def by_group(self) -> bool:
         return self.per != "token" and not self.whiten
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar whose gradient is the estimate, and metrics; `cut` is the share of tokens without gradient."""
         beta, mask_BT = self.beta(step), batch.mask_BT
         advantage_BT = step_advantages(batch)

@@ -243,13 +243,15 @@ class _Windowed(torch.autograd.Function):
         query, key, value = (x[0].transpose(0, 1) for x in flat)
         copied = (key.index_select(0, index_K), value.index_select(0, index_K))
         grad_query, *grads = ctx.attention.backward(grad_1NHD[0], query, *copied, out, lse, ctx.sequences)
-        summed = [
-            x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32)).index_add_(0, index_K, grad).to(x)
-            for x, grad in zip(
-                (key, value), (g.to(torch.promote_types(g.dtype, torch.float32)) for g in grads), strict=True
-            )
-        ]
-        return *(x.transpose(0, 1)[None] for x in (grad_query, *summed)), None, None, None
+        grad_key, grad_value = (_summed(grad, index_K, len(key)) for grad in grads)
+        return *(x.transpose(0, 1)[None] for x in (grad_query, grad_key, grad_value)), None, None, None
+
+
+def _summed(grad_KJD: Tensor, index_K: Tensor, rows: int) -> Tensor:
+    """[rows, J, D]: the gradients of all copies of each row, added up in float32 at least."""
+    dtype = torch.promote_types(grad_KJD.dtype, torch.float32)
+    sum_NJD = grad_KJD.new_zeros(rows, *grad_KJD.shape[1:], dtype=dtype)
+    return sum_NJD.index_add_(0, index_K, grad_KJD.to(dtype)).to(grad_KJD.dtype)
 
 
 def packed_hidden(body: PreTrainedModel, pack: Pack) -> Tensor:

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from tba.batch import Batch
 from tba.objectives.correction import log_ratio_to_behavior
 from tba.objectives.reduce import group_mean, group_sizes, masked_sum, row_means
-from tba.protocols import PolicyOutput
+from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Schedule
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.staleness import effective_share
@@ -60,7 +60,7 @@ class WeightedBalance:
     def by_group(self) -> bool:
         return not self.by_ess and math.isinf(self.huber)
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, dict[str, float]]:
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, Measured]:
         """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
         beta = self.beta(step)
         log_policy_B = masked_sum(output.log_policy_BT, batch.mask_BT)

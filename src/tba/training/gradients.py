@@ -19,7 +19,6 @@ Shape legend: B rows, T completion positions, G groups, N rows of one micro-batc
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from tba.batch import Batch, distinct_rows, largest_group, micro_batches
-from tba.protocols import Objective, Policy, PolicyOutput
+from tba.batch import Batch, distinct_rows, largest_group, micro_batches, moved
+from tba.protocols import Measured, Objective, Policy, PolicyOutput
 
 See: TypeAlias = Callable[[PolicyOutput, Batch], None]  # is shown each row once, with what the policy gave for it
 
@@ -46,13 +45,13 @@ def backward(
     max_tokens: int,
     see: See = _nobody,
     ranks: int = 1,
-) -> tuple[float, dict[str, float]]:
+) -> tuple[Tensor, Measured]:
     """Add the gradient of the loss at optimizer step `step` (from 1) to the policy's parameters.
 
     `max_tokens` (as `micro_batches` counts them) bounds one pass, on each of the policy's `ranks`. Returns the loss and
-    the objective's metrics, which by groups are averaged over micro-batches by their rows. Stops short of a backward
-    pass when the loss is not finite: the gradient is then incomplete and has to be dropped. `see` is shown whole
-    groups.
+    the objective's metrics, which by groups are averaged over micro-batches by their rows. They are left on the
+    policy's device, which is not waited for: with a loss that is not finite the gradient has to be dropped. The batch
+    is one on the host. `see` is shown whole groups.
     """
     parts = list(micro_batches(batch, max_tokens, share_prompt=policy.share_prompt))
     if len(parts) <= ranks:
@@ -63,55 +62,57 @@ def backward(
     return _by_slices(policy, objective, batch, step, passes, see)
 
 
-def _whole(policy: Policy, objective: Objective, batch: Batch, step: int, see: See) -> tuple[float, dict[str, float]]:
+def _whole(policy: Policy, objective: Objective, batch: Batch, step: int, see: See) -> tuple[Tensor, Measured]:
     output = _evaluate(policy, batch)
     see(output, batch)
-    loss, metrics = objective(output, batch, step)
-    value = loss.item()
-    if math.isfinite(value):
-        loss.backward()
-    return value, {"log_ratio": _log_ratio(output, batch), **metrics}
+    loss, metrics = _objective(objective, output, batch, step)
+    loss.backward()
+    return loss.detach(), metrics
 
 
 def _by_groups(
     policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], see: See
-) -> tuple[float, dict[str, float]]:
-    total, averages = 0.0, defaultdict[str, float](float)
+) -> tuple[Tensor, Measured]:
+    total, averages = torch.zeros(()), defaultdict[str, float | Tensor](float)
     for rows_N in parts:
         part = batch.select(rows_N)
         share = part.rows / batch.rows
         output = _evaluate(policy, part)
         see(output, part)
-        loss, metrics = objective(output, part, step)
-        total += share * loss.item()
-        for name, metric in {"log_ratio": _log_ratio(output, part), **metrics}.items():
-            averages[name] += share * metric
-        if not math.isfinite(total):
-            break
+        loss, metrics = _objective(objective, output, part, step)
         (share * loss).backward()
+        total = total.to(loss.device) + share * loss.detach()
+        for name, metric in metrics.items():
+            averages[name] += share * metric
     return total, dict(averages)
 
 
 def _by_slices(
     policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], see: See
-) -> tuple[float, dict[str, float]]:
+) -> tuple[Tensor, Measured]:
     slices = [Slice.of(batch, rows_N) for rows_N in parts]
     leaves = _evaluate_without_gradient(policy, batch, slices)
     see(leaves, batch)
-    loss, metrics = objective(leaves, batch, step)
-    value = loss.item()
-    metrics = {"log_ratio": _log_ratio(leaves, batch), **metrics}
-    if not math.isfinite(value):
-        return value, metrics
+    loss, metrics = _objective(objective, leaves, batch, step)
     loss.backward()
-    done_G = torch.zeros(batch.groups, dtype=torch.bool, device=batch.group_B.device)
+    done_G = torch.zeros(batch.groups, dtype=torch.bool)
     for part in slices:
         pairs = part.derivatives(_evaluate(policy, part.batch), leaves, done_G)
         if pairs:
             outputs, derivatives = zip(*pairs, strict=True)
             torch.autograd.backward(outputs, derivatives)
         done_G[part.group_index] = True
-    return value, metrics
+    return loss.detach(), metrics
+
+
+def _objective(objective: Objective, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, Measured]:
+    """The loss and its metrics, where the policy's output is; among them log_ratio for those that do not report it:
+    the mean over rows of log pi - log pi_ref.
+    """
+    there = batch.to(output.log_policy_BT.device)
+    loss, metrics = objective(output, there, step)
+    log_ratio = (output.log_policy_BT.detach() - there.log_reference_BT).sum() / batch.rows
+    return loss, {"log_ratio": log_ratio, **metrics}
 
 
 @dataclass(frozen=True)
@@ -124,13 +125,17 @@ class Slice:
 
     @classmethod
     def of(cls, batch: Batch, rows_N: Tensor) -> Slice:
-        rows_N = rows_N.to(batch.group_B.device)
         return cls(batch.select(rows_N), rows_N, torch.unique(batch.group_B[rows_N]))
 
-    @property
-    def place_BT(self) -> tuple[Tensor, slice]:
-        """Where its rows lie in a tensor of shape [B, T]."""
-        return self.row_index, slice(0, self.batch.completion_BT.shape[1])
+    def place_BT(self, device: torch.device) -> tuple[Tensor, slice]:
+        """Where its rows lie in a tensor of shape [B, T] there."""
+        return moved(self.row_index, device), slice(0, self.batch.completion_BT.shape[1])
+
+    def first_groups(self, derivative_G: Tensor, done_G: Tensor) -> Tensor:
+        """The derivative with respect to its groups' log Z; 0 for those of `done_G`, which had it before."""
+        device = derivative_G.device
+        done = moved(done_G[self.group_index], device)
+        return derivative_G[moved(self.group_index, device)].masked_fill(done, 0.0)
 
     def derivatives(self, output: PolicyOutput, leaves: PolicyOutput, done_G: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(what the policy gave, the loss's derivative with respect to it), for each output that the loss uses.
@@ -140,10 +145,9 @@ class Slice:
         pairs = []
         for made, leaf in ((output.log_policy_BT, leaves.log_policy_BT), (output.value_BT, leaves.value_BT)):
             if made is not None and leaf is not None and leaf.grad is not None:
-                pairs.append((made, leaf.grad[self.place_BT]))
+                pairs.append((made, leaf.grad[self.place_BT(leaf.device)]))
         if output.log_z_G is not None and leaves.log_z_G is not None and leaves.log_z_G.grad is not None:
-            derivative = leaves.log_z_G.grad[self.group_index].masked_fill(done_G[self.group_index], 0.0)
-            pairs.append((output.log_z_G, derivative))
+            pairs.append((output.log_z_G, self.first_groups(leaves.log_z_G.grad, done_G)))
         return pairs
 
 
@@ -153,6 +157,7 @@ def _evaluate(policy: Policy, batch: Batch) -> PolicyOutput:
     if len(rows_D) == batch.rows:
         return policy.evaluate(batch)
     output = policy.evaluate(batch.select(rows_D))
+    place_B = moved(place_B, output.log_policy_BT.device)
     value_BT = None if output.value_BT is None else output.value_BT.index_select(0, place_B)
     return PolicyOutput(output.log_policy_BT.index_select(0, place_B), value_BT, output.log_z_G)
 
@@ -161,14 +166,16 @@ def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[Sl
     """The output for the whole batch, put together from its slices, as leaves that take a gradient."""
     with torch.no_grad():
         outputs = [_evaluate(policy, part.batch) for part in slices]
-    rows = [part.place_BT for part in slices]
+    device = outputs[0].log_policy_BT.device
+    rows = [part.place_BT(device) for part in slices]
+    groups = [moved(part.group_index, device) for part in slices]
     shape_BT = tuple(batch.completion_BT.shape)
     log_policy_BT = put_together([o.log_policy_BT for o in outputs], rows, shape_BT)
     assert log_policy_BT is not None
     return PolicyOutput(
         log_policy_BT,
         put_together([o.value_BT for o in outputs], rows, shape_BT),
-        put_together([o.log_z_G for o in outputs], [part.group_index for part in slices], (batch.groups,)),
+        put_together([o.log_z_G for o in outputs], groups, (batch.groups,)),
     )
 
 
@@ -181,8 +188,3 @@ def put_together(made: Sequence[Tensor | None], places: Sequence[Any], shape: tu
         whole = tensor.new_zeros(shape) if whole is None else whole
         whole[place] = tensor
     return None if whole is None else whole.requires_grad_()
-
-
-def _log_ratio(output: PolicyOutput, batch: Batch) -> float:
-    """Mean over rows of log pi - log pi_ref, for objectives that do not report it themselves."""
-    return ((output.log_policy_BT.detach() - batch.log_reference_BT).sum() / batch.rows).item()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,24 +81,21 @@ class Optimizer:
         groups = [{"params": g, "lr": lr, "peak": lr} for g, lr in zip((body, head), peaks, strict=True) if g]
         self._adamw = torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay, fused=True)
 
-    def step(self, step: int) -> float:
+    def step(self, step: int, loss: Tensor | None = None, read: Callable[[Tensor], float] = float) -> float:
         """Make update number `step` (from 1) with the present gradients, which are then dropped.
 
-        Returns their norm before clipping; when it is not finite, nothing was updated.
+        Returns their norm before clipping, NaN if the `loss` is not finite; when it is not finite, nothing was updated.
+        `read` takes the norm from its device, once: what else there is to be read can be read with it.
         """
         for parameter, master in zip(self.parameters, self._masters, strict=True):
             if master is not parameter:
                 master.grad = None if parameter.grad is None else own_rows(parameter.grad).to(torch.float32)
-        norm = self._norm()
-        norm_value = float(norm)
+        norm = self._norm(loss)
+        norm_value = read(norm)
         if math.isfinite(norm_value):
             self._update(step, norm, norm_value)
         self._forget_gradients()
         return norm_value
-
-    def drop(self) -> None:
-        """Drop the gradients of this step."""
-        self._forget_gradients()
 
     def forget(self) -> None:
         """Reset moments and counts; weights and their float32 masters stay."""
@@ -183,10 +180,11 @@ class Optimizer:
             return own if isinstance(own, Parameter) else Parameter(own)
         return Parameter(own.detach().to(torch.float32))
 
-    def _norm(self) -> Tensor:
-        """Returns the norm of the whole gradient, on every rank."""
+    def _norm(self, loss: Tensor | None) -> Tensor:
+        """Returns the norm of the whole gradient on every rank, NaN if one of them has a `loss` that is not finite."""
+        nothing = 0.0 if loss is None else loss - loss  # or NaN
         if self._group is None:
-            return torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None])
+            return torch.nn.utils.get_total_norm([m.grad for m in self._masters if m.grad is not None]) + nothing
         sharded, whole = [], []
         for parameter, master in zip(self.parameters, self._masters, strict=True):
             if is_sharded(parameter):
@@ -196,7 +194,7 @@ class Optimizer:
             dist.all_reduce(master.grad, group=self._group)
             whole.append(master.grad)
         device = self._masters[0].device
-        square = torch.nn.utils.get_total_norm(sharded).to(device, torch.float64).square()
+        square = torch.nn.utils.get_total_norm(sharded).to(device, torch.float64).square() + nothing
         squares = [torch.empty_like(square) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(squares, square, group=self._group)
         rest = torch.nn.utils.get_total_norm(whole).to(device, torch.float64).square()

@@ -4,7 +4,8 @@ Invariant: the objective is computed once, on rank 0, over the whole batch. A pa
 evaluates its rows (one that has none evaluates one all the same), rank 0 puts the log-probabilities together, and the
 objective's derivative with respect to them goes back the same way: each rank backpropagates its part of it. So the loss
 and every mean in it are of the whole batch for any objective and any number of ranks, and all ranks make equally many
-passes. Whether a step is made is decided once: by rank 0 (the loss) and by the norm that all ranks add up alike.
+passes. Whether a step is made follows from the norm that all ranks add up alike: with a loss that is not finite, rank 0
+adds what makes it NaN.
 
 Shape legend: B rows, T completion positions, G groups.
 """
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from tba.batch import Batch, deal, shortest_row
+from tba.batch import Batch, deal, moved, shortest_row
 from tba.errors import DeadlineExceeded
 from tba.protocols import PolicyOutput, SavedPolicy
 from tba.sharding import gathered, is_sharded, own_rows
@@ -117,17 +118,16 @@ class LedPolicy:
         it.
         """
         self.ranks.say("backpropagate")
-        done_G = torch.zeros(batch.groups, dtype=torch.bool, device=batch.group_B.device)
+        done_G = torch.zeros(batch.groups, dtype=torch.bool)
         mine = [torch.zeros_like(tensor) for tensor in own]
         for rank, share in enumerate(shares):
             if not share.used:
                 continue
-            part, groups = share.part, share.part.group_index
-            rows, of_groups = list(gradients), None
+            part, rows, of_groups = share.part, list(gradients), None
             if "log_z" in self.heads:
-                of_groups = rows.pop()[groups].masked_fill(done_G[groups], 0.0)
-            done_G[groups] = True
-            parts = [g[part.place_BT] for g in rows] + ([] if of_groups is None else [of_groups])
+                of_groups = part.first_groups(rows.pop(), done_G)
+            done_G[part.group_index] = True
+            parts = [g[part.place_BT(g.device)] for g in rows] + ([] if of_groups is None else [of_groups])
             if rank:
                 self.ranks.send(parts, rank)
             else:
@@ -173,13 +173,9 @@ class LedOptimizer(Optimizer):
         super().__init__(settings, parameters, heads)
         self.ranks = ranks
 
-    def step(self, step: int) -> float:
+    def step(self, step: int, loss: Tensor | None = None, read: Callable[[Tensor], float] = float) -> float:
         self.ranks.say("step", step=step)
-        return super().step(step)
-
-    def drop(self) -> None:
-        self.ranks.say("drop")
-        super().drop()
+        return super().step(step, loss, read)
 
     def forget(self) -> None:
         self.ranks.say("forget")
@@ -209,7 +205,6 @@ class Follower:
             "evaluate": self._evaluate,
             "backpropagate": self._backpropagate,
             "step": self._step,
-            "drop": lambda message: self.optimizer.drop(),
             "forget": lambda message: self.optimizer.forget(),
             "save": lambda message: self.optimizer.save(Path()),
             "weights": self._send_weights,
@@ -220,7 +215,7 @@ class Follower:
         self._settle()
 
     def _evaluate(self, message: Message) -> None:
-        batch = Batch(**message.tensors).to(self.ranks.device)
+        batch = Batch(**message.tensors)
         dealt = deal(batch, self.ranks.count, self.max_tokens, self.own.share_prompt)
         self._share = _Share.of(batch, dealt[self.ranks.rank])
         with torch.set_grad_enabled(bool(message.facts["gradient"])):
@@ -283,7 +278,8 @@ def _whole(batch: Batch, made: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list
     shape_BT, whole = tuple(batch.completion_BT.shape), []
     for column in zip(*(tensors for _, tensors in made), strict=True):
         rows = column[0].ndim == 2
-        places: list[Any] = [part.place_BT if rows else part.group_index for part, _ in made]
+        device = column[0].device
+        places: list[Any] = [part.place_BT(device) if rows else moved(part.group_index, device) for part, _ in made]
         tensor = put_together(column, places, shape_BT if rows else (batch.groups,))
         assert tensor is not None
         whole.append(tensor.detach())

@@ -1,8 +1,9 @@
 """How far the policy has moved from the behaviour policy of a batch, and how far the batch is from balance.
 
 Invariant: no forward pass is made for it. The forward passes of the step pass their log-probabilities in, and the
-metrics are a few sums. Behaviour is what was stored when sampling, after temperature and top-p: a searcher that samples
-at another temperature than the objective's is off-policy at lag 0, as is one whose engine computes differently.
+metrics are a few sums, left on the policy's device. Behaviour is what was stored when sampling, after temperature and
+top-p: a searcher that samples at another temperature than the objective's is off-policy at lag 0, as is one whose
+engine computes differently.
 
 Shape legend: B rows (one completion each), T completion positions, N tokens, G groups.
 """
@@ -15,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tba.batch import Batch
-from tba.protocols import PolicyOutput
+from tba.batch import Batch, moved
+from tba.protocols import Measured, PolicyOutput
 
 LARGEST = 20.0  # of a log-ratio in the quantiles: beyond it a ratio has no meaning
 LOW, HIGH = 0.05, 0.95
@@ -27,24 +28,31 @@ class Staleness:
     """Staleness of one step: pass it every row once, in whole groups (`see`), then ask for its `metrics`."""
 
     _rows: list[Tensor] = field(default_factory=list)  # each [4, B]: off_policy, log_ratio, reward, group
+    _known: list[Tensor] = field(default_factory=list)  # each bool [B], on the host: has behaviour log-probabilities
     _tokens: list[Tensor] = field(default_factory=list)  # each [N]: log(mu / pi)
     _groups: int = 0
 
     def see(self, output: PolicyOutput, batch: Batch) -> None:
-        """Take in the policy's output for `batch`."""
-        log_policy_BT, mask_BT = output.log_policy_BT.detach().float(), batch.mask_BT
-        behavior_BT = batch.some_behavior_BT if batch.log_behavior_BT is None else batch.log_behavior_BT
+        """Take in the policy's output for `batch`, which is on the host: what is known is seen there."""
+        log_policy_BT = output.log_policy_BT.detach().float()
+        device = log_policy_BT.device
+        there = batch.to(device)
         off_policy_B = log_policy_BT.new_full((batch.rows,), math.nan)
-        if behavior_BT is not None:
-            off_policy_BT = torch.where(mask_BT, behavior_BT - log_policy_BT, 0.0)
+        known_B = torch.zeros(batch.rows, dtype=torch.bool)
+        behavior_BT, there_BT = _behavior(batch), _behavior(there)
+        if behavior_BT is not None and there_BT is not None:
+            known_B = ~torch.where(batch.mask_BT, behavior_BT, 0.0).isnan().any(1)
+            off_policy_BT = torch.where(there.mask_BT, there_BT - log_policy_BT, 0.0)
             off_policy_B = off_policy_BT.sum(1)  # NaN without behaviour log-probabilities
-            self._tokens.append(off_policy_BT[mask_BT & ~off_policy_B.isnan()[:, None]])
-        log_ratio_B = torch.where(mask_BT, log_policy_BT - batch.log_reference_BT, 0.0).sum(1)
-        group_B = (batch.group_B + self._groups).to(log_ratio_B.dtype)
-        self._rows.append(torch.stack([off_policy_B, log_ratio_B, batch.reward_B.to(log_ratio_B.dtype), group_B]))
+            token_N = (batch.mask_BT & known_B[:, None]).flatten().nonzero()[:, 0]
+            self._tokens.append(off_policy_BT.flatten().index_select(0, moved(token_N, device)))
+        self._known.append(known_B)
+        log_ratio_B = torch.where(there.mask_BT, log_policy_BT - there.log_reference_BT, 0.0).sum(1)
+        group_B = (there.group_B + self._groups).to(log_ratio_B.dtype)
+        self._rows.append(torch.stack([off_policy_B, log_ratio_B, there.reward_B.to(log_ratio_B.dtype), group_B]))
         self._groups += batch.groups
 
-    def metrics(self, beta: float | None = None) -> dict[str, float]:
+    def metrics(self, beta: float | Tensor | None = None) -> Measured:
         """Returns what is known, in nats and over the rows that have behaviour log-probabilities; `beta` in units of
         reward.
 
@@ -61,8 +69,9 @@ class Staleness:
         if not self._rows:
             return {}
         off_policy_B, log_ratio_B, reward_B, group_B = torch.cat(self._rows, 1)
-        known_B = off_policy_B[~off_policy_B.isnan()]
-        found = {"behavior_share": torch.tensor(len(known_B) / len(off_policy_B))}
+        known_N = torch.cat(self._known).nonzero()[:, 0]
+        known_B = off_policy_B.index_select(0, moved(known_N, off_policy_B.device))
+        found: Measured = {"behavior_share": len(known_B) / len(off_policy_B)}
         if len(known_B):
             found |= _spread("off_policy", known_B) | {"ess": effective_share(-known_B)}
         if self._tokens and len(tokens_N := torch.cat(self._tokens)):
@@ -73,8 +82,12 @@ class Staleness:
             reward = spread_within_groups(reward_B, group_B.long(), groups)
             found |= {"residual_spread": residual / beta}
             found |= {"residual_relative": torch.where(reward > 0, residual / reward, math.nan)}
-        values = torch.stack([v.to(off_policy_B) for v in found.values()]).tolist()  # one transfer from the device
-        return dict(zip(found, values, strict=True))
+        return found
+
+
+def _behavior(batch: Batch) -> Tensor | None:
+    """Returns what there is of the behaviour policy's log-probabilities [B, T], NaN in rows that have none."""
+    return batch.some_behavior_BT if batch.log_behavior_BT is None else batch.log_behavior_BT
 
 
 def effective_share(log_w: Tensor) -> Tensor:
@@ -85,7 +98,7 @@ def effective_share(log_w: Tensor) -> Tensor:
 
 def spread_within_groups(x_B: Tensor, group_B: Tensor, groups: int) -> Tensor:
     """Returns the pooled standard deviation within groups: sqrt(sum (x - mean of its group)^2 / (B - G))."""
-    size_G = torch.bincount(group_B, minlength=groups)
+    size_G = x_B.new_zeros(groups).index_add(0, group_B, torch.ones_like(x_B))
     mean_G = x_B.new_zeros(groups).index_add(0, group_B, x_B) / size_G
     return ((x_B - mean_G[group_B]).square().sum() / (len(x_B) - groups)).sqrt()
 
@@ -97,7 +110,7 @@ def quantile(x_N: Tensor, share: float) -> Tensor:
     return x_N.kthvalue(max(1, math.ceil(share * len(x_N) - 1e-9))).values
 
 
-def _spread(name: str, x_N: Tensor) -> dict[str, Tensor]:
+def _spread(name: str, x_N: Tensor) -> Measured:
     bounded_N = x_N.clamp(-LARGEST, LARGEST)
     return {
         name: x_N.mean(),

@@ -17,10 +17,11 @@ from typing import TypeAlias
 
 import safetensors.torch
 import torch
+from torch import Tensor
 
 from tba.batch import Batch, Fetched
 from tba.errors import NonFiniteLoss, UserError
-from tba.protocols import HEADS, Objective, Policy, WeightPublisher
+from tba.protocols import HEADS, Measured, Objective, Policy, WeightPublisher
 from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer
 from tba.training.staleness import Staleness
@@ -65,23 +66,22 @@ class Trainer:
                 f"{type(self.objective).__name__} needs {heads} of the policy, but {type(self.policy).__name__} has no "
                 "such head; choose a policy that has it or another objective"
             )
-        self._device = self.policy.parameters()[0].device
 
     def step(self, fetched: Fetched) -> Metrics:
-        """Make one update from one batch."""
-        self.groups, batch = fetched.groups, fetched.batch.to(self._device)
-        metrics = self._counts(batch)
-        metrics |= self.backward(batch)
-        metrics |= self.update(batch, metrics["loss"])
-        return metrics
+        """Make one update from one batch. The policy's device is waited for once, when the update is decided on."""
+        self.groups = fetched.groups
+        return self._counts(fetched.batch) | self.update(fetched.batch, self.backward(fetched.batch))
 
     @property
     def due(self) -> bool:
         """Whether weights are to be published: every `sync_every` updates, once per version."""
         return self.version != self.published and self.version.step % self.sync_every == 0
 
-    def backward(self, batch: Batch) -> Metrics:
-        """Evaluate, compute the objective, backpropagate: in one pass or slice by slice (`training.gradients`)."""
+    def backward(self, batch: Batch) -> Measured:
+        """Evaluate, compute the objective, backpropagate: in one pass or slice by slice (`training.gradients`).
+
+        Returns the loss and metrics, on the policy's device.
+        """
         for need, given, what in (
             ("log_behavior", batch.log_behavior_BT, "the log-probabilities of the behaviour policy"),
             ("step_value", batch.step_value_BS, "the values of the answer's steps"),
@@ -97,21 +97,25 @@ class Trainer:
         loss, metrics = backward(self.policy, self.objective, batch, step, limit, see, ranks)
         return {**staleness.metrics(metrics.get("beta")), **metrics, "loss": loss}
 
-    def update(self, batch: Batch, loss: float) -> Metrics:
-        """Make one optimizer step, unless the loss or the gradient is not finite."""
+    def update(self, batch: Batch, measured: Measured) -> Metrics:
+        """Make one optimizer step, unless the loss or the gradient is not finite. Returns all metrics as numbers."""
         step = self.version.step + 1
-        if math.isfinite(loss):
-            self.settle()
-            grad_norm = self.optimizer.step(step)
-        else:
-            self.optimizer.drop()
-            grad_norm = math.nan
-        metrics = {"grad_norm": grad_norm, "lr": self.optimizer.rate(step)}
+        tensors = {name: value for name, value in measured.items() if isinstance(value, Tensor)}
+        metrics = {name: value for name, value in measured.items() if not isinstance(value, Tensor)}
+
+        def read(norm: Tensor) -> float:
+            norm_value, *values = torch.stack([norm, *(tensor.to(norm) for tensor in tensors.values())]).tolist()
+            metrics.update(zip(tensors, values, strict=True))
+            return norm_value
+
+        self.settle()
+        grad_norm = self.optimizer.step(step, tensors["loss"], read)
+        metrics |= {"grad_norm": grad_norm, "lr": self.optimizer.rate(step)}
         if math.isfinite(grad_norm):
             self.version = dataclasses.replace(self.version, step=step)
             self._skipped_in_a_row = 0
         else:
-            self._skip(batch, loss, grad_norm)
+            self._skip(batch, metrics["loss"], grad_norm)
         return metrics | {"skipped": float(self.skipped)}
 
     def publish(self, notes: Mapping[str, Json] | None = None) -> None:

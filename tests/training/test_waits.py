@@ -1,0 +1,80 @@
+"""A step waits for the policy's device once. On the meta device nothing can be read: code that would wait raises.
+
+Of prompts that are shared: transformers' own mask, which the plain forward makes, is looked at on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from toys import BETA, groups_of, llama, trainer_of
+
+from tba.batch import Fetched, collate
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.causal import CausalPolicy
+from tba.protocols import HEADS, Objective
+from tba.training.trainer import Trainer
+
+OBJECTIVES: dict[str, Objective] = {
+    "trajectory balance": TrajectoryBalance(BETA),
+    "learned log Z": TrajectoryBalance(BETA, log_z="learned"),
+}
+
+
+def fetched() -> Fetched:
+    """Groups whose behaviour was the reference."""
+    groups = groups_of([4, 3, 5])
+    batch = collate(groups)
+    return Fetched(groups, replace(batch, log_behavior_BT=batch.log_reference_BT.clone()))
+
+
+def trainer_on_meta(objective: Objective, limit: int, path: Path) -> Trainer:
+    """A trainer that was made on the CPU, where its policy could be compared with the plain forward, and then moved."""
+    policy = CausalPolicy(llama(), heads=HEADS)
+    assert policy.share_prompt
+    trainer = trainer_of(policy, objective, path, max_tokens_per_pass=limit)
+    torch.__future__.set_swap_module_params_on_conversion(True)  # the optimizer's parameters are these
+    try:
+        policy.model.to("meta")
+        policy.heads.to("meta")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(p.is_meta for p in trainer.optimizer.parameters)
+    return trainer
+
+
+@pytest.mark.parametrize("limit", [10**6, 60, 12], ids=["whole", "by groups", "by slices"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_a_step_reads_all_it_needs_from_the_device_at_once(
+    objective: str, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = trainer_on_meta(OBJECTIVES[objective], limit, tmp_path)
+    given, read = fetched(), []
+
+    def tolist(tensor: torch.Tensor) -> list[float]:
+        """What cannot be had of a meta tensor; NaN ends the step without an update."""
+        read.append(tensor)
+        return [math.nan] * len(tensor)
+
+    host = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda x: tolist(x) if x.is_meta else host(x))
+    metrics = trainer.step(given)
+    assert len(read) == 1
+    assert {"loss", "log_ratio", "residual", "off_policy", "off_policy_token_p95", "ess"} <= metrics.keys()
+    assert metrics["skipped"] == 1
+    assert metrics["behavior_share"] == 1.0
+    assert metrics["tokens"] == int(given.batch.length_B.sum())
+
+
+def test_a_batch_of_which_some_rows_have_no_behaviour_is_not_waited_for_either(tmp_path: Path) -> None:
+    batch = fetched().batch
+    some_BT = batch.log_reference_BT.clone()
+    some_BT[2] = math.nan
+    changed = replace(batch, log_behavior_BT=None, some_behavior_BT=some_BT)
+    measured = trainer_on_meta(TrajectoryBalance(BETA), 10**6, tmp_path).backward(changed)
+    assert measured["behavior_share"] == 11 / 12
+    assert all(value.is_meta for value in measured.values() if isinstance(value, torch.Tensor))
