@@ -12,7 +12,6 @@ from pathlib import Path
 from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
-from tba.objectives.correction import Correction
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.replay.pacing import Pacing
@@ -37,7 +36,7 @@ recipe = Recipe(
         path="Qwen/Qwen2.5-0.5B-Instruct",  # --model.path: another name of the Hub, or a folder
         generation=EngineSettings(slots=64, max_completion_tokens=64),
     ),
-    objective=TrajectoryBalance(beta=Constant(0.05), correction=Correction("truncate", "sequence", cap=1.0)),
+    objective=TrajectoryBalance(beta=Constant(0.05)),
     exploration=Fixed(temperature=1.0),
     optimizer=OptimizerSettings(lr=1e-6, schedule=WarmupConstant(10)),
     replay=ReplaySettings(pacing=Pacing(warm_up=64)),

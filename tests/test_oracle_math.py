@@ -5,6 +5,7 @@ two prompts, groups of 8. What is exact: the ideal policy pi* = pi_ref exp(r / b
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -27,7 +28,9 @@ TRAINED = slice(0, len(PROMPTS))  # the rows of the training prompts
 BETA = 0.25
 K = 8
 UNIFORM = Sampling(temperature=1e6)  # every next token equally likely, whatever the weights
-TB, RLOO = TrajectoryBalance(Constant(BETA)), Reinforce(Constant(BETA), "leave_one_out", penalised="behavior")
+TB, EXACT = TrajectoryBalance(Constant(BETA)), TrajectoryBalance(Constant(BETA), off_policy="exact")
+TAPERED, PAPER = replace(EXACT, off_policy="tapered"), replace(EXACT, off_policy="none")
+RLOO = Reinforce(Constant(BETA), "leave_one_out", penalised="behavior")
 
 Source = Callable[[TabularPolicy, int, np.random.Generator], list[Group]]  # (policy, step, rng) -> a batch's groups
 
@@ -123,12 +126,25 @@ def test_the_ideal_policy_is_far_from_the_reference_and_larger_than_a_group() ->
     assert TASK.outcomes > 10 * K
 
 
-@pytest.mark.parametrize("source", [on_policy, stale, reward_prioritised, never_on_policy])
+@pytest.mark.parametrize("objective", [EXACT, TAPERED, PAPER], ids=["exact", "tapered", "none"])
+@pytest.mark.parametrize("source", [stale, reward_prioritised, never_on_policy])
 def test_trajectory_balance_reaches_the_ideal_policy_wherever_the_data_come_from(
-    source: Callable[[], Source],
+    objective: TrajectoryBalance, source: Callable[[], Source]
 ) -> None:
+    policy, _ = train(objective, source(), steps=800)
+    assert distances(policy).max() <= 0.02
+
+
+@pytest.mark.parametrize("source", [on_policy, stale, never_on_policy])
+def test_with_log_z_low_it_does_so_from_whatever_policies_have_sampled(source: Callable[[], Source]) -> None:
     policy, _ = train(TB, source(), steps=800)
     assert distances(policy).max() <= 0.02
+
+
+def test_with_log_z_low_it_stays_some_way_towards_data_that_are_selected() -> None:
+    """Each answer kept once, drawn by exp(r / beta): no policy has sampled that."""
+    policy, _ = train(TB, reward_prioritised(), steps=800)
+    assert 0.05 < distances(policy).max() < 0.25
 
 
 def test_a_policy_gradient_reaches_the_ideal_policy_on_policy() -> None:

@@ -111,7 +111,7 @@ WRONG = [
     (["train", "quickstart", "--steps", "many"], "--steps takes a whole number, not 'many'"),
     (["train", "quickstart", "--optimizer.lr", "low"], "--optimizer.lr takes a number, not 'low'"),
     (["train", "quickstart", "--lr", "1e-4"], "did you mean --optimizer.lr?"),
-    (["train", "quickstart", "--objective.clip", "0.2"], "did you mean --objective.correction.clip?"),
+    (["train", "quickstart", "--objective.policy", "none"], "did you mean --objective.off-policy?"),
     (["train", "quickstart", "--objective.gamma", "0.9"], "there is --objective.form, "),
     (["train", "quickstart", "--record.tensorboard", "false"], "--record.no-tensorboard to switch it off"),
     (["train", "quickstart", "--model.path", "./none"], "there is no folder ./none"),

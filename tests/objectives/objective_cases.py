@@ -31,9 +31,10 @@ BETA = Constant(0.3)
 OBJECTIVES: dict[str, Objective] = {
     "tb": TrajectoryBalance(BETA),
     "tb-learned": TrajectoryBalance(BETA, log_z="learned"),
-    "tb-corrected": TrajectoryBalance(BETA, correction=Correction("clip", "sequence")),
-    "tb-learned-corrected": TrajectoryBalance(BETA, log_z="learned", correction=Correction("truncate", cap=1.5)),
-    "tb-tapered": TrajectoryBalance(BETA, correction=Correction("taper", cap=1.0)),
+    "tb-exact": TrajectoryBalance(BETA, off_policy="exact"),
+    "tb-paper": TrajectoryBalance(BETA, off_policy="none"),
+    "tb-tapered": TrajectoryBalance(BETA, off_policy="tapered"),
+    "tb-learned-plain": TrajectoryBalance(BETA, log_z="learned", off_policy="none"),
     "subtb": SubtrajectoryBalance(BETA, lam=0.8),
     "tba-prime": TbaPrime(BETA),
     "tba-prime-rows": TbaPrime(BETA, per="row"),

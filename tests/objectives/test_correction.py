@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,11 +14,10 @@ from tba.batch import Batch
 from tba.errors import UserError
 from tba.objectives.correction import Correction, clipped
 from tba.objectives.policy_gradient import Reinforce
-from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.schedules import Constant
 
 CAP, CLIP = 1.4, 0.2
-FORMS = ("none", "truncate", "clamp", "clip", "taper")
+FORMS = ("none", "truncate", "clamp", "clip")
 
 
 def factor(form: str, rho: float, advantage: float) -> float:
@@ -28,8 +26,6 @@ def factor(form: str, rho: float, advantage: float) -> float:
         return 1.0
     if form == "truncate":
         return min(rho, CAP)
-    if form == "taper":
-        return min(rho, CAP) if advantage < 0 else 1.0
     if form == "clamp":
         return rho if rho < CAP else 0.0
     moved_far_enough = rho > 1 + CLIP if advantage > 0 else rho < 1 - CLIP
@@ -101,21 +97,6 @@ def test_a_ratio_is_not_pushed_further_up_for_what_was_good_nor_further_down_for
     assert cut.tolist() == [True, False, False, True]
     (slope,) = torch.autograd.grad(loss.sum(), log_rho)
     assert slope.tolist() == pytest.approx([0.0, -2 * 0.7, 2 * 1.3, 0.0])
-
-
-def test_trajectory_balance_takes_the_ratio_as_a_factor_of_its_advantage_in_either_scale() -> None:
-    batch, log_policy_BT = random_batch()
-    beta, rho = 0.3, ratios(batch, log_policy_BT, "sequence")
-    for scale, form in ((1.0, "advantage"), (2 / beta, "raw")):
-        plain = TrajectoryBalance(Constant(beta), form)  # type: ignore[arg-type]
-        uncorrected, _ = slopes(plain, batch, log_policy_BT)
-        corrected, _ = slopes(replace(plain, correction=Correction("clip", "sequence")), batch, log_policy_BT)
-        for b, positions in enumerate(per_row(batch)):
-            advantage = -float(uncorrected[b, positions[0]])
-            expected = -advantage * factor("clip", rho[b, positions[0]], advantage)
-            assert corrected[b, positions].tolist() == pytest.approx([expected] * len(positions), abs=1e-12)
-        unscaled, _ = slopes(TrajectoryBalance(Constant(beta)), batch, log_policy_BT)
-        torch.testing.assert_close(uncorrected, scale * unscaled)
 
 
 def test_bounds_with_which_even_on_policy_rows_would_be_cut_are_refused() -> None:

@@ -45,7 +45,7 @@ def sampled(policy: TabularPolicy, sampling: Sampling) -> Batch:
 def test_on_policy_trajectory_balance_is_reinforce_with_a_mean_baseline_and_k_minus_1_over_k_of_rloo() -> None:
     policy = perturbed(TabularTask())
     batch = sampled(policy, Sampling())
-    balance = gradient(TrajectoryBalance(BETA), policy, batch)
+    balance = gradient(TrajectoryBalance(BETA, off_policy="none"), policy, batch)
     for penalised in ("policy", "behavior"):  # on-policy it is the same
         mean = Reinforce(BETA, "mean", penalised)
         leave_one_out = Reinforce(BETA, "leave_one_out", penalised)
@@ -56,7 +56,7 @@ def test_on_policy_trajectory_balance_is_reinforce_with_a_mean_baseline_and_k_mi
 def test_off_policy_it_is_the_penalty_on_the_current_policy_that_makes_them_equal() -> None:
     policy = perturbed(TabularTask())
     batch = sampled(policy, Sampling(temperature=3.0))
-    balance = gradient(TrajectoryBalance(BETA), policy, batch)
+    balance = gradient(TrajectoryBalance(BETA, off_policy="none"), policy, batch)
     of_policy, of_behavior = (
         gradient(Reinforce(BETA, "mean", penalised), policy, batch) for penalised in ("policy", "behavior")
     )
@@ -77,7 +77,10 @@ def test_the_expected_on_policy_gradient_is_that_of_the_reverse_kl_to_the_ideal_
     batch = collate([Group.of([_trajectory(task, i, 0), _trajectory(task, j, 1)]) for i, j in pairs])
     probability_G = torch.stack([(log_policy_O[i] + log_policy_O[j]).exp() for i, j in pairs]).detach()
     assert probability_G.sum().item() == pytest.approx(1.0)
-    for objective, factor in ((TrajectoryBalance(Constant(beta)), 1.0), (Reinforce(Constant(beta)), 2.0)):
+    for objective, factor in (
+        (TrajectoryBalance(Constant(beta), off_policy="none"), 1.0),
+        (Reinforce(Constant(beta)), 2.0),
+    ):
         output = policy.evaluate(batch)
         loss, _ = objective(output, batch, 1)
         (slope_BT,) = torch.autograd.grad(loss, output.log_policy_BT, retain_graph=True)

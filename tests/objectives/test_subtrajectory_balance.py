@@ -86,8 +86,8 @@ def test_the_gradients_of_policy_and_heads_agree_with_finite_differences() -> No
     batch = sampled(perturbed(1), [5, 1, 4], 1.5)
     for objective in (
         SubtrajectoryBalance(BETA, 0.7),
-        TrajectoryBalance(BETA, log_z="learned"),
-        TrajectoryBalance(BETA, "raw", "learned"),
+        TrajectoryBalance(BETA, log_z="learned", off_policy="none"),
+        TrajectoryBalance(BETA, "raw", "learned", "none"),
     ):
         for seed in range(3):
             numeric, analytic = finite_differences(objective, perturbed(), batch, seed)
@@ -104,7 +104,9 @@ def test_answers_of_one_token_have_the_whole_as_their_only_stretch_which_is_lear
         value_BT = STEEP * output.log_z_G[batch.group_B][:, None]
     ours, at_value = slopes(SubtrajectoryBalance(BETA), batch, output.log_policy_BT.detach(), value_BT)
     leaves = [output.log_policy_BT.detach().requires_grad_(), output.log_z_G.detach().requires_grad_()]
-    loss, _ = TrajectoryBalance(BETA, log_z="learned")(PolicyOutput(leaves[0], None, leaves[1]), batch, 1)
+    loss, _ = TrajectoryBalance(BETA, log_z="learned", off_policy="none")(
+        PolicyOutput(leaves[0], None, leaves[1]), batch, 1
+    )
     theirs, at_log_z = torch.autograd.grad(loss, leaves)
     torch.testing.assert_close(ours, theirs)
     summed = torch.zeros(2, dtype=torch.float64).index_add(0, batch.group_B, STEEP * at_value[:, 0])

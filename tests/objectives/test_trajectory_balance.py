@@ -1,10 +1,16 @@
 """Trajectory Balance against its closed forms, on the enumerable toy (float64)."""
 
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Literal
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from objective_cases import per_row, random_batch, slopes
 from torch import Tensor
 
 from tba.batch import Batch, collate, micro_batches
@@ -16,6 +22,7 @@ from tba.protocols import PolicyOutput
 from tba.schedules import Constant, Linear
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 
+paper = partial(TrajectoryBalance, off_policy="none")
 TASK = TabularTask(prompts=4)
 SAMPLINGS = [Sampling(0.7), Sampling(1.0), Sampling(1.5), Sampling(1.0, top_p=0.8), Sampling(1e6), Sampling(0.0)]
 
@@ -59,7 +66,7 @@ def test_the_gradient_agrees_with_finite_differences() -> None:
     """Also though log Z is held constant in it: within a whole group the residuals sum to zero."""
     policy, batch = perturbed(), ragged_batch()
     start = policy.logits_QNV.detach().clone()
-    for objective in (TrajectoryBalance(Constant(0.3)), TrajectoryBalance(Constant(0.3), form="raw")):
+    for objective in (paper(Constant(0.3)), paper(Constant(0.3), form="raw")):
         analytic = gradient(objective, policy, batch)
         for seed in range(4):
             direction = torch.randn(
@@ -87,7 +94,7 @@ def test_the_gradient_is_the_papers_advantage_times_the_score(form: str, factor:
         advantage[of] = reward[of] - reward[of].mean() - beta * (log_ratio[of] - log_ratio[of].mean())
     surrogate = -factor * (torch.from_numpy(advantage) * log_policy_B).mean()
     expected = torch.autograd.grad(surrogate, policy.logits_QNV)[0]
-    objective = TrajectoryBalance(Constant(beta), form="raw" if form == "raw" else "advantage")
+    objective = paper(Constant(beta), form="raw" if form == "raw" else "advantage")
     torch.testing.assert_close(gradient(objective, policy, batch), expected, rtol=1e-6, atol=1e-7)
 
 
@@ -189,7 +196,7 @@ def test_holding_log_z_constant_does_not_matter_while_the_group_is_whole() -> No
     gap_B = batch.reward_B / beta - (policy.evaluate(batch).log_policy_BT - batch.log_reference_BT).sum(1)
     residuals = [gap_B[batch.group_B == g] - gap_B[batch.group_B == g].mean() for g in range(batch.groups)]
     through_log_z = torch.autograd.grad(torch.cat(residuals).square().mean(), policy.logits_QNV)[0]
-    objective = TrajectoryBalance(Constant(beta), form="raw")
+    objective = paper(Constant(beta), form="raw")
     torch.testing.assert_close(gradient(objective, policy, batch), through_log_z, rtol=1e-6, atol=1e-6)
 
 
@@ -231,7 +238,7 @@ def test_tokens_the_policy_did_not_sample_count_for_nothing() -> None:
 
 def test_metrics_are_means_over_rows() -> None:
     batch, policy = ragged_batch(), perturbed()
-    objective = TrajectoryBalance(Linear(0.6, 0.2, 10))
+    objective = paper(Linear(0.6, 0.2, 10))
     loss, metrics = objective(policy.evaluate(batch), batch, 6)
     log_ratio_B = (policy.evaluate(batch).log_policy_BT - batch.log_reference_BT).sum(1)
     assert metrics["beta"] == pytest.approx(0.4)
@@ -280,3 +287,107 @@ def test_temperatures_of_the_target_have_to_stay_above_0() -> None:
     for name in ("reward_temperature", "reference_temperature"):
         with pytest.raises(UserError, match=name):
             TrajectoryBalance(Constant(1.0), **{name: Linear(1.0, 0.0, 3)})
+
+
+Treatment = Literal["robust", "exact", "tapered"]
+TREATMENTS: tuple[Treatment, ...] = ("robust", "exact", "tapered")
+
+
+def far_batch(seed: int, far: float) -> tuple[Batch, Tensor]:
+    """A batch and a policy that is so many times as far from the behaviour as `random_batch`'s."""
+    batch, log_policy_BT = random_batch(seed)
+    assert batch.log_behavior_BT is not None
+    batch = replace(batch, reward_B=3 * batch.reward_B)  # so that what the policy has lost is not always the better
+    return batch, batch.log_behavior_BT + far * (log_policy_BT - batch.log_behavior_BT) - 0.2
+
+
+def by_hand(treatment: str, batch: Batch, log_policy_BT: Tensor, beta: float) -> tuple[np.ndarray, np.ndarray]:
+    """(weights, residuals) [B] from the docstring's equations, in plain loops."""
+    assert batch.log_behavior_BT is not None
+    positions, group = per_row(batch), batch.group_B.numpy()
+
+    def total(x_BT: Tensor) -> np.ndarray:
+        return np.array([float(x_BT[b, p].sum()) for b, p in enumerate(positions)])
+
+    log_rho = total(log_policy_BT) - total(batch.log_behavior_BT)
+    gap = batch.reward_B.numpy() / beta - (total(log_policy_BT) - total(batch.log_reference_BT))
+    weight, residual = np.zeros(batch.rows), np.zeros(batch.rows)
+    for g in range(batch.groups):
+        of = np.flatnonzero(group == g)
+        scale = min(1.0, 2.0 / np.std(log_rho[of]))
+        for b in of:
+            rho, worse = math.exp(scale * log_rho[b]), gap[b] <= gap[of].mean()
+            weight[b] = min(rho, 8.0) if treatment != "tapered" else min(rho, 1.0) if worse else 1.0
+        weight[of] /= weight[of].mean()
+        log_z = np.average(gap[of], weights=weight[of])
+        if treatment == "robust":
+            log_z = (log_z + gap[of].min()) / 2
+        residual[of] = gap[of] - log_z
+    return weight, residual
+
+
+@pytest.mark.parametrize("far", [1.0, 4.0])
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_the_slope_of_a_row_is_its_weight_times_its_residual_from_log_z(treatment: Treatment, far: float) -> None:
+    batch, log_policy_BT = far_batch(7, far)
+    weight, residual = by_hand(treatment, batch, log_policy_BT, 0.3)
+    found, _ = slopes(TrajectoryBalance(Constant(0.3), off_policy=treatment), batch, log_policy_BT)
+    for b, positions in enumerate(per_row(batch)):
+        expected = -0.3 * weight[b] * residual[b] / batch.rows
+        assert found[b, positions].tolist() == pytest.approx([expected] * len(positions), rel=1e-9, abs=1e-12)
+    assert weight.max() - weight.min() > 0.2
+
+
+@pytest.mark.parametrize("treatment", ["exact", "tapered"])
+def test_weighted_too_a_group_is_pushed_up_as_much_as_down_and_more_up_where_log_z_is_low(treatment: Treatment) -> None:
+    batch, log_policy_BT = far_batch(8, 1.0)
+    assert bool(batch.mask_BT[:, 0].all())
+
+    def pushes(treatment: Treatment) -> list[float]:
+        push_B = slopes(TrajectoryBalance(Constant(0.3), off_policy=treatment), batch, log_policy_BT)[0][:, 0]
+        return [float(push_B[batch.group_B == g].sum()) for g in range(batch.groups)]
+
+    assert pushes(treatment) == pytest.approx([0] * batch.groups, abs=1e-12)
+    assert max(pushes("robust")) < -0.01
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_where_no_behaviour_is_known_it_is_the_papers_form(treatment: Treatment) -> None:
+    batch, log_policy_BT = random_batch(9)
+    unknown = replace(batch, log_behavior_BT=None)
+    objectives = TrajectoryBalance(Constant(0.3), off_policy=treatment), paper(Constant(0.3))
+    ours, theirs = (slopes(o, unknown, log_policy_BT)[0] for o in objectives)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("treatment", ["exact", "tapered"])
+def test_on_policy_it_is_the_papers_form(treatment: Treatment) -> None:
+    batch, _ = random_batch(9)
+    assert batch.log_behavior_BT is not None
+    objectives = TrajectoryBalance(Constant(0.3), off_policy=treatment), paper(Constant(0.3))
+    ours, theirs = (slopes(o, batch, batch.log_behavior_BT)[0] for o in objectives)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-15)
+
+
+def test_a_row_of_unknown_behaviour_weighs_as_if_the_policy_had_sampled_it_and_its_log_z_is_not_low() -> None:
+    batch, log_policy_BT = far_batch(10, 1.0)
+    assert batch.log_behavior_BT is not None
+    row = torch.arange(batch.rows) == 4
+    known = replace(batch, log_behavior_BT=torch.where(row[:, None], log_policy_BT, batch.log_behavior_BT))
+    some_BT = torch.where(row[:, None], math.nan, batch.log_behavior_BT)
+    partly = replace(batch, log_behavior_BT=None, some_behavior_BT=some_BT)
+    for treatment in ("exact", "robust"):
+        objective = TrajectoryBalance(Constant(0.3), off_policy="exact" if treatment == "exact" else "robust")
+        ours, theirs = (slopes(objective, data, log_policy_BT)[0] for data in (partly, known))
+        torch.testing.assert_close(ours[~row], theirs[~row], rtol=1e-12, atol=1e-15)
+        assert bool((ours[4, 0] == theirs[4, 0]) == (treatment == "exact"))
+
+
+@pytest.mark.parametrize("treatment", TREATMENTS)
+def test_answers_that_the_policy_has_all_but_lost_still_have_finite_weights_of_mean_1(treatment: Treatment) -> None:
+    batch, log_policy_BT = random_batch(11)
+    objective = TrajectoryBalance(Constant(0.3), off_policy=treatment)
+    for off in (-1e4, 1e4):
+        loss, metrics = objective(PolicyOutput(log_policy_BT + off), batch, 1)
+        assert math.isfinite(float(loss))
+        assert 1 / 4 <= metrics["weight_ess"] <= 1 + 1e-6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from conftest import evaluations
 from tba.record.evaluations import EvaluationWriter, read_evaluations
-from tba.record.falls import HELD_OUT, RewardWatch, by_version, falls, note_falls, noted_falls
+from tba.record.falls import HELD_OUT, RewardWatch, StalenessWatch, by_version, falls, note_falls, noted_falls
 from tba.record.faults import count_faults
 from tba.record.run import RunRecord
 from tba.types import Evaluation, Version
@@ -106,3 +107,16 @@ def test_versions_are_compared_by_sampled_accuracy_and_by_greedy_where_that_was_
     greedy = [e for e in both if e.metric != SAMPLED]
     assert {v.step: e.value for v, e in by_version(greedy).items()} == {0: 0.9, 10: 0.1}
     assert by_version([]) == {}
+
+
+def test_stale_data_are_reported_once_and_again_after_they_recovered() -> None:
+    watch = StalenessWatch()
+    reports = {}
+    values = [0.9] * 60 + [0.2] * 200 + [0.52] * 100 + [0.9] * 60 + [0.2] * 60 + [math.nan] * 5
+    for step, ess in enumerate(values, start=1):
+        for what in watch.see(step, ess):
+            reports[step] = what
+    # 50 steps of which n have 0.2 and the others 0.9 are below a half from n = 29 on
+    assert list(reports) == [60 + 29, 420 + 29]
+    assert "was 49.4 % of a batch over steps 40 to 89" in reports[89]
+    assert watch.see(1, None) == []

@@ -40,7 +40,7 @@ from tba.types import Completion, Group, Judgement, Prompt, Sampling, Trajectory
 
 B, K, LR, BETA, TEMPERATURE = 2, 6, 0.02, 0.3, 0.8
 ON_POLICY: dict[str, Any] = {  # k = 1, m = 1, nothing but the newest weights' own samples, S = K, B prompts a round
-    "objective": TrajectoryBalance(Constant(BETA)),
+    "objective": TrajectoryBalance(Constant(BETA), off_policy="none"),
     "exploration": Fixed(1.1, 0.95),
     "optimizer": OptimizerSettings(lr=LR),
     "replay": ReplaySettings(RecencyReward(m=1.0), Pacing(warm_up=0), BufferSettings(distinct=False)),

@@ -36,7 +36,7 @@ from tba.training.checkpoint import newest_checkpoint
 BETA = Constant(0.1)
 OBJECTIVES: dict[str, Objective] = {
     "tb-learned": TrajectoryBalance(BETA, log_z="learned"),
-    "tb-clipped": TrajectoryBalance(BETA, correction=Correction("clip", "sequence")),
+    "tb-paper": TrajectoryBalance(BETA, off_policy="none"),
     "subtb": SubtrajectoryBalance(BETA),
     "tba-prime": TbaPrime(BETA),
     "rloo-truncated": Reinforce(BETA, correction=Correction("truncate")),

@@ -19,7 +19,7 @@ recipe = Recipe(
     description="an enumerable toy",
     task=task,
     model=TabularModel(task),
-    objective=TrajectoryBalance(beta=Constant(0.5)),
+    objective=TrajectoryBalance(beta=Constant(0.5), off_policy="exact"),
     exploration=Fixed(),
     optimizer=OptimizerSettings(lr=0.05, schedule=WarmupCosine(600)),
     replay=ReplaySettings(selection=RecencyReward(m=0.5, inverse_temperature=0.0), pacing=Pacing(warm_up=100)),

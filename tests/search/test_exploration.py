@@ -136,5 +136,5 @@ def test_trajectory_balance_does_not_know_how_an_answer_was_sampled() -> None:
     losses = []
     for some in (groups, disguised):
         batch = collate(some)
-        losses.append(TrajectoryBalance(Constant(0.5))(policy.evaluate(batch), batch, 1)[0].item())
+        losses.append(TrajectoryBalance(Constant(0.5), off_policy="none")(policy.evaluate(batch), batch, 1)[0].item())
     assert losses[0] == losses[1] > 0

@@ -33,19 +33,14 @@ class Correction:
         truncate   -SG[min(rho, cap)] A log pi            truncated importance weights (Ionides 2008)
         clamp      -min(rho, cap) A                       the same below the cap, and no gradient above it
         clip       max(-rho A, -clip(rho, 1 +- clip) A)   PPO (Schulman et al. 2017, arXiv 1707.06347)
-        taper      truncate where A < 0, none where A > 0  tapered (after Le Roux et al. 2025, arXiv 2503.14286)
-
-    With `taper` an old answer that is better than its group is learnt in full, even if the policy has lost it since
-    (rho near 0, where truncated weights would leave it lost); one that is worse is pushed down only as far as the
-    policy still produces it.
 
     mu is the distribution that was sampled from, after temperature and top-p. Raises `UserError` for bounds with which
     rho = 1 would be cut.
     """
 
-    form: Literal["none", "truncate", "clamp", "clip", "taper"] = "none"  # how the ratio to the behaviour enters
+    form: Literal["none", "truncate", "clamp", "clip"] = "none"  # how the ratio to the behaviour enters
     level: Literal["token", "sequence"] = "token"  # whose ratio: each token's, or the whole completion's
-    cap: float = 8.0  # the largest ratio, in the forms truncate, clamp and taper
+    cap: float = 8.0  # the largest ratio, in the forms truncate and clamp
     clip: float = 0.2  # how far from 1 a ratio still has a gradient, in the form clip
 
     @property
@@ -54,8 +49,8 @@ class Correction:
         found = {}
         if self.form == "none":
             found["level"] = "form"
-        if self.form not in ("truncate", "clamp", "taper"):
-            found["cap"] = "form truncate, clamp or taper"
+        if self.form not in ("truncate", "clamp"):
+            found["cap"] = "form truncate or clamp"
         if self.form != "clip":
             found["clip"] = "form clip"
         return found
@@ -88,10 +83,8 @@ class Correction:
             terms_BT, cut_BT = clipped(log_rho_BT, advantage_B1, self.clip)
             terms_BT = terms_BT * weight_BT
         else:
-            if self.form == "taper":
-                log_rho_BT = log_rho_BT.where(advantage_B1 < 0, 0.0)
             bounded_BT, cut_BT = log_rho_BT.clamp(max=math.log(self.cap)), log_rho_BT > math.log(self.cap)
-            if self.form in ("truncate", "taper"):
+            if self.form == "truncate":
                 terms_BT = -bounded_BT.detach().exp() * advantage_B1 * log_policy_BT
             else:
                 terms_BT = -bounded_BT.exp() * advantage_B1 * weight_BT
@@ -111,6 +104,14 @@ def clipped(log_rho: Tensor, advantage: Tensor, clip: float) -> tuple[Tensor, Te
 def log_ratio_to_behavior(log_policy_BT: Tensor, batch: Batch) -> Tensor:
     """[B, T]: log pi - log mu at sampled positions, 0 elsewhere."""
     return torch.where(batch.mask_BT, log_policy_BT - log_behavior(batch), 0.0)
+
+
+def sequence_log_ratio(log_policy_BT: Tensor, batch: Batch) -> Tensor | None:
+    """[B]: log(pi / mu) of whole answers, NaN for rows whose behaviour is not known; None where none is known."""
+    behavior_BT = batch.some_behavior_BT if batch.log_behavior_BT is None else batch.log_behavior_BT
+    if behavior_BT is None:
+        return None
+    return torch.where(batch.mask_BT, log_policy_BT - behavior_BT, 0.0).sum(1)
 
 
 def log_behavior(batch: Batch) -> Tensor:

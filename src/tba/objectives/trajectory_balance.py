@@ -1,14 +1,16 @@
 """Trajectory Balance, in the VarGrad form of Trajectory Balance with Asynchrony (arXiv 2503.18929, equations 3 to 5).
 
 Invariant: the loss is zero on *any* multiset of samples exactly when, within each group, log(pi / pi_ref) - r / beta is
-constant, as it is at the ideal policy pi* = pi_ref exp(r / beta) / Z. Where the samples came from never enters.
+constant, as it is at the ideal policy pi* = pi_ref exp(r / beta) / Z. Where the samples came from, and how much each of
+them weighs, does not move this optimum.
 
 Shape legend: B rows (one completion each), T completion positions, G groups (one prompt each).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,43 +18,61 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
-from tba.objectives.correction import Correction
-from tba.objectives.reduce import group_mean, group_sizes, masked_sum, row_means
+from tba.objectives.correction import sequence_log_ratio
+from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
+
+HALF = 0.5  # of the way from the mean to the lowest; more is steadier still, and further off (docs/objectives.md)
+CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (docs/results.md)
+SPREAD = 2.0  # nats; with it 20 rows of a group are worth 6 or more
 
 
 @dataclass(frozen=True)
 class TrajectoryBalance:
-    """L = mean over rows of (SG[log Z(x)] + log pi(y|x) - log pi_ref(y|x) - r / beta)^2, y a whole sequence.
+    """L = mean over rows of w (SG[log Z(x)] + log pi(y|x) - log pi_ref(y|x) - r / beta)^2, y a whole sequence.
 
-    log Z(x) is estimated by the mean of r / beta - log(pi / pi_ref) over the row's own group, at the current policy.
-    With A = (r - mean r) - beta (log-ratio - mean log-ratio), means over the group, the gradient is
+    log Z(x) is estimated by the mean of r / beta - log(pi / pi_ref) over the row's own group, at the current policy and
+    with the weights w, which carry no gradient. With A = (r - mean r) - beta (log-ratio - mean log-ratio), weighted
+    means over the group, the gradient is
 
-        raw:        -(2 / (B beta)) sum A grad log pi     (L itself: grows like 1 / beta)
-        advantage:  -(1 / B)        sum A grad log pi     ((beta / 2) L: of the size of a policy gradient)
+        raw:        -(2 / (B beta)) sum w A grad log pi     (L itself: grows like 1 / beta)
+        advantage:  -(1 / B)        sum w A grad log pi     ((beta / 2) L: of the size of a policy gradient)
+
+    `off_policy` says how stale data are dealt with. rho = pi / mu is how likely the policy is to give the answer now,
+    over how likely it was when it was sampled (1 where that is unknown); w is divided by its mean over the group:
+
+        none     w = 1: the paper's form
+        exact    w = min(rho, 8): an answer that the policy has left behind hardly counts
+        tapered  w = min(rho, 1) where A < 0, else 1: rare successes are learnt again after the policy has lost them
+        robust   as exact, and log Z lies half way between that mean and the lowest r / beta - log(pi / pi_ref) of the
+                 group, for rows of known behaviour: answers are pushed up more than down
+
+    On-policy the first three are the same. `exact` and `tapered` leave the optimum where it is on any data: log Z is
+    estimated with the same weights, so that sum w A = 0 in every group. With `robust`, too, every A is zero at pi*, and
+    it is reached from data that come as policies sampled them, however stale; from data that are selected by reward, or
+    of which repeats are left out, it stays some way towards them (docs/method.md). Where log rho spreads by more than 2
+    within a group it is scaled down to 2, so that in long answers no row gets all of the weight.
 
     Every row weighs 1 / B, so that in a ragged batch larger groups weigh more; a group of one has no residual and
     contributes zero. The stop-gradient changes nothing while a group is whole, since its residuals sum to zero.
 
     With `log_z` learned, log Z(x) is the policy's own head and is trained by the same square (Malkin et al. 2022, arXiv
     2201.13259; as in Lee et al. 2024, arXiv 2405.18540): it needs no group, and a row alone in its group teaches too.
+    The weights are then not divided by their mean.
 
     With a `reward_temperature` T and a `reference_temperature` g the target is tempered, as in Lee et al. 2024:
     log pi* + log Z = (log pi_ref / g + r / beta) / T. With T above 1 it is flatter, and easier to reach early on.
 
-    With a `correction` each A grad log pi takes the ratio to the behaviour, clipped or truncated, as a factor (the
-    paper's future work); at pi* every A is zero, so the optimum stays. The scalar's value then means nothing.
-
     Every metric is a mean over rows, so those of micro-batches combine by their numbers of rows. `log_ratio` estimates
-    KL(policy || reference) only as far as the rows are on-policy; `residual` is absolute; `degenerate` is the share of
-    rows that are alone in their group.
+    KL(policy || reference) only as far as the rows are on-policy; `residual` is absolute; `weight_ess` is the effective
+    sample size of w within groups, as a share; `degenerate` is the share of rows that are alone in their group.
     """
 
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive
     form: Literal["advantage", "raw"] = "advantage"  # scale of the loss
     log_z: Literal["group", "learned"] = "group"  # the mean over the row's group, or a head of the policy
-    correction: Correction = field(default_factory=Correction)  # none: Trajectory Balance needs none
+    off_policy: Literal["robust", "exact", "tapered", "none"] = "robust"  # how stale data weigh; none: as in the paper
     reward_temperature: Schedule = Constant(1.0)  # T, temperature of the whole target, by step; 1: none
     reference_temperature: Schedule = Constant(1.0)  # g, temperature of the reference in it, by step; 1: none
 
@@ -62,7 +82,7 @@ class TrajectoryBalance:
 
     @property
     def needs(self) -> frozenset[str]:
-        return self.correction.needs | frozenset({"log_z"} if self.log_z == "learned" else ())
+        return frozenset({"log_z"} if self.log_z == "learned" else ())
 
     @property
     def by_group(self) -> bool:
@@ -76,39 +96,57 @@ class TrajectoryBalance:
         gap_B = batch.reward_B / beta - log_ratio_B
         if power != 1:
             gap_B = gap_B + (power - 1) * masked_sum(batch.log_reference_BT, batch.mask_BT)
-        log_z_B = self._log_z_B(gap_B, output, batch)
+        weight_B = self._weight_B(gap_B.detach(), output, batch)
+        log_z_B = self._log_z_B(gap_B, weight_B, output, batch)
         residual_B = gap_B - log_z_B
         scale = beta / 2 if self.form == "advantage" else 1.0
-        loss_B, columns = scale * residual_B.square(), dict[str, Tensor]()
-        if self.correction.form != "none":
-            loss_B, columns = self._corrected(2 * scale * residual_B, log_z_B, output, batch)
+        loss_B = scale * weight_B * residual_B.square()
 
-        size_B = group_sizes(batch.group_B, batch.groups)
+        rows = (batch.group_B, batch.groups)
+        size_B = group_sizes(*rows)
         metrics = row_means(
             loss=loss_B,
             log_z=log_z_B,
             residual=residual_B.abs(),
             log_ratio=log_ratio_B,
             reward=batch.reward_B,
+            weight_ess=group_mean(weight_B, *rows).square() / group_mean(weight_B.square(), *rows),
             group_size=size_B,
             degenerate=size_B == 1,
-            **columns,
         )
         return loss_B.mean(), metrics | {"beta": beta}
 
-    def _log_z_B(self, gap_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
-        if self.log_z == "group":
-            return group_mean(gap_B.detach(), batch.group_B, batch.groups)
-        if output.log_z_G is None:
-            raise ValueError("log_z='learned' needs log_z of the policy, but this one has no such head")
-        return output.log_z_G[batch.group_B]
+    def _weight_B(self, gap_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
+        """[B] positive weights without gradient; of mean 1 in each group where log Z is estimated from the group."""
+        rows = (batch.group_B, batch.groups)
+        log_rho_B = sequence_log_ratio(output.log_policy_BT.detach(), batch)
+        if self.off_policy == "none" or log_rho_B is None:
+            return torch.ones_like(gap_B)
+        log_rho_B = log_rho_B.nan_to_num(nan=0.0)
+        spread_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
+        log_rho_B = log_rho_B * (SPREAD / spread_B.clamp(min=SPREAD))
+        if self.off_policy == "tapered":
+            better_B = gap_B > group_mean(gap_B, *rows)
+            log_weight_B = log_rho_B.clamp(max=0).where(~better_B, 0.0)
+        else:
+            log_weight_B = log_rho_B.clamp(max=math.log(CAP))
+        if self.log_z == "learned":
+            return log_weight_B.exp()
+        weight_B = (log_weight_B - group_max(log_weight_B, *rows)).exp()  # their largest is 1: their mean is not 0
+        return weight_B / group_mean(weight_B, *rows)
 
-    def _corrected(
-        self, advantage_B: Tensor, log_z_B: Tensor, output: PolicyOutput, batch: Batch
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Rows whose gradient is -A grad log pi with the ratio as a factor; that of log Z is as it was."""
-        terms_BT, columns = self.correction.terms(output.log_policy_BT, advantage_B, batch)
-        return masked_sum(terms_BT, batch.mask_BT) - advantage_B.detach() * log_z_B, columns
+    def _log_z_B(self, gap_B: Tensor, weight_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
+        if self.log_z == "learned":
+            if output.log_z_G is None:
+                raise ValueError("log_z='learned' needs log_z of the policy, but this one has no such head")
+            return output.log_z_G[batch.group_B]
+        rows, gap_B = (batch.group_B, batch.groups), gap_B.detach()
+        mean_B = group_mean(weight_B * gap_B, *rows)
+        log_rho_B = sequence_log_ratio(output.log_policy_BT.detach(), batch)
+        if self.off_policy != "robust" or log_rho_B is None:
+            return mean_B
+        lowest_B = -group_max(-gap_B, *rows)
+        return (mean_B - HALF * (mean_B - lowest_B)).where(~log_rho_B.isnan(), mean_B)
 
 
 def require_positive(schedule: Schedule, name: str, what: str = "beta") -> None:

@@ -14,6 +14,7 @@ Departures from the paper, each with the field that undoes it:
 - temperatures are drawn for a searcher's round, not for each batch           (stays)
 - the gradient is clipped to norm 1, as in Lee et al.                          `--optimizer.clip-norm None`
 - the advantage form, (beta/2) L                                               `--objective.form raw`
+- stale failures weigh less                                                    `--objective.off-policy none`
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ recipe = Recipe(
         evaluated=1024,
     ),
     model=HuggingFace(generation=EngineSettings(slots=128, max_completion_tokens=20, min_completion_tokens=5)),
-    objective=TrajectoryBalance(beta=Constant(0.05), reward_temperature=Linear(2.0, 1.0, 500)),
+    objective=TrajectoryBalance(beta=Constant(0.05), off_policy="tapered", reward_temperature=Linear(2.0, 1.0, 500)),
     exploration=RandomPerRound(p_temperature=0.5, temperature_low=0.5, temperature_high=2.0, p_top_p=0.0),
     optimizer=OptimizerSettings(lr=1e-4, weight_decay=0.1, schedule=WarmupConstant(100)),
     replay=ReplaySettings(

@@ -40,6 +40,7 @@ recipe = replace(
     ),
     objective=TrajectoryBalance(
         beta=Constant(0.05),
+        off_policy="tapered",
         reward_temperature=Linear(2.0, 1.0, 1000),
         reference_temperature=Linear(1.0, 1.2, 2000),
     ),

@@ -17,7 +17,6 @@ from tba.apps.red_team.victim import ModelVictim
 from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, WarmStart
-from tba.objectives.correction import Correction
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.recorder import RecordSettings
@@ -56,7 +55,7 @@ recipe = Recipe(
     # log P(toxic) is 0 or -7.4 here. With beta = 1, 98 % of attacks succeed at pi*, and the families keep their shares.
     # Old failures weigh as much as the policy still gives them, old successes in full: without this it learns slowly,
     # and where they fade too, a family that the policy has lost stays lost.
-    objective=TrajectoryBalance(beta=Constant(1.0), correction=Correction("taper", cap=1.0)),
+    objective=TrajectoryBalance(beta=Constant(1.0), off_policy="tapered"),
     exploration=Fixed(temperature=1.0),
     optimizer=OptimizerSettings(lr=1e-3, schedule=WarmupConstant(20)),
     replay=ReplaySettings(

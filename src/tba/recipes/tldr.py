@@ -8,6 +8,7 @@ Departures from the paper, each with the field that undoes it:
 
 - the gradient is clipped to norm 1                              `--optimizer.clip-norm None`
 - the advantage form, (beta/2) L                                 `--objective.form raw`
+- stale answers weigh less                                       `--objective.off-policy none`
 - evaluated at temperature 0 where the paper has 0.01            (stays)
 - reward models in float32, on the searchers' device             (stays)
 
@@ -41,7 +42,7 @@ recipe = Recipe(
     model=HuggingFace(
         path="mnoukhov/pythia410m-sft-tldr", generation=EngineSettings(slots=160, max_completion_tokens=128)
     ),
-    objective=TrajectoryBalance(beta=tldr_anneal(STEPS)),
+    objective=TrajectoryBalance(beta=tldr_anneal(STEPS), off_policy="exact"),
     exploration=Fixed(temperature=0.7),
     optimizer=OptimizerSettings(lr=3e-6, schedule=WarmupLinear(STEPS, 0)),
     replay=ReplaySettings(selection=RecencyReward(m=0.5, inverse_temperature=1.0), pacing=Pacing(warm_up=10_000)),

@@ -14,7 +14,6 @@ from tba.apps.preference.tldr import Tldr
 from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, Lesson, WarmStart
-from tba.objectives.correction import Correction
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.recorder import RecordSettings
@@ -64,7 +63,7 @@ recipe = Recipe(
     ),
     # Marks differ by some 3 between answers to a post. A sixth of that as beta, and old answers weighed, keep it within
     # a few nats of where it began; at twice the rate, or without weights, it wanders off first.
-    objective=TrajectoryBalance(beta=Constant(0.5), correction=Correction("truncate", "sequence", cap=1.0)),
+    objective=TrajectoryBalance(beta=Constant(0.5), off_policy="exact"),
     exploration=Fixed(temperature=0.7),
     optimizer=OptimizerSettings(lr=1e-4, schedule=WarmupLinear(STEPS, 10)),
     replay=ReplaySettings(

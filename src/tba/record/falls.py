@@ -1,4 +1,4 @@
-"""Detects a figure that falls far below its best: a held-out figure, or the mean reward of what searchers bring.
+"""Detects figures that fall far below their best (held-out, or the mean reward that searchers bring), and stale data.
 
 Invariant: noise is no fall. A held-out figure has fallen when it is more than 5 points and more than 5 standard errors
 (of the difference of two proportions) below the best one before it; the mean reward of the newest answers when it is
@@ -11,6 +11,7 @@ is reported once, and the next one only when the figure had recovered in between
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +23,8 @@ from tba.types import Evaluation, Version
 POINTS, ERRORS = 0.05, 5.0  # of a held-out figure
 REWARD_ERRORS, LOST = 6.0, 0.5  # of the mean reward, of which there are many more
 PROMPTS = 100  # whose answers make one mean of the reward
-HELD_OUT, REWARD = "held_out_falls", "reward_falls"  # kinds of faults.jsonl
+HELD_OUT, REWARD, STALE = "held_out_falls", "reward_falls", "stale_data"  # kinds of faults.jsonl
+STEPS, LEAST_ESS = 50, 0.5  # steps that make one mean, and below which mean data count as stale (docs/objectives.md)
 _FIGURES = ("pass@1/sampled", "pass@1/greedy")  # by which of them checkpoints are compared
 
 
@@ -55,7 +57,7 @@ def note_falls(directory: Path, evaluations: Iterable[Evaluation]) -> list[str]:
 
 def noted_falls(directory: Path) -> list[str]:
     """Returns all that were recorded, oldest first."""
-    return [str(line["what"]) for line in read_faults(directory) if line["kind"] in (HELD_OUT, REWARD)]
+    return [str(line["what"]) for line in read_faults(directory) if line["kind"] in (HELD_OUT, REWARD, STALE)]
 
 
 def by_version(evaluations: Sequence[Evaluation]) -> Mapping[Version, Evaluation]:
@@ -99,6 +101,34 @@ class RewardWatch:
         if mean > self._best[0]:
             self._best = (mean, error)
         return [f"the mean reward of new answers is {mean:.3g}: it was {self._best[0]:.3g}"] if new else []
+
+
+@dataclass
+class StalenessWatch:
+    """Watches the effective sample size of batches, and reports when its mean over 50 steps is below a half.
+
+    Below that no form of the objectives was found to train steadily. It is reported once, and again after it recovered.
+    """
+
+    _newest: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _stale: bool = False
+
+    def see(self, step: int, ess: float | None) -> list[str]:
+        """Takes a step's effective sample size as a share; returns a sentence if the data have become stale with it."""
+        if ess is None or not math.isfinite(ess):
+            return []
+        self._newest.append(ess)
+        if len(self._newest) < STEPS:
+            return []
+        mean = sum(self._newest) / STEPS
+        new, self._stale = mean < LEAST_ESS and not self._stale, mean < (1.1 * LEAST_ESS if self._stale else LEAST_ESS)
+        if not new:
+            return []
+        return [
+            f"data are stale: the effective sample size was {percent(mean)} of a batch over steps "
+            f"{step - STEPS + 1} to {step}. Publish more often (--sync-every), draw newer data (--replay.selection.m), "
+            "lower the rate (--optimizer.lr), or add searchers"
+        ]
 
 
 def _error(e: Evaluation) -> float:

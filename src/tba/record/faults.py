@@ -37,6 +37,7 @@ KINDS = (
     "unreadable_lines",  # of a file of records, which were passed over
     "held_out_falls",  # a held-out figure fell far below its best (`falls`)
     "reward_falls",  # the mean reward of what searchers bring did
+    "stale_data",  # batches were worth less than half of their rows
 )
 
 

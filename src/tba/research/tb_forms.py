@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tba.batch import Batch
-from tba.objectives.correction import log_ratio_to_behavior
-from tba.objectives.reduce import group_mean, group_sizes, masked_sum, row_means
+from tba.objectives.correction import Correction, log_ratio_to_behavior
+from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
 from tba.protocols import Measured, PolicyOutput
-from tba.schedules import Schedule
+from tba.schedules import Constant, Schedule
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.staleness import effective_share
 
@@ -45,8 +45,13 @@ class WeightedBalance:
     weight: Literal["one", "ratio", "mean-ratio", "root-ratio", "taper", "untaper", "band"] = "one"
     cap: float = 1.0  # the largest ratio
     floor: float = 0.0  # the smallest weight
+    spread: float = math.inf  # of log rho in a group: where it is larger, log rho is divided until it is this
     centre: Literal["weighted", "plain"] = "weighted"  # the mean that is subtracted: with these weights, or without
     normalised: bool = False  # weights of a group are divided by their mean
+    by_spread: float = math.inf  # groups are divided by their standard deviation of rewards, at least this much
+    shift: Schedule = Constant(0.0)  # how many standard deviations of its group the centre lies below the mean
+    lowest: float = 0.0  # the centre is this far on the way from the mean to the lowest gap of the group
+    fading: bool = False  # with the square of that deviation, once it is below the reward's own in the group
     bound: float = math.inf  # of |A|, in units of reward; centred again after it
     huber: float = math.inf  # |A| above this many standard deviations of the batch weighs its inverse (Huber 1964)
     by_ess: bool = False  # the loss is multiplied by the root of the batch's effective sample size
@@ -69,12 +74,24 @@ class WeightedBalance:
         pull_B = log_ratio_B.detach().clamp(-self.cap_log_ratio, self.cap_log_ratio)
         gap_B = batch.reward_B - beta * pull_B
         better_B = gap_B > group_mean(gap_B, batch.group_B, batch.groups)
-        weight_B = self._weights(log_rho_B, batch.length_B, better_B).clamp(min=self.floor)
+        used_B = self._tempered(log_rho_B, batch)
+        weight_B = self._weights(used_B, batch.length_B, better_B).clamp(min=self.floor)
         mean_weight_B = group_mean(weight_B, batch.group_B, batch.groups).clamp(min=1e-12)
         if self.centre == "weighted":
             advantage_B = gap_B - group_mean(weight_B * gap_B, batch.group_B, batch.groups) / mean_weight_B
         else:
             advantage_B = gap_B - group_mean(gap_B, batch.group_B, batch.groups)
+        if self.lowest:
+            least_B = -group_max(-advantage_B, batch.group_B, batch.groups)
+            advantage_B = advantage_B - self.lowest * least_B
+        if shift := self.shift(step):
+            rows = (batch.group_B, batch.groups)
+            spread_B = (group_mean(weight_B * advantage_B.square(), *rows) / mean_weight_B).sqrt()
+            if self.fading:
+                mean_B = group_mean(weight_B * batch.reward_B, *rows) / mean_weight_B
+                of_reward_B = group_mean(weight_B * (batch.reward_B - mean_B).square(), *rows) / mean_weight_B
+                spread_B = spread_B * (spread_B / of_reward_B.sqrt().clamp(min=1e-6)).clamp(max=1)
+            advantage_B = advantage_B + shift * spread_B
         if math.isfinite(self.huber):
             spread = advantage_B.square().mean().sqrt()
             weight_B = weight_B * (self.huber * spread / advantage_B.abs().clamp(min=1e-12)).clamp(max=1)
@@ -85,6 +102,10 @@ class WeightedBalance:
             advantage_B = advantage_B - group_mean(advantage_B, batch.group_B, batch.groups)
         if self.normalised:
             weight_B = weight_B / mean_weight_B
+        if math.isfinite(self.by_spread):
+            rows = (batch.group_B, batch.groups)
+            spread_B = group_mean((batch.reward_B - group_mean(batch.reward_B, *rows)).square(), *rows).sqrt()
+            weight_B = weight_B * self.by_spread / spread_B.clamp(min=self.by_spread)
         scale = effective_share(log_rho_B).sqrt() if self.by_ess else 1.0
         loss_B = -scale * (weight_B * advantage_B).detach() * log_policy_B
         size_B = group_sizes(batch.group_B, batch.groups)
@@ -93,6 +114,13 @@ class WeightedBalance:
             off_policy=-log_rho_B, group_size=size_B, degenerate=size_B == 1,
         )  # fmt: skip
         return loss_B.mean(), metrics | {"beta": beta}
+
+    def _tempered(self, log_rho_B: Tensor, batch: Batch) -> Tensor:
+        if math.isinf(self.spread):
+            return log_rho_B
+        rows = (batch.group_B, batch.groups)
+        found_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
+        return log_rho_B * (self.spread / found_B.clamp(min=self.spread))
 
     def _weights(self, log_rho_B: Tensor, length_B: Tensor, better_B: Tensor) -> Tensor:
         limit = math.log(self.cap)
@@ -110,6 +138,32 @@ class WeightedBalance:
         if self.weight == "untaper":
             return torch.where(better_B, weight_B, 1.0)
         return weight_B
+
+
+@dataclass(frozen=True)
+class CorrectedBalance:
+    """Trajectory Balance whose advantages are centred without weights and then corrected as a policy gradient's."""
+
+    beta: Schedule
+    correction: Correction = field(default_factory=Correction)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.correction.needs
+
+    @property
+    def by_group(self) -> bool:
+        return True
+
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, Measured]:
+        """The scalar whose gradient is the estimate, and metrics, which are row means."""
+        beta = self.beta(step)
+        log_ratio_B = masked_sum(output.log_policy_BT.detach() - batch.log_reference_BT, batch.mask_BT)
+        gap_B = batch.reward_B - beta * log_ratio_B
+        advantage_B = gap_B - group_mean(gap_B, batch.group_B, batch.groups)
+        terms_BT, columns = self.correction.terms(output.log_policy_BT, advantage_B, batch)
+        metrics = row_means(residual=advantage_B.abs(), log_ratio=log_ratio_B, reward=batch.reward_B, **columns)
+        return masked_sum(terms_BT, batch.mask_BT).mean(), metrics | {"beta": beta}
 
 
 @dataclass(frozen=True)

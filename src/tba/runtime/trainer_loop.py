@@ -22,6 +22,7 @@ from tba.batch import Fetched
 from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
+from tba.record.falls import STALE, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import peak_memory_bytes
@@ -93,6 +94,7 @@ class TrainerLoop:
     trained: int = 0  # batches, by this process
     checkpointed: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
+    staleness: StalenessWatch = field(default_factory=StalenessWatch)
     began_training: float | None = None
     ended_training: float = 0.0
     _searched: dict[str, float] = field(default_factory=dict)
@@ -243,6 +245,9 @@ class TrainerLoop:
         if self.began_training is None:
             self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
         self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
+        for what in self.staleness.see(self.trainer.version.step, metrics.get("ess")):
+            log.warning("%s", what)
+            record_fault(self.run.path, STALE, what)
         self._look()
         own = {
             "trainer_idle": self.clock.share("idle"),

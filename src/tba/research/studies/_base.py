@@ -26,6 +26,7 @@ from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.research.tb_forms import CorrectedBalance
 from tba.schedules import Constant, WarmupStableDecay
 from tba.tasks.arithmetic import Arithmetic
 
@@ -40,6 +41,7 @@ task, model = replace(quickstart.task, eval_problems=5000), quickstart.model
 base = replace(
     quickstart,
     task=task,
+    objective=TrajectoryBalance(Constant(BETA), off_policy="none"),  # the paper's form
     steps=200,
     optimizer=replace(quickstart.optimizer, schedule=WarmupStableDecay(20, 130, 50)),
     evaluation=EvaluationSettings(every=50, problems=5000, problems_during=500, greedy=False, pass_k=0, chunk=500),
@@ -57,13 +59,15 @@ CORRECTIONS = {
 def objectives(beta: float = BETA) -> dict[str, Objective]:
     """Returns the objectives with the pull `beta` in units of reward. Online DPO has it in its own unit; RAFT has none.
 
-    `tb-corrected`: a term weighs less if the policy has become less likely to give the answer than the weights that
-    sampled it were.
+    `tb`: the paper's form. `tb-weighted`: with weights. `tb-robust`: the default. `tb-corrected`: an earlier form, with
+    weights that log Z does not have.
     """
     b = Constant(beta)
     return {
-        "tb": TrajectoryBalance(b),
-        "tb-corrected": TrajectoryBalance(b, correction=Correction("truncate", "sequence", cap=1.0)),
+        "tb": TrajectoryBalance(b, off_policy="none"),
+        "tb-weighted": TrajectoryBalance(b, off_policy="exact"),
+        "tb-robust": TrajectoryBalance(b),
+        "tb-corrected": CorrectedBalance(b, Correction("truncate", "sequence", cap=1.0)),
         "tba-prime": TbaPrime(b),
         "rloo": Reinforce(b),
         "grpo": Grpo(b),
@@ -73,7 +77,7 @@ def objectives(beta: float = BETA) -> dict[str, Objective]:
         "prox-rloo": proximal_rloo(b),
         "reinforce": Reinforce(b, baseline="none"),
         "raft": Raft(),
-        "tb-learned-z": TrajectoryBalance(b, log_z="learned"),
+        "tb-learned-z": TrajectoryBalance(b, log_z="learned", off_policy="none"),
         "subtb": SubtrajectoryBalance(b),
     }
 
@@ -89,6 +93,8 @@ class Rates:
 # Measured by `tuning` (docs/results.md). RLOO as it is here is Trajectory Balance, update by update.
 RATES = {
     "tb": Rates(1e-4, 3e-5),
+    "tb-weighted": Rates(1e-4, 1e-4),
+    "tb-robust": Rates(1e-4, 1e-4),
     "tb-corrected": Rates(1e-4, 1e-4),
     "tba-prime": Rates(1e-4, 1e-4),
     "rloo": Rates(1e-4, 3e-5),

@@ -32,7 +32,7 @@ def _changed() -> dict[str, dict[str, Recipe]]:
         "m": {f"m{m:g}": stale(base, 2, m) for m in (0.0, 0.25, 0.5, 0.8, 1.0)},
         "k": {f"k{k}": stale(base, k, M) for k in (1, 4, 10, 16)},
         "beta": {
-            f"beta{b:g}": with_objective(_base, TrajectoryBalance(Constant(b)))
+            f"beta{b:g}": with_objective(_base, TrajectoryBalance(Constant(b), off_policy="none"))
             for b in (0.4, 0.2, 0.1, 0.02, 0.01, 0.004, 0.002, 0.001)
         },
         "batch": {f"B{n}": replace(_base, groups_per_step=n) for n in (2, 4, 14)},

@@ -11,14 +11,14 @@ from typing import Any
 
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
-from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.research.studies._base import BETA, CORRECTIONS, TARGET, base, stale, synchronous, with_objective
 from tba.research.study import Study, Variant
+from tba.research.tb_forms import CorrectedBalance
 from tba.schedules import Constant
 
 _beta = Constant(BETA)
 PLAIN: dict[str, Any] = {  # without any correction
-    "tb": TrajectoryBalance(_beta),
+    "tb": CorrectedBalance(_beta),
     "reinforce": Reinforce(_beta, baseline="none"),
     "rloo": Reinforce(_beta),
     "grpo": Grpo(_beta, correction=CORRECTIONS["none"]),

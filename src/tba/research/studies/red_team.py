@@ -78,8 +78,8 @@ def _baseline(name: str) -> tuple[Objective, ReplaySettings]:
         on_policy, selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"), buffer=lowest_out
     )
     made: dict[str, tuple[Objective, ReplaySettings]] = {
-        "tb": (TrajectoryBalance(Constant(1.0)), on_policy),
-        "ancestor": (TrajectoryBalance(Constant(1.0), log_z="learned"), half_old),
+        "tb": (TrajectoryBalance(Constant(1.0), off_policy="none"), on_policy),
+        "ancestor": (TrajectoryBalance(Constant(1.0), log_z="learned", off_policy="none"), half_old),
         "reinforce": (Reinforce(Constant(0.0)), on_policy),
         "ppo": (Ppo(Constant(0.1)), on_policy),
     }

@@ -16,7 +16,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.research.studies._base import BETA, TARGET, base, objectives, stale, with_objective
 from tba.research.study import Against, Study, Variant
-from tba.research.tb_forms import QuantileClip, WeightedBalance
+from tba.research.tb_forms import CorrectedBalance, QuantileClip, WeightedBalance
 from tba.schedules import Constant
 from tba.training.optimizer import OptimizerSettings
 
@@ -41,7 +41,7 @@ def _quantile(recipe: Recipe, quantile: float) -> Recipe:
 
 
 def _with(correction: Correction) -> Recipe:
-    return with_objective(_short, TrajectoryBalance(_b, correction=correction))
+    return with_objective(_short, CorrectedBalance(_b, correction))
 
 
 _tb = _form()
@@ -76,6 +76,17 @@ _forms: dict[str, Recipe] = {
     "w-ratio-8-huber": _form(weight="ratio", cap=8.0, huber=1.0),
     "w-ratio-8-0.95": _tuned(_form(weight="ratio", cap=8.0), betas=(0.9, 0.95)),
     "w-ratio-2": _form(weight="ratio", cap=2.0),
+    **{
+        f"shift-{a:g}": _form(weight="ratio", cap=8.0, normalised=True, shift=Constant(a))
+        for a in (0.25, 0.5, 1.0, 2.0, 4.0)
+    },
+    "shift-2-cap-1": _form(weight="ratio", normalised=True, shift=Constant(2.0)),
+    "shift-1-unnormalised": _form(weight="ratio", cap=8.0, shift=Constant(1.0)),
+    "shift-2-plain": _form(shift=Constant(2.0)),
+    "shift-1-mean-ratio": _form(weight="mean-ratio", cap=8.0, normalised=True, shift=Constant(1.0)),
+    **{f"spread-{a:g}": _form(weight="ratio", cap=8.0, normalised=True, spread=a) for a in (0.5, 1.0, 2.0)},
+    "shift-0.5-plain": _form(shift=Constant(0.5)),
+    "learned-z-ratio": with_objective(_short, TrajectoryBalance(_b, log_z="learned")),
 }
 variants = {
     f"{name}-{lr:g}": Variant(stale(_tuned(recipe, lr=lr), 10, m=0.5), name)

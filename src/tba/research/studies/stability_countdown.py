@@ -1,0 +1,45 @@
+"""What staleness costs on a task with many right answers: countdown, on-policy and stale, at its recipe's rate.
+
+As `stability`, with 240 updates; what is watched beside the success rate is how many different right answers are left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.recipes.countdown import recipe as countdown
+from tba.record.recorder import RecordSettings
+from tba.replay.pacing import Pacing
+from tba.research.studies._base import objectives, stale, synchronous, with_objective
+from tba.research.studies.stability import FORMS
+from tba.research.study import Study, Variant
+from tba.schedules import WarmupStableDecay
+
+_base = replace(
+    countdown,
+    steps=240,
+    optimizer=replace(countdown.optimizer, schedule=WarmupStableDecay(10, 170, 60)),
+    evaluation=EvaluationSettings(every=20, problems=4000, problems_during=1000, greedy=False, pass_k=0, chunk=500),
+    record=RecordSettings(tensorboard=False, samples=0),
+    replay=replace(countdown.replay, pacing=Pacing(warm_up=280)),
+)
+NAMES = ("tb", "tb-weighted", "tb-robust", "tba-prime", "grpo", "ppo", "reinforce", "raft")
+
+variants: dict[str, Variant] = {}
+for _name, _objective in ({name: objectives()[name] for name in NAMES} | FORMS).items():
+    _recipe = with_objective(_base, _objective)
+    variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
+    variants[f"{_name}-k10"] = Variant(stale(_recipe, 10, m=0.5), _name)
+
+study = Study(
+    name="stability_countdown",
+    description="Countdown, on-policy and stale (k = 10, half of the groups old): success, falls, different answers.",
+    recipe=_base,
+    variants=variants,
+    target=0.80,
+    baseline="{family}-sync",
+    margin=0.015,
+    divergence_prompts=0,
+    diversity_samples=32,
+)
