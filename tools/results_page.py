@@ -280,6 +280,19 @@ def stable() -> Lines:
         "betas-0.99": "no weights, AdamW's second beta 0.99",
         "w-ratio-0.95": "min(rho, 1), AdamW's second beta 0.95",
         "w-ratio-8-0.95": "min(rho, 8), AdamW's second beta 0.95",
+        "spread-0.5": "min(rho, 8), divided by their mean, log rho spread by at most 0.5 nats in a group",
+        "spread-1": "at most 1",
+        "spread-2": "at most 2",
+        "shift-0.25": "min(rho, 8), divided by their mean, log Z lower by 0.25 standard deviations of the group",
+        "shift-0.5": "by 0.5",
+        "shift-1": "by 1",
+        "shift-2": "by 2",
+        "shift-4": "by 4",
+        "shift-1-unnormalised": "by 1, weights not divided by their mean",
+        "shift-2-cap-1": "by 2, min(rho, 1)",
+        "shift-1-mean-ratio": "by 1, min(rho^(1/tokens), 8)",
+        "shift-0.5-plain": "by 0.5, no weights",
+        "shift-2-plain": "by 2, no weights",
         **{name: NAMES[name] for name in ("tb-learned-z", "tba-prime", "ppo", "grpo", "reinforce", "raft")},
     }
     found = study("stable")
@@ -291,6 +304,45 @@ def stable() -> Lines:
             cells = [f"{accuracy(r)} ({each(r, FALL)})" if r else "" for r in runs]
             rows.append([said, *cells])
     return [["form", "1e-4: accuracy (largest fall of each seed)", "3e-4"], *rows]
+
+
+def stability() -> Lines:
+    names = {
+        "tb-robust": "Trajectory Balance, robust (the default)",
+        "tb-weighted": "Trajectory Balance, exact",
+        "tb": "Trajectory Balance, none (the paper's form)",
+        "tb-low-2": "exact, log Z lower by 2 fading standard deviations",
+        "tb-low-1": "by 1",
+        "tb-weighted-low": "by 2 that do not fade",
+        "tb-weighted-std": "exact, groups divided by their rewards' deviation",
+        **{name: NAMES[name] for name in ("tba-prime", "tb-learned-z", "ppo", "grpo", "reinforce", "raft")},
+    }
+    found, rows = study("stability"), []
+    for name, said in names.items():
+        fresh = found.get("tb-weighted-sync" if name == "tb" else f"{name}-sync", [])  # on-policy they are the same
+        cells = [brief(fresh) if fresh else ""]
+        for k in (10, 64):
+            stale = found.get(f"{name}-k{k}", [])
+            cells.append(f"{brief(stale)}{_several(stale, fresh)}" if stale else "")
+        rows.append([said, *cells, plain(found[f"{name}-k10"], "kl", 2), plain(found[f"{name}-k10"], "ess", 2)])
+    return [["final accuracy, %", "on-policy", "k = 10", "k = 64", "KL, nats (k = 10)", "ESS (k = 10)"], *rows]
+
+
+def stability_countdown() -> Lines:
+    names = {"tb-robust": "robust", "tb-weighted": "exact", "tb": "none (the paper's form)"}
+    names |= {name: NAMES[name] for name in ("grpo", "reinforce")}
+    found, rows = study("stability_countdown"), []
+    for name, said in names.items():
+        fresh, stale = found.get(f"{name}-sync", []), found.get(f"{name}-k10", [])
+        if stale:
+            distinct = f"{plain(stale, 'distinct_before', 1)} -> {plain(stale, 'distinct', 1)}"
+            rows.append([said, brief(fresh) if fresh else "", f"{brief(stale)}{_several(stale, fresh)}", distinct])
+    return [["success, %", "on-policy", "k = 10", "different right answers of 32, k = 10"], *rows]
+
+
+def _several(runs: Runs, baseline: Runs) -> str:
+    """The difference to a baseline where both have several seeds."""
+    return f": {against(runs, baseline)}" if min(len(runs), len(baseline)) > 1 else ""
 
 
 def controller() -> Lines:
@@ -581,6 +633,8 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "wall-clock-by-arrival": wall_clock_by_arrival,
     "tuning": tuning,
     "stable": stable,
+    "stability": stability,
+    "stability-countdown": stability_countdown,
     "controller": controller,
     "frontier": frontier,
     "ablations": ablations,
