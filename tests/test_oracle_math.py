@@ -191,7 +191,7 @@ def test_with_top_p_it_is_right_among_the_reachable_outcomes_and_their_total_mas
     assert all(K < n < TASK.outcomes for n in inside_QO.sum(1).tolist())
     mass_of_support = []
     for start in (TabularPolicy(TASK), elsewhere()):
-        policy, _ = train(TB, never_on_policy(TOP_P), start=start)
+        policy, _ = train(EXACT, never_on_policy(TOP_P), start=start)
         reached_QO = distribution(policy)[TRAINED]
         conditionals = [p_QO * inside_QO / (p_QO * inside_QO).sum(1, keepdim=True) for p_QO in (reached_QO, star_QO)]
         assert total_variation(*conditionals).max() <= 0.02
@@ -202,5 +202,5 @@ def test_with_top_p_it_is_right_among_the_reachable_outcomes_and_their_total_mas
 
 def test_what_top_p_leaves_open_data_of_full_support_decide_from_any_start() -> None:
     assert distances(elsewhere()).min() > 0.4
-    policy, _ = train(TB, never_on_policy(), steps=800, start=elsewhere())
+    policy, _ = train(EXACT, never_on_policy(), steps=800, start=elsewhere())
     assert distances(policy).max() <= 0.02

@@ -234,7 +234,7 @@ def test_help_of_a_recipe_explains_every_field_with_its_value(name: str, capsys:
     for flag in flags(find(name)):
         assert f" {flag} " in said
     assert "B, prompts in a batch (default: " in said
-    assert "uses per trajectory received; the trainer is held (`paced`) beyond, and in a stall" in said
+    assert "bound on the mean uses of what was received; beyond it the trainer is `paced` (default: 8.0)" in said
 
 
 @dataclass(frozen=True)

@@ -324,7 +324,8 @@ def stability() -> Lines:
         for k in (10, 64):
             stale = found.get(f"{name}-k{k}", [])
             cells.append(f"{brief(stale)}{_several(stale, fresh)}" if stale else "")
-        rows.append([said, *cells, plain(found[f"{name}-k10"], "kl", 2), plain(found[f"{name}-k10"], "ess", 2)])
+        stale = found[f"{name}-k10"]
+        rows.append([said, *cells, plain(stale, "kl", 2), plain(stale, "ess", 2)])
     return [["final accuracy, %", "on-policy", "k = 10", "k = 64", "KL, nats (k = 10)", "ESS (k = 10)"], *rows]
 
 

@@ -3,6 +3,7 @@
 import gzip
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,9 @@ def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
-def test_a_parquet_file_without_pyarrow_is_one_sentence(tmp_path: Path) -> None:
+def test_a_parquet_file_without_pyarrow_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails, as where it is not installed
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
     with pytest.raises(UserError, match="needs the package pyarrow"):
         list(read(tmp_path / "rows.parquet"))

@@ -22,7 +22,7 @@ from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.objectives.vine_ppo import VinePpo
 from tba.policy.tabular import TabularPolicy, TabularTask
-from tba.protocols import HEADS, Objective, PolicyOutput
+from tba.protocols import HEADS, Measured, Objective, PolicyOutput
 from tba.schedules import Constant
 from tba.types import Group, Sampling, Trajectory, Version
 
@@ -141,6 +141,11 @@ def gradient(objective: Objective, policy: TabularPolicy, batch: Batch) -> Tenso
     loss, _ = objective(policy.evaluate(batch), batch, 1)
     found = torch.autograd.grad(loss, list(policy.parameters()), materialize_grads=True)
     return torch.cat([g.flatten() for g in found])
+
+
+def floats(metrics: Measured) -> dict[str, float]:
+    """Read from the device."""
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def finite_differences(objective: Objective, policy: TabularPolicy, batch: Batch, seed: int) -> tuple[float, float]:

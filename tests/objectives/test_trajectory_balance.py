@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from objective_cases import per_row, random_batch, slopes
+from objective_cases import floats, per_row, random_batch, slopes
 from torch import Tensor
 
 from tba.batch import Batch, collate, micro_batches
@@ -144,7 +144,7 @@ def test_permuting_rows_across_prompts_changes_nothing(order: list[int]) -> None
     policy, batch, objective = perturbed(), ragged_batch(), TrajectoryBalance(Constant(0.3))
     shuffled = batch.select(torch.tensor(order))
     torch.testing.assert_close(gradient(objective, policy, shuffled), gradient(objective, policy, batch))
-    ours, theirs = (objective(policy.evaluate(b), b, 1)[1] for b in (batch, shuffled))
+    ours, theirs = (floats(objective(policy.evaluate(b), b, 1)[1]) for b in (batch, shuffled))
     assert ours == pytest.approx(theirs, rel=1e-5)
 
 
@@ -239,7 +239,8 @@ def test_tokens_the_policy_did_not_sample_count_for_nothing() -> None:
 def test_metrics_are_means_over_rows() -> None:
     batch, policy = ragged_batch(), perturbed()
     objective = paper(Linear(0.6, 0.2, 10))
-    loss, metrics = objective(policy.evaluate(batch), batch, 6)
+    loss, found = objective(policy.evaluate(batch), batch, 6)
+    metrics = floats(found)
     log_ratio_B = (policy.evaluate(batch).log_policy_BT - batch.log_reference_BT).sum(1)
     assert metrics["beta"] == pytest.approx(0.4)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-6)
@@ -247,7 +248,7 @@ def test_metrics_are_means_over_rows() -> None:
     assert metrics["log_z"] == pytest.approx((batch.reward_B / 0.4 - log_ratio_B).mean().item(), rel=1e-5)
     assert metrics["group_size"] == pytest.approx((64 + 25 + 9 + 49) / 23)
     parts = [batch.select(rows) for rows in micro_batches(batch, 40)]
-    combined = [objective(policy.evaluate(part), part, 6)[1] for part in parts]
+    combined = [floats(objective(policy.evaluate(part), part, 6)[1]) for part in parts]
     for name, value in metrics.items():
         mean = sum(part.rows * m[name] for part, m in zip(parts, combined, strict=True)) / batch.rows
         assert mean == pytest.approx(value, rel=1e-5)
