@@ -42,9 +42,9 @@ from tba.weights.directory import PublishSettings, WeightDirectory
 ROUNDS = 3
 DEADLINE = 120.0  # seconds for a call
 KINDS = {
-    "float32": PublishSettings("float32"),
-    "bfloat16": PublishSettings("bfloat16"),
-    "bfloat16, changes": PublishSettings("bfloat16", 2),
+    "float32": (torch.float32, PublishSettings()),
+    "bfloat16": (torch.bfloat16, PublishSettings()),
+    "bfloat16, changes": (torch.bfloat16, PublishSettings(2)),
 }
 
 
@@ -77,7 +77,8 @@ def measured(home: Path, kind: str, quick: bool, here: str, there: str) -> None:
     run = RunDirectory.create(home / kind.replace(", ", "-"), recipe, [], find(recipe))
     policy, batch = policy_of(quick), batch_of(1, 4, 16)
     optimizer = OptimizerSettings(lr=1e-5).start(policy.parameters())
-    directory = WeightDirectory(run.weights, settings=KINDS[kind])
+    dtype, settings = KINDS[kind]
+    directory = WeightDirectory(run.weights, settings=settings, dtype=dtype)
     on = {name: NodeAffinitySchedulingStrategy(node, soft=False) for name, node in (("here", here), ("there", there))}
     groups = {"journal": 1, "weights": 1}
     exchange: Any = ray.remote(concurrency_groups=groups, num_cpus=0)(ExchangeActor)
@@ -90,7 +91,7 @@ def measured(home: Path, kind: str, quick: bool, here: str, there: str) -> None:
         version = Version(0, i)
         directory.publish(policy.weights(), version, {})
         taken = [ray.get(taker.take.remote(version), timeout=DEADLINE) for taker in takers]
-        counted = i >= 2 and (i % 2 == 1 or KINDS[kind].full_every == 1)  # the first two find nothing warm
+        counted = i >= 2 and (i % 2 == 1 or settings.full_every == 1)  # the first two find nothing warm
         if counted:
             size = directory.file(version).stat().st_size
             for row, times in zip(rows, taken, strict=True):

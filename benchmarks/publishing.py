@@ -7,9 +7,8 @@ publishes before it continues, and one that publishes in the background, in this
 (to a folder on this disk, not flushed); *critical path* is what the step's thread spends in `publish` and `settle`;
 *memory* is the largest rise of resident memory while weights are written and nothing else is done.
 
-Then the size of a version in each type (`--publish.dtype`), full and as the changes of one step
-(`--publish.full-every`), at learning rates of 1e-5 and 1e-6: megabytes, and seconds to write it (medians of three
-steps).
+Then the size of a version in each type, full and as the changes of one step (`--publish.full-every`), at learning rates of
+1e-5 and 1e-6: megabytes, and seconds to write it (medians of three steps).
 """
 
 from __future__ import annotations
@@ -110,11 +109,11 @@ def sizes(policy: CausalPolicy, batch: Batch) -> None:
         optimizer = OptimizerSettings(lr=lr).start(policy.parameters())
         for _ in range(3):  # the first steps of AdamW are its largest
             step(policy, optimizer, batch, lambda: None)
-        for settings in (PublishSettings("float32", 2), PublishSettings("bfloat16", 2), PublishSettings("float16", 2)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
             rows = []
             for _ in range(ROUNDS):
                 with tempfile.TemporaryDirectory() as folder:
-                    directory = WeightDirectory(Path(folder), settings=settings)
+                    directory = WeightDirectory(Path(folder), settings=PublishSettings(2), dtype=dtype)
                     row: list[float] = []
                     for i in range(2):
                         began = time.perf_counter()
@@ -124,7 +123,8 @@ def sizes(policy: CausalPolicy, batch: Batch) -> None:
                             step(policy, optimizer, batch, lambda: None)
                     rows.append(row)
             whole, whole_s, changes, changes_s = (median(column) for column in zip(*rows, strict=True))
-            print(f"{settings.dtype:10} {lr:6.0e} {whole:9.1f} {whole_s:6.3f} {changes:11.2f} {changes_s:6.3f}")
+            kind = str(dtype).removeprefix("torch.")
+            print(f"{kind:10} {lr:6.0e} {whole:9.1f} {whole_s:6.3f} {changes:11.2f} {changes_s:6.3f}")
 
 
 def main() -> None:

@@ -456,6 +456,11 @@ class Model(Protocol):
         ...
 
     @property
+    def compute(self) -> torch.dtype:
+        """The precision in which its policies, engines and references compute, and in which weights are published."""
+        ...
+
+    @property
     def trainer_device(self) -> torch.device:
         """Where its policies are trained."""
         ...

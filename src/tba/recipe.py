@@ -298,6 +298,8 @@ GONE: Mapping[str, Gone] = {
     "record.status_seconds": Gone(10.0, "it is always 10 seconds"),
     "optimizer.eps": Gone(1e-8, "it is always 1e-08"),
     "optimizer.master_weights": Gone(True, "weights of lower precision always have float32 copies"),
+    "trainer.compute": Gone("float32", "the trainer computes as searchers do, in --model.dtype"),
+    "publish.dtype": Gone("own", "weights are published in the precision of the engines, --model.dtype"),
     "model.generation.prefill_tokens": Gone(2048, "it is always 2048 tokens"),
     "model.generation.max_prompt_tokens": Gone(None, "--model.vllm.max-prompt-tokens replaces it for vllm"),
 }

@@ -74,19 +74,6 @@ def test_an_objective_whose_optimum_depends_on_how_often_an_answer_comes_is_warn
     assert "optimum" not in warned(dr_grpo(Constant(0.05), penalty="reward"), by=1.0)
 
 
-def test_a_reference_at_another_precision_than_the_trainers_is_warned_of() -> None:
-    quickstart = find("quickstart")
-    half = replace(quickstart, trainer=RankSettings(compute="bfloat16"))
-    assert "in float32 and the trainer computes in bfloat16" in " ".join(validate(half))
-    model = quickstart.model
-    assert isinstance(model, HuggingFace)
-    quickstart = replace(quickstart, runtime="inline")  # there are no GPUs to divide
-    on_gpu = replace(model, device="cuda")  # where the engine samples in bfloat16 and the trainer computes in float32
-    assert "log-ratios" not in " ".join(validate(replace(quickstart, model=on_gpu)))
-    assert "log-ratios" in " ".join(validate(replace(quickstart, model=replace(on_gpu, dtype="bfloat16"))))
-    assert "log-ratios" not in " ".join(validate(replace(half, model=replace(model, dtype="bfloat16"))))
-
-
 def test_more_ranks_than_gpus_are_refused_before_nccl_meets_them() -> None:
     quickstart = find("quickstart")
     assert isinstance(quickstart.model, HuggingFace)

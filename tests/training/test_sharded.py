@@ -10,9 +10,10 @@ import os
 import signal
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +30,14 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters
 from tba.protocols import Objective
+from tba.sharding import gathered
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks import Meeting, Ranks
 from tba.training.sharded import Follower, LedOptimizer, LedPolicy
 from tba.training.trainer import Trainer
+from tba.types import Version
+from tba.weights.directory import WeightDirectory
 
 WHOLE, BY_GROUPS, BY_SLICES = 10**6, 30, 25  # tokens of a pass; the groups below have up to 40
 SETTINGS = OptimizerSettings(lr=1e-3)
@@ -252,6 +256,35 @@ def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path:
     batch = collate(groups_of(SIZES))
     expected = policy.evaluate(batch).log_policy_BT
     torch.testing.assert_close(merged.evaluate(batch).log_policy_BT, expected, rtol=0, atol=1e-4)
+
+
+def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def counted(own: torch.Tensor, shape: Sequence[int], group: Any) -> torch.Tensor | None:
+        sent.append(own.nbytes)
+        return gathered(own, shape, group)
+
+    monkeypatch.setattr("tba.training.sharded.gathered", counted)
+
+    def life(ranks: Ranks) -> None:
+        follow(ranks, WHOLE)
+        assert sum(sent) > 0
+
+    with ranks_of(2, tmp_path / "store", life) as ranks:
+        trained = shard_of(ranks, None)
+        led = LedPolicy(trained, ranks, WHOLE, torch.bfloat16)
+        directory = WeightDirectory(tmp_path / "weights", dtype=torch.bfloat16)
+        directory.publish(led.weights(), Version(), {})
+        ranks.say("end")
+    expected = {name: tensor.to(torch.bfloat16) for name, tensor in llama_policy().weights().items()}
+    found = directory.at(Version()).read()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    whole = sum(tensor.nbytes for tensor in expected.values())
+    assert whole / 2 <= sum(sent) <= whole / 2 + max(t[:1].nbytes for t in expected.values())  # this rank's half
 
 
 def test_a_rank_lets_go_of_what_is_sharded(tmp_path: Path) -> None:

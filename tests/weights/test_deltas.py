@@ -95,13 +95,13 @@ def test_tensors_may_come_one_after_the_other(tmp_path: Path) -> None:
         write_changes(tmp_path / "few.safetensors", few, old.__getitem__)
 
 
-@pytest.mark.parametrize("dtype", ["own", "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("full_every", [1, 3])
 def test_every_version_reads_as_it_was_published_in_the_type_that_was_asked_for(
-    tmp_path: Path, dtype: str, full_every: int
+    tmp_path: Path, dtype: torch.dtype | None, full_every: int
 ) -> None:
-    directory = WeightDirectory(tmp_path, settings=PublishSettings(dtype, full_every))  # type: ignore[arg-type]
-    kind = torch.float32 if dtype == "own" else getattr(torch, dtype)
+    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_every), dtype=dtype)
+    kind = dtype or torch.float32
     weights, held = tensors(0), []
     for step in range(8):
         directory.publish(weights, Version(0, step), {"step": step})

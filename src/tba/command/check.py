@@ -36,6 +36,9 @@ from tba.settings import find, override
 _DEADLINE = 1800.0  # seconds for one probe
 _SECONDS = 3.0  # for which searcher and trainer are timed at least, at the same time
 _POLL = 0.02  # seconds between two checks whether a probe has ended
+# by which two passes over the same token may differ, in which it has other neighbours: a few units of the last place of
+# logits of up to 20
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 
 
 def validate(recipe: Recipe) -> list[str]:
@@ -61,14 +64,8 @@ def validate(recipe: Recipe) -> list[str]:
             "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
             "leave the vine out"
         )
-    scored = getattr(recipe.model, "reference_dtype", recipe.trainer.dtype)
-    if scored != recipe.trainer.dtype:
-        warnings.append(
-            f"searchers score under the reference in {str(scored).removeprefix('torch.')} and the trainer computes in "
-            f"{recipe.trainer.compute}, so that log-ratios begin with noise: set --model.dtype {recipe.trainer.compute}"
-        )
-    if recipe.trainer.sharded:
-        warnings.append("the trainer's figures below are measured with one rank in float32")
+    if recipe.trainer.ranks > 1:
+        warnings.append("the trainer's figures below are measured with one rank")
     if recipe.runtime == "cluster" and recipe.cluster.searcher_gpus and not recipe.cluster.trainer_gpus:
         warnings.append("searchers ask for GPUs and the trainer for none: set --cluster.trainer-gpus, or it has none")
     parts = recipe.searchers + recipe.trainer.ranks
@@ -171,6 +168,12 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         for line in whereabouts(placed):
             console.print(f"on {line}", highlight=False)
         raise
+    if e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
+        console.print(
+            f"warning: at the same weights the trainer's log-probabilities differ by {e.log_ratio:.1g} from those of "
+            "the searchers' reference: log-ratios begin with noise",
+            style="yellow",
+        )
     own = machine_memory_bytes()
     generated = f"a round generates {e.tokens_per_round:.0f} tokens in {e.round_seconds:.3f} s, "
     uses = "" if e.uses is None else f"mean uses per trajectory at these speeds: {e.uses:.1f} "
@@ -182,7 +185,9 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         f"and evaluations before and after {duration(e.evaluation_seconds)}\n"
         f"peak memory: trainer {size(e.trainer_bytes)}, each searcher {size(e.searcher_bytes)}"
         + (f"; this machine has {size(own)}" if own else "")
-        + _on_gpus(e),
+        + _on_gpus(e)
+        + f"\nat version 0 the largest log-ratio of a token, trainer to reference, is {e.log_ratio:.1g} "
+        + f"({str(recipe.model.compute).removeprefix('torch.')})",
         highlight=False,
     )
     if recipe.runtime == "cluster":
@@ -233,6 +238,7 @@ class Estimate:
     trainer_bytes: int
     searcher_bytes: int
     weights_bytes: int  # of one published version
+    log_ratio: float  # the largest of any token, between the trainer's weights and the reference at version 0
     trainer_gpu_bytes: int | None  # None: it uses no GPU
     searcher_gpu_bytes: int | None
 
@@ -268,7 +274,7 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
         working = recipe.steps * max(step_seconds, per_step / limit / rate)
     warm_up = recipe.replay.pacing.warm_up / rate if rate else 0.0
     kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
-    lengths = [len(answer) for _, rows in first["answers"] for answer in rows]
+    lengths = [len(tokens) for _, rows in first["answers"] for tokens, _ in rows]
     return Estimate(
         start_seconds=start,
         round_seconds=round_seconds,
@@ -280,6 +286,7 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
         trainer_bytes=trainer["peak_memory_bytes"] + int(kept * trainer["trajectory_bytes"]),
         searcher_bytes=searcher["peak_memory_bytes"],
         weights_bytes=trainer["weights_bytes"],
+        log_ratio=trainer["log_ratio"],
         trainer_gpu_bytes=trainer["peak_gpu_bytes"],
         searcher_gpu_bytes=searcher["peak_gpu_bytes"],
     )

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,19 +22,22 @@ import numpy.typing as npt
 import torch
 
 from tba.batch import Fetched, collate
-from tba.protocols import HEADS
+from tba.protocols import Policy
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
 from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
+from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
+from tba.training.ranks import RankSettings
 from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
-_Answers: TypeAlias = tuple[int, list[list[int]]]  # a prompt's index, and the tokens of each answer to it
+_Answer: TypeAlias = tuple[list[int], list[float]]  # its tokens, and their log-probabilities under the reference
+_Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
 _KEPT = 10_000  # trajectories of which the memory is measured
 
 
@@ -61,11 +64,12 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
         if vine is not None:
             unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in pairs]
             vine.grow(unscored, sampling, rng, Counter())
-        reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
+        scored = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
         seconds.append(time.perf_counter() - began)
         if len(answers) < ROUNDS * recipe.prompts_per_round:
-            rows = ([c.tokens.tolist() for c in row] for row in answered)
-            answers += [(int(j), row) for j, row in zip(chosen, rows, strict=True)]
+            for j, row, scores in zip(chosen, answered, scored, strict=True):
+                pairs_of_row = zip(row, scores, strict=True)
+                answers.append((int(j), [(c.tokens.tolist(), s.tolist()) for c, s in pairs_of_row]))
     return {
         "round_seconds": statistics.mean(seconds[1:]),
         "generation_seconds": statistics.mean(generating[1:]),
@@ -86,24 +90,29 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
     """Time steps on a searcher's answers, with random rewards of 0 and 1."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
-    policy = model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS)
+    alone = replace(recipe, model=model, trainer=RankSettings())
+    policy, optimizer = start_policy(alone, start_ranks(alone, 0), None)
+    source = _Answered(recipe, prompts, answers, np.random.default_rng(0))
+    log_ratio = max(_log_ratio(policy, group) for group in source.groups())
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as scratch:
+        weights = WeightDirectory(Path(scratch) / "weights", dtype=model.compute)
         trainer = Trainer(
             policy=policy,
             objective=recipe.objective,
-            weights=WeightDirectory(Path(scratch) / "weights"),  # to publish is part of every k-th step
-            optimizer=recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters())),
+            weights=weights,
+            optimizer=optimizer,
             sync_every=recipe.sync_every,
             max_tokens_per_pass=recipe.max_tokens_per_pass,
             directory=Path(scratch),
         )
-        batches = _Answered(recipe, prompts, answers, np.random.default_rng(0))
+        trainer.publish()
+        weights_bytes = weights.file(trainer.version).stat().st_size
         while not _enough(seconds, at_least):
-            fetched = batches.next()  # a run samples its batches ahead
+            fetched = source.next()  # a run samples its batches ahead
             began = time.perf_counter()
             trainer.step(fetched)
-            if trainer.due:
+            if trainer.due:  # to publish is part of every k-th step
                 trainer.publish()
             seconds.append(time.perf_counter() - began)
     peak = peak_memory_bytes()
@@ -112,8 +121,17 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
         "peak_memory_bytes": peak,
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
         "trajectory_bytes": _trajectory_bytes(recipe, prompts, answers),
-        "weights_bytes": sum(tensor.nbytes for tensor in policy.weights().values()),
+        "weights_bytes": weights_bytes,
+        "log_ratio": log_ratio,
     }
+
+
+def _log_ratio(policy: Policy, group: Group) -> float:
+    """Returns the largest |log-ratio| of any token between the policy and the reference that scored the group."""
+    batch = collate([group]).to(next(iter(policy.parameters())).device)
+    with torch.no_grad():
+        log_ratio_BT = policy.evaluate(batch).log_policy_BT - batch.log_reference_BT
+    return float(log_ratio_BT.abs().max())
 
 
 def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], answers: list[_Answers]) -> float:
@@ -146,13 +164,21 @@ class _Answered:
             groups.append(Group.of([self.trajectory(self.prompts[at], rows[int(j)]) for j in chosen]))
         return Fetched(groups, collate(groups))
 
-    def trajectory(self, prompt: Prompt, answer: list[int]) -> Trajectory:
-        tokens, ones = np.array(answer, np.int32), np.ones(len(answer), np.float32)
+    def groups(self) -> Iterator[Group]:
+        """Yields a few answers to each prompt, which fit into a pass."""
+        for at, rows in self.answers[:ROUNDS]:
+            longest = max(len(tokens) for tokens, _ in rows) + len(self.prompts[at].tokens)
+            fitting = min(self.recipe.group_size, max(1, self.recipe.max_tokens_per_pass // longest))
+            yield Group.of([self.trajectory(self.prompts[at], answer) for answer in rows[:fitting]])
+
+    def trajectory(self, prompt: Prompt, answer: _Answer) -> Trajectory:
+        tokens, ones = np.array(answer[0], np.int32), np.ones(len(answer[0]), np.float32)
         completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=-ones)
         uid, reward = self.rng.bytes(16).hex(), float(self.rng.integers(2))
         steps: dict[str, npt.NDArray[Any]] = {"step_start": np.zeros(1, np.int64), "step_value": ones[:1]}
         arrays = steps if "step_value" in self.recipe.objective.needs else {}
-        return Trajectory(uid, prompt, completion, reward, -ones, Version(), arrays=arrays)
+        log_reference = np.array(answer[1], np.float32)
+        return Trajectory(uid, prompt, completion, reward, log_reference, Version(), arrays=arrays)
 
 
 def run(arguments: Sequence[str]) -> int:

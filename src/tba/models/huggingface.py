@@ -1,8 +1,8 @@
 """A Hugging Face causal language model as a recipe's model: engine and reference for searchers, policy for the trainer.
 
-Invariant: all three begin from the same weights, reference and policy at the same precision (unless settings say
-otherwise), so that at version 0 every log-ratio to the reference is 0. Where there are no weights yet, a supervised
-warm start makes them, once per setting (cached).
+Invariant: all three begin from the same weights in the same precision (`tba.models.precision`), so that at version 0
+every log-ratio to the reference is 0. Where there are no weights yet, a supervised warm start makes them, once per
+setting (cached).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from tba.errors import UserError
 from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, read_json, templated
 from tba.models.gguf import SUFFIX, cache_folder, converted
+from tba.models.precision import Precision, Wanted, precision
 from tba.policy.causal import CausalPolicy, load_model
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
@@ -91,8 +92,8 @@ class HuggingFace:
 
     path: str = ""  # a folder, a GGUF file, or a name on the Hub; empty: the warm start's result
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # type of engine and reference; auto: bfloat16 for an engine
-    # on CUDA, else float32, in which the trainer computes by default (set this with --trainer.compute bfloat16, too)
+    dtype: Wanted = "auto"  # in which trainer, reference and engine compute, and weights are published; auto: bfloat16
+    # on CUDA, else float32. What is trained, its gradients and moments are float32 in any case
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
     share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
@@ -152,9 +153,9 @@ class HuggingFace:
     ) -> CausalPolicy:
         device = self._device if sharding is None else torch.device("cpu")  # a rank takes only its rows from there
         base = saved if saved is not None and not self.lora.rank else self.path
-        model, _ = _loaded(str(base), device, torch.float32)  # the weights that AdamW keeps
+        model, _ = self._load(str(base), device, self._precision.held)
         if self.lora.rank:
-            add_adapters(model, self.lora)
+            add_adapters(model, self.lora, torch.float32)
         policy = CausalPolicy(
             model,
             temperature,
@@ -182,7 +183,7 @@ class HuggingFace:
     def engine(self, version: Version) -> TransformersEngine | VllmEngine:
         served = self.generation.engine == "vllm"
         if self.lora.rank or not served:
-            model, tokenizer = _loaded(self.path, self._device, self._dtype)
+            model, tokenizer = self._load(self.path, self._device, self.compute)
         else:  # vLLM has its own copy; on the other engine's, adapters are merged
             model, tokenizer = None, self.tokenizer()
         if self.lora.rank:
@@ -191,17 +192,15 @@ class HuggingFace:
         if not served:
             return TransformersEngine(model, tokenizer, self.generation, version)
         with _no_bars():
-            settings = (self.generation, self.vllm, self._device, self._dtype)
+            settings = (self.generation, self.vllm, self._device, self.compute)
             return VllmEngine(self.path, tokenizer, *settings, version, model)
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:
-            model, _ = _loaded(self.path, self._device, self.reference_dtype)
+            model, _ = self._load(self.path, self._device, self.compute)
             return FrozenReference(model, version, temperature)
         engines = _ENGINES.get(repr(self))
-        model = (
-            _loaded(self.path, self._device, self.reference_dtype)[0] if engines is None else copy_on_same_base(engines)
-        )
+        model = self._load(self.path, self._device, self.compute)[0] if engines is None else copy_on_same_base(engines)
         if engines is None:
             add_adapters(model, self.lora)
         switch_adapters(model, on=False)
@@ -219,22 +218,18 @@ class HuggingFace:
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
-    @property
-    def reference_dtype(self) -> torch.dtype:
-        """The precision at which the reference scores: the trainer's, or log-ratios have noise before anything is
-        learnt.
-
-        With adapters the reference is the engine's base, at the engine's precision.
-        """
-        if self.lora.rank:
-            return self._dtype
-        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+    def _load(self, path: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+        if self._precision.tf32:
+            torch.set_float32_matmul_precision("high")
+        return _loaded(path, device, dtype)
 
     @property
-    def _dtype(self) -> torch.dtype:
-        if self.dtype == "auto":
-            return torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        return torch.bfloat16 if self.dtype == "bfloat16" else torch.float32
+    def compute(self) -> torch.dtype:
+        return self._precision.compute
+
+    @property
+    def _precision(self) -> Precision:
+        return precision(self.dtype, self._device.type, adapters=self.lora.rank > 0)
 
 
 def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Path:

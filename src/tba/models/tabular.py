@@ -57,11 +57,15 @@ class TabularModel:
         sharding: Sharding | None = None,
     ) -> TabularPolicy:
         if sharding is not None:
-            raise UserError("a tabular policy is one small table: train it with --trainer.ranks 1 in float32")
+            raise UserError("a tabular policy is one small table: train it with --trainer.ranks 1")
         policy = TabularPolicy(self.task, temperature, heads=heads)
         if saved is not None:
             policy.load(safetensors.torch.load_file(saved / MODEL))
         return policy
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.float32
 
     @property
     def trainer_device(self) -> torch.device:

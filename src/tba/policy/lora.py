@@ -43,9 +43,10 @@ class LoraSettings:
             raise UserError(f"the adapters' alpha is {self.alpha}, but it has to be positive; twice the rank is usual")
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedModel:
+def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Add adapters to the model's layers, in place; nothing else of it is trained from here on.
 
+    They have the precision of their layers, or `dtype` where one is given: what is trained has to be float32.
     Raises `UserError` without peft, and for targets that the model does not have.
     """
     try:
@@ -62,6 +63,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMo
             raise UserError(f"the model has no layers that --model.lora.targets names ({error})") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
+        if is_adapter(name) and dtype is not None:
+            parameter.data = parameter.data.to(dtype)
     return model.eval()
 
 

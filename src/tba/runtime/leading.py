@@ -35,17 +35,18 @@ STORE = "TBA_RANKS"  # names the file through which the ranks of this machine fi
 def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ranks | None:
     """Returns this process's place among the trainer's ranks; None where the trainer is one plain process.
 
+    A single rank that computes in less than float32 has one too: shards are float32 and are cast as they are gathered.
     Without a `meeting` they find each other through the file that the environment names.
     """
-    settings = recipe.trainer
-    if not settings.sharded:
+    ranks = recipe.trainer.ranks
+    if ranks == 1 and recipe.model.compute == torch.float32:
         return None
     device = recipe.model.trainer_device
-    meeting = meeting or Meeting(_store_here(settings.ranks))
+    meeting = meeting or Meeting(_store_here(ranks))
     # a rank that hangs is silent, and so is rank 0 then: it is killed before this ends
     deadline = recipe.run.journal_deadline
     patience = recipe.run.idle_deadline + recipe.run.silence_deadline  # rank 0 sends nothing while it waits for a batch
-    return Ranks(rank, settings.ranks, meeting, device, deadline, patience)
+    return Ranks(rank, ranks, meeting, device, deadline, patience)
 
 
 def _store_here(ranks: int) -> Any:
@@ -68,7 +69,7 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
     ranks.say("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
     own = _sharded(recipe, ranks, saved)
     optimizer = LedOptimizer(ranks, recipe.optimizer, own.parameters(), list(own.heads.parameters()))
-    return LedPolicy(own, ranks, recipe.max_tokens_per_pass), optimizer
+    return LedPolicy(own, ranks, recipe.max_tokens_per_pass, recipe.model.compute), optimizer
 
 
 def follow(
@@ -120,6 +121,6 @@ def _fingerprint(recipe: Recipe) -> str:
 
 def _sharded(recipe: Recipe, ranks: Ranks, saved: Path | None) -> SavedPolicy:
     """Returns the policy over all ranks; `recipe` has its model prepared."""
-    sharding = ranks.sharding(recipe.trainer.dtype)
+    sharding = ranks.sharding(recipe.model.compute)
     policy = recipe.model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved, sharding)
     return cast(SavedPolicy, policy)  # every policy that can be sharded is one

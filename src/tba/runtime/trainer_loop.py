@@ -336,7 +336,7 @@ def start_training(
         replay.restore(checkpoint.state["replay"], version)
     if recipe.offline:
         require_enough(recipe, replay, journal)
-    directory = WeightDirectory(run.weights, settings=recipe.publish)
+    directory = WeightDirectory(run.weights, settings=recipe.publish, dtype=recipe.model.compute)
     weights = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else directory
     clock = ShareClock(warming_up=True)
     m = getattr(recipe.replay.selection, "m", math.nan)  # with control on, the recipe has checked that there is one

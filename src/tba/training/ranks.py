@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -32,23 +32,13 @@ from tba.types import Json
 
 @dataclass(frozen=True)
 class RankSettings:
-    """Over how many processes the trainer is spread, and how it computes."""
+    """Over how many processes the trainer is spread."""
 
     ranks: int = 1  # processes that train, each with its share of parameters, moments and batch (FSDP2); not inline
-    compute: Literal["float32", "bfloat16"] = "float32"  # type of forward and backward; weights and moments: float32
 
     def __post_init__(self) -> None:
         if self.ranks < 1:
             raise UserError(f"--trainer.ranks is {self.ranks}, it must be at least 1")
-
-    @property
-    def sharded(self) -> bool:
-        """Whether parameters are sharded: also those of a single rank that computes in a lower precision."""
-        return self.ranks > 1 or self.compute != "float32"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.compute == "bfloat16" else torch.float32
 
 
 def name_of_rank(rank: int) -> str:

@@ -26,7 +26,7 @@ from tba.batch import Batch, deal, moved, shortest_row
 from tba.errors import DeadlineExceeded
 from tba.protocols import PolicyOutput, SavedPolicy
 from tba.sharding import gathered, is_sharded, own_rows
-from tba.streaming import Streamed
+from tba.streaming import SAFETENSORS_NAMES, Streamed, as_written
 from tba.training.gradients import Slice, put_together
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks import Message, Ranks
@@ -73,6 +73,7 @@ class LedPolicy:
     own: SavedPolicy  # this rank's shards
     ranks: Ranks
     max_tokens: int  # of one pass, on each rank
+    published: torch.dtype = torch.float32  # in which `weights` are gathered: cast on each rank, before they travel
     # unset while the weights are being gathered for publication
     reading: threading.Event = field(default_factory=threading.Event)
 
@@ -139,16 +140,21 @@ class LedPolicy:
         return self._sent(everything=False)
 
     def _sent(self, everything: bool) -> Streamed:
+        """`everything` is gathered as it is trained, for a checkpoint."""
         if not self.reading.wait(self.ranks.deadline):
             raise DeadlineExceeded(f"the weights were still being read after {self.ranks.deadline:g} s")
         self.reading.clear()
-        self.ranks.say("weights", everything=everything)
+        dtype = None if everything else self.published
+        self.ranks.say("weights", everything=everything, dtype=None if dtype is None else SAFETENSORS_NAMES[dtype])
         shards = self.own.everything() if everything else self.own.weights()
-        like = {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in shards.items()}
+        like = {
+            name: torch.empty(tuple(t.shape), dtype=as_written(t.dtype, dtype), device="meta")
+            for name, t in shards.items()
+        }
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             try:
-                yield from _streamed(shards, self.ranks)
+                yield from _streamed(shards, self.ranks, dtype)
             finally:
                 self.reading.set()
 
@@ -239,10 +245,11 @@ class Follower:
         """Send the weights while the next step is computed; this ends before they change."""
         self._settle()
         shards = self.own.everything() if message.facts["everything"] else self.own.weights()
+        dtype = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if name == message.facts["dtype"]), None)
 
         def send() -> None:
             try:
-                for _ in _streamed(shards, self.ranks):
+                for _ in _streamed(shards, self.ranks, dtype):
                     pass
             except Exception as error:  # noqa: BLE001 - raised where it is waited for
                 self._failed.append(error)
@@ -286,12 +293,14 @@ def _whole(batch: Batch, made: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list
     return whole
 
 
-def _streamed(shards: Mapping[str, Tensor], ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole tensor) on rank 0; the others send their rows."""
+def _streamed(shards: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, whole tensor) on rank 0; the others send their rows, cast to `dtype` if one is given."""
     for name, tensor in shards.items():
+        own = own_rows(tensor)
+        own = own.to(as_written(own.dtype, dtype))  # on its device: half as much leaves it
         if not is_sharded(tensor):
-            yield name, tensor
+            yield name, own
             continue
-        whole = gathered(own_rows(tensor).cpu(), tensor.shape, ranks.weights)
+        whole = gathered(own.cpu(), tensor.shape, ranks.weights)
         if whole is not None:
             yield name, whole

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import safetensors
 import torch
@@ -44,7 +44,6 @@ NAME = re.compile(r"(\d+\.\d+)\.json")  # what is still being written begins wit
 class PublishSettings:
     """How weights are written for searchers. It does not affect checkpoints."""
 
-    dtype: Literal["own", "float32", "bfloat16", "float16"] = "own"  # type on disk; own: as trained, which is float32
     full_every: int = 1  # every so many versions one is full; the others hold only the numbers that changed
 
     def __post_init__(self) -> None:
@@ -55,15 +54,23 @@ class PublishSettings:
 class WeightDirectory:
     """A `WeightPublisher` and a `WeightSource` over one folder, which is made if it is missing.
 
-    Raises `UserError` when `keep` is less than 1.
+    Published numbers of floating point are written as `dtype`, that of the engines (None: as they are). Raises
+    `UserError` when `keep` is less than 1.
     """
 
-    def __init__(self, path: Path, keep: int = 2, settings: PublishSettings | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        keep: int = 2,
+        settings: PublishSettings | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if keep < 1:
             raise UserError(f"{keep} versions of the weights are to be kept, but searchers need the newest; give 1")
         self.path = path
         self.keep = keep
         self._settings = settings or PublishSettings()
+        self._dtype = dtype
         self._base: Version | None = None  # the newest whole version of this publisher, and how many came since
         self._since = 0
         # only the publisher may delete leftovers: a reader cannot tell them from files being written
@@ -91,14 +98,13 @@ class WeightDirectory:
 
     def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
         """Write all tensors, or what has changed; returns the base of the changes."""
-        dtype = None if self._settings.dtype == "own" else getattr(torch, self._settings.dtype)
         if self._base is None or self._since >= self._settings.full_every:
-            write_tensors(temporary, weights, dtype)
+            write_tensors(temporary, weights, self._dtype)
             return None
         with safetensors.safe_open(self.file(self._base), framework="pt") as base:
             if sorted(base.keys()) != sorted(weights):
                 raise ValueError(f"these weights have other names than those of version {self._base}")
-            write_changes(temporary, weights, base.get_tensor, dtype)
+            write_changes(temporary, weights, base.get_tensor, self._dtype)
         return self._base
 
     def settle(self) -> None:

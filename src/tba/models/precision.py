@@ -1,0 +1,31 @@
+"""In which precision a model is held and computed with: one decision for both halves of a run.
+
+Invariant: the trainer computes, the reference scores and the engine samples in one precision, which is also that of the
+published weights: at version 0 the three have the same weights to the bit, and every log-ratio to the reference is 0.
+What is trained (weights or adapters), its gradients and its moments are float32 in any case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Wanted = Literal["auto", "float32", "bfloat16"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What follows from the device, the setting and whether there are adapters."""
+
+    compute: torch.dtype  # of every forward and backward pass, of engine and reference, and of published weights
+    held: torch.dtype  # of the weights that the trainer loads: the trained ones, or the frozen base of adapters
+    tf32: bool  # whether products of float32 matrices, where any are left, may be rounded to TF32
+
+
+def precision(wanted: Wanted, device: str, adapters: bool) -> Precision:
+    """Returns the precision on that kind of device (`cpu`, `cuda`, `mps`). auto: bfloat16 on CUDA, else float32."""
+    low = wanted == "bfloat16" or (wanted == "auto" and device == "cuda")
+    compute = torch.bfloat16 if low else torch.float32
+    return Precision(compute, held=compute if adapters else torch.float32, tf32=device == "cuda")
