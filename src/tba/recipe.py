@@ -71,9 +71,9 @@ class ClusterSettings:
     """What each part of a run asks of a Ray cluster (runtime cluster)."""
 
     searcher_cpus: float = 1.0  # cores reserved for a searcher; 0.02 lets many light searchers share a core
-    searcher_gpus: float = 0.0  # GPUs reserved for a searcher; 0.5 leaves the other half to another part
+    searcher_gpus: float | None = None  # GPUs reserved for a searcher, or a part of one; None: one, or a share of few
     trainer_cpus: float = 1.0  # cores reserved for each rank of the trainer
-    trainer_gpus: float = 0.0  # GPUs reserved for each rank of the trainer
+    trainer_gpus: float | None = None  # GPUs reserved for each rank of the trainer; None: one, or a share of few
     object_store_gb: float | None = None  # 10^9 bytes, of a cluster of its own; None: Ray decides (30 % of memory)
     start_deadline: float = 300.0  # seconds that Ray may take to start a part
 
@@ -82,7 +82,7 @@ class ClusterSettings:
             value = getattr(self, f.name)
             if value is not None and not value >= 0:
                 raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}, it must not be negative")
-            if f.name.endswith("_gpus") and value > 1 and value != int(value):
+            if f.name.endswith("_gpus") and value is not None and value > 1 and value != int(value):
                 raise UserError(
                     f"--cluster.{f.name.replace('_', '-')} is {value}: give a part of one GPU, or whole ones"
                 )
@@ -181,9 +181,10 @@ class Recipe:
                 "--replay.buffer.near.by is cosine, but nothing embeds the answers: give the recipe an embedding, such "
                 "as `embedding=HashedNgrams()`, or choose edit"
             )
-        if self.runtime == "cluster" and self.trainer.ranks > 1 and 0 < self.cluster.trainer_gpus < 1:
+        share = self.cluster.trainer_gpus
+        if self.runtime == "cluster" and self.trainer.ranks > 1 and share is not None and 0 < share < 1:
             raise UserError(
-                f"--cluster.trainer-gpus is {self.cluster.trainer_gpus:g}, but each of {self.trainer.ranks} ranks "
+                f"--cluster.trainer-gpus is {share:g}, but each of {self.trainer.ranks} ranks "
                 "needs a whole GPU (NCCL takes no two on one): give 1, or 0 to train on CPUs"
             )
         if self.address is not None and self.runtime != "cluster":

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import tba.recipes
 from tba.batch import collate
+from tba.command.weights import with_weights
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
@@ -142,3 +143,12 @@ def test_the_settings_that_are_gone_say_where_the_precision_is_set() -> None:
     for field in ("--trainer.compute", "--publish.dtype"):
         with pytest.raises(UserError, match=r"--model\.dtype"):
             override(find("quickstart"), [field, "bfloat16"], "tba train quickstart")
+
+
+def test_what_auto_means_is_recorded_with_the_run_for_parts_on_other_devices() -> None:
+    recipe, overrides = with_weights(find("quickstart"), "quickstart", ["--model.device", "cpu"], lambda line: None)
+    assert overrides[-2:] == ["--model.dtype", "float32"]
+    assert isinstance(recipe.model, HuggingFace)
+    assert replace(recipe.model, device="cuda").compute == FULL  # a searcher that joins from a machine with a GPU
+    asked = ["--model.device", "cpu", "--model.dtype", "bfloat16"]
+    assert with_weights(override(find("quickstart"), asked, ""), "quickstart", asked, lambda line: None)[1] == asked

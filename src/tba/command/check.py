@@ -66,7 +66,7 @@ def validate(recipe: Recipe) -> list[str]:
         )
     if recipe.trainer.ranks > 1:
         warnings.append("the trainer's figures below are measured with one rank")
-    if recipe.runtime == "cluster" and recipe.cluster.searcher_gpus and not recipe.cluster.trainer_gpus:
+    if recipe.runtime == "cluster" and recipe.cluster.searcher_gpus and recipe.cluster.trainer_gpus == 0:
         warnings.append("searchers ask for GPUs and the trainer for none: set --cluster.trainer-gpus, or it has none")
     parts = recipe.searchers + recipe.trainer.ranks
     cores = os.cpu_count() or 1

@@ -1,4 +1,7 @@
-"""Finds or makes a recipe's weights, before there is a run that would fail without them."""
+"""Finds or makes a recipe's weights, before there is a run that would fail without them.
+
+Invariant: which weights, and in which precision, is decided once, also for parts on other machines or that join later.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,22 @@ _PACKAGE = Path(__file__).parents[1]
 def with_weights(
     recipe: Recipe, name: str, overrides: list[str], say: Callable[[str], None]
 ) -> tuple[Recipe, list[str]]:
-    """Returns the recipe and its overrides, which name the weights, so that every part finds the same.
+    """Returns the recipe and its overrides, which name the weights and their precision, so that every part has the same.
 
-    Weights that come with the package are not named, so that a run can be resumed where the package is elsewhere.
+    Weights that come with the package are not named, so that a run can be resumed where the package is elsewhere. `auto`
+    is what it is on this machine: a searcher on another device would score in another precision than the trainer's.
     `say` is called when a warm start is made now. Raises `UserError` for a missing file or model.
     """
     prepared = recipe.model.prepared(recipe.task, say)
     prompts_of(recipe, prepared.tokenizer(), "eval")
     found = getattr(prepared, "path", "")
     shipped = Path(found).is_relative_to(_PACKAGE)
+    decided = []
     if found and not shipped and not getattr(recipe.model, "path", ""):
-        overrides = [*overrides, "--model.path", found]
+        decided += ["--model.path", found]
+    if getattr(recipe.model, "dtype", None) == "auto":
+        decided += ["--model.dtype", str(recipe.model.compute).removeprefix("torch.")]
+    if decided:
+        overrides = [*overrides, *decided]
         recipe = override(find(name), overrides, f"tba train {name}", recorded=True)
     return recipe, overrides

@@ -40,10 +40,12 @@ class Place:
         return f"GPU{'s' if len(self.gpus) > 1 else ''} {numbers}{alone}"
 
 
-def placed(ranks: Sequence[str], searchers: Sequence[str], gpus: int, each: int = 1) -> dict[str, Place]:
+def placed(
+    ranks: Sequence[str], searchers: Sequence[str], gpus: int, each: int = 1, whose: str = "this machine shows"
+) -> dict[str, Place]:
     """A place for each rank of the trainer and each searcher, whose engine is spread over `each` GPUs.
 
-    Raises `UserError` where they do not fit.
+    Raises `UserError` where they do not fit; `whose` GPUs they are is said there.
     """
     if not gpus:
         return dict.fromkeys((*ranks, *searchers), Place())
@@ -54,7 +56,7 @@ def placed(ranks: Sequence[str], searchers: Sequence[str], gpus: int, each: int 
     rest = gpus - len(ranks)
     teams = min(rest // each, len(searchers))  # of GPUs, of which each is for one searcher or shared by several
     if rest < 0 or (searchers and not teams) or (each > 1 and teams < len(searchers)):
-        raise UserError(_too_few(len(ranks), len(searchers), gpus, each))
+        raise UserError(_too_few(len(ranks), len(searchers), gpus, each, whose))
     places = {rank: Place((i,), USABLE) for i, rank in enumerate(ranks)}
     for i, searcher in enumerate(searchers):
         team = i % teams
@@ -64,7 +66,7 @@ def placed(ranks: Sequence[str], searchers: Sequence[str], gpus: int, each: int 
     return places
 
 
-def _too_few(ranks: int, searchers: int, gpus: int, each: int) -> str:
+def _too_few(ranks: int, searchers: int, gpus: int, each: int, whose: str) -> str:
     of_one = "one GPU" if each == 1 else f"{each} GPUs, unshared"
     wanted = f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer want one GPU each"
     least = ranks + (each * searchers if each > 1 else 1)
@@ -73,7 +75,7 @@ def _too_few(ranks: int, searchers: int, gpus: int, each: int) -> str:
         less += " or a smaller --model.vllm.tensor-parallel"
     some = f"{searchers} searcher{'s' if searchers > 1 else ''}"
     return (
-        f"{wanted}, {some} {of_one} each: at least {least}, and this machine shows {gpus}; {less}, or show more of "
+        f"{wanted}, {some} {of_one} each: at least {least}, and {whose} {gpus}; {less}, or let there be more of "
         f"them ({_VISIBLE})"
     )
 

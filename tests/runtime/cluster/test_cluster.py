@@ -116,6 +116,22 @@ def test_a_cluster_that_is_started_for_a_run_listens_on_the_loopback_interface_o
     assert {ip.removeprefix("::ffff:") for ip in listening} == {"127.0.0.1"}
 
 
+def test_a_run_counts_what_is_free_on_each_node_and_not_what_there_is(address: str) -> None:
+    import ray
+
+    from tba.runtime.cluster.client import connected, nodes
+
+    def free() -> list[float]:
+        return sorted(node.cpus for node in nodes())
+
+    with connected(address):
+        until(lambda: free() == [2, 2], SECONDS, "all to be free")
+        other = ray.remote(num_cpus=1.5)(Counter).remote()
+        until(lambda: free() == [0.5, 2], SECONDS, "what an actor of somebody else holds to be counted")
+        ray.kill(other)
+        until(lambda: free() == [2, 2], SECONDS, "it to be given back")
+
+
 def in_cluster(path: Path, address: str, *overrides: str, **how: Any) -> Summary:
     """A whole run in the cluster, this process its driver."""
     from tba.runtime.cluster.driver import Cluster

@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 from tests.runtime.runs import TOY
 
+from tba.engines.transformers import EngineSettings
+from tba.engines.vllm import VllmSettings
 from tba.errors import UserError
+from tba.models.huggingface import HuggingFace
 from tba.recipe import ClusterSettings, Recipe
-from tba.runtime.cluster.placement import Node, plan, table
+from tba.runtime.cluster.placement import Node, plan, share_of_gpu, table
 from tba.settings import find
 from tba.training.ranks import RankSettings
 
@@ -109,3 +112,67 @@ def test_an_address_wants_the_cluster_runtime(tmp_path: Path) -> None:
         replace(find(str(TOY)), address="10.0.0.1:6379")
     with pytest.raises(UserError, match=r"--cluster\.searcher-gpus is -1, it must not be negative"):
         ClusterSettings(searcher_gpus=-1)
+
+
+def on_gpus(ranks: int = 1, each: int = 1, **settings: float) -> Recipe:
+    """A recipe whose model runs on GPUs."""
+    model = HuggingFace(
+        device="cuda", vllm=VllmSettings(tensor_parallel=each), generation=EngineSettings(engine="vllm")
+    )
+    return replace(
+        find("quickstart"),
+        runtime="cluster",
+        model=model,
+        trainer=RankSettings(ranks),
+        cluster=ClusterSettings(**settings),
+    )
+
+
+@pytest.mark.parametrize(
+    ("own", "others", "ranks", "searchers", "each", "expected"),
+    [
+        (4, 0, 1, 3, 1, [1, 1, 1, 1]),  # the paper's own
+        (1, 4, 1, 2, 1, [1, 1, 1]),
+        (1, 2, 1, 4, 1, [1, 0.5, 0.5, 0.5, 0.5]),
+        (1, 2, 1, 5, 1, [1, *[0.3333] * 5]),  # three on one, two on the other
+        (2, 2, 2, 2, 1, [1, 1, 1, 1]),
+        (2, 4, 2, 2, 2, [1, 1, 2, 2]),
+        (1, 0, 1, 1, 1, [0.5263, 0.4736]),  # all on one GPU
+        (1, 0, 1, 0, 1, [1]),
+    ],
+)
+def test_by_default_parts_ask_for_the_gpus_that_they_would_have_on_one_machine(
+    own: float, others: float, ranks: int, searchers: int, each: int, expected: list[float]
+) -> None:
+    names = [f"searcher-{i}" for i in range(searchers)]
+    found = plan(on_gpus(ranks, each), [here(16, own), there(16, others)], names)
+    assert [p.asked["GPU"] for p in found] == expected
+    assert all(p.node.key == "a" for p in found if p.part == "trainer")
+    for share in (p.asked["GPU"] for p in found):
+        assert share_of_gpu(share) == ({} if share >= 1 else {"TBA_GPU_SHARE": f"{share * 0.95:.4f}"})
+
+
+def test_without_gpus_for_the_model_nothing_is_asked_for_and_what_is_set_goes_before() -> None:
+    assert [p.asked["GPU"] for p in plan(recipe(), [here(gpus=4)], searchers(2))] == [0, 0, 0]
+    found = plan(on_gpus(searcher_gpus=0.25), [here(16, 4)], searchers(3))
+    assert [p.asked["GPU"] for p in found] == [1, 0.25, 0.25, 0.25]
+    with pytest.raises(UserError, match="the Ray cluster has free 2; use fewer --searchers"):
+        plan(on_gpus(each=2), [here(16, 2)], searchers(1))
+
+
+def test_gpus_that_others_use_are_not_counted() -> None:
+    with pytest.raises(UserError, match="the Ray cluster has free 1"):
+        plan(on_gpus(ranks=2), [here(16, 1.5), there(16, 0.5)], searchers(1))
+    node = here(gpus=1.5)  # a whole one, and half of one that somebody uses
+    assert node.fits({"CPU": 0, "GPU": 0.5})
+    assert not node.fits({"CPU": 0, "GPU": 2})
+    node.take({"CPU": 0, "GPU": 0.5})
+    assert node.fits({"CPU": 0, "GPU": 1})
+
+
+def test_parts_with_and_without_a_gpu_have_no_automatic_precision() -> None:
+    apart = on_gpus(trainer_gpus=0.0, searcher_gpus=1.0)
+    with pytest.raises(UserError, match=r"different precisions: .* set --model\.dtype"):
+        plan(apart, [here(16, 4)], searchers(2))
+    one = replace(apart, model=replace(apart.model, dtype="float32"))
+    assert [p.asked["GPU"] for p in plan(one, [here(16, 4)], searchers(2))] == [0, 1, 1]

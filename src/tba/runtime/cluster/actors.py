@@ -29,6 +29,7 @@ from tba.runtime.cluster.client import ActorContact, get
 from tba.runtime.cluster.gateway import Exchange, note_place
 from tba.runtime.cluster.remote import Guests, checkpoint_through, stand_in, through
 from tba.runtime.cluster.rendezvous import ActorStore
+from tba.runtime.devices import keep_to_share
 from tba.runtime.disk import disk_full
 from tba.runtime.program import refuse_others
 from tba.runtime.run_dir import RunDirectory, keep
@@ -173,6 +174,7 @@ class PartActor:
             with log_to(run.path, part) as log_file:
                 if attempt == 0:  # a part that is restarted may find newer files, which must not end the run
                     refuse_others(run.facts, f"{part} on {ray.util.get_node_ip_address()}")
+                keep_to_share()
                 recipe, place = run.recipe(), place_of(part, log_file)
                 deadline = recipe.run.journal_deadline
                 contact = ActorContact(exchange, part, deadline)

@@ -20,6 +20,7 @@ from typing import Any
 import ray
 import ray.exceptions
 from ray._private import ray_constants
+from ray._private.state import available_resources_per_node
 
 from tba.errors import DeadlineExceeded, HandedOutLost, PartFailed, UserError
 from tba.record.memory import usable_cores
@@ -156,14 +157,18 @@ def _one_machine() -> Iterator[None]:
 
 
 def nodes() -> list[Node]:
-    """Returns the nodes of the cluster that this process is in, this one first."""
+    """Returns the nodes of the cluster that this process is in, this one first, with what nobody uses of each.
+
+    What Ray says of that may be a moment old.
+    """
     here = ray.get_runtime_context().get_node_id()
+    free = available_resources_per_node()
     found = []
     for entry in ray.nodes():
-        has = entry["Resources"]
+        has, key = entry["Resources"], entry["NodeID"]
         if entry["Alive"]:
-            key = entry["NodeID"]
+            left = free.get(key, has)
             name = f"{entry['NodeManagerAddress']} ({key[:6]})"
             memory = has.get("memory", 0.0) + has.get("object_store_memory", 0.0)
-            found.append(Node(key, name, has.get("CPU", 0.0), has.get("GPU", 0.0), memory, key == here))
+            found.append(Node(key, name, left.get("CPU", 0.0), left.get("GPU", 0.0), memory, key == here))
     return sorted(found, key=lambda node: not node.here)

@@ -25,9 +25,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.record.faults import record_fault
 from tba.runtime.cluster.actors import ExchangeActor, MeetAt, PartActor
-from tba.runtime.cluster.client import connected, exchange_name, get
+from tba.runtime.cluster.client import connected, exchange_name, get, nodes
 from tba.runtime.cluster.gateway import PLACES
-from tba.runtime.cluster.placement import Node, Placed, plan
+from tba.runtime.cluster.placement import Node, Placed, plan, share_of_gpu
 from tba.runtime.cluster.remote import whole_facts
 from tba.runtime.cluster.rendezvous import KeyValueStore
 from tba.runtime.ranked import RankedPart
@@ -36,6 +36,7 @@ from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Part, failed
 from tba.training.ranks import name_of_rank
 from tba.types import Json
 
+_SETTLE = 10.0  # seconds within which Ray knows what is free
 _remote: Any = ray.remote  # Ray's own types leave out some of its options
 
 
@@ -52,12 +53,23 @@ class Cluster(Driver):
 
         Raises the error that a part ended with.
         """
-        with connected(self.recipe.address, self.recipe.cluster.object_store_gb) as found:
-            self._placed = {placed.part: placed for placed in plan(self.recipe, found, self.searchers)}
-            self._start_exchange(next(node for node in found if node.here))
+        with connected(self.recipe.address, self.recipe.cluster.object_store_gb):
+            self._placed = {placed.part: placed for placed in self._plan()}
+            self._start_exchange(self._placed["trainer"].node)
             faults = super().go()
             get(self._exchange.end.remote(), STOP_DEADLINE, "the exchange to close the journal")
             return faults
+
+    def _plan(self) -> list[Placed]:
+        """What a run that has just ended gives back is free a moment later: only then it is refused."""
+        deadline = time.monotonic() + _SETTLE
+        while True:
+            try:
+                return plan(self.recipe, nodes(), self.searchers)
+            except UserError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(POLL)
 
     def _start_exchange(self, here: Node) -> None:
         deadline = self.recipe.cluster.start_deadline
@@ -166,7 +178,7 @@ class ActorPart:
         soft = self._searches or not self.placed.node.here
         place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
         # Ray would leave all GPUs visible to a part that asks for none, including those that it has given to others.
-        environment = {} if asked["GPU"] else {"CUDA_VISIBLE_DEVICES": ""}
+        environment = share_of_gpu(asked["GPU"]) if asked["GPU"] else {"CUDA_VISIBLE_DEVICES": ""}
         self._actor = (
             _remote(concurrency_groups={"ask": 1})(PartActor)
             .options(

@@ -7,14 +7,17 @@ on the node that has most left of what it asks for, after those before it. What 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tba.errors import UserError
-from tba.recipe import ClusterSettings, Recipe
+from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes, usable_cores
 from tba.record.text import size
 from tba.runtime.cluster.gateway import KEPT
+from tba.runtime.devices import GIVEN, USABLE, Place
+from tba.runtime.devices import placed as placed_on_gpus
 from tba.training.ranks import name_of_rank
 
 _SLACK = 1e-9  # so that thirds of a GPU add up to one
@@ -22,7 +25,7 @@ _SLACK = 1e-9  # so that thirds of a GPU add up to one
 
 @dataclass
 class Node:
-    """A machine, and what is left of it."""
+    """A machine: what is free on it when the run begins, and what is left of that."""
 
     key: str
     name: str
@@ -35,7 +38,9 @@ class Node:
 
     def __post_init__(self) -> None:
         self.left = {"CPU": self.cpus, "GPU": self.gpus}
-        self._each = [1.0] * int(self.gpus)
+        whole = int(self.gpus + _SLACK)
+        rest = self.gpus - whole  # others have parts of some GPUs: Ray says how much is free, not on which
+        self._each = [1.0] * whole + ([rest] if rest > _SLACK else [])
 
     def fits(self, asked: Mapping[str, float]) -> bool:
         """Whether that much is left."""
@@ -75,29 +80,54 @@ class Placed:
     asked: Mapping[str, float]  # CPU, GPU
 
 
-def asked_by(part: str, settings: ClusterSettings) -> dict[str, float]:
-    """Returns what a searcher or a rank of the trainer asks for."""
-    if part.startswith("trainer"):
-        return {"CPU": settings.trainer_cpus, "GPU": settings.trainer_gpus}
-    return {"CPU": settings.searcher_cpus, "GPU": settings.searcher_gpus}
+def requests(recipe: Recipe, gpus: int, searchers: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns the CPUs and GPUs that each part asks for, where the cluster has `gpus` free.
+
+    GPUs that no setting names are dealt as on one machine (`devices.placed`). Raises `UserError` where they do not do.
+    """
+    settings, each = recipe.cluster, recipe.model.gpus_per_searcher
+    ranks = [name_of_rank(rank) for rank in range(recipe.trainer.ranks)]
+    parts = (*ranks, *searchers)
+    given = {part: settings.trainer_gpus if part in ranks else settings.searcher_gpus for part in parts}
+    dealt = dict.fromkeys(parts, Place())
+    if each and None in given.values():
+        dealt = placed_on_gpus(ranks, searchers, gpus, each, "the Ray cluster has free")
+        least = min((dealt[name].share for name in searchers), default=0.0)
+        dealt |= {name: replace(dealt[name], share=least) for name in searchers}  # equal parts fill GPUs in any order
+    wanted: dict[str, dict[str, float]] = {}
+    for part in parts:
+        amount, place = given[part], dealt[part]
+        if amount is None:  # whole GPUs, or a part of one, in Ray's steps of a ten thousandth
+            amount = len(place.gpus) * math.floor(1e4 * min(1.0, place.share / USABLE + _SLACK)) / 1e4
+        wanted[part] = {"CPU": settings.trainer_cpus if part in ranks else settings.searcher_cpus, "GPU": amount}
+    if getattr(recipe.model, "dtype", None) == "auto" and len({amounts["GPU"] > 0 for amounts in wanted.values()}) > 1:
+        raise UserError(
+            "some parts ask for GPUs and others for none, so that trainer and reference would compute in different "
+            "precisions: give all of them some (--cluster.trainer-gpus, --cluster.searcher-gpus) or set --model.dtype"
+        )
+    return wanted
+
+
+def share_of_gpu(gpus: float) -> dict[str, str]:
+    """Returns the environment of a part that was given so much of a GPU: its share of the GPU's memory."""
+    return {GIVEN: f"{gpus * USABLE:.4f}"} if 0 < gpus < 1 else {}
 
 
 def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> list[Placed]:
     """Assign nodes: the trainer's ranks first, then the searchers. Raises `UserError` when they do not fit."""
     here = next(node for node in nodes if node.here)
-    placed: list[Placed] = []
-    for part in (*map(name_of_rank, range(recipe.trainer.ranks)), *searchers):
-        asked = asked_by(part, recipe.cluster)
+    found: list[Placed] = []
+    for part, wanted in requests(recipe, sum(int(n.gpus + _SLACK) for n in nodes), searchers).items():
         candidates = [here] if part == "trainer" else nodes
-        free = [node for node in candidates if node.fits(asked)]
+        free = [node for node in candidates if node.fits(wanted)]
         if not free:
-            raise UserError(_too_much(part, asked, candidates))
-        kind = "GPU" if asked["GPU"] > 0 else "CPU"
-        with_ranks = {p.node.key for p in placed} if part.startswith("trainer") else set()
+            raise UserError(_too_much(part, wanted, candidates))
+        kind = "GPU" if wanted["GPU"] > 0 else "CPU"
+        with_ranks = {p.node.key for p in found} if part.startswith("trainer") else set()
         node = max(free, key=lambda n: (n.key in with_ranks, n.left[kind], n.here))
-        node.take(asked)
-        placed.append(Placed(part, node, asked))
-    return placed
+        node.take(wanted)
+        found.append(Placed(part, node, wanted))
+    return found
 
 
 def _too_much(part: str, asked: Mapping[str, float], candidates: Sequence[Node]) -> str:
