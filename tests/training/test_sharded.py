@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import traceback
 import weakref
@@ -33,7 +34,7 @@ from tba.protocols import Objective
 from tba.sharding import gathered
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks import Meeting, Ranks
+from tba.training.ranks import Meeting, Message, Ranks
 from tba.training.sharded import Follower, LedOptimizer, LedPolicy
 from tba.training.trainer import Trainer
 from tba.types import Version
@@ -46,12 +47,17 @@ SIZES = [5, 1, 8, 3, 6, 4, 2]  # B = 7, ragged
 
 
 @contextmanager
-def ranks_of(count: int, store: Path, life: Callable[[Ranks], None], patience: float = 60.0) -> Iterator[Ranks]:
-    """Rank 0 of `count`; the others live in forked processes and have ended well when this ends."""
+def ranks_of(
+    count: int, store: Path, life: Callable[[Ranks], None], patience: float = 60.0, word: float = 60.0
+) -> Iterator[Ranks]:
+    """Rank 0 of `count`; the others live in forked processes and have ended well when this ends.
+
+    patience: seconds that each waits inside a step. word: that the others wait for what rank 0 says.
+    """
 
     def started(rank: int) -> Ranks:
-        shared, seconds = dist.FileStore(str(store), count), 60.0 if rank else patience
-        return Ranks(rank, count, Meeting(shared), torch.device("cpu"), deadline=60.0, word_deadline=seconds)
+        shared, device = dist.FileStore(str(store), count), torch.device("cpu")
+        return Ranks(rank, count, Meeting(shared), device, 60.0, word if rank else 60.0, patience)
 
     children = []
     for rank in range(1, count):
@@ -317,10 +323,61 @@ def test_a_rank_that_says_nothing_is_not_waited_for_for_ever_nor_one_that_is_gon
             ranks.hear()
 
     with (
-        ranks_of(2, tmp_path / "store", life, patience=0.5) as ranks,
+        ranks_of(2, tmp_path / "store", life, patience=5.0) as ranks,
         pytest.raises(DeadlineExceeded, match="for rank 1"),
     ):
         ranks.receive([(1,)], 1)
+
+
+@pytest.mark.parametrize(
+    ("hangs_in", "named"),
+    [
+        ("evaluate", "trainer rank 0 waited 5 s in all_gather_single, while executing 'evaluate'"),
+        ("backpropagate", "trainer rank 0 waited 5 s to send to rank 1"),
+        ("step", "trainer rank 0 waited 5 s in all_reduce, while executing 'step'"),
+    ],
+)
+def test_a_rank_that_hangs_inside_a_step_ends_it_in_an_error_that_names_the_collective(
+    tmp_path: Path, hangs_in: str, named: str
+) -> None:
+    def life(ranks: Ranks) -> None:
+        policy = shard_of(ranks, None)
+        follower = Follower(policy, SETTINGS.start(policy.parameters()), ranks, WHOLE)
+        acts: dict[str, Callable[[Message], object]] = {
+            "evaluate": follower._evaluate,
+            "backpropagate": follower._backpropagate,
+            "step": follower._step,
+        }
+        while (message := ranks.hear()).word != hangs_in:
+            acts[message.word](message)
+        with pytest.raises(PartFailed):  # it does nothing of it, until rank 0 is gone
+            ranks.hear()
+
+    with ranks_of(2, tmp_path / "store", life, patience=5.0) as ranks:
+        two = spread(ranks, TrajectoryBalance(BETA), tmp_path, WHOLE)
+        with pytest.raises(DeadlineExceeded, match=re.escape(named)):
+            two.go()
+
+
+def test_while_rank_0_waits_for_a_batch_nobody_counts_as_hanging(tmp_path: Path) -> None:
+    """What rank 0 says next has a deadline of its own, which is not that of a wait inside a step."""
+
+    def life(ranks: Ranks) -> None:
+        with pytest.raises(DeadlineExceeded, match="trainer rank 1 waited 4 s for what rank 0 says next"):
+            ranks.hear()
+        dist.barrier(ranks.weights)
+
+    with ranks_of(2, tmp_path / "store", life, patience=2.0, word=4.0) as ranks:
+        dist.barrier(ranks.weights)
+
+
+def test_an_error_of_the_model_itself_stays_what_it_is(tmp_path: Path) -> None:
+    with (
+        ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks,
+        pytest.raises(RuntimeError, match="must match"),
+        ranks.inside("evaluate"),
+    ):
+        torch.ones(2) + torch.ones(3)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=9), st.integers(1, 4))

@@ -198,13 +198,13 @@ class HuggingFace:
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:
             model, _ = self._load(self.path, self._device, self.compute)
-            return FrozenReference(model, version, temperature)
+            return FrozenReference(model, version, temperature, share_prompt=self.share_prompt)
         engines = _ENGINES.get(repr(self))
         model = self._load(self.path, self._device, self.compute)[0] if engines is None else copy_on_same_base(engines)
         if engines is None:
             add_adapters(model, self.lora)
         switch_adapters(model, on=False)
-        return FrozenReference(model, version, temperature)
+        return FrozenReference(model, version, temperature, share_prompt=self.share_prompt)
 
     def save(self, policy: Policy, path: Path) -> None:
         with _no_bars():

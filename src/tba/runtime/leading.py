@@ -69,6 +69,7 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
     ranks.say("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
     own = _sharded(recipe, ranks, saved)
     optimizer = LedOptimizer(ranks, recipe.optimizer, own.parameters(), list(own.heads.parameters()))
+    ranks.meet()
     return LedPolicy(own, ranks, recipe.max_tokens_per_pass, recipe.model.compute), optimizer
 
 
@@ -100,6 +101,7 @@ def follow(
             if saved is not None:
                 Checkpoint.load(saved).load_heads(policy.heads)
                 optimizer.load(saved)
+        ranks.meet()
         Follower(policy, optimizer, ranks, recipe.max_tokens_per_pass).follow()
     finally:
         ranks.close()

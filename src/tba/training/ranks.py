@@ -4,8 +4,10 @@ Invariant: rank 0 sends commands and the others execute them in order, so all of
 order. A message is a word, facts as JSON, and tensors, in one safetensors block: nothing is unpickled. Every wait has a
 deadline; a rank that waits for too long, or for one that is gone, says so and ends.
 
-There are three process groups: for the devices (shards and their gradients; the default one), for the messages, and for
-the weights to be published, which are gathered while the next step is computed.
+There are four process groups, each with the deadline of its waits: the default one, in which ranks wait for each other
+to start; for a step (shards, their gradients, what a pass gives), where ranks are never far apart; for the messages, as
+rank 0 says nothing while it waits for a batch; and for the weights to be published, which are gathered while the next
+step is computed.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import socket
 import struct
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,10 +27,14 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from tba.errors import DeadlineExceeded, PartFailed, UserError
 from tba.sharding import Sharding
 from tba.types import Json
+
+STEP = 120.0  # seconds that a rank may wait inside a step: all of them compute the same layer, so a rank that is later
+# by that much hangs
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,8 @@ class Message:
 class Ranks:
     """This process's place among `count` ranks. All of them make theirs at the same time.
 
-    Each waits at most `deadline` seconds for another within a step, and `word_deadline` for a message from rank 0.
+    Each waits at most `deadline` seconds for another to start or to take weights, `word_deadline` for a message from
+    rank 0, and `step` inside a step.
     """
 
     def __init__(
@@ -86,11 +94,12 @@ class Ranks:
         device: torch.device,
         deadline: float,
         word_deadline: float,
+        step: float = STEP,
     ) -> None:
-        from torch.distributed.device_mesh import init_device_mesh  # heavy to import, and most trainers have one rank
+        from torch.distributed.device_mesh import DeviceMesh  # heavy to import, and most trainers have one rank
 
         self.rank, self.count, self.device = rank, count, device
-        self.deadline, self.word_deadline = deadline, word_deadline
+        self.deadline, self.word_deadline, self.step = deadline, word_deadline, step
         _listen_on(meeting.address)
         if device.type == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -98,7 +107,8 @@ class Ranks:
         limit, patience = timedelta(seconds=deadline), timedelta(seconds=word_deadline)
         with self._waits("for the other ranks to start", deadline):
             dist.init_process_group(backend, store=meeting.store, rank=rank, world_size=count, timeout=limit)
-            self.mesh = init_device_mesh(device.type, (count,))
+            self._step: Any = dist.new_group(backend=backend, timeout=timedelta(seconds=step))
+            self.mesh = DeviceMesh.from_group(self._step, device.type)
             self._messages: Any = dist.new_group(backend="gloo", timeout=patience)
             self.weights: Any = dist.new_group(backend="gloo", timeout=limit)
 
@@ -125,22 +135,38 @@ class Ranks:
 
     def send(self, tensors: Sequence[Tensor], to: int) -> None:
         """Send float32 tensors to a rank that knows their shapes."""
-        with self._waits(f"to send to rank {to}", self.deadline):
-            dist.send(torch.cat([t.detach().to("cpu", torch.float32).flatten() for t in tensors]), to, self._messages)
+        with self._waits(f"to send to rank {to}", self.step):
+            dist.send(torch.cat([t.detach().to("cpu", torch.float32).flatten() for t in tensors]), to, self._step)
 
     def receive(self, shapes: Sequence[Sequence[int]], sender: int) -> list[Tensor]:
         """Receive what `send` sent, on this rank's device."""
         sizes = [torch.Size(shape).numel() for shape in shapes]
         flat = torch.empty(sum(sizes))
-        with self._waits(f"for rank {sender}", self.deadline):
-            dist.recv(flat, sender, self._messages)
+        with self._waits(f"for rank {sender}", self.step):
+            dist.recv(flat, sender, self._step)
         parts = zip(flat.to(self.device).split(sizes), shapes, strict=True)
         return [part.view(tuple(shape)) for part, shape in parts]
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here: with their model loaded, after which nobody is late inside a step."""
+        with self._waits("for the other ranks to load the model", self.word_deadline):
+            dist.barrier(self._messages)
+
+    @contextmanager
+    def inside(self, word: str) -> Iterator[None]:
+        """Inside, a collective that fails (that of a layer's shards, say) ends in an error that names it."""
+        try:
+            yield
+        except RuntimeError as error:
+            if (collective := _collective_of(error)) is None:
+                raise
+            raise self._named(error, f"in {collective}, while executing {word!r},", self.step) from error
 
     def close(self) -> None:
         """Leave, whatever the others do."""
         if dist.is_initialized():
             dist.destroy_process_group()
+        self._messages = self.weights = None  # their connections close with the groups: whoever listens sees it
 
     @contextmanager
     def _waits(self, what: str, deadline: float) -> Iterator[None]:
@@ -148,10 +174,20 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:  # dist.DistError is one, and gloo raises plain ones
-            first = str(error).strip().split("\n")[0]
-            if "imed out" in first or "imeout" in first:
-                raise DeadlineExceeded(f"trainer rank {self.rank} waited {deadline:g} s {what} ({first})") from error
-            raise PartFailed(f"trainer rank {self.rank} waited {what}, which is gone ({first})") from error
+            raise self._named(error, what, deadline) from error
+
+    def _named(self, error: RuntimeError, what: str, deadline: float) -> DeadlineExceeded | PartFailed:
+        first = str(error).strip().split("\n")[0]
+        if "imed out" in first or "imeout" in first:
+            return DeadlineExceeded(f"trainer rank {self.rank} waited {deadline:g} s {what} ({first})")
+        return PartFailed(f"trainer rank {self.rank} waited {what}, which is gone ({first})")
+
+
+def _collective_of(error: BaseException) -> str | None:
+    """Returns the name of torch's collective from which an error came; None: it came from none."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    names = [f.f_code.co_name for f in frames if f.f_code.co_filename == distributed_c10d.__file__]
+    return names[0] if names else None
 
 
 def _listen_on(address: str | None) -> None:

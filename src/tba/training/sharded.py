@@ -98,7 +98,8 @@ class LedPolicy:
         shares = [_Share.of(batch, rows) for rows in dealt]
         spoken = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS)}
         self.ranks.say("evaluate", spoken, gradient=torch.is_grad_enabled())
-        own = given(self.own.evaluate(shares[0].part.batch))
+        with self.ranks.inside("evaluate"):
+            own = given(self.own.evaluate(shares[0].part.batch))
         made = {0: [t.detach() for t in own]}
         for rank, share in enumerate(shares):
             if rank and share.used:
@@ -133,7 +134,8 @@ class LedPolicy:
                 self.ranks.send(parts, rank)
             else:
                 mine = parts
-        torch.autograd.backward(list(own), mine)
+        with self.ranks.inside("backpropagate"):
+            torch.autograd.backward(list(own), mine)
 
     def weights(self) -> Streamed:
         """Returns whole tensors, one after the other; a second reader waits until the first has finished."""
@@ -181,7 +183,8 @@ class LedOptimizer(Optimizer):
 
     def step(self, step: int, loss: Tensor | None = None, read: Callable[[Tensor], float] = float) -> float:
         self.ranks.say("step", step=step)
-        return super().step(step, loss, read)
+        with self.ranks.inside("step"):
+            return super().step(step, loss, read)
 
     def forget(self) -> None:
         self.ranks.say("forget")
@@ -189,7 +192,8 @@ class LedOptimizer(Optimizer):
 
     def save(self, folder: Path) -> None:
         self.ranks.say("save")
-        super().save(folder)
+        with self.ranks.inside("save"):
+            super().save(folder)
 
 
 @dataclass
@@ -217,7 +221,8 @@ class Follower:
             "load": lambda message: self.own.load(message.tensors),
         }
         while (message := self.ranks.hear()).word != "end":
-            acts[message.word](message)
+            with self.ranks.inside(message.word):
+                acts[message.word](message)
         self._settle()
 
     def _evaluate(self, message: Message) -> None:
