@@ -18,15 +18,17 @@ from PIL import Image
 from tests.runtime.runs import command
 
 from tba.__main__ import main
+from tba.command.weights import with_weights
 from tba.errors import UserError
 from tba.evaluation.estimators import bootstrap_interval
-from tba.recipe import Recipe
+from tba.recipe import ClusterSettings, Recipe
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
 from tba.research import trial_process
 from tba.research.command import StudyOptions, run_study
 from tba.research.study import Study, Variant, find_study, positions, varying
 from tba.research.trial import Trial
+from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, names
 
 TOY = str(Path(__file__).with_name("toy_study.py"))
@@ -240,6 +242,16 @@ def test_plots_are_drawn_of_what_varies(whole: Path) -> None:
     for path in whole.glob("*.png"):
         with Image.open(path) as image:
             assert image.size[0] > 500
+
+
+def test_what_a_run_finds_when_it_begins_and_what_has_no_effect_make_it_no_other_recipe(tmp_path: Path) -> None:
+    recipe, overrides = with_weights(find("quickstart"), "quickstart", [], lambda line: None)
+    assert "--model.dtype" in overrides
+    begun = replace(recipe, cluster=ClusterSettings(searcher_gpus=0.0))  # as was the default once
+    RunDirectory.create(tmp_path / "run", "quickstart", overrides, begun)
+    trial = Trial(find_study(TOY), "often", 0, "quickstart", (), find("quickstart"), tmp_path / "run")
+    assert trial.difference() is None
+    assert replace(trial, recipe=replace(trial.recipe, seed=7)).difference() == "seed was 0 and is 7"
 
 
 def test_a_changed_recipe_is_refused_in_one_sentence_and_made_anew_on_request(copy: Path) -> None:

@@ -33,6 +33,7 @@ State = Literal["absent", "cut off", "not measured", "ended", "failed", "other r
 _POLL = 0.1  # seconds between two looks at a run
 _PATIENCE = 150.0  # seconds that a run has to end in order once it was asked to
 _APART = ("name", "description")  # of a recipe, what does not make it another one
+_FOUND = (("model.path", ""), ("model.dtype", "auto"))  # what a recipe leaves open, and a run finds when it begins
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Trial:
         made = RunDirectory.open(self.path).facts["resolved"]
         wanted = json.loads(json.dumps(plain(resolved(self.recipe))))
         for name, then, now in differences(made, wanted):
-            if name not in _APART and not (name == "model.path" and not now):  # found for it when it began
+            without_effect = any(name.startswith(f"{field}.") for field in self.recipe.unused)
+            if name not in _APART and not without_effect and (name, now) not in _FOUND:
                 return f"{name} was {json.dumps(then)} and is {json.dumps(now)}"
         return None
 
