@@ -60,9 +60,11 @@ def ranks_of(
         return Ranks(rank, count, Meeting(shared), device, 60.0, word if rank else 60.0, patience)
 
     children = []
+    gc.collect()  # a child that collected the process groups of an earlier test would wait for threads it does not have
     for rank in range(1, count):
         child = os.fork()
         if child == 0:
+            gc.freeze()
             code = 1
             try:
                 ranks = started(rank)

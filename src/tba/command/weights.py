@@ -18,10 +18,10 @@ _PACKAGE = Path(__file__).parents[1]
 def with_weights(
     recipe: Recipe, name: str, overrides: list[str], say: Callable[[str], None]
 ) -> tuple[Recipe, list[str]]:
-    """Returns the recipe and its overrides, which name the weights and their precision, so that every part has the same.
+    """Returns the recipe and its overrides, which name the weights and their precision: every part has the same.
 
-    Weights that come with the package are not named, so that a run can be resumed where the package is elsewhere. `auto`
-    is what it is on this machine: a searcher on another device would score in another precision than the trainer's.
+    Weights that come with the package are not named, so that a run can be resumed where the package is elsewhere. A
+    dtype of `auto` is what it is on this machine: a searcher on another device would score in another precision.
     `say` is called when a warm start is made now. Raises `UserError` for a missing file or model.
     """
     prepared = recipe.model.prepared(recipe.task, say)
