@@ -68,7 +68,7 @@ def test_a_run_that_has_not_ended_has_no_summary(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"recipe": 1, "samples_per_insert": 1}', '{"samples_per_insert": '])
 def test_a_file_that_is_no_summary_is_said_in_one_sentence(tmp_path: Path, text: str) -> None:
     (tmp_path / "summary.json").write_text(text)
-    with pytest.raises(UserError, match=r"summary.json is not what was written there"):
+    with pytest.raises(UserError, match=r"summary.json has unexpected contents"):
         Summary.read(tmp_path)
 
 

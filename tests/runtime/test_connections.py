@@ -94,7 +94,7 @@ def test_a_wait_for_the_journal_has_a_deadline_and_counts_as_such(path: Path) ->
     with closing(sqlite3.connect(path, isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
         beside.put([trajectory(uid="a")])
-        with pytest.raises(DeadlineExceeded, match=r"had not taken what a searcher gave it after 0\.2 s"):
+        with pytest.raises(DeadlineExceeded, match=r"had not written a searcher's trajectories after 0\.2 s"):
             beside.put([trajectory(uid="b")])
         assert clock.seconds()["journal"] >= 0.2
         other.execute("ROLLBACK")

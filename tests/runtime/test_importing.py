@@ -258,7 +258,7 @@ def test_a_second_import_at_the_same_time_is_refused(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
     with (
         intake_of(recipe, run, False, None),
-        pytest.raises(UserError, match=r"another import into .* is going on"),
+        pytest.raises(UserError, match=r"another import into .* is in progress"),
         intake_of(recipe, run, False, None),
     ):
         raise AssertionError("it was let in")

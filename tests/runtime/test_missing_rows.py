@@ -174,7 +174,7 @@ def test_a_run_without_a_checkpoint_begins_again_with_all_of_its_journal(
     (path / "summary.json").unlink()
     before = held(path / "journal.sqlite")
     assert main(["train", "--resume", str(path), "--steps", "30", "--runtime", "inline"]) == 0
-    assert "going on from step 0, for there is no checkpoint yet, (it was killed)" in " ".join(
+    assert "resuming from step 0, for there is no checkpoint yet, (it was killed)" in " ".join(
         capsys.readouterr().out.split()
     )
     summary = Summary.read(path)

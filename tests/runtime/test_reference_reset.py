@@ -26,7 +26,16 @@ from tba.weights.directory import WeightDirectory
 
 BETA = 0.5
 ORACLE = (
-    *("--objective.beta.value", str(BETA), "--optimizer.lr", "0.1", "--optimizer.schedule.steps", "3000"),
+    *(
+        "--objective.off-policy",
+        "none",
+        "--objective.beta.value",
+        str(BETA),
+        "--optimizer.lr",
+        "0.1",
+        "--optimizer.schedule.steps",
+        "3000",
+    ),
     *("--groups-per-step", "4", "--group-size", "32", "--samples-per-prompt", "16", "--evaluation.problems", "1"),
     *("--exploration.temperature", "1e6", "--sync-every", "20"),
 )

@@ -342,7 +342,7 @@ class Called:
 
 def test_a_run_is_held_by_others_until_the_last_part_that_keeps_it_has_ended(tmp_path: Path) -> None:
     _, run = made(tmp_path / "run")
-    with keep(run.path), pytest.raises(UserError, match="is still going on"), run.held(0.0):
+    with keep(run.path), pytest.raises(UserError, match="is still in progress"), run.held(0.0):
         pass
     with run.held(0.0), keep(run.path):
         assert Joined(run).present() == []

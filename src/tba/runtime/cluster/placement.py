@@ -162,7 +162,7 @@ def table(placed: Sequence[Placed], trainer_bytes: int, searcher_bytes: int, wei
         lines.append(f"{_line(node, placed)}, about {size(needed)} of {size(int(node.memory_bytes))}")
         if 0 < node.memory_bytes < needed:
             raise UserError(
-                f"{lines[-1]}: that is more than there are; use a smaller model, fewer --searchers or more nodes"
+                f"{lines[-1]}: that is more than there is; use a smaller model, fewer --searchers or more nodes"
             )
     return lines
 
