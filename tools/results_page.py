@@ -380,6 +380,24 @@ def controller() -> Lines:
     return [head, *rows]
 
 
+def controller_by_arrival() -> Lines:
+    names = {
+        "processes-off": "nothing",
+        "processes-ess": "effective sample size",
+        "processes-off-policy": "log-ratio",
+        "processes-lag": "lag",
+        "processes-paced": "nothing, but pacing",
+        "processes-paced-ess": "effective sample size, and pacing",
+    }
+    both, rows = [study("controller"), study("controller_by_arrival")], []
+    for name, said in names.items():
+        runs = [found[name] for found in both]
+        cells = [text for r in runs for text in (brief(r), plain(r, "lag", 1), plain(r, "ess", 2), plain(r, "uses", 1))]
+        rows.append([said, *cells])
+    head = [f"{what}: {when}" for when in ("before", "after") for what in ("accuracy, %", "lag", "ESS", "mean uses")]
+    return [["kept in range", *head], *rows]
+
+
 def frontier() -> Lines:
     betas = ("0.4", "0.2", "0.1", "0.05", "0.02", "0.01")
     found, rows = study("frontier"), []
@@ -637,6 +655,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "stability": stability,
     "stability-countdown": stability_countdown,
     "controller": controller,
+    "controller-by-arrival": controller_by_arrival,
     "frontier": frontier,
     "ablations": ablations,
     "math-format": math_format,
