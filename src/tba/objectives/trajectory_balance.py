@@ -25,7 +25,7 @@ from tba.schedules import Constant, Schedule
 
 HALF = 0.5  # of the way from the mean to the lowest; more is steadier still, and further off (docs/objectives.md)
 CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (docs/results.md)
-SPREAD = 2.0  # nats; with it 20 rows of a group are worth 6 or more
+SPREAD = 2.0  # nats; 20 rows of normally spread log rho are then worth 4 below the cap, 8 at it (medians)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TrajectoryBalance:
     estimated with the same weights, so that sum w A = 0 in every group. With `robust`, too, every A is zero at pi*, and
     it is reached from data that come as policies sampled them, however stale; from data that are selected by reward, or
     of which repeats are left out, it stays some way towards them (docs/method.md). Where log rho spreads by more than 2
-    within a group it is scaled down to 2, so that in long answers no row gets all of the weight.
+    within a group it is scaled down to 2, so that in long answers one row seldom gets all of the weight.
 
     Every row weighs 1 / B, so that in a ragged batch larger groups weigh more; a group of one has no residual and
     contributes zero. The stop-gradient changes nothing while a group is whole, since its residuals sum to zero.
@@ -96,8 +96,9 @@ class TrajectoryBalance:
         gap_B = batch.reward_B / beta - log_ratio_B
         if power != 1:
             gap_B = gap_B + (power - 1) * masked_sum(batch.log_reference_BT, batch.mask_BT)
-        weight_B = self._weight_B(gap_B.detach(), output, batch)
-        log_z_B = self._log_z_B(gap_B, weight_B, output, batch)
+        log_rho_B = None if self.off_policy == "none" else sequence_log_ratio(output.log_policy_BT.detach(), batch)
+        weight_B = self._weight_B(gap_B.detach(), log_rho_B, batch)
+        log_z_B = self._log_z_B(gap_B.detach(), weight_B, log_rho_B, output, batch)
         residual_B = gap_B - log_z_B
         scale = beta / 2 if self.form == "advantage" else 1.0
         loss_B = scale * weight_B * residual_B.square()
@@ -116,12 +117,11 @@ class TrajectoryBalance:
         )
         return loss_B.mean(), metrics | {"beta": beta}
 
-    def _weight_B(self, gap_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
-        """[B] positive weights without gradient; of mean 1 in each group where log Z is estimated from the group."""
-        rows = (batch.group_B, batch.groups)
-        log_rho_B = sequence_log_ratio(output.log_policy_BT.detach(), batch)
-        if self.off_policy == "none" or log_rho_B is None:
+    def _weight_B(self, gap_B: Tensor, log_rho_B: Tensor | None, batch: Batch) -> Tensor:
+        """[B] positive weights; of mean 1 in each group where log Z is estimated from the group."""
+        if log_rho_B is None:
             return torch.ones_like(gap_B)
+        rows = (batch.group_B, batch.groups)
         log_rho_B = log_rho_B.nan_to_num(nan=0.0)
         spread_B = group_mean((log_rho_B - group_mean(log_rho_B, *rows)).square(), *rows).sqrt()
         log_rho_B = log_rho_B * (SPREAD / spread_B.clamp(min=SPREAD))
@@ -135,14 +135,15 @@ class TrajectoryBalance:
         weight_B = (log_weight_B - group_max(log_weight_B, *rows)).exp()  # their largest is 1: their mean is not 0
         return weight_B / group_mean(weight_B, *rows)
 
-    def _log_z_B(self, gap_B: Tensor, weight_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
+    def _log_z_B(
+        self, gap_B: Tensor, weight_B: Tensor, log_rho_B: Tensor | None, output: PolicyOutput, batch: Batch
+    ) -> Tensor:
         if self.log_z == "learned":
             if output.log_z_G is None:
                 raise ValueError("log_z='learned' needs log_z of the policy, but this one has no such head")
             return output.log_z_G[batch.group_B]
-        rows, gap_B = (batch.group_B, batch.groups), gap_B.detach()
+        rows = (batch.group_B, batch.groups)
         mean_B = group_mean(weight_B * gap_B, *rows)
-        log_rho_B = sequence_log_ratio(output.log_policy_BT.detach(), batch)
         if self.off_policy != "robust" or log_rho_B is None:
             return mean_B
         lowest_B = -group_max(-gap_B, *rows)

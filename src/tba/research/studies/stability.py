@@ -26,18 +26,7 @@ from tba.schedules import Constant, WarmupStableDecay
 
 RATE = 1e-4
 NAMES = (
-    *(
-        "tb",
-        "tb-weighted",
-        "tb-robust",
-        "tb-corrected",
-        "tba-prime",
-        "tb-learned-z",
-        "grpo",
-        "dr-grpo",
-        "ppo",
-        "prox-rloo",
-    ),
+    *("tb", "tb-weighted", "tb-robust", "tb-learned-z", "tba-prime", "grpo", "dr-grpo", "ppo", "prox-rloo"),
     *("online-dpo", "reinforce", "raft"),
 )
 
@@ -45,14 +34,7 @@ FORMS = {  # that estimate log Z low: by standard deviations of the group's gaps
     "tb-weighted-low": WeightedBalance(
         Constant(BETA), "ratio", cap=8.0, normalised=True, spread=2.0, shift=Constant(2.0)
     ),
-    "tb-floor": WeightedBalance(Constant(BETA), lowest=1.0),
-    "tb-floor-half": WeightedBalance(Constant(BETA), lowest=0.5),
-    **{
-        f"tb-weighted-{name}": WeightedBalance(
-            Constant(BETA), "ratio", cap=8.0, normalised=True, spread=2.0, lowest=lowest
-        )
-        for name, lowest in {"floor": 1.0, "half": 0.5}.items()
-    },
+    "tb-weighted-floor": WeightedBalance(Constant(BETA), "ratio", cap=8.0, normalised=True, spread=2.0, lowest=1.0),
     "tb-weighted-std": WeightedBalance(Constant(BETA), "ratio", cap=8.0, normalised=True, spread=2.0, by_spread=0.1),
     **{
         f"tb-low-{a:g}": WeightedBalance(
