@@ -24,7 +24,7 @@ Rates = npt.NDArray[np.float64]
 
 
 def test_the_posterior_is_that_of_the_counts_while_nothing_fades() -> None:
-    posterior = Posterior(3, PosteriorSettings(discount=1.0, prior=0.5))
+    posterior = Posterior(3, PosteriorSettings(discount=1.0, fading=1.0, prior=0.5))
     posterior.tell([(1, 3.0, 5.0), (0, 2.0, 0.0), (1, 1.0, 7.0)])
     alpha, beta = posterior.parameters()
     assert alpha.tolist() == [2.5, 4.5, 0.5]
@@ -40,6 +40,15 @@ def test_what_was_seen_fades_with_the_next_answers_and_with_an_epochs_worth_of_o
     posterior.tell([(0, 4.0, 2.0)])  # two epochs after the first, and its next
     alpha, beta = posterior.parameters()
     assert (alpha[0], beta[0]) == (1 + 8 / 2**3 + 4, 1 + 2)
+
+
+def test_without_fading_only_a_prompts_own_answers_discount_it() -> None:
+    posterior = Posterior(4, PosteriorSettings(discount=0.5, fading=1.0))
+    posterior.tell([(0, 8.0, 0.0), *((i, 0.0, 3.0) for i in (1, 2, 3, 1, 2, 3, 1))])
+    assert posterior.parameters()[0][0] == 1 + 8
+    posterior.tell([(0, 4.0, 2.0)])
+    alpha, beta = posterior.parameters()
+    assert (alpha[0], beta[0], beta[1]) == (1 + 8 / 2 + 4, 1 + 2, 1 + 3 / 4 + 3 / 2 + 3)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 9), st.floats(0, 9)), max_size=30), st.integers(0, 30))
@@ -63,7 +72,8 @@ def test_rewards_between_failure_and_success_count_for_both_in_proportion() -> N
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("target", 1.5), ("discount", 0.0), ("discount", 1.1), ("prior", 0.0), ("failure", 1.0)]
+    ("field", "value"),
+    [("target", 1.5), ("discount", 0.0), ("discount", 1.1), ("fading", 0.0), ("prior", 0.0), ("failure", 1.0)],
 )
 def test_settings_out_of_range_are_refused(field: str, value: float) -> None:
     with pytest.raises(UserError, match=rf"--prompts\.posterior\.{field} is {value}"):

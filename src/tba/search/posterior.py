@@ -25,8 +25,8 @@ class PosteriorSettings:
     """Beta posteriors of success rates, with forgetting (after MoPPS, arXiv 2507.04632)."""
 
     target: float = 0.5  # the success rate to look for: at 0.5 a reward of 0 or 1 varies most
-    discount: float = 0.5  # factor on a prompt's earlier outcomes at its next answers, and after each epoch's worth of
-    # answers to others
+    discount: float = 0.5  # factor on a prompt's earlier outcomes at its next answers; 1: they count in full
+    fading: float = 0.5  # factor on a prompt's outcomes per epoch's worth of answers to others; 1: none (MoPPS)
     prior: float = 1.0  # pseudo-counts of success and failure before the first answer; 1: uniform prior
     failure: float = 0.0  # reward that counts as failure; rewards in between count for both, in proportion
     success: float = 1.0  # reward that counts as success
@@ -34,8 +34,9 @@ class PosteriorSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.target <= 1:
             raise UserError(f"--prompts.posterior.target is {self.target}, it is a success rate: give 0 to 1")
-        if not 0 < self.discount <= 1:
-            raise UserError(f"--prompts.posterior.discount is {self.discount}: give more than 0, at most 1 (no fading)")
+        for name, factor in (("discount", self.discount), ("fading", self.fading)):
+            if not 0 < factor <= 1:
+                raise UserError(f"--prompts.posterior.{name} is {factor}: give more than 0, at most 1 (nothing fades)")
         if not (self.prior > 0 and math.isfinite(self.prior)):
             raise UserError(f"--prompts.posterior.prior is {self.prior}: give a positive number")
         if not self.failure < self.success:
@@ -62,17 +63,17 @@ class Posterior:
 
     def tell(self, outcomes: Iterable[Outcome]) -> None:
         """Take in new outcomes, one after the other."""
-        epoch, discount = len(self._told_P), self.settings.discount
+        epoch, settings = len(self._told_P), self.settings
         for position, successes, failures in outcomes:
             self._now += 1
-            weight = discount ** (1 + (self._now - self._told_P[position]) / epoch)
+            weight = settings.discount * settings.fading ** ((self._now - self._told_P[position]) / epoch)
             self._successes_P[position] = weight * self._successes_P[position] + successes
             self._failures_P[position] = weight * self._failures_P[position] + failures
             self._told_P[position] = self._now
 
     def parameters(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
         """Returns the two parameters of each prompt's Beta distribution, [P] each."""
-        weight_P = self.settings.discount ** ((self._now - self._told_P) / len(self._told_P))
+        weight_P = self.settings.fading ** ((self._now - self._told_P) / len(self._told_P))
         prior = self.settings.prior
         return prior + weight_P * self._successes_P, prior + weight_P * self._failures_P
 
