@@ -1,6 +1,7 @@
 """Lines that a crash can only shorten."""
 
 import json
+import math
 import multiprocessing
 from contextlib import closing
 from pathlib import Path
@@ -10,11 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tba.record.evaluations import read_evaluations
+from tba.record.evaluations import EvaluationWriter, RunningEvaluations, read_evaluations
 from tba.record.faults import count_faults, note_unreadable, record_fault
 from tba.record.jsonl import JsonLines, NewLines, lines_of, plain, read_last_line, read_lines, write_json
-from tba.record.metrics import MetricsWriter, column, rates, read_last, read_metrics
-from tba.types import StopReason, Version
+from tba.record.metrics import (
+    GENERATED_TOKENS,
+    PART,
+    MetricsWriter,
+    RunningMetrics,
+    column,
+    rates,
+    read_last,
+    read_metrics,
+)
+from tba.types import Evaluation, StopReason, Version
 
 ROWS = [{"step": i, "text": f"zeile {i}\nä\u2028 end", "reward": i / 3} for i in range(4)]
 
@@ -253,3 +263,43 @@ def test_what_was_not_recorded_has_no_rate() -> None:
     assert len(found["generated"][1]) == 0
     assert found["trained"][1] == pytest.approx([5.0])
     assert all(len(y) == 0 for _, y in rates([]).values())
+
+
+def test_the_live_view_gets_means_of_the_newest_50_steps_also_of_the_rewards_parts(tmp_path: Path) -> None:
+    metrics, writer = RunningMetrics(tmp_path), MetricsWriter(tmp_path)
+    assert metrics.mean("lag") is None
+    for step in range(1, 121):
+        writer.write(Version(0, step), float(step), {"lag": float(step), f"{PART}right": step % 2, "ess": math.nan})
+    writer.close()
+    metrics.look()
+    assert metrics.mean("lag") == sum(range(71, 121)) / 50
+    assert metrics.parts() == {"right": 0.5}
+    assert metrics.mean("ess") is None
+
+
+@pytest.mark.parametrize("round_seconds", [1, 4, 30, 200])
+def test_the_rate_of_long_rounds_is_not_0_between_their_ends(tmp_path: Path, round_seconds: int) -> None:
+    """A searcher of 100 tokens per second is shown within a factor of two at every step after its second round."""
+    metrics, writer = RunningMetrics(tmp_path), MetricsWriter(tmp_path)
+    seen = []
+    for second in range(1, 1001):
+        writer.write(Version(0, second), float(second), {GENERATED_TOKENS: 100.0 * (second - second % round_seconds)})
+        if second >= 2 * round_seconds and second % 7 == 0:
+            metrics.look()
+            seen.append(metrics.rate("generated"))
+    writer.close()
+    assert all(rate is not None and 50 <= rate <= 200 for rate in seen)
+    assert metrics.rate("trained") is None
+
+
+def test_the_figures_shown_are_of_the_newest_version_alone(tmp_path: Path) -> None:
+    found, writer = RunningEvaluations(tmp_path), EvaluationWriter(tmp_path)
+    first = [Evaluation(Version(), 0.0, name, 0.3, 100) for name in ("pass@1/sampled", "pass@4/sampled")]
+    writer.write(first)
+    found.look()
+    assert found.newest == {"pass@1/sampled": 0.3, "pass@4/sampled": 0.3}
+    writer.write([Evaluation(Version(0, 50), 9.0, "pass@1/sampled", 0.5, 100)])
+    writer.write(first)  # of another searcher, that took longer
+    found.look()
+    assert (found.newest, found.version) == ({"pass@1/sampled": 0.5}, Version(0, 50))
+    writer.close()

@@ -13,8 +13,8 @@ from tba.record.run import RunRecord
 
 MakeRun = Callable[..., Path]
 TITLES = [
-    *("Reward", "Accuracy", "KL to the reference", "Lag", "Age", "Off-policy", "Effective sample size, residual"),
-    *("Idle", "Tokens per second"),
+    *("Reward", "Accuracy", "Log-ratio to the reference", "Lag", "Age", "Off-policy"),
+    *("Effective sample size, residual", "Not at work", "Tokens per second"),
 ]
 
 
@@ -38,8 +38,8 @@ def test_there_is_a_panel_for_each_thing_to_watch_with_the_run_s_own_numbers(mak
     assert list(labelled(off_policy)) == ["mean", "5 %", "95 %"]
     assert np.allclose(labelled(off_policy)["5 %"].get_ydata(), -0.5)  # type: ignore[attr-defined]
     assert list(labelled(share)) == ["effective sample size", "residual"]
-    assert list(labelled(idle)) == ["trainer", "trainer, paced", "searchers"]
-    assert np.allclose(labelled(idle)["trainer"].get_ydata(), 2.0)  # type: ignore[attr-defined]
+    assert list(labelled(idle)) == ["trainer idle", "trainer paced", "searchers evaluating"]
+    assert np.allclose(labelled(idle)["trainer idle"].get_ydata(), 2.0)  # type: ignore[attr-defined]
     assert list(labelled(rates)) == ["generated", "trained"]
     assert np.allclose(labelled(rates)["generated"].get_ydata(), 2000)  # type: ignore[attr-defined]
     assert np.allclose(labelled(rates)["trained"].get_ydata(), 6000)  # type: ignore[attr-defined]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -35,6 +36,7 @@ from tba.runtime.supervisor import Driver
 from tba.settings import find, override
 
 _LOOK = 0.5  # seconds between two updates of the live view
+EXAMPLE = Path("examples/my_task.py")  # in a clone of the repository
 WARM_UP = "--replay.pacing.warm-up"
 _BUSY = 0.5  # load per core, before the run begins, from which the machine counts as busy
 
@@ -54,7 +56,7 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
     warn_if_busy(console)
     run, summary, code = carry_out(recipe, name, overrides, path, console, data)
-    return closing_words(console, recipe, name, run, summary, code)
+    return closing_words(console, recipe, run, summary, code)
 
 
 def warn_if_busy(console: Console) -> None:
@@ -66,12 +68,15 @@ def warn_if_busy(console: Console) -> None:
         )
 
 
-def closing_words(console: Console, recipe: Recipe, name: str, run: RunDirectory, summary: Summary, code: int) -> int:
+def closing_words(console: Console, recipe: Recipe, run: RunDirectory, summary: Summary, code: int) -> int:
     """Draw the curves, print the summary and next steps, and a ledger that does not close; returns `code`."""
     record = RunRecord.read(run.path)
     if recipe.record.curves:
         draw_curves([record], run.path / "curves.png")
-    console.print(closing_page(record, next_steps(name, run, summary, code)))
+    console.print(closing_page(record))
+    console.print("\nWhat to try next", style="bold")
+    for line in next_steps(recipe, run, summary, code):  # never wrapped: it is to be copied
+        console.print(f"  {line}", highlight=False, soft_wrap=True)
     for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
         if not ledger.closes():
             console.print(f"the ledger of {unit} does not close: {ledger.difference} unaccounted for", style="red")
@@ -184,15 +189,19 @@ class Throttled:
             self.view(phase, note)
 
 
-def next_steps(name: str, run: RunDirectory, summary: Summary, code: int) -> list[str]:
-    """Returns what to try next, as commands; `name` is the recipe's as the user gave it."""
+def next_steps(recipe: Recipe, run: RunDirectory, summary: Summary, code: int) -> list[str]:
+    """Returns what to try next, as commands that can be copied: with the recipe as it was named, and its settings."""
+    path, name = shlex.quote(str(run.path)), shlex.quote(run.facts["recipe"])
+    same = " ".join([name, *map(shlex.quote, run.facts["overrides"])])
+    commands = {
+        f"tba show {path}": "this page again, all counts, and the curves",
+        f"tba eval {same} --checkpoint {path}": "any figure on its newest checkpoint",
+    }
+    if recipe.runtime != "inline":
+        commands[f"tba train {same} --runtime inline"] = "the same in one process, taking turns"
+    if EXAMPLE.exists():
+        commands[f"tba train {EXAMPLE}"] = "your own task: copy that file"
     where = "before its last step" if code else "in its last evaluation"
-    left = [f"the run was stopped {where}; this continues it:", f"tba train --resume {run.path}"]
+    left = [f"the run was stopped {where}; this continues it:", f"tba train --resume {path}"]
     first = left if summary.faults.get("stopped") else []
-    return [
-        *first,
-        f"tba show {run.path}                      # this page again, all counts, and the curves",
-        f"tba eval {name} --checkpoint {run.path}    # any figure on its newest checkpoint",
-        f"tba train {name} --runtime inline       # the same in one process, taking turns",
-        "tba train examples/my_task.py             # your own task: copy that file",
-    ]
+    return [*first, *(line for command, why in commands.items() for line in (f"# {why}", command))]

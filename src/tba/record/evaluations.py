@@ -62,11 +62,12 @@ def read_evaluations(directory: Path) -> list[Evaluation]:
 
 
 class RunningEvaluations:
-    """The newest figure of each metric, for repeated reading: each call of `look` reads only what is new."""
+    """The figures of the newest version, for repeated reading: each call of `look` reads only what is new."""
 
     def __init__(self, directory: Path) -> None:
         self._lines = NewLines(directory / FILE, evaluation_of)
         self.newest: dict[str, float] = {}  # by metric
+        self.version: Version | None = None  # whose they are
 
     @property
     def bad(self) -> int:
@@ -77,8 +78,12 @@ class RunningEvaluations:
         """Take in what is new."""
         replaced, found = self._lines.read()
         if replaced:
-            self.newest = {}
-        self.newest |= {e.metric: e.value for e in found}
+            self.newest, self.version = {}, None
+        for e in found:
+            if self.version is None or e.version > self.version:
+                self.newest, self.version = {}, e.version
+            if e.version == self.version:
+                self.newest[e.metric] = e.value
 
 
 def read_answers(directory: Path) -> list[RecordedAnswer]:

@@ -33,16 +33,19 @@ class Status:
     training_seconds: float = 0.0  # of these, since the first optimizer step of this process
     training_steps: int | None = None  # steps taken in training_seconds; None: all (a resumed run gives its own)
     phase: str = "training"  # starting, warm-up, training, evaluating, stopping
-    reward: float | None = None  # mean of the newest batch
-    accuracy: Mapping[str, float] = field(default_factory=dict)  # newest held-out figures, by metric
-    log_ratio: float | None = None  # KL to the reference, nats per completion
-    lag: float | None = None  # trainer updates since sampling, mean of the newest batch
-    ess: float | None = None  # effective sample size of the newest batch, as a share of its rows
+    reward: float | None = None  # this and the next four are means of the newest 50 steps
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the reward, by name, where it has several
+    log_ratio: float | None = None  # of policy to reference, nats per completion
+    lag: float | None = None  # trainer updates since sampling
+    ess: float | None = None  # effective sample size, as a share of a batch's rows
+    accuracy: Mapping[str, float] = field(default_factory=dict)  # held-out figures of `evaluated`, by metric
+    evaluated: str = ""  # the newest version that has such figures
+    evaluating: int = 0  # versions that a searcher evaluates, or is to
     generated_rate: float | None = None  # completion tokens per second, all searchers
     trained_rate: float | None = None  # completion tokens per second, every use counted
     trainer_idle: float | None = None
     trainer_paced: float | None = None
-    searcher_idle: float | None = None
+    searcher_evaluating: float | None = None  # of the searchers' wall-clock
     note: str = ""  # something that went wrong and was survived
 
     @property
@@ -103,16 +106,16 @@ def line(status: Status) -> str:
         f"{duration(status.elapsed_seconds):>8}",
         f"step {status.step}/{status.steps}",
         "" if status.phase == "training" else status.phase,
-        _if_known("reward", _number(status.reward)),
+        _if_known("reward", _reward(status, ", ")),
         _if_known("accuracy", _accuracy(status, ", ")),
-        _if_known("KL", _number(status.log_ratio, 2)),
+        _if_known("log-ratio", _number(status.log_ratio, 2)),
         _if_known("lag", _number(status.lag, 1)),
         _if_known("ESS", _share(status.ess)),
         _if_known("generated", _rate(status.generated_rate), " tok/s"),
         _if_known("trained", _rate(status.trained_rate), " tok/s"),
         _if_known("trainer idle", _share(status.trainer_idle)),
         _if_known("paced", _share(status.trainer_paced)),
-        _if_known("searchers idle", _share(status.searcher_idle)),
+        _if_known("evaluating", _evaluating(status)),
         _if_known("ETA", _eta(status)),
         status.note,
     ]
@@ -120,26 +123,29 @@ def line(status: Status) -> str:
 
 
 def table(status: Status, title: str = "") -> Group:
-    """The same for a terminal."""
-    grid = Table.grid(padding=(0, 2))
-    for _ in range(3):
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(no_wrap=True, min_width=12)
-    searchers = f"{_rate(status.generated_rate)} tok/s, idle {_share(status.searcher_idle)}"
-    trainer = (
-        f"{_rate(status.trained_rate)} tok/s, idle {_share(status.trainer_idle)}, paced {_share(status.trainer_paced)}"
-    )
-    lag = f"{_number(status.lag, 1)} updates, ESS {_share(status.ess)}"
-    grid.add_row("reward", _number(status.reward), "lag", lag, "searchers", searchers)
-    grid.add_row("KL to reference", f"{_number(status.log_ratio, 2)} nats", "ETA", _eta(status), "trainer", trainer)
+    """The same for a terminal of 80 columns; the figures of the batches are means of the newest 50 steps."""
     head = Table.grid(padding=(0, 2))
     head.add_row(
-        Text(printable(title or status.phase, 100, newlines=False), style="bold"),
-        ProgressBar(total=max(1, status.steps), completed=status.step, width=30),
+        Text(printable(title or status.phase, 24, newlines=False), style="bold"),
+        ProgressBar(total=max(1, status.steps), completed=status.step, width=16),
         Text(f"step {status.step}/{status.steps}"),
-        Text(f"{duration(status.elapsed_seconds)}, {status.phase}", style="dim"),
+        Text(f"{duration(status.elapsed_seconds)}, {status.phase}, ETA {_eta(status)}", style="dim"),
     )
-    parts: list[Table | Text] = [head, Text.assemble(("accuracy  ", "dim"), (_accuracy(status, "   "), "bold")), grid]
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    ratio, lag = f"log-ratio {_number(status.log_ratio, 2)}", f"lag {_number(status.lag, 1)}"
+    version = Text(f"   at {status.evaluated}" if status.evaluated else "", style="dim")
+    grid.add_row("accuracy", Text.assemble((_accuracy(status, "   "), "bold"), version))
+    grid.add_row("reward", _reward(status, "   "))
+    grid.add_row("batches", f"{ratio}   {lag}   ESS {_share(status.ess)}")
+    grid.add_row("searchers", f"{_rate(status.generated_rate)} tok/s   evaluating {_evaluating(status)}")
+    grid.add_row(
+        "trainer",
+        f"{_rate(status.trained_rate)} tok/s   idle {_share(status.trainer_idle)}   "
+        f"paced {_share(status.trainer_paced)}",
+    )
+    parts: list[Table | Text] = [head, grid]
     if status.note:
         parts.append(Text(status.note, style="yellow"))
     return Group(*parts)
@@ -159,6 +165,17 @@ def _share(value: float | None) -> str:
 
 def _if_known(name: str, value: str, unit: str = "") -> str:
     return "" if value == NOT_YET else f"{name} {value}{unit}"
+
+
+def _reward(status: Status, between: str) -> str:
+    parts = [f"{printable(name, 40, newlines=False)} {value:.3f}" for name, value in status.parts.items()]
+    return between.join([_number(status.reward), *parts])
+
+
+def _evaluating(status: Status) -> str:
+    """The share of the searchers' time, and whether one does so now."""
+    share = _share(status.searcher_evaluating)
+    return f"{share} of the time{', now too' if status.evaluating else ''}" if share != NOT_YET else NOT_YET
 
 
 def _accuracy(status: Status, between: str) -> str:

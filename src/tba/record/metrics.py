@@ -8,6 +8,7 @@ may add any other.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeGuard
@@ -21,7 +22,8 @@ from tba.types import Json, Version
 FILE = "metrics.jsonl"
 
 REWARD = "reward"  # mean over the batch
-LOG_RATIO = "log_ratio"  # mean over rows of log pi - log pi_ref summed over tokens: KL to the reference, as sampled
+PART = "reward/"  # prefix of the mean of each part of the reward, where it has several
+LOG_RATIO = "log_ratio"  # mean over rows of log pi - log pi_ref summed over tokens; the KL only where rows are fresh
 LAG = "lag"  # trainer updates since the weights that sampled the batch, mean over rows
 LAG_MAX = "lag_max"
 IN_FLIGHT = "in_flight_seconds"  # from the beginning of a trajectory's round to the journal, mean over rows
@@ -33,13 +35,16 @@ ESS = "ess"  # effective sample size, as a share of the rows
 RESIDUAL = "residual_relative"  # spread of r - beta log-ratio within groups, over that of r
 TRAINER_IDLE = "trainer_idle"  # shares of wall-clock after warm-up, so far, in 0..1
 TRAINER_PACED = "trainer_paced"
-SEARCHER_IDLE = "searcher_idle"
+EVALUATING = "evaluating"  # versions that are to be evaluated, or being evaluated
+SEARCHER_EVALUATING = "searcher_evaluating"  # share of the searchers' wall-clock since the run began, in 0..1
 GENERATED_TOKENS = "generated_tokens"  # by all searchers, since the run began
 TRAINED_TOKENS = "tokens"  # in this step's batch
 
 RATE_POINTS = 40  # at most, over a run
 STEPS_PER_RATE_POINT = 5  # at least
 KEPT_POINTS = 512  # of a running total: more than enough for RATE_POINTS
+MEAN_STEPS = 50  # of which the live view shows means
+RATE_SECONDS = 10.0  # at least, of which it shows a rate
 
 
 class MetricsWriter:
@@ -106,6 +111,7 @@ class RunningMetrics:
     def _begin(self) -> None:
         self.newest: Mapping[str, Json] = {}  # line; empty before the first
         self.first_seconds = 0.0  # the wall-clock of the first
+        self._recent: deque[Mapping[str, Json]] = deque(maxlen=MEAN_STEPS)
         self._trained = 0.0
         self._totals = {"generated": _Total(), "trained": _Total()}
 
@@ -124,17 +130,34 @@ class RunningMetrics:
             if not self.newest:
                 self.first_seconds = seconds
             self.newest = row
+            self._recent.append(row)
             if _is_number(generated):
                 self._totals["generated"].add(seconds, generated)
             if _is_number(trained):
                 self._trained += trained
                 self._totals["trained"].add(seconds, self._trained)
 
-    def rates(self) -> dict[str, tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]]:
-        """Returns what `rates` gives for all rows; beyond `KEPT_POINTS` of them interpolated between points that are
-        kept.
+    def mean(self, name: str) -> float | None:
+        """Returns the mean of a metric over the newest 50 steps; None where none of them has it."""
+        values = [value for row in self._recent if _is_number(value := row.get(name))]
+        return sum(values) / len(values) if values else None
+
+    def parts(self) -> dict[str, float]:
+        """Returns the same of each part of the reward, by its name."""
+        names = [name.removeprefix(PART) for name in self.newest if name.startswith(PART)]
+        return {name: mean for name in names if (mean := self.mean(PART + name)) is not None}
+
+    def rate(self, half: str) -> float | None:
+        """Returns tokens per second of `generated` or `trained` by now: over ten seconds or more, and so many that two
+        arrivals lie in them, since those of a long round arrive together. None while there was no arrival.
         """
-        return {half: _rate(*total.points()) for half, total in self._totals.items()}
+        x, total = self._totals[half].points()
+        rises = np.flatnonzero(np.diff(total) > 0) + 1
+        if not len(rises):
+            return None
+        early = [i for i in [0, *rises[:-1]] if x[-1] - x[i] >= RATE_SECONDS]
+        since = early[-1] if early else 0
+        return float((total[-1] - total[since]) / (x[-1] - x[since]))
 
 
 class _Total:

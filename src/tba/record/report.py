@@ -41,11 +41,16 @@ class Panel:
 
 
 ACCURACY = Panel("Accuracy", "held-out problems, 95 % interval", percent=True)
+REWARDS = Panel("Reward", "mean of the trained batch, and of the reward's parts", ((metrics.REWARD, "reward"),))
 RATES = Panel("Tokens per second", "completion tokens, of wall-clock; every use counted")
 PANELS = (
-    Panel("Reward", "mean of the trained batch", ((metrics.REWARD, "reward"),)),
+    REWARDS,
     ACCURACY,
-    Panel("KL to the reference", "mean log-ratio of a trained completion, nats", ((metrics.LOG_RATIO, "log-ratio"),)),
+    Panel(
+        "Log-ratio to the reference",
+        "log(policy / reference) of a trained completion, mean, nats",
+        ((metrics.LOG_RATIO, "log-ratio"),),
+    ),
     Panel("Lag", "trainer updates since sampling", ((metrics.LAG, "mean"), (metrics.LAG_MAX, "largest"))),
     Panel(
         "Age",
@@ -63,12 +68,12 @@ PANELS = (
         ((metrics.ESS, "effective sample size"), (metrics.RESIDUAL, "residual")),
     ),
     Panel(
-        "Idle",
-        "share of wall-clock after warm-up",
+        "Not at work",
+        "share of wall-clock so far",
         (
-            (metrics.TRAINER_IDLE, "trainer"),
-            (metrics.TRAINER_PACED, "trainer, paced"),
-            (metrics.SEARCHER_IDLE, "searchers"),
+            (metrics.TRAINER_IDLE, "trainer idle"),
+            (metrics.TRAINER_PACED, "trainer paced"),
+            (metrics.SEARCHER_EVALUATING, "searchers evaluating"),
         ),
         percent=True,
     ),
@@ -134,6 +139,10 @@ def smooth(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 def _draw(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, seconds_per_unit: float) -> bool:
     """Draw one run's part of a panel; returns whether there was any."""
+    if runs == 1:
+        for e in run.evaluations:  # a searcher that evaluates does not generate
+            since = e.wall_seconds / seconds_per_unit
+            axes.axvspan(since, since + e.seconds / seconds_per_unit, color="#eef4fb", lw=0, zorder=0)
     draw: Callable[..., bool] = {ACCURACY: _draw_accuracy, RATES: _draw_rates}.get(panel, _draw_series)
     if runs == 1 and run.summary is not None:
         before = (run.summary.wall_seconds.sft + run.summary.wall_seconds.warm_up) / seconds_per_unit
@@ -143,7 +152,7 @@ def _draw(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, second
 
 def _draw_series(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, seconds_per_unit: float) -> bool:
     drawn = False
-    for i, (name, label) in enumerate(panel.series):
+    for i, (name, label) in enumerate([*panel.series, *(_parts(run) if panel is REWARDS else ())]):
         x, y = column(run.metrics, name)
         if not len(x):
             continue
@@ -155,8 +164,14 @@ def _draw_series(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int,
             if runs == 1:
                 axes.plot(x, y, color=look["color"], lw=0.7, alpha=0.28)
             y = smooth(y)
-        axes.plot(x, y, lw=1.8, label=label if index == 0 else None, **look)
+        axes.plot(x, y, lw=1.8, marker="" if len(y) > 2 else "o", label=label if index == 0 else None, **look)
     return drawn
+
+
+def _parts(run: RunRecord) -> list[tuple[str, str]]:
+    """Returns the series of the reward's parts, where it has several."""
+    names = [name for name in (run.metrics[-1] if run.metrics else ()) if name.startswith(metrics.PART)]
+    return [(name, literal(name.removeprefix(metrics.PART), 40)) for name in names]
 
 
 def _draw_rates(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, seconds_per_unit: float) -> bool:
@@ -178,7 +193,8 @@ def _draw_accuracy(axes: Any, panel: Panel, run: RunRecord, index: int, runs: in
         y = [100 * v.estimate for v in intervals]
         spread = [[100 * (v.estimate - v.low) for v in intervals], [100 * (v.high - v.estimate) for v in intervals]]
         axes.errorbar(x, y, spread, fmt="none", ecolor=look["color"], elinewidth=1.0, alpha=0.4)
-        axes.plot(x, y, marker="o", ms=4, lw=1.8, label=literal(name) if index == 0 else None, **look)
+        joined = look if len(found) > 2 else {**look, "linestyle": "none"}  # a line between two points would be a guess
+        axes.plot(x, y, marker="o", ms=4, lw=1.8, label=literal(name) if index == 0 else None, **joined)
     return bool(run.evaluations)
 
 
@@ -249,7 +265,7 @@ def _headline(runs: Sequence[RunRecord]) -> str:
 
 
 def _caption(run: RunRecord) -> str:
-    strong = "faint: as recorded; strong: running mean"
+    strong = "faint: as recorded; strong: running mean; blue: a searcher evaluates"
     return f"{strong}; grey: before the first step" if run.summary else strong
 
 

@@ -38,8 +38,8 @@ def show(run: RunRecord) -> RenderableType:
     return Group(*parts)
 
 
-def closing_page(run: RunRecord, next_steps: Sequence[str] = ()) -> RenderableType:
-    """Returns accuracy and answers before and after, what was trained, where it is, and what to do next."""
+def closing_page(run: RunRecord) -> RenderableType:
+    """Returns accuracy and answers before and after, what was trained, and where it is."""
     parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run)), *_fallen(run)]
     pairs = run.answers_before_after()[:ANSWERS_SHOWN]
     if pairs:
@@ -51,20 +51,18 @@ def closing_page(run: RunRecord, next_steps: Sequence[str] = ()) -> RenderableTy
         ("The run lies in ", ""), (printable(str(run.directory)), "bold"), f" ({', '.join(left)})." if left else "."
     )
     parts.append(Padding(where, (1, 0, 0, 0)))
-    if next_steps:
-        parts.append(_section("What to try next", Text("\n".join(next_steps))))
     return Group(*parts)
 
 
 def accuracy(run: RunRecord) -> RenderableType:
-    """A row per metric: before, after, difference, with 95 % intervals of each."""
+    """A row per metric: before, after, both with 95 % intervals, difference; whole on 80 columns."""
     names = run.evaluated()
     if not names:
         return Text("not evaluated yet", style="dim")
-    table = _table("metric", "before", "after", "difference", "problems")
+    table = _table("metric", "before", "after", "points", "problems", gap=1)
     for name in names:
         before, after = run.before_after(name)
-        change = f"{100 * (after.value - before.value):+.1f} points" if before and after else "-"
+        change = f"{100 * (after.value - before.value):+.1f}" if before and after else "-"
         table.add_row(printable(name, 60), _figure(before), _figure(after), change, str(before.n if before else "-"))
     return table
 
@@ -117,11 +115,10 @@ def _heading(run: RunRecord) -> RenderableType:
 def _so_far(run: RunRecord) -> RenderableType:
     names = {
         "reward": metrics.REWARD,
-        "KL to the reference": metrics.LOG_RATIO,
+        "log-ratio to the reference": metrics.LOG_RATIO,
         "lag": metrics.LAG,
         "trainer idle": metrics.TRAINER_IDLE,
         "trainer paced": metrics.TRAINER_PACED,
-        "searchers idle": metrics.SEARCHER_IDLE,
     }
     found = {label: value for label, name in names.items() if (value := run.latest(name)) is not None}
     found |= {f"tokens/s {half}": float(y[-1]) for half, (_, y) in metrics.rates(run.metrics).items() if len(y)}
@@ -138,7 +135,7 @@ def _facts(summary: Summary) -> RenderableType:
         {
             "wall-clock": f"{duration(wall.total)}: warm start {duration(wall.sft)}, warm-up {duration(wall.warm_up)}, "
             f"training {duration(wall.train)}, evaluation {duration(wall.eval)}",
-            "idle after warm-up": _idle(summary),
+            "waiting after warm-up": _waiting(summary),
             "lag": _lag(summary),
             "of the newest arrivals": f"{percent(summary.recent_share)} of the groups",
             "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}, "
@@ -165,16 +162,18 @@ def _cost(summary: Summary) -> RenderableType:
             "time": f"{duration(summary.wall_seconds.total)} for {summary.steps} steps",
             "tokens trained": f"{percent(tokens.trained_share)} of the {given}, each used {tokens.mean_uses:.1f} times",
             "lag": _lag(summary),
-            "idle after warm-up": _idle(summary),
+            "waiting after warm-up": _waiting(summary),
         }
     )
 
 
-def _idle(summary: Summary) -> str:
-    return (
-        f"trainer {percent(summary.trainer_idle)} and paced {percent(summary.trainer_paced)}, "
-        f"searchers {percent(summary.searcher_idle)}"
-    )
+def _waiting(summary: Summary) -> str:
+    trainer = f"trainer idle {percent(summary.trainer_idle)}, paced {percent(summary.trainer_paced)}"
+    return f"{trainer}; searchers idle {percent(summary.searcher_idle)}, {_evaluating(summary)}"
+
+
+def _evaluating(summary: Summary) -> str:
+    return f"evaluating {percent(summary.searcher_evaluating)}"
 
 
 def _slow_side(summary: Summary) -> str:
@@ -237,8 +236,8 @@ def _section(title: str, body: RenderableType) -> RenderableType:
     return Padding(Group(Text(title, style="bold"), Padding(body, (0, 0, 0, 2))), (1, 0, 0, 0))
 
 
-def _table(*columns: str, justify: str = "right") -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+def _table(*columns: str, justify: str = "right", gap: int = 2) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, gap), header_style="dim")
     for i, name in enumerate(columns):
         table.add_column(name, justify="left" if i == 0 or justify == "left" else "right", overflow="fold")
     return table

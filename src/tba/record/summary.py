@@ -69,6 +69,7 @@ class Summary:
     trainer_paced: float = 0.0  # held back by the limit on reuse
     searcher_idle: float = 0.0
     searcher_paced: float = 0.0  # held back because they were ahead
+    searcher_evaluating: float = 0.0
     tokens: Ledger = field(default_factory=Ledger)
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
@@ -116,6 +117,7 @@ class Summary:
             "trainer_paced": self.trainer_paced,
             "searcher_idle": self.searcher_idle,
             "searcher_paced": self.searcher_paced,
+            "searcher_evaluating": self.searcher_evaluating,
             "slow_side": self.slow_side,
             "samples_per_insert": self.trajectories.samples_per_insert,
             "tokens": asdict(self.tokens),

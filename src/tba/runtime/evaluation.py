@@ -126,7 +126,11 @@ class Examiner:
             interrupted=self.interrupted,
             between=None if self.between is None else lambda: self._between(version),
         )
-        self.journal.count(evaluation_tokens=found.tokens, evaluation_trajectories=found.trajectories)
+        self.journal.count(
+            evaluation_tokens=found.tokens,
+            evaluation_trajectories=found.trajectories,
+            evaluation_milliseconds=round(1000 * found.seconds),
+        )
         if found.interrupted:
             return
         evaluations = [replace(e, wall_seconds=wall_seconds) for e in found.evaluations]

@@ -12,6 +12,7 @@ from typing import Any
 
 from tba.foreign import read_json
 from tba.recipe import Recipe
+from tba.record import metrics
 from tba.record.clock import share_of
 from tba.record.evaluations import RunningEvaluations, read_evaluations
 from tba.record.falls import noted_falls
@@ -47,8 +48,8 @@ class Progress:
         self.metrics.look()
         self.evaluations.look()
         row: Mapping[str, Any] = self.metrics.newest
+        mean = self.metrics.mean
         bad = self.metrics.bad + self.evaluations.bad
-        rate = {half: float(y[-4:].mean()) if len(y) else None for half, (_, y) in self.metrics.rates().items()}
         told = (noted_falls(self.run.path) or [""])[-1]
         return Status(
             step=int(row.get("step", 0)),
@@ -56,15 +57,19 @@ class Progress:
             elapsed_seconds=self.run.clock()(),
             training_seconds=row["wall_seconds"] - self.metrics.first_seconds if row else 0.0,
             phase="warm-up" if phase == "training" and not row else phase,
-            reward=row.get("reward"),
+            reward=mean(metrics.REWARD),
+            parts=self.metrics.parts(),
+            log_ratio=mean(metrics.LOG_RATIO),
+            lag=mean(metrics.LAG),
+            ess=mean(metrics.ESS),
             accuracy=dict(self.evaluations.newest),
-            log_ratio=row.get("log_ratio"),
-            lag=row.get("lag"),
-            ess=row.get("ess"),
-            generated_rate=rate.get("generated"),
-            trained_rate=rate.get("trained"),
-            trainer_idle=row.get("trainer_idle"),
-            trainer_paced=row.get("trainer_paced"),
+            evaluated=str(self.evaluations.version or ""),
+            evaluating=int(row.get(metrics.EVALUATING, 0)),
+            generated_rate=self.metrics.rate("generated"),
+            trained_rate=self.metrics.rate("trained"),
+            trainer_idle=row.get(metrics.TRAINER_IDLE),
+            trainer_paced=row.get(metrics.TRAINER_PACED),
+            searcher_evaluating=row.get(metrics.SEARCHER_EVALUATING),
             note=note or (f"{bad} lines of what is recorded cannot be read" if bad else told),
         )
 
@@ -105,6 +110,7 @@ def summarise(
         trainer_paced=share_of([trainer["clock"]], "paced"),
         searcher_idle=share_of([half["clock"] for half in halves.values()], "idle"),
         searcher_paced=share_of([half["clock"] for half in halves.values()], "paced"),
+        searcher_evaluating=share_of([half["clock"] for half in halves.values()], "eval"),
         tokens=ledgers["tokens"],
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from tba.record.falls import STALE, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import peak_memory_bytes
+from tba.record.metrics import EVALUATING, GENERATED_TOKENS, PART, SEARCHER_EVALUATING
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
@@ -252,6 +253,7 @@ class TrainerLoop:
         own = {
             "trainer_idle": self.clock.share("idle"),
             "trainer_paced": self.clock.share("paced"),
+            **_parts(trajectories),
             **self.replay.metrics(),
             **self.references.metrics(),
             **self._steer(metrics),
@@ -293,8 +295,13 @@ class TrainerLoop:
             return
         self._looked = now
         self._look_at_evaluations()
-        owners = self.journal.counters().values()
-        self._searched = {"generated_tokens": float(sum(o.get("generated_tokens", 0) for o in owners))}
+        owners = [own for own in self.journal.counters().values() if own.get("generated_tokens")]
+        evaluated = sum(own.get("evaluation_milliseconds", 0) for own in owners) / 1000
+        self._searched = {
+            GENERATED_TOKENS: float(sum(own["generated_tokens"] for own in owners)),
+            SEARCHER_EVALUATING: evaluated / (max(1, len(owners)) * max(evaluated, self.elapsed(), 1e-9)),
+            EVALUATING: float(len(self.requests.pending)),
+        }
 
     def _look_at_evaluations(self) -> None:
         """Pass on the searchers' evaluations (their own files have them already), and check whether the figure has
@@ -382,6 +389,15 @@ def start_training(
         loop.restore(checkpoint)
     loop.publish()
     return loop
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the mean of each part of the reward over the trajectories that have it, where there are several."""
+    values: dict[str, list[float]] = {}
+    for t in trajectories:
+        for name, value in t.reward_parts.items() if len(t.reward_parts) > 1 else ():
+            values.setdefault(name, []).append(value)
+    return {f"{PART}{name}": sum(own) / len(own) for name, own in values.items()}
 
 
 def require_enough(recipe: Recipe, replay: Replay, journal: JournalFollower) -> None:
