@@ -52,7 +52,7 @@ def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False)
         console.print(f"{recipe.name}: resuming from {start} ({why})", highlight=False)
         warn_if_busy(console)
         summary, code = go(recipe, run, console)
-    return closing_words(console, recipe, run, summary, code)
+    return closing_words(console, recipe, [run.facts["recipe"], *run.facts["overrides"]], run, summary, code)
 
 
 def resumable(

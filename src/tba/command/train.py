@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +56,7 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
     warn_if_busy(console)
     run, summary, code = carry_out(recipe, name, overrides, path, console, data)
-    return closing_words(console, recipe, run, summary, code)
+    return closing_words(console, recipe, [name, *overrides], run, summary, code)
 
 
 def warn_if_busy(console: Console) -> None:
@@ -68,14 +68,16 @@ def warn_if_busy(console: Console) -> None:
         )
 
 
-def closing_words(console: Console, recipe: Recipe, run: RunDirectory, summary: Summary, code: int) -> int:
+def closing_words(
+    console: Console, recipe: Recipe, given: Sequence[str], run: RunDirectory, summary: Summary, code: int
+) -> int:
     """Draw the curves, print the summary and next steps, and a ledger that does not close; returns `code`."""
     record = RunRecord.read(run.path)
     if recipe.record.curves:
         draw_curves([record], run.path / "curves.png")
     console.print(closing_page(record))
     console.print("\nWhat to try next", style="bold")
-    for line in next_steps(recipe, run, summary, code):  # never wrapped: it is to be copied
+    for line in next_steps(recipe, given, run, summary, code):  # never wrapped: it is to be copied
         console.print(f"  {line}", highlight=False, soft_wrap=True)
     for unit, ledger in (("tokens", summary.tokens), ("trajectories", summary.trajectories)):
         if not ledger.closes():
@@ -189,10 +191,9 @@ class Throttled:
             self.view(phase, note)
 
 
-def next_steps(recipe: Recipe, run: RunDirectory, summary: Summary, code: int) -> list[str]:
-    """Returns what to try next, as commands that can be copied: with the recipe as it was named, and its settings."""
-    path, name = shlex.quote(str(run.path)), shlex.quote(run.facts["recipe"])
-    same = " ".join([name, *map(shlex.quote, run.facts["overrides"])])
+def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary: Summary, code: int) -> list[str]:
+    """Returns what to try next, as commands that can be copied; given: the recipe as the user named it, and settings."""
+    path, same = shlex.quote(str(run.path)), shlex.join(given)
     commands = {
         f"tba show {path}": "this page again, all counts, and the curves",
         f"tba eval {same} --checkpoint {path}": "any figure on its newest checkpoint",
