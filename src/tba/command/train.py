@@ -192,7 +192,7 @@ class Throttled:
 
 
 def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary: Summary, code: int) -> list[str]:
-    """Returns what to try next, as commands that can be copied; given: the recipe as the user named it, and settings."""
+    """Returns what to try next, as commands that can be copied; given: the recipe as named, and settings."""
     path, same = shlex.quote(str(run.path)), shlex.join(given)
     commands = {
         f"tba show {path}": "this page again, all counts, and the curves",
