@@ -16,7 +16,8 @@ from tba.errors import UserError
 from tba.policy.tabular import TabularTask
 from tba.recipe import Recipe, differences, resolved
 from tba.recipe_source import write_recipe
-from tba.settings import find, names
+from tba.settings import find
+from tba.shipped import names
 from tba.types import Problem, Split
 
 ROOT = Path(__file__).parents[1]

@@ -26,7 +26,8 @@ from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
 from tba.research.command import StudyOptions
 from tba.research.study import find_study
-from tba.settings import find, names, override, split_options
+from tba.settings import find, override, split_options
+from tba.shipped import names
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -20,7 +20,9 @@ SEAMS = GROUND | {"protocols", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"search", "intake", "training", "replay", "weights", "evaluation", "record"}
 
-CORE = SEAMS | LEAVES | PARTS | TENSORS | {"models", "objectives", "schedules", "recipe", "settings", "runtime"}
+CORE = (
+    SEAMS | LEAVES | PARTS | TENSORS | {"models", "objectives", "schedules", "recipe", "settings", "shipped", "runtime"}
+)
 
 # What each part of the package may import of the others, below it. The core is all up to `command`; above it stand the
 # applications, each a folder of its own, then the recipes, and research.
@@ -48,15 +50,16 @@ ALLOWED: dict[str, set[str]] = {
     "models": SEAMS | LEAVES | TENSORS | {"training", "fields"},
     "recipe": SEAMS | PARTS | {"fields"},
     "fields": {"errors"},  # of any settings
-    "settings": GROUND | {"recipe", "fields"},  # recipes and studies by name, when they are asked for
-    "runtime": SEAMS | PARTS | {"recipe", "settings"},
+    "shipped": {"errors"},
+    "settings": GROUND | {"recipe", "fields", "shipped"},  # recipes and studies by name, when they are asked for
+    "runtime": SEAMS | PARTS | {"recipe", "settings", "shipped"},
     "command": CORE | {"fields"},
     "apps.preference": CORE | {"command"},
     "apps.red_team": CORE | {"command"},
     "apps": set(),
     "recipes": CORE | {"apps.preference", "apps.red_team"},
     "research": CORE | {"command", "recipes", "apps.preference", "apps.red_team"},
-    "__main__": GROUND | {"command", "settings", "record", "apps.preference", "apps.red_team", "research"},
+    "__main__": GROUND | {"command", "settings", "shipped", "record", "apps.preference", "apps.red_team", "research"},
     "api": CORE | {"command", "recipe_source"},
     "recipe_source": GROUND | {"recipe", "settings"},
     "__init__": CORE | {"api"},  # names that it loads when they are used

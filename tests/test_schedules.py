@@ -22,7 +22,8 @@ from tba.schedules import (
     gsm8k_anneal,
     tldr_anneal,
 )
-from tba.settings import find, names, override
+from tba.settings import find, override
+from tba.shipped import names
 
 
 def test_on_tldr_beta_is_0_777_at_step_31_and_jumps_to_0_05_at_step_32() -> None:

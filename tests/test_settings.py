@@ -24,7 +24,8 @@ from tba.fields import comments, fields_of, flags, without_effect
 from tba.recipe import GONE, Recipe, differences, resolved
 from tba.runtime.run_dir import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
-from tba.settings import FIRST, find, names, override
+from tba.settings import FIRST, defined, find, override, with_config
+from tba.shipped import description_of, names
 
 TOY = str(Path(__file__).parent / "runtime" / "toy.py")
 QUICKSTART, GSM8K = find("quickstart"), find("gsm8k")
@@ -448,3 +449,49 @@ def test_a_resolved_recipe_of_before_differs_only_where_what_is_gone_had_another
     assert list(differences(before, now)) == []
     before["run"]["prefetch"] = False
     assert list(differences(before, now)) == [("run.prefetch", False, None)]
+
+
+def test_a_file_sets_fields_as_flags_do(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('steps = 3\nruntime = "inline"\n[optimizer]\nlr = 2e-4\n[evaluation]\npass_k = 0\ngreedy = false\n')
+    flags = ["--steps", "3", "--runtime", "inline", "--optimizer.lr", "0.0002", "--evaluation.pass-k", "0"]
+    assert with_config(["--seed", "1", "--config", str(file), "--steps", "4"]) == [
+        *("--seed", "1", *flags, "--evaluation.no-greedy", "--steps", "4")
+    ]
+    assert override(find("quickstart"), with_config([f"--config={file}"]), "tba train quickstart").optimizer.lr == 2e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("steps = ", "Invalid value"), ("when = 1979-05-27", "a text, a number"), (None, "No such file")],
+)
+def test_a_file_of_fields_that_cannot_be_used_is_refused_in_a_sentence(
+    tmp_path: Path, text: str | None, why: str
+) -> None:
+    file = tmp_path / "mine.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(UserError, match=why):
+        with_config(["--config", str(file)])
+
+
+def test_another_part_is_answered_by_how_to_choose_it() -> None:
+    with pytest.raises(
+        UserError, match=r"Another objective is chosen in code.*dataclasses.replace\(recipe, objective="
+    ):
+        override(find("quickstart"), ["--objective", "grpo"], "tba train quickstart")
+
+
+def test_descriptions_are_those_of_the_recipes_and_studies_themselves() -> None:
+    assert {name: description_of(name) for name in names()} == {name: find(name).description for name in names()}
+    for name in names("study"):
+        assert description_of(name, "study") == defined(name, "study").description
+
+
+def test_a_list_of_recipes_and_a_misspelt_name_load_nothing_heavy() -> None:
+    program = """import sys
+from tba.__main__ import main
+assert main(["recipes"]) == main(["studies"]) == 0 and main(["train", "quickstrt"]) == main(["eval", "x"]) == 2
+print(sorted({"torch", "numpy", "transformers", "tba.recipe"} & set(sys.modules)))"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("[]\n")

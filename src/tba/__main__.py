@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Literal
 
 USAGE = """\
 tba: asynchronous, off-policy RL post-training of language models (Trajectory Balance with Asynchrony)
@@ -49,8 +50,10 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
                                             count, query or export the trajectories of a run
 
 `tba COMMAND --help` lists a command's options, `tba train RECIPE --help` every field of a recipe too.
+Wherever fields can be set, `--config FILE.toml` sets those of a file.
 """
 HELP = {"-h", "--help"}
+RECIPE = "a recipe's name or a path to a .py file"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(USAGE)
             code = 0
         else:
-            code = 0 if _asked_for_help(*arguments) else _command(arguments[0])(arguments[1:])
+            code = 0 if _asked_for_help(*arguments) else _command(arguments[0])(_configured(arguments[1:]))
         sys.stdout.flush()
         return code
     except UserError as error:
@@ -96,6 +99,14 @@ def _asked_for_help(command: str, *arguments: str) -> bool:
     return not (takes_recipe and named and not named[0].startswith("-"))
 
 
+def _configured(arguments: list[str]) -> list[str]:
+    if not any(argument.partition("=")[0] == "--config" for argument in arguments):
+        return arguments
+    from tba.settings import with_config
+
+    return with_config(arguments)
+
+
 def _command(name: str) -> Callable[[list[str]], int]:
     from tba.errors import UserError
 
@@ -123,13 +134,13 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
 def train(arguments: list[str]) -> int:
     """`tba train RECIPE`, or `tba train --resume RUN`."""
+    if any(argument.split("=")[0] == "--resume" for argument in arguments):
+        return resume(arguments)
+    name, rest = _named(arguments, "tba train RECIPE", RECIPE)
     from tba.command.options import TrainOptions
     from tba.command.train import run_recipe
     from tba.settings import split_options
 
-    if any(argument.split("=")[0] == "--resume" for argument in arguments):
-        return resume(arguments)
-    name, rest = _named(arguments, "tba train RECIPE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(TrainOptions(), rest, "tba train")
     return run_recipe(name, overrides, options.runs, options.run_name, options.data)
 
@@ -178,9 +189,9 @@ def import_(arguments: list[str]) -> int:
 
 def check(arguments: list[str]) -> int:
     """`tba check RECIPE`: validate a recipe and estimate its time and memory."""
+    name, overrides = _named(arguments, "tba check RECIPE", RECIPE)
     from tba.command.check import check_recipe
 
-    name, overrides = _named(arguments, "tba check RECIPE", "a recipe's name or a path to a .py file")
     return check_recipe(name, overrides)
 
 
@@ -204,10 +215,10 @@ def model(arguments: list[str]) -> int:
 
 def sample(arguments: list[str]) -> int:
     """`tba sample RECIPE --out FILE`."""
+    name, rest = _named(arguments, "tba sample RECIPE --out FILE", RECIPE)
     from tba.command.sample import SampleOptions, sample_answers
     from tba.settings import split_options
 
-    name, rest = _named(arguments, "tba sample RECIPE --out FILE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(SampleOptions(), rest, "tba sample")
     return sample_answers(name, overrides, options)
 
@@ -241,11 +252,11 @@ def _made(arguments: list[str], verb: str, of: str, source: str, what: str) -> t
 
 def evaluate(arguments: list[str]) -> int:
     """`tba eval RECIPE`: the accuracy of a checkpoint on the recipe's task."""
+    name, rest = _named(arguments, "tba eval RECIPE", RECIPE)
     from tba.command.evaluate import evaluate_model
     from tba.command.options import EvalOptions
     from tba.settings import split_options
 
-    name, rest = _named(arguments, "tba eval RECIPE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(EvalOptions(), rest, "tba eval")
     return evaluate_model(name, overrides, options)
 
@@ -262,20 +273,20 @@ def study(arguments: list[str]) -> int:
 
 def studies(arguments: list[str]) -> int:
     """`tba studies`: list the studies that come with the package."""
-    from tba.research.study import find_study
-    from tba.settings import names
-
-    for name in names("study"):
-        print(f"{name:12} {find_study(name).description}")
-    return 0
+    return _list("study")
 
 
 def recipes(arguments: list[str]) -> int:
     """`tba recipes`: list the recipes that come with the package."""
-    from tba.settings import find, names
+    return _list("recipe")
 
-    for name in names():
-        print(f"{name:12} {find(name).description}")
+
+def _list(kind: Literal["recipe", "study"]) -> int:
+    from tba.shipped import description_of, names
+
+    known = names(kind)
+    for name in known:
+        print(f"{name:{max(map(len, known))}}  {description_of(name, kind)}")
     return 0
 
 
@@ -308,10 +319,14 @@ def _refuse_more(arguments: list[str], usage: str, what: str) -> None:
 
 def _named(arguments: list[str], usage: str, what: str) -> tuple[str, list[str]]:
     from tba.errors import UserError
+    from tba.shipped import MARK, require_shipped
 
     if not arguments or arguments[0].startswith("--"):
         raise UserError(f"`{usage}` needs {what} first")
-    return arguments[0], arguments[1:]
+    name = arguments[0]
+    if what == RECIPE and MARK not in name and not name.endswith(".py"):
+        require_shipped(name, "recipe")  # a misspelt name costs no seconds: what is heavy is loaded after this
+    return name, arguments[1:]
 
 
 if __name__ == "__main__":

@@ -221,6 +221,13 @@ def _nearest(flag: str, known: Iterable[Field], program: str) -> str:
     near = [same[n] for n in difflib.get_close_matches(name, same, n=1, cutoff=0.6)]
     near = near or sorted((k for k in last if last[k] == name), key=len)[:1]
     near = near or difflib.get_close_matches(flag, last, n=1, cutoff=0.8)
+    inside = [field.flag for field in known if field.flag.startswith(f"{flag}.")]
+    if inside:
+        part = flag.lstrip("-").replace("-", "_")
+        return (
+            f"{part} is a part of the recipe with fields of its own, such as {inside[0]}. Another {part} is chosen in "
+            f"code, in a file of your own: import the recipe, and `recipe = dataclasses.replace(recipe, {part}=...)`"
+        )
     if near:
         return f"did you mean {near[0]}?"
     there = sorted(same.values()) if place != "-" else []

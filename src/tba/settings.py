@@ -7,27 +7,24 @@ values inside. Anything it cannot take ends in one sentence and exit code 2.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.util
-import pkgutil
 import re
 import sys
+import tomllib
 import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from tba.errors import UserError
 from tba.fields import Field, fields_of, given, help_of, refuse_without_effect, replaced
 from tba.recipe import GONE, Recipe
+from tba.shipped import MARK, PACKAGES, Kind, require_shipped
 
 T = TypeVar("T")
-Kind: TypeAlias = Literal["recipe", "study"]
-MARK = "::"  # between a study's name or path and a variant's name
-_SHIPPED: dict[Kind, str] = {"recipe": "tba.recipes", "study": "tba.research.studies"}  # loaded when they are named
 FIRST = (  # the fields that are set most: a recipe's help begins with them
     *("--steps", "--seed", "--model.path", "--model.generation.max-completion-tokens", "--optimizer.lr"),
     *("--objective.beta.value", "--objective.beta.start", "--objective.beta.end", "--groups-per-step", "--group-size"),
@@ -52,23 +49,55 @@ def defined(name: str, kind: Kind) -> Any:
     return getattr(module_of(name, kind), kind, None)
 
 
-def names(kind: Kind = "recipe") -> list[str]:
-    """Returns the names of those that come with the package."""
-    path = importlib.import_module(_SHIPPED[kind]).__path__
-    return sorted(m.name for m in pkgutil.iter_modules(path) if not m.name.startswith("_"))
+def with_config(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments with `--config FILE.toml` replaced by the fields that the file sets, in its order.
+
+    A table is a group of fields: `[optimizer]` with `lr = 1e-4` is `--optimizer.lr 1e-4`. Raises `UserError` for a file
+    that cannot be read, and for a value that is no text, number or truth value.
+    """
+    made: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        flag, mark, value = argument.partition("=")
+        if flag == "--config":
+            made += _flags_of(Path(value if mark else next(left, "")))
+        else:
+            made.append(argument)
+    return made
+
+
+def _flags_of(path: Path) -> list[str]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"--config {path} cannot be read ({why}): give a TOML file of fields, such as steps = 200"
+        ) from error
+    return [word for flag in _flags(values, path) for word in flag]
+
+
+def _flags(values: Mapping[str, Any], path: Path, group: str = "") -> Iterator[tuple[str, ...]]:
+    for key, value in values.items():
+        name = key.replace("_", "-")
+        if isinstance(value, Mapping):
+            yield from _flags(value, path, f"{group}{name}.")
+        elif isinstance(value, bool):
+            yield (f"--{group}{'' if value else 'no-'}{name}",)
+        elif isinstance(value, str | int | float):
+            yield (f"--{group}{name}", str(value))
+        elif isinstance(value, list) and all(isinstance(item, str | int | float) for item in value):
+            yield (f"--{group}{name}", *map(str, value))
+        else:
+            raise UserError(f"--config {path}: {group}{key} is {value!r}: give a text, a number, true, false or a list")
 
 
 def module_of(name: str, kind: Kind) -> ModuleType:
     """Returns the module that defines a recipe or a study: one of those shipped, by name, or a file's."""
     if name.endswith(".py"):
         return _from_file(Path(name), kind)
-    shipped = names(kind)
-    if name not in shipped:
-        near = difflib.get_close_matches(name, shipped, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"`tba {_SHIPPED[kind].rpartition('.')[2]}` lists them."
-        there = ", ".join(shipped)
-        raise UserError(f"there is no {kind} {name!r}; give one of {there} or a path to a .py file; {hint}")
-    return importlib.import_module(f"{_SHIPPED[kind]}.{name}")
+    require_shipped(name, kind)
+    return importlib.import_module(f"{PACKAGES[kind]}.{name}")
 
 
 def _from_file(path: Path, kind: Kind) -> ModuleType:

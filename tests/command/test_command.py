@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tba.apps.preference.pairs import read_pairs
 from tba.record.evaluations import read_evaluations
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
-from tba.settings import names
+from tba.shipped import names
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 
@@ -91,12 +92,17 @@ def test_sample_writes_marked_answers_that_are_read_as_pairs(run: Path, said: Sa
     told = said("sample", SUMS, "--checkpoint", run, "--samples", "8", "--prompts", "20", "--out", out)
     assert "8 answers to each of 20 prompts" in told
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [len(line["responses"]) for line in lines] == [8] * 20
-    marks = {answer["score"] for line in lines for answer in line["responses"]}
-    assert marks == {0.0, 1.0}
+    assert Counter(line["prompt"] for line in lines) == Counter({line["prompt"]: 8 for line in lines})
+    assert len(lines) == 8 * 20
+    assert {line["reward"] for line in lines} == {0.0, 1.0}
     pairs, report = read_pairs(out)
-    right = [{a["text"] for a in line["responses"] if a["score"] == 1.0} for line in lines]
-    assert {pair.chosen for pair in pairs} <= set().union(*right)
+    assert report.lines == 8 * 20
+    right = {(line["prompt"], line["response"]) for line in lines if line["reward"] == 1.0}
+    assert {(pair.prompt, pair.chosen) for pair in pairs} <= right
+    varied = [
+        p for p in {line["prompt"] for line in lines} if len({x["reward"] for x in lines if x["prompt"] == p}) == 2
+    ]
+    assert {pair.prompt for pair in pairs} == set(varied)
     assert set(report.refused) <= {"an empty answer", "answers with equal marks"}
     assert main(["sample", SUMS, "--out", str(out)]) == 2
     assert main(["sample", SUMS]) == 2

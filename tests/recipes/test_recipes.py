@@ -22,7 +22,8 @@ from tba.recipes.red_team_llama import recipe as red_team_llama
 from tba.recipes.red_team_small import recipe as red_team_small
 from tba.recipes.tldr import recipe as tldr
 from tba.recipes.tldr_small import recipe as small
-from tba.settings import find, names
+from tba.settings import find
+from tba.shipped import names
 from tba.tasks.gsm8k import Gsm8k
 from tba.tasks.math import Math
 from tba.training.tiny_models import train_bpe_tokenizer

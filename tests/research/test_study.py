@@ -29,7 +29,8 @@ from tba.research.command import StudyOptions, run_study
 from tba.research.study import Study, Variant, find_study, positions, varying
 from tba.research.trial import Trial
 from tba.runtime.run_dir import RunDirectory
-from tba.settings import find, names
+from tba.settings import find
+from tba.shipped import names
 
 TOY = str(Path(__file__).with_name("toy_study.py"))
 SAME = (

@@ -6,7 +6,8 @@ from types import ModuleType
 import pytest
 
 from tba.fields import fields_of
-from tba.settings import find, names
+from tba.settings import find
+from tba.shipped import names
 
 
 def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:

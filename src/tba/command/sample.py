@@ -1,8 +1,9 @@
-"""`tba sample`: samples answers of a recipe's model to its own prompts, graded by its reward, one prompt per line.
+"""`tba sample`: samples answers of a recipe's model to its own prompts, graded by its reward, one answer per line.
 
     tba sample RECIPE --out FILE [--samples 4] [--prompts N] [--split train] [--field value ...]
 
-`tba reward-model` reads such a file: with a gold model as the reward, these are the pairs that a proxy is trained on.
+`tba import`, `tba sft` and `tba reward-model` read such a file; with a gold model as the reward, the answers to one
+prompt are the pairs that a proxy is trained on.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     rewards: list[float] = []
     with temporary.open("w", encoding="utf-8") as file:
         for line in _lines(recipe, model.engine(Version()), asked, options.samples):
-            rewards += [answer["score"] for answer in line["responses"] if answer["score"] is not None]
+            rewards += [] if line["reward"] is None else [line["reward"]]
             file.write(json.dumps(line) + "\n")
     os.replace(temporary, options.out)
     mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (math.nan, math.nan)
@@ -74,18 +75,18 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
 
 
 def _lines(recipe: Recipe, engine: Engine, prompts: list[Prompt], samples: int) -> Iterator[dict[str, Json]]:
-    """Yields one line per prompt, in order; a reward that is not finite is null."""
+    """Yields one line per answer, prompt by prompt in order; a reward that is not finite is null."""
     reward, rng = recipe.task.reward(), np.random.default_rng([recipe.seed, 13])
     for start in range(0, len(prompts), recipe.evaluation.chunk):
         part = prompts[start : start + recipe.evaluation.chunk]
         answered = engine.generate(part, samples, Sampling(recipe.policy_temperature), rng)
         marks = iter(reward.judge([(p, c) for p, row in zip(part, answered, strict=True) for c in row]))
         for prompt, row in zip(part, answered, strict=True):
-            scores = [next(marks).reward for _ in row]
-            yield {
-                "prompt": prompt.text,
-                "responses": [
-                    {"text": c.text, "score": r if math.isfinite(r) else None, "stopped": c.stop_reason.value}
-                    for c, r in zip(row, scores, strict=True)
-                ],
-            }
+            for completion in row:
+                mark = next(marks).reward
+                yield {
+                    "prompt": prompt.text,
+                    "response": completion.text,
+                    "reward": mark if math.isfinite(mark) else None,
+                    "stop_reason": completion.stop_reason.value,
+                }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,11 +18,12 @@ from rich.console import Console
 from tba.command.collecting import SmoothingOptions, began_with, collect, is_run, run_recipe_of
 from tba.errors import UserError
 from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, taught, warm_started
-from tba.protocols import Task
+from tba.protocols import Reward, Task
 from tba.record.terminal import terminal
 from tba.settings import find, override
 from tba.tasks.jsonl import Jsonl
-from tba.tasks.rows import read_rows
+from tba.tasks.rows import Row, read_rows
+from tba.types import Problem, Split
 from tba.weights.atomic_dir import atomic_folder
 
 _NONE = sys.float_info.min  # a share above 0, as `Jsonl` wants it, and below any digest
@@ -33,6 +35,7 @@ class SftOptions:
 
     model: str = ""  # a folder or Hub name of the model to train further; empty: a new small one
     held_out: float = 0.1  # share of prompts that are not trained on, the same that `Jsonl` holds out; 0: none
+    min_reward: float | None = None  # leave out lines whose field `reward` is lower; none: learn all
     warm_start: WarmStart = field(default_factory=WarmStart)
 
 
@@ -73,10 +76,57 @@ def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task,
     options = override(SftOptions(), overrides, f"tba sft {name}")
     if not 0 <= options.held_out < 1:
         raise UserError(f"--held-out is {options.held_out}: give the share of prompts not to teach, 0 to below 1")
+    rows = read_rows(Path(name))
+    _require_responses(rows)
     task = Jsonl(train=Path(name), eval_fraction=max(options.held_out, _NONE))
-    lines, taught_of = len(read_rows(Path(name))), len(task.problems("train"))
-    console.print(f"{lines:,} lines, {lines - taught_of:,} held out (--held-out)", highlight=False)
-    return task, options.warm_start, options.model
+    held_out = len(rows) - len(task.problems("train"))
+    console.print(f"{len(rows):,} lines, {held_out:,} held out (--held-out)", highlight=False)
+    if options.min_reward is None:
+        return task, options.warm_start, options.model
+    better = _Better(task, options.min_reward)
+    learnt = len(better.problems("train"))
+    console.print(f"{learnt:,} of the others have a reward of at least {options.min_reward:g}", highlight=False)
+    return better, options.warm_start, options.model
+
+
+def _require_responses(rows: Sequence[Row]) -> None:
+    for row in rows:
+        messages = row.values.get("messages", row.values.get("prompt"))
+        last = messages[-1] if isinstance(messages, list) and messages else None
+        answered = isinstance(last, dict) and last.get("role") == "assistant"
+        if "response" not in row.values and not answered:
+            raise UserError(
+                f"{row.place} has no field 'response' to learn: give lines of prompt and response, or of messages that "
+                f"end with the assistant's; it has {', '.join(sorted(row.values)) or 'none'}"
+            )
+
+
+@dataclass(frozen=True)
+class _Better:
+    """A file's task, without the lines whose reward is low."""
+
+    of: Jsonl
+    least: float
+
+    @property
+    def name(self) -> str:
+        return self.of.name
+
+    def problems(self, split: Split) -> list[Problem]:
+        kept = [p for p in self.of.problems(split) if self._is_good(p)]
+        if not kept and split == "train":
+            raise UserError(
+                f"{self.of.train} has no line to learn with a reward of at least {self.least:g}: give a lower "
+                "--min-reward"
+            )
+        return kept
+
+    def reward(self) -> Reward:
+        return self.of.reward()
+
+    def _is_good(self, problem: Problem) -> bool:
+        reward = problem.fields.get("reward")
+        return isinstance(reward, int | float) and reward >= self.least
 
 
 def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]:

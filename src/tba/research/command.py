@@ -42,7 +42,8 @@ from tba.research.study_table import TABLE_FILE, Comparison, view, write_tables
 from tba.research.trial import Runner, Trial, in_child
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.supervisor import stop_requests
-from tba.settings import MARK, override
+from tba.settings import override
+from tba.shipped import MARK
 
 
 @dataclass(frozen=True)

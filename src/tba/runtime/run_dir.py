@@ -34,7 +34,7 @@ from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.runtime.program import version
-from tba.settings import MARK
+from tba.shipped import MARK
 
 _FACTS: dict[str, Any] = {  # that every recipe.json has
     "recipe": str,

@@ -11,6 +11,8 @@ The formats of a line (with the usual field names):
     {"chosen": "...\n\nAssistant: A", "rejected": "...\n\nAssistant: B"}       whole dialogues that begin alike
     {"post": P, "summaries": [{"text": A}, {"text": B}], "choice": 0}          also under "info": {"post": P}
     {"document": P, "summaries": [{"text": A, "score": 0.7}, ...]}             every pair of different scores
+    {"prompt": P, "response": A, "reward": 0.7}                                the same, an answer per line, those to a
+                                                                               prompt together (tba sample)
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ def pairs_of(
     """Returns the same from numbered lines of any source."""
     pairs: list[PreferencePair] = []
     report = PairReport()
-    for number, line in lines:
-        report.lines += 1
+    for number, count, line in _gathered(lines):
+        report.lines += count
         place = f"line {number}"
         if isinstance(line, Refusal):
             report.refuse(line.reason, place)
@@ -88,6 +90,28 @@ def pairs_of(
             f"{source} has no pairs of answers ({reasons or 'it is empty'}): give lines with prompt, chosen, rejected"
         )
     return pairs, report
+
+
+def _gathered(lines: Iterable[tuple[int, Values | Refusal]]) -> Iterator[tuple[int, int, Values | Refusal]]:
+    """Yields (number of the first, how many, line), with lines of one answer to the same prompt made one line."""
+    own: list[tuple[int, Values]] = []
+    for number, line in lines:
+        single = None if isinstance(line, Refusal) or "chosen" in line or "response" not in line else line
+        if own and not (single is not None and _prompt(single) == _prompt(own[0][1])):
+            yield _together(own)
+            own = []
+        if single is not None:
+            own.append((number, single))
+        else:
+            yield number, 1, line
+    if own:
+        yield _together(own)
+
+
+def _together(own: Sequence[tuple[int, Values]]) -> tuple[int, int, Values]:
+    number, first = own[0]
+    answers = [{**line, "text": line["response"], "score": line.get("score", line.get("reward"))} for _, line in own]
+    return number, len(own), {**first, "summaries": answers}
 
 
 def folds(pairs: Sequence[PreferencePair], count: int) -> list[list[int]]:

@@ -49,7 +49,7 @@ RATES = {(how, name): 1e-4 for how, names in COMPARED.items() for name in names}
 
 study = Study(
     name="diversity",
-    description=f"Different right answers among {SAMPLES} and pass@k on countdown, at two betas, on-policy and stale.",
+    description="Different right answers among 64 and pass@k on countdown, at two betas, on-policy and stale.",
     recipe=base,
     variants={
         f"{name}-{beta:g}-{how}": Variant(
