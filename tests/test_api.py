@@ -13,11 +13,15 @@ import pytest
 import tba
 from tba.__main__ import main
 from tba.errors import UserError
+from tba.evaluation.accuracy import EvaluationSettings
 from tba.policy.tabular import TabularTask
 from tba.recipe import Recipe, differences, resolved
 from tba.recipe_source import write_recipe
+from tba.recipes.quickstart import BASE
+from tba.replay.pacing import Pacing
 from tba.settings import find
 from tba.shipped import names
+from tba.tasks.arithmetic import Arithmetic
 from tba.types import Problem, Split
 
 ROOT = Path(__file__).parents[1]
@@ -110,6 +114,27 @@ def test_what_other_processes_cannot_make_is_refused_before_anything_is_made_and
     run = tba.train(local, runs=tmp_path, run_name="b", quiet=True, runtime="inline", **QUICK)
     assert run.summary is not None
     assert run.summary.steps == 6
+
+
+def test_a_model_of_an_open_precision_trains_inline_in_a_notebook_and_is_refused_by_check(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Cell(Arithmetic):
+        """As in a notebook."""
+
+    begun = find("quickstart")
+    model = tba.HuggingFace(
+        path=str(BASE), device="cpu", generation=tba.EngineSettings(slots=20, max_completion_tokens=6)
+    )
+    small = EvaluationSettings(problems=10, greedy=False)
+    recipe = replace(
+        begun, task=Cell(digits=3), model=model, evaluation=small, replay=replace(begun.replay, pacing=Pacing(20))
+    )
+    fields = {"steps": 2, "samples_per_prompt": 20, "groups_per_step": 1, "runtime": "inline"}
+    run = tba.train(recipe, runs=tmp_path, run_name="c", quiet=True, **fields)
+    assert run.summary is not None
+    assert run.summary.steps == 2
+    with pytest.raises(UserError, match=r"cannot be checked from here.*put that into a .py file"):
+        tba.check(recipe, runtime="inline")
 
 
 def test_a_field_that_a_recipe_does_not_have_is_told(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ def train(
 def check(recipe: Recipe | str, **fields: Any) -> Estimate:
     """Estimates the time and memory that a recipe will take here, from a few rounds and steps; nothing is learnt.
 
-    Raises `UserError` for what cannot run. Takes a quarter of a minute for the quickstart.
+    Raises `UserError` for what cannot run, and for a recipe of classes or functions that other processes cannot import,
+    since both halves are measured in processes of their own. Takes a quarter of a minute for the quickstart.
     """
     from tba.command.check import estimate, validate
 
@@ -118,7 +119,14 @@ def check(recipe: Recipe | str, **fields: Any) -> Estimate:
     validate(found)
     with tempfile.TemporaryDirectory() as folder:
         if not name:
-            name, overrides = _written(found, Path(folder)), []
+            name, overrides = str(Path(folder) / "recipe.py"), []
+            try:
+                write_recipe(found, Path(name))
+            except UserError as error:
+                raise UserError(
+                    f"{found.name} cannot be checked from here: its searcher and its trainer are measured in other "
+                    f"processes, which have to import what it is made of; put that into a .py file ({error})"
+                ) from error
         return estimate(found, name, overrides)
 
 

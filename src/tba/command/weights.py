@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tba.recipe import Recipe
 from tba.runtime.prompting import prompts_of
-from tba.settings import find, override
+from tba.settings import override
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -34,6 +34,5 @@ def with_weights(
     if getattr(recipe.model, "dtype", None) == "auto":
         decided += ["--model.dtype", str(recipe.model.compute).removeprefix("torch.")]
     if decided:
-        overrides = [*overrides, *decided]
-        recipe = override(find(name), overrides, f"tba train {name}", recorded=True)
-    return recipe, overrides
+        recipe = override(recipe, decided, f"tba train {name}", recorded=True)
+    return recipe, [*overrides, *decided]
