@@ -243,7 +243,7 @@ def halves(own: Recipe, run: RunDirectory) -> Iterator[Halves]:
     with ExitStack() as ends:
         search = start_searching(own, run, 0)
         ends.callback(search.close)
-        train = start_training(own, run, stop=lambda: False, ahead=False, fill=search.round)
+        train = start_training(own, run, stop=lambda: False, ahead=False, turn_taker=search)
         ends.callback(train.close)
         train.replay.drain()
         yield Halves(search, train, Progress(own, run), Joined(run))

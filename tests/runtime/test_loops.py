@@ -108,8 +108,7 @@ def test_a_searcher_makes_rounds_between_the_chunks_of_an_evaluation_and_finds_t
     search, train = start("--evaluation.problems", "2", "--evaluation.chunk", "1", ahead=False)
     rounds(search, 3)
     before = search.searcher.rounds
-    search.examiner.between = search.round_between
-    search.evaluate()
+    search.evaluate(search.round_between)
     assert search.searcher.rounds == before + 3  # two chunks of greedy and two of sampled answers
     assert search.searcher.engine.version == Version()
     counted = read_evaluations(train.run.path)
@@ -127,8 +126,7 @@ def test_between_the_chunks_of_an_older_versions_evaluation_rounds_have_the_newe
         train.step()
     train.replay.drain()
     before = search.searcher.rounds
-    search.examiner.between = search.round_between
-    search.evaluate()
+    search.evaluate(search.round_between)
     assert {e.version for e in read_evaluations(train.run.path)} == {Version()}
     with JournalFollower(train.run.path / "journal.sqlite") as journal:
         made = [t.version for t in journal.drain() if t.provenance["round"] >= before]

@@ -36,8 +36,7 @@ def evaluated(train: TrainerLoop, step: int) -> None:
 def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_newest(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, ahead=False, fill=search.searcher.round)
-    train.turn_taker = search
+    train = start_training(recipe, run, lambda: False, ahead=False, turn_taker=search)
     there, best = {}, {}
     try:
         while not train.finished:
@@ -73,8 +72,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
 def test_a_run_goes_on_from_its_newest_checkpoint_with_the_best_beside_it(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run", *SETTINGS)
     search = start_searching(recipe, run, 0)
-    train = start_training(recipe, run, lambda: False, ahead=False, fill=search.searcher.round)
-    train.turn_taker = search
+    train = start_training(recipe, run, lambda: False, ahead=False, turn_taker=search)
     while not train.finished:
         train.step()
         if train.trainer.version.step == 30:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from tba.errors import UserError
+from tba.record.clock import ShareClock
 from tba.record.faults import count_faults, record_fault
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
@@ -28,10 +29,13 @@ from tba.types import Json, Version
 from tba.weights.directory import WeightDirectory
 
 
-class Stateful(Protocol):
-    """An object whose state can be saved with the trainer's."""
+class TurnTaker(Protocol):
+    """A searcher that takes turns with the trainer in one process; its state is saved with the trainer's."""
 
     def state(self) -> Json: ...
+
+    def turn(self, trainer: ShareClock) -> None:
+        """Make a round; `trainer` is the trainer's clock."""
 
 
 log = logging.getLogger("tba.trainer")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -98,20 +99,28 @@ class Examiner:
     claim_seconds: float  # after which a version that was not finished may be evaluated by another searcher
     clock: ShareClock
     interrupted: Callable[[], bool] | None = None
-    between: Callable[[], None] | None = None  # what a searcher does between two chunks; counts as busy on its clock
     done: set[str] = field(default_factory=set)
 
-    def answer(self, manifest: Mapping[str, Json]) -> None:
-        """Evaluate the versions that `manifest` requests and nobody has claimed."""
+    def answer(self, manifest: Mapping[str, Json], between: Callable[[], None] | None = None) -> None:
+        """Evaluate the versions that `manifest` requests and nobody has claimed.
+
+        between: what to do between two chunks; it counts as busy on the searcher's clock.
+        """
         for request in manifest.get("evaluate", ()):
             name = request["version"]
             version = Version.parse(name)
             if name not in self.done and self.journal.claim(_job(version), self.claim_seconds):
                 with self.clock.state("eval"):
                     settings = self.settings.during() if request["during"] else self.settings
-                    self.evaluate(version, float(request["wall_seconds"]), settings)
+                    self.evaluate(version, float(request["wall_seconds"]), settings, between)
 
-    def evaluate(self, version: Version, wall_seconds: float, settings: EvaluationSettings) -> None:
+    def evaluate(
+        self,
+        version: Version,
+        wall_seconds: float,
+        settings: EvaluationSettings,
+        between: Callable[[], None] | None = None,
+    ) -> None:
         """Evaluate one version on the held-out split; `wall_seconds` is when the run had these weights."""
         self._load(version)
         found = evaluate(
@@ -124,7 +133,7 @@ class Examiner:
             now=time.monotonic,
             policy_temperature=self.policy_temperature,
             interrupted=self.interrupted,
-            between=None if self.between is None else lambda: self._between(version),
+            between=None if between is None else partial(self._between, between, version),
         )
         self.journal.count(
             evaluation_tokens=found.tokens,
@@ -138,10 +147,9 @@ class Examiner:
         self.journal.finish(_job(version), evaluations)
         self.done.add(str(version))
 
-    def _between(self, version: Version) -> None:
-        assert self.between is not None
+    def _between(self, between: Callable[[], None], version: Version) -> None:
         with self.clock.state("busy"):
-            self.between()
+            between()
         self._load(version)
 
     def _load(self, version: Version) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from tba.recipe import Recipe
 from tba.record.log import log_to
-from tba.runtime.batch_queue import nothing_more
 from tba.runtime.evaluation import evaluated_to_the_end
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.searcher_loop import SearcherLoop, start_searching
@@ -48,11 +47,10 @@ class Inline:
                 self.run,
                 stop=stop,
                 ahead=False,
-                fill=nothing_more if self.recipe.offline else lambda: _round(search, train),
+                turn_taker=search,
                 elapsed=lambda: clock() - search.clock.seconds().get("eval", 0.0),
             )
             ends.callback(train.close)
-            train.turn_taker = search
             _restore(search, train)
             self._turns(search, train, stop)
             train.finish()
@@ -67,7 +65,7 @@ class Inline:
         while not train.finished and not stop():
             for _ in range(0 if self.recipe.offline else self.recipe.run.inline_rounds_per_sync):
                 if not search.ahead():
-                    _round(search, train)
+                    search.turn(train.clock)
             published = train.trainer.published
             while train.trainer.published == published and not train.finished and not stop():
                 with search.clock.state("idle"):
@@ -83,12 +81,6 @@ def _restore(search: SearcherLoop, train: TrainerLoop) -> None:
     state = train.resumed
     if state and state["searcher"] is not None and train.journal.totals().rows == state["journal"]["rows"]:
         search.restore(state["searcher"])
-
-
-def _round(search: SearcherLoop, train: TrainerLoop) -> None:
-    """Make a searcher's round; the trainer's clock counts it as idle: it is what async saves."""
-    with train.clock.state("idle"), search.clock.state("busy"):
-        search.searcher.round()
 
 
 def _evaluate(search: SearcherLoop, train: TrainerLoop) -> None:

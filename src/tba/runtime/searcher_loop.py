@@ -1,8 +1,9 @@
 """The searcher's loop: newest weights -> requested evaluations -> a round of prompts, answers, rewards -> journal.
 
-It consumes prompts (leased in the journal) and the newest weights. It waits for nothing: it takes what is there and
-goes on. It pauses only where the recipe bounds how far it may be ahead of the trainer, and then never for ever. It is
-the same in every runtime, with other `Connections`: to this disk, or to a trainer on another machine.
+It consumes prompts (leased in the journal) and the newest weights. It waits for no update: it takes what is there and
+goes on. It pauses only where the recipe bounds how far it may be ahead of the trainer; weights whose manifest wants
+more unblock that, or a minute. It is the same in every runtime, with other `Connections`: to this disk, or to a trainer
+on another machine.
 """
 
 from __future__ import annotations
@@ -46,10 +47,8 @@ def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[],
     """
     torch.set_num_threads(recipe.run.threads)
     loop = start()
-    if not recipe.offline:
-        loop.examiner.between = loop.round_between
     try:
-        while not stop() and not loop.evaluate():
+        while not stop() and not loop.evaluate(None if recipe.offline else loop.round_between):
             if recipe.offline:
                 time.sleep(_LOOK)
             else:
@@ -71,12 +70,12 @@ class SearcherLoop:
     incarnation: int = 0  # in which it was started
     eased_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
 
-    def evaluate(self) -> bool:
+    def evaluate(self, between: Callable[[], None] | None = None) -> bool:
         """Run the evaluations that the newest weights' manifest requests; returns whether the trainer has asked to
-        stop.
+        stop. `between`: what to do between two chunks of an evaluation.
         """
         asked = self.told()
-        self.examiner.answer(asked)
+        self.examiner.answer(asked, between)
         return bool(asked.get("stop"))
 
     def told(self) -> Mapping[str, Json]:
@@ -110,6 +109,13 @@ class SearcherLoop:
             if self.searcher.rescorer is not None:
                 self.searcher.rescorer.round()
             time.sleep(_PAUSE)
+
+    def turn(self, trainer: ShareClock) -> None:
+        """Make a round where trainer and searcher take turns; the trainer's clock counts it as idle: it is what
+        asynchrony saves.
+        """
+        with trainer.state("idle"), self.clock.state("busy"):
+            self.searcher.round()
 
     def round_between(self) -> None:
         """Make a round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""

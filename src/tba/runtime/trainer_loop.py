@@ -1,8 +1,9 @@
 """The trainer's loop: batch -> update -> weights out -> reference reset -> record -> checkpoint, until the last step.
 
-It consumes batches of trajectories (`batch_queue`), which come through the journal. It waits for its next batch only; a
-searcher's round unblocks that. It publishes the weights every k steps, in a folder that searchers poll, and waits for
-nobody to load them. It is the same in every runtime: `inline` alternates `step` with a searcher's round.
+It consumes batches of trajectories (`batch_queue`), which come through the journal. It waits for its next batch, which
+a searcher's round unblocks, and before it changes the weights until those published last are written. It publishes the
+weights every k steps, in a folder that searchers poll, and waits for nobody to load them. It is the same in every
+runtime: `inline` alternates `step` with a searcher's round.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tba.replay.missing_rows import Held
 from tba.replay.replay import Replay
 from tba.replay.selection import SMALLEST_GROUP
 from tba.runtime.batch_queue import BatchQueue, Stopped, nothing_more, pause
-from tba.runtime.checkpointing import Stateful, beginning, generators, set_generators
+from tba.runtime.checkpointing import TurnTaker, beginning, generators, set_generators
 from tba.runtime.evaluation import Requests
 from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.reference import References
@@ -54,15 +55,7 @@ _COUNTERS = 1.0  # seconds between two reads of the searchers' counts
 def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
     """Run a trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
     torch.set_num_threads(recipe.run.threads)
-    loop = start_training(
-        recipe,
-        run,
-        stop,
-        ahead=True,
-        background=True,
-        fill=nothing_more if recipe.offline else pause,
-        meeting=meeting,
-    )
+    loop = start_training(recipe, run, stop, ahead=True, background=True, meeting=meeting)
     try:
         while not loop.finished and not stop():
             loop.step()
@@ -90,7 +83,7 @@ class TrainerLoop:
     clock: ShareClock
     elapsed: Callable[[], float]  # seconds since the run began, without evaluation
     resumed: Mapping[str, Json] | None = None  # the state of the checkpoint that it resumes from
-    turn_taker: Stateful | None = None  # the searcher that takes turns with it, saved at the same step
+    turn_taker: TurnTaker | None = None  # the searcher that takes turns with it, saved at the same step
     ranks: Ranks | None = None  # where its policy is spread over several
     trained: int = 0  # batches, by this process
     checkpointed: Version | None = None  # the newest checkpoint's version
@@ -317,15 +310,15 @@ def start_training(
     run: RunDirectory,
     stop: Callable[[], bool],
     ahead: bool,
-    fill: Callable[[], object] = pause,
+    turn_taker: TurnTaker | None = None,
     elapsed: Callable[[], float] | None = None,
     background: bool = False,
     meeting: Meeting | None = None,
 ) -> TrainerLoop:
     """Build the loop of the run at `run`, and publish its first version. A later incarnation resumes where it can.
 
-    ahead: draw a batch while the one before is trained on. fill: what to do while there is none. background: write
-    weights while the next step is made.
+    ahead: draw a batch while the one before is trained on. turn_taker: the searcher of the same process, which makes a
+    round while there is no batch; None: others bring one. background: write weights while the next step is made.
     """
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
     version, checkpoint = beginning(run)
@@ -346,6 +339,7 @@ def start_training(
     directory = WeightDirectory(run.weights, settings=recipe.publish, dtype=recipe.model.compute)
     weights = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else directory
     clock = ShareClock(warming_up=True)
+    waiting = pause if turn_taker is None else partial(turn_taker.turn, clock)
     m = getattr(recipe.replay.selection, "m", math.nan)  # with control on, the recipe has checked that there is one
     loop = TrainerLoop(
         recipe=recipe,
@@ -370,7 +364,7 @@ def start_training(
             clock=clock,
             stop=stop,
             deadline=recipe.run.idle_deadline,
-            fill=fill,
+            fill=nothing_more if recipe.offline else waiting,
             ahead=ahead,
         ),
         journal=journal,
@@ -383,6 +377,7 @@ def start_training(
         clock=clock,
         elapsed=elapsed or run.clock(),
         resumed=None if checkpoint is None else checkpoint.state,
+        turn_taker=turn_taker,
         ranks=ranks,
     )
     if version.incarnation:
