@@ -353,7 +353,7 @@ def full_disk(low: int, high: int | None) -> Callable[[Run], None]:
             for process in (run.driver.pid, *forked(run.driver.pid), *parts_of(run.driver.pid).values()):
                 resource.prlimit(process, resource.RLIMIT_FSIZE, (most, most))
         code = run.ended()
-        run.require(code == 2 and "is full: free some space, then go on with" in run.said(), f"{code}: {run.said()}")
+        run.require(code == 2 and "is full: free some space, then continue with" in run.said(), f"{code}: {run.said()}")
         run.until(lambda: not is_held(run.path), of_a_run_that_goes_on=False)
         run.acknowledged = run.copied()
         ballast.unlink(missing_ok=True)
@@ -401,7 +401,7 @@ def two_resumes(run: Run) -> None:
     run.require(sorted(codes) == [0, 2], f"two resumes ended with {codes}")
     if 2 in codes:
         said = run.said(codes.index(2) - 2)
-        sentence = r"tba: the run at \S+ (is still going on|has made \d+ steps, all)[^:]*: .*"
+        sentence = r"tba: the run at \S+ (is still in progress|has made \d+ steps, all)[^:]*: .*"
         run.require(re.fullmatch(sentence, said), f"refused with: {said[-300:]}")
     if 0 in codes:
         run.begun.append(run.begun[codes.index(0) - 2])
@@ -417,7 +417,7 @@ def other_version(run: Run) -> None:
     going = run.begun[-1]
     run.start("search", "--run", str(run.path), PYTHONPATH=str(run.scratch))
     code, said = run.ended(), run.said()
-    sentence = r"tba: a searcher that would join is of tba (.+), and the run of tba (.+): start it from the same .*"
+    sentence = r"tba: a searcher that would join uses tba (.+), but the run uses tba (.+): start it from the same .*"
     found = re.fullmatch(sentence, said)
     run.require(code == 2 and found and found[1] != found[2], f"exit {code}: {said[-300:]}")
     run.begun.append(going)

@@ -1,14 +1,16 @@
 """`tba train --resume RUN`: continues a run that was stopped, was killed or has failed from its newest checkpoint.
 
-Invariant: nothing of the run is changed before it is certain that it can continue. What it learnt after that checkpoint
+Invariant: nothing of the run is changed before it is certain that it can continue (whether a checkpoint's own files are
+whole is seen when it is loaded). What it learnt after that checkpoint
 is lost; what was sampled after it is kept and used as old data. Without a checkpoint the run starts again at step 0,
 with all that was sampled. Rows that its journal has lost are reported first; it continues only if that is accepted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from tba.command.train import closing_words, go, warn_if_busy
 from tba.errors import UserError
@@ -30,6 +32,7 @@ from tba.runtime.run_dir import RunDirectory, driver_lives
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
 
+T = TypeVar("T")
 _PATIENCE = 15.0  # seconds that a run whose driver lives has to end
 _ENDING = 120.0  # seconds that the parts of one whose driver was killed have, on a machine that may be busy
 _KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir")  # what a run is about
@@ -103,7 +106,7 @@ def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint 
 
 
 def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None) -> None:
-    summary, step = Summary.read(run.path), 0 if checkpoint is None else checkpoint.version.step
+    summary, step = _or_none(Summary.read, run)[0], 0 if checkpoint is None else checkpoint.version.step
     done = summary is not None and not summary.faults.get("stopped")
     if step > recipe.steps or (step == recipe.steps and done):
         raise UserError(
@@ -112,15 +115,25 @@ def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint |
         )
 
 
+def _or_none(read: Callable[[Path], T | None], run: RunDirectory) -> tuple[T | None, str]:
+    """Returns what one of the run's results says and why it cannot be read: a run goes on without either."""
+    try:
+        return read(run.path), ""
+    except UserError as error:
+        return None, str(error).partition(": ")[0]
+
+
 def take_up(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> str:
     """Begin the next incarnation and release what the last one had leased; returns why the last one ended."""
-    summary, failure, last = Summary.read(run.path), Failure.read(run.path), read_last(run.path)
+    (summary, no_summary), (failure, no_failure) = _or_none(Summary.read, run), _or_none(Failure.read, run)
+    last = read_last(run.path)
     before = max(summary.wall_seconds.total if summary else 0.0, float(last["wall_seconds"]) if last else 0.0)
     why = "it was killed"
     if failure is not None:
         why = f"it had failed: {failure}"
     elif summary is not None:
         why = "it was stopped" if summary.faults.get("stopped") else "it had finished"
+    why = "; ".join(part for part in (why, no_summary, no_failure) if part)
     journal = run.journal(recipe)
     for index in range(run.recipe().searchers):
         with JournalWriter(journal, f"searcher-{index}") as former:

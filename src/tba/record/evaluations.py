@@ -88,7 +88,7 @@ class RunningEvaluations:
 
 def read_answers(directory: Path) -> list[RecordedAnswer]:
     """Returns a run's shown answers, in the order written; none when it has none yet."""
-    return read_lines(directory / ANSWERS_FILE, lambda row: RecordedAnswer(**_versioned(row)))
+    return read_lines(directory / ANSWERS_FILE, answer_of)
 
 
 def evaluation_of(row: dict[str, Json]) -> Evaluation:
@@ -97,10 +97,19 @@ def evaluation_of(row: dict[str, Json]) -> Evaluation:
     Raises `ValueError`, `KeyError` or `TypeError` when it is none.
     """
     found = Evaluation(**_versioned(row))
-    numbers = (found.wall_seconds, found.value, found.n, found.seconds, found.tokens)
+    numbers = (found.wall_seconds, found.value, found.seconds, found.tokens)
     if not isinstance(found.metric, str) or not all(isinstance(x, int | float) for x in numbers):
         raise TypeError("no evaluation")
+    if not (isinstance(found.n, int) and 1 <= found.n < 2**53 and 0 <= found.value <= 1):
+        raise ValueError("no share of problems")
     return found
+
+
+def answer_of(row: dict[str, Json]) -> RecordedAnswer:
+    answer = RecordedAnswer(**_versioned(row))
+    if not (isinstance(answer.prompt, str) and isinstance(answer.completion, str)):
+        raise TypeError("no answer")
+    return answer
 
 
 def _versioned(row: dict[str, Json]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 from tba.record import evaluations, metrics
-from tba.record.evaluations import evaluation_of
+from tba.record.evaluations import answer_of, evaluation_of
 from tba.record.jsonl import JsonLines, lines_of, read_lines
 from tba.types import Json
 
@@ -60,7 +60,12 @@ def read_faults(directory: Path) -> list[dict[str, Json]]:
 
 def unreadable(directory: Path) -> dict[str, list[int]]:
     """Returns the files of records that have lines which cannot be read, and the numbers of these lines."""
-    files = ((metrics.FILE, metrics.step_of), (evaluations.FILE, evaluation_of), (FILE, _fault))
+    files: tuple[tuple[str, Callable[[dict[str, Json]], object]], ...] = (
+        (metrics.FILE, metrics.step_of),
+        (evaluations.FILE, evaluation_of),
+        (evaluations.ANSWERS_FILE, answer_of),
+        (FILE, _fault),
+    )
     found = {name: lines_of(directory / name, read)[1] for name, read in files}
     return {name: bad for name, bad in found.items() if bad}
 
@@ -85,9 +90,10 @@ def left_out(name: str, bad: Sequence[int]) -> str:
 
 
 def _fault(row: dict[str, Json]) -> dict[str, Json]:
-    if not isinstance(row["kind"], str):
+    fault = {"what": "", "time": 0.0, **row}
+    if not (isinstance(row["kind"], str) and isinstance(fault["what"], str) and isinstance(fault["time"], int | float)):
         raise TypeError("no fault")
-    return {"what": "", "time": 0.0, **row}
+    return fault
 
 
 def count_faults(directory: Path) -> dict[str, int]:

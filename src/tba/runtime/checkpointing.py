@@ -57,7 +57,10 @@ def beginning(run: RunDirectory) -> tuple[Version, Checkpoint | None]:
         log.info("resuming from %s, as incarnation %d", checkpoint.path, run.incarnation)
         return Version(run.incarnation, checkpoint.version.step), checkpoint
     if damaged:
-        raise UserError(f"every checkpoint of the run at {run.path} is damaged ({damaged[0]}): start a new run")
+        raise UserError(
+            f"every checkpoint of the run at {run.path} is damaged ({damaged[0]}): put one back, or remove "
+            f"{run.checkpoints} to begin again at step 0 with all that the journal holds"
+        )
     return Version(run.incarnation), None
 
 

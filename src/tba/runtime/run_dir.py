@@ -112,6 +112,8 @@ class RunDirectory:
         """Returns the content of recipe.json. Raises `UserError` when that is not what a run writes."""
         remedy = "put it back as it was, or start a new run"
         facts: dict[str, Any] = {"digest": None, **read_json(self.path / "recipe.json", remedy, **_FACTS)}
+        if not facts["incarnations"]:
+            raise UserError(f"{self.path / 'recipe.json'} has no incarnation, which every run has: {remedy}")
         if {"--help", "-h"} & set(facts["overrides"]):  # the option would be obeyed, and end the program
             raise UserError(f"{self.path / 'recipe.json'} has an override that no run has (--help): {remedy}")
         return facts
