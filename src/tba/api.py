@@ -111,7 +111,7 @@ def check(recipe: Recipe | str, **fields: Any) -> Estimate:
     """Estimates the time and memory that a recipe will take here, from a few rounds and steps; nothing is learnt.
 
     Raises `UserError` for what cannot run, and for a recipe of classes or functions that other processes cannot import,
-    since both halves are measured in processes of their own. Takes a quarter of a minute for the quickstart.
+    since searcher and trainer are measured in processes of their own. Takes a quarter of a minute for the quickstart.
     """
     from tba.command.check import estimate, validate
 

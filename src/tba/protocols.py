@@ -343,7 +343,7 @@ class Journal(Protocol):
         ...
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connection; what was not acknowledged is lost."""
         ...
 
 

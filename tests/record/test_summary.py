@@ -78,7 +78,7 @@ def test_a_file_that_is_no_summary_is_said_in_one_sentence(tmp_path: Path, text:
     [
         ((0.05, 0.0), 0.0, 3, "searchers"),  # the trainer waited for data
         ((0.0, 0.03), 0.0, 3, "searchers"),  # or was held, since there was too little of it
-        ((0.0, 0.01), 0.06, 1, "trainer"),  # searchers eased off
+        ((0.0, 0.01), 0.06, 1, "trainer"),  # searchers held_back off
         ((0.01, 0.0), 0.0, 3, "searchers"),  # nobody waited; the trainer used what there was three times
         ((0.0, 0.0), 0.0, 0.5, "trainer"),  # or half of it once
         ((0.0, 0.0), 0.0, 1.05, "neither"),

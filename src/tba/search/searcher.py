@@ -52,7 +52,7 @@ from tba.types import (
 
 log = logging.getLogger("tba.searcher")
 _GENERATING = 8  # generate this many times as long as judging and sending what is finished takes, before sending a part
-_IN_VAIN = 10  # first rounds without a usable answer, after which no further one is expected to bring any
+_ROUNDS_WITHOUT_USE = 10  # first rounds without a usable answer, after which no further one is expected to bring any
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Searcher:
     hand_down_seconds: float = math.inf  # a part of a round is sent after so many seconds, in the middle of the round
     rounds: int = 0
     rejected: str = ""  # why the last rejected answer was rejected
-    in_vain: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
+    rounds_without_use: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
     manifest: Mapping[str, Json] = field(default_factory=dict)  # of the newest weights seen
 
     def round(self) -> int:
@@ -175,14 +175,14 @@ class Searcher:
         end.
         """
         if kept:
-            self.in_vain = None
-        if self.in_vain is None or not rejected:
+            self.rounds_without_use = None
+        if self.rounds_without_use is None or not rejected:
             return
-        self.in_vain += 1
-        if self.in_vain == _IN_VAIN:
+        self.rounds_without_use += 1
+        if self.rounds_without_use == _ROUNDS_WITHOUT_USE:
             raise UserError(
-                f"all answers of the first {_IN_VAIN} rounds are rejected, so there is nothing to learn from; the "
-                f"last: {self.rejected}; what can be used has a reward from {-self.largest_reward:g} to "
+                f"all answers of the first {_ROUNDS_WITHOUT_USE} rounds are rejected: there is nothing to learn from; "
+                f"the last: {self.rejected}; what can be used has a reward from {-self.largest_reward:g} to "
                 f"{self.largest_reward:g} and finite log-probabilities: fix the reward, then start again or --resume"
             )
 

@@ -146,7 +146,7 @@ class Controller:
         }
 
     def restore(self, state: Json) -> None:
-        """Continue from `state`."""
+        """Continue with the values and counts that `state` gave."""
         self.sync_every, self.m = state["sync_every"], state["m"]
         self._steps, self._sum, self._count = state["steps"], state["sum"], state["count"]
         self._fresh, self._settling = state["fresh"], state["settling"]

@@ -26,9 +26,9 @@ from tba.replay.follower import JournalFollower
 from tba.runtime.cluster.gateway import JOURNAL, PLACES, Exchange
 from tba.runtime.cluster.remote import (
     SILENCE,
-    Guests,
     RemoteWeights,
     Visit,
+    Visitors,
     checkpoint_through,
     stand_in,
     through,
@@ -122,7 +122,8 @@ def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_f
         with JournalFollower(run.path / "journal.sqlite") as journal:
             counters = journal.counters()["searcher-0"]
             rescored = {s.uid: s.log_reference.tolist() for s in journal.drain_scores()}
-        counters.pop("searching_milliseconds")
+        for clocked in ("searching_milliseconds", "evaluation_milliseconds"):
+            counters.pop(clocked)
         figures = [(e.version, e.metric, e.value) for e in read_evaluations(run.path)]
         result = json.loads(run.result("searcher-0").read_text())
         found.append((answers, weights, counters, list(rescored.values()), figures, result["rounds"]))
@@ -296,45 +297,45 @@ def test_a_guest_is_one_who_joined_until_it_leaves_or_says_nothing_for_too_long(
     recipe, run = made(tmp_path / "run")
     clock = [0.0]
     gone: list[str] = []
-    guests = Guests(run, recipe, gone.append, now=lambda: clock[0])
+    visitors = Visitors(run, recipe, gone.append, now=lambda: clock[0])
     with pytest.raises(UserError, match="is not in progress"):
-        guests.join(version())
+        visitors.join(version())
     with run.held(0.0):
-        first, facts = guests.join(version())
-        second, _ = guests.join(version())
+        first, facts = visitors.join(version())
+        second, _ = visitors.join(version())
         assert (first, second) == (FIRST, FIRST + 1)
         assert stand_in(facts, lambda: tmp_path).path == run.path
         joined = Joined(run)
         assert joined.present() == [f"searcher-{first}", f"searcher-{second}"]
-        guests.leave(first, "Ctrl-C")
+        visitors.leave(first, "Ctrl-C")
         clock[0] += SILENCE - 1
-        assert guests.stay(second) is None
+        assert visitors.stay(second) is None
         clock[0] += SILENCE - 1
-        assert guests.stay(second) is None
+        assert visitors.stay(second) is None
         clock[0] += SILENCE + 1
-        assert guests.stay(second) == "the run had lost touch with it"
+        assert visitors.stay(second) == "the run had lost touch with it"
         assert gone == [f"searcher-{first}", f"searcher-{second}"]
         assert joined.present() == []
         assert [s["how"] for s in joined.record()] == ["Ctrl-C", "it died"]
-        third, _ = guests.join(version())
-        visit = Visit(third, lambda: False, Called(guests))
+        third, _ = visitors.join(version())
+        visit = Visit(third, lambda: False, Called(visitors))
         assert not visit.stop()
         assert joined.dismiss(0.0, lambda: None) == [visit.name]
-        last = Visit(third, lambda: False, Called(guests))
+        last = Visit(third, lambda: False, Called(visitors))
         until(last.stop, 10.0, "the guest to hear that the run is ending")
         assert last.why == "the run ended"
-        guests.leave(third, last.why)
+        visitors.leave(third, last.why)
         assert joined.present() == []
 
 
 @dataclass
 class Called:
-    """A contact with guests alone."""
+    """A contact with visitors alone."""
 
-    guests: Guests
+    visitors: Visitors
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        return getattr(self.guests, method)(*arguments, **named)
+        return getattr(self.visitors, method)(*arguments, **named)
 
     def fetch(self, references: Sequence[Any]) -> list[Flat]:
         raise NotImplementedError

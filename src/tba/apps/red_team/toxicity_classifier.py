@@ -96,7 +96,7 @@ def write_classifier(weights: WordWeights, out: Path, facts: Json) -> None:
 
 
 def tell(console: Console, report: ClassifierReport) -> None:
-    """Print the report."""
+    """Print how well the classifier did on the texts that were held out."""
     for line in (
         f"held-out texts  {report.texts:,}, {report.toxic:,} of them toxic",
         f"AUC             {report.auc.estimate:.4f} [{report.auc.low:.4f}, {report.auc.high:.4f}]",

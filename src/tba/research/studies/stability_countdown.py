@@ -1,6 +1,6 @@
 """What staleness costs on a task with many right answers: countdown, on-policy and stale, at its recipe's rate.
 
-As `stability`, with 240 updates; what is watched beside the success rate is how many different right answers are left.
+As `stability`, with 240 updates; how many different right answers are left is watched too.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tba.record.faults import record_fault
 from tba.record.log import log_to, set_up_log
 from tba.runtime.cluster.client import ActorContact, get
 from tba.runtime.cluster.gateway import Exchange, note_place
-from tba.runtime.cluster.remote import Guests, checkpoint_through, stand_in, through
+from tba.runtime.cluster.remote import Visitors, checkpoint_through, stand_in, through
 from tba.runtime.cluster.rendezvous import ActorStore
 from tba.runtime.devices import keep_to_share
 from tba.runtime.disk import disk_full
@@ -77,14 +77,14 @@ class ExchangeActor:
         set_up_log(self._run.path, "exchange")
         recipe = self._run.recipe()
         self._exchange = Exchange(self._run, recipe, ray.put)
-        self._guests = Guests(self._run, recipe, self._exchange.let_go)
+        self._visitors = Visitors(self._run, recipe, self._exchange.let_go)
         note_place(self._run, place_of("exchange", self._run.log("exchange")))
         if ray.get_runtime_context().was_current_actor_reconstructed:
             record_fault(self._run.path, "exchange_restarts", "the gateway on the trainer's machine was restarted")
 
     @ray.method(concurrency_group="journal")
     def journal(self, owner: str, verb: str, *arguments: Any, **named: Any) -> Any:
-        self._guests.look()
+        self._visitors.look()
         return self._exchange.journal(owner, verb, *arguments, **named)
 
     @ray.method(concurrency_group="journal")
@@ -97,15 +97,15 @@ class ExchangeActor:
 
     @ray.method(concurrency_group="journal")
     def join(self, version: str) -> tuple[int, Json]:
-        return self._guests.join(version)
+        return self._visitors.join(version)
 
     @ray.method(concurrency_group="journal")
     def stay(self, number: int) -> str | None:
-        return self._guests.stay(number)
+        return self._visitors.stay(number)
 
     @ray.method(concurrency_group="journal")
     def leave(self, number: int, why: str) -> None:
-        self._guests.leave(number, why)
+        self._visitors.leave(number, why)
 
     @ray.method(concurrency_group="weights")
     def newest(self, seen: Version | None) -> Any:

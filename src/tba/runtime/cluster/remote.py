@@ -4,7 +4,8 @@ machine.
 Invariant: what `put` has returned from is on the disk of the run; no call waits longer than its deadline, and weights
 that were handed out can be read even after their version has been pruned.
 
-`Guests` and `Visit` are for searchers that join a run from other machines: `tba search --run NAME --address HOST:PORT`.
+`Visitors` and `Visit` are for searchers that join a run from other machines: `tba search --run NAME --address
+HOST:PORT`.
 
 Invariant: the run treats a guest like a searcher that joined on its own machine (`elastic`): the gateway holds its
 place, and the place's lock, as long as the guest gives a heartbeat now and then. A guest that is silent for `SILENCE`
@@ -192,8 +193,8 @@ class _Guest:
 
 
 @dataclass
-class Guests:
-    """The gateway's side: which guests there are."""
+class Visitors:
+    """The gateway's side: which visitors there are."""
 
     run: RunDirectory
     recipe: Recipe
@@ -229,7 +230,7 @@ class Guests:
         self.gone(f"searcher-{number}")
 
     def look(self) -> None:
-        """Remove the guests that have died: the driver sees that and gives back what they had leased."""
+        """Remove the visitors that have died: the driver sees that and gives back what they had leased."""
         for number, guest in list(self._there.items()):
             if self.now() - guest.sign > SILENCE:
                 del self._there[number]
