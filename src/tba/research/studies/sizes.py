@@ -1,4 +1,5 @@
-"""Three sizes of the policy, each with the same bad habit first: Trajectory Balance asynchronous, RLOO on-policy.
+"""Three sizes of the policy, each with the same bad habit first: Trajectory Balance asynchronous, in the paper's form
+and in the default one, and RLOO on-policy.
 
 The middle one is the shipped base; the others are made once by their warm starts and cached. The smallest needs four
 times as many supervised updates before it adds at all.
@@ -27,12 +28,14 @@ def _of_size(recipe: Recipe, hidden: int, inner: int, layers: int, lessons: int)
 variants: dict[str, Variant] = {}
 for _size, _shape in SIZES.items():
     _sized = _of_size(base, *_shape)
-    variants[f"tb-{_size}"] = Variant(asynchronous(_sized, 2, m=0.95), "tb")
+    for _name in ("tb", "tb-robust"):
+        _asynchronous = asynchronous(with_objective(_sized, objectives()[_name]), 2, m=0.95)
+        variants[f"{_name}-{_size}"] = Variant(_asynchronous, _name)
     variants[f"rloo-sync-{_size}"] = Variant(synchronous(with_objective(_sized, objectives()["rloo"])), "rloo-sync")
 
 study = Study(
     name="sizes",
-    description="Three sizes of the policy: Trajectory Balance asynchronous, RLOO on-policy.",
+    description="Three sizes of the policy: two forms of Trajectory Balance asynchronous, RLOO on-policy.",
     recipe=base,
     variants=variants,
     target=TARGET,
