@@ -52,6 +52,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
 
 
+@runtime_checkable
 class Reward(Protocol):
     """Grades completions in batches. Rewards are computed here; claimed ones are not trusted."""
 

@@ -108,6 +108,8 @@ def _from_file(path: Path, kind: Kind) -> ModuleType:
         raise UserError(f"{path} cannot be read as a Python module: give a .py file that defines `{kind}`")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses in the file look their module up
+    if (folder := str(path.resolve().parent)) not in sys.path:
+        sys.path.append(folder)  # so that it can import its neighbours; last, so that none of them hides a library
     _being_loaded.append(path)
     try:
         spec.loader.exec_module(module)

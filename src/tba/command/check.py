@@ -31,6 +31,7 @@ from tba.replay.selection import RecencyReward
 from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
 from tba.runtime.devices import Place, places_here
 from tba.runtime.local.forkserver import Program, prepare, start
+from tba.runtime.prompting import problems_of
 from tba.settings import find, override
 
 _DEADLINE = 1800.0  # seconds for one probe
@@ -132,7 +133,7 @@ def _on_frequencies(recipe: Recipe) -> list[str]:
 
 def notes_on_prompts(recipe: Recipe) -> list[str]:
     """Returns more warnings, those that need the task's problems."""
-    problems, buffer = recipe.task.problems("train")[: recipe.prompts.limit], recipe.replay.buffer
+    problems, buffer = problems_of(recipe.task, "train")[: recipe.prompts.limit], recipe.replay.buffer
     if buffer.per_prompt < buffer.total and all(p.prompt == problems[0].prompt for p in problems):
         return [
             f"the task has one prompt, of which replay keeps {buffer.per_prompt:,} trajectories, though there is room "

@@ -23,7 +23,7 @@ from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.record.terminal import terminal
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompting import prompts_of, reward_of
 from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import newest_checkpoint
@@ -69,7 +69,7 @@ def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[
     found = evaluate(
         engine,
         prompts,
-        recipe.task.examination() if isinstance(recipe.task, Examined) else recipe.task.reward(),
+        recipe.task.examination() if isinstance(recipe.task, Examined) else reward_of(recipe.task),
         settings,
         np.random.default_rng([recipe.seed, 7]),
         now=time.monotonic,
@@ -108,7 +108,7 @@ def _distance(begun: Recipe, engine: Engine, recipe: Recipe, prompts: Sequence[P
     return divergence(
         engine,
         begun.model.prepared(begun.task).reference(recipe.policy_temperature, Version()),
-        recipe.task.reward(),
+        reward_of(recipe.task),
         prompts,
         1,
         np.random.default_rng([recipe.seed, 11]),

@@ -23,7 +23,7 @@ from tba.errors import UserError
 from tba.protocols import Engine
 from tba.recipe import Recipe
 from tba.record.terminal import terminal
-from tba.runtime.prompting import prompts_of
+from tba.runtime.prompting import prompts_of, reward_of
 from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
 
@@ -76,7 +76,7 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
 
 def _lines(recipe: Recipe, engine: Engine, prompts: list[Prompt], samples: int) -> Iterator[dict[str, Json]]:
     """Yields one line per answer, prompt by prompt in order; a reward that is not finite is null."""
-    reward, rng = recipe.task.reward(), np.random.default_rng([recipe.seed, 13])
+    reward, rng = reward_of(recipe.task), np.random.default_rng([recipe.seed, 13])
     for start in range(0, len(prompts), recipe.evaluation.chunk):
         part = prompts[start : start + recipe.evaluation.chunk]
         answered = engine.generate(part, samples, Sampling(recipe.policy_temperature), rng)

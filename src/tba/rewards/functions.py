@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,7 +18,7 @@ import numpy as np
 
 from tba.errors import TbaError, UserError
 from tba.rewards.threads import in_threads
-from tba.types import Completion, Json, Judgement, Prompt
+from tba.types import Completion, Json, Judgement, Prompt, quoted
 
 RewardFunction = Callable[..., float]
 
@@ -133,23 +134,25 @@ class _Parameters:
 class _Naming:
     """Turns whatever a user's function raises into a `UserError` that names it; the original is its cause."""
 
-    def __init__(self, function: RewardFunction, prompt: Prompt) -> None:
-        self.function, self.prompt = function, prompt
+    def __init__(self, function: RewardFunction, prompt: Prompt, completion: Completion) -> None:
+        self.function, self.prompt, self.completion = function, prompt, completion
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if isinstance(error, Exception) and not isinstance(error, TbaError):
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(
-                f"reward function {name_of(self.function)!r} failed on prompt {self.prompt.key} of task "
-                f"{self.prompt.task}: {type(error).__name__}: {error}"
+                f"reward function {name_of(self.function)!r} failed on the answer {quoted(self.completion.text)} to "
+                f"prompt {quoted(self.prompt.text)} of task {self.prompt.task}: {type(error).__name__}: {error} "
+                f"({frame.filename}, line {frame.lineno}: {frame.line})"
             ) from error
 
 
 def _call(function: RewardFunction, accepts: _Parameters, prompt: Prompt, completion: Completion) -> float:
     fields = accepts.select(prompt.fields, function, prompt)
-    with _Naming(function, prompt):
+    with _Naming(function, prompt, completion):
         value: object = function(prompt.text, completion.text, **fields)
     if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
         raise UserError(

@@ -27,6 +27,7 @@ from tba.foreign import parsed
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.replay.journal import JournalWriter
+from tba.runtime.prompting import problems_of
 from tba.runtime.run_dir import RunDirectory, is_held
 
 ASKED = "Ctrl-C"  # why a searcher leaves that a signal asked to
@@ -115,7 +116,7 @@ def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place
     if _stop_file(run).exists():
         raise UserError(f"the run at {run.path} is ending: no searcher can join it now")
     at_once = (recipe.searchers + len(Joined(run).present()) + 1) * recipe.prompts_per_round
-    if recipe.prompts.selection != "epochs" and at_once > len(recipe.task.problems("train")):
+    if recipe.prompts.selection != "epochs" and at_once > len(problems_of(recipe.task, "train")):
         raise UserError(
             f"the run at {run.path} has too few prompts for another searcher, which needs prompts of its own"
         )

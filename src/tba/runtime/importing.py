@@ -23,6 +23,7 @@ from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
+from tba.runtime.prompting import problems_of, reward_of
 from tba.runtime.run_dir import IMPORTS, RunDirectory
 from tba.search.embedding import embedded
 from tba.search.prompts import encode
@@ -55,13 +56,13 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             tokenizer=tokenizer,
             train=Known(train),
             held_out=Known(prompt for prompt in _prompts(recipe, tokenizer, "eval") if prompt.key not in both),
-            chat=not isinstance(recipe.task.problems("train")[0].prompt, str),
+            chat=not isinstance(problems_of(recipe.task, "train")[0].prompt, str),
             max_prompt_tokens=recipe.prompts.max_tokens,
             max_tokens=max_tokens or model.max_completion_tokens,
         )
         yield Intake(
             encoder=encoder,
-            reward=PatientReward(recipe.task.reward(), recipe.run.reward_deadline, retries=0, told=lambda _: None),
+            reward=PatientReward(reward_of(recipe.task), recipe.run.reward_deadline, retries=0, told=lambda _: None),
             reference=_reference(replace(recipe, model=model), run),
             journal=journal,
             believe=believe,
@@ -85,7 +86,7 @@ def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
 
 def demonstrations(task: Task, most: int) -> Iterator[Entry]:
     """Yields the first `most` of the task's own demonstrations."""
-    shown = (problem for problem in task.problems("train") if problem.demonstration is not None)
+    shown = (problem for problem in problems_of(task, "train") if problem.demonstration is not None)
     for number, problem in enumerate(islice(shown, most), start=1):
         prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
         yield number, {"prompt": prompt, "response": problem.demonstration}
@@ -104,7 +105,9 @@ def _trajectories(path: Path) -> Iterator[Entry]:
 
 def _prompts(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
     """Returns all prompts of a split, including those that this run does not use."""
-    return encode(recipe.task.problems(split), recipe.task.name, tokenizer, replace(recipe.prompts, limit=None)).prompts
+    return encode(
+        problems_of(recipe.task, split), recipe.task.name, tokenizer, replace(recipe.prompts, limit=None)
+    ).prompts
 
 
 def _reference(recipe: Recipe, run: RunDirectory) -> Reference:

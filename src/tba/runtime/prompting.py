@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import FunctionType
 
 import numpy as np
 
 from tba.errors import UserError
-from tba.protocols import Journal, PromptSource, Tokenizer
+from tba.protocols import Journal, PromptSource, Reward, Task, Tokenizer
 from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
-from tba.types import Prompt, Split
+from tba.types import Problem, Prompt, Split
 
 # a prompt not answered by then is handed out again; this is longer than a round of long answers takes
 LEASE_SECONDS = 1800.0
@@ -22,7 +23,7 @@ log = logging.getLogger("tba.searcher")
 
 def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
     """Returns the prompts of a split, as the recipe's settings encode them."""
-    problems = recipe.task.problems(split)
+    problems = problems_of(recipe.task, split)
     limit = recipe.prompts.limit if split == "train" else recipe.evaluation.problems or None
     settings = recipe.prompts if split == "train" else replace(recipe.prompts, limit=None)
     encoded = encode(problems[:limit] if limit else problems, recipe.task.name, tokenizer, settings)
@@ -32,6 +33,35 @@ def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Promp
             split, recipe.task.name, encoded.dropped, recipe.prompts.max_tokens, encoded.truncated,
         )  # fmt: skip
     return encoded.prompts
+
+
+def problems_of(task: Task, split: Split) -> Sequence[Problem]:
+    """Returns a task's problems. Raises `UserError` when there are none, or when they are something else."""
+    found: object = task.problems(split)
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise UserError(f"problems({split!r}) of task {task.name} gave {found!r:.80}: return a list of tba.Problem")
+    problems = found if isinstance(found, list | tuple) else list(found)
+    for number, problem in enumerate(problems):
+        if not isinstance(problem, Problem):
+            raise UserError(
+                f"problem {number} of problems({split!r}) of task {task.name} is {problem!r:.80}: make each a "
+                "tba.Problem(prompt, fields)"
+            )
+    if not problems:
+        raise UserError(f"task {task.name} has no problems for {split!r}: return some from problems({split!r})")
+    return problems
+
+
+def reward_of(task: Task) -> Reward:
+    """Returns a task's reward. Raises `UserError` when it is none, such as the plain function itself."""
+    reward: object = task.reward()
+    if not isinstance(reward, Reward):
+        what = f"the function {reward.__name__!r}" if isinstance(reward, FunctionType) else f"{reward!r:.80}"
+        raise UserError(
+            f"reward() of task {task.name} gave {what}, which has no judge(): for a plain function return "
+            "tba.WeightedFunctions(((function, 1.0),))"
+        )
+    return reward
 
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:

@@ -17,7 +17,7 @@ from tba.errors import UserError
 from tba.foreign import templated
 from tba.protocols import Tokenizer
 from tba.search.posterior import Posterior, PosteriorSettings
-from tba.types import Outcome, Problem, Prompt
+from tba.types import Outcome, Problem, Prompt, quoted
 
 Lease = Callable[[int], list[int]]
 # leases up to so many of these positions, the first that nobody holds
@@ -66,7 +66,7 @@ def encode(problems: Sequence[Problem], task: str, tokenizer: Tokenizer, setting
     dropped = truncated = 0
     for problem in problems:
         text = problem.prompt if isinstance(problem.prompt, str) else _chat(problem, tokenizer)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = _tokens(tokenizer, text, task)
         if len(tokens) > settings.max_tokens:
             if settings.overlong == "error":
                 raise UserError(
@@ -87,6 +87,16 @@ def encode(problems: Sequence[Problem], task: str, tokenizer: Tokenizer, setting
             f"{settings.max_tokens} tokens): raise --prompts.max-tokens or give it more problems"
         )
     return Encoded(prompts, dropped, truncated)
+
+
+def _tokens(tokenizer: Tokenizer, text: str, task: str) -> list[int]:
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:  # tokenizers of the Rust library raise nothing more precise
+        raise UserError(
+            f"the model's tokenizer cannot write the prompt {quoted(text)} of task {task} ({error}): give prompts of "
+            "the characters that it knows, or another model (--model.path)"
+        ) from error
 
 
 def _chat(problem: Problem, tokenizer: Any) -> str:

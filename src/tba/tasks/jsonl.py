@@ -70,6 +70,10 @@ class Jsonl:
         fields = {k: v for k, v in row.values.items() if k not in (self.prompt_field, self.messages_field)}
         if self.answer_field in row.values:
             fields["answer"] = row.values[self.answer_field]
+            if self.marked_by is None and (fields["answer"] is None or not str(fields["answer"]).strip()):
+                raise UserError(
+                    f"{row.place} has {fields['answer']!r} as its {self.answer_field!r}: give the right answer"
+                )
         elif self.marked_by is None and demonstration is None:
             raise UserError(
                 f"{row.place} has no field {self.answer_field!r} to mark an answer against: add it, "
