@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trajectory_cases import plain_edits, prompt, same, trajectory
 
 from tba.errors import UserError
-from tba.replay.buffer import Amount, Buffer, BufferSettings
+from tba.replay.buffer import LEFT, Amount, Buffer, BufferSettings
 from tba.replay.near import NearDuplicates
 from tba.replay.prompt_index import Listing
 from tba.types import ELSEWHERE, Score, Trajectory, Version
@@ -245,6 +245,9 @@ def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger
         assert getattr(counts.received, unit) == sum(terms)
     assert len(buffer) == len(plain.here)
     assert len(plain.held) <= chosen.total
+    # the record of each place says the same: its uses, or how it left unused
+    said = [plain.uses.get(t.uid) or plain.fate.get(t.uid, 0) for t in plain.everything]
+    assert [LEFT.get(n, n) for n in buffer.used()[1:].tolist()] == said
 
 
 def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:

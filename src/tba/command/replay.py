@@ -59,6 +59,11 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
 
 def uses_of(run: RunDirectory) -> npt.NDArray[np.int32]:
     """Returns [places + 1] how often each trajectory was trained on, as of the newest checkpoint; empty without one."""
+    return fates_of(run).clip(min=0)
+
+
+def fates_of(run: RunDirectory) -> npt.NDArray[np.int32]:
+    """Returns the same with a negative number where one has left that was never trained on (`replay.buffer.LEFT`)."""
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     if checkpoint is None:
         return np.zeros(0, dtype=np.int32)

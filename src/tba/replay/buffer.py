@@ -36,6 +36,7 @@ from tba.types import Score, Trajectory, Version
 
 _FIRST = Version()
 _DUPLICATE, _EVICTED = 1, 2  # how a row left what is kept
+LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted"}  # how one left that was never used, in `Buffer.used`
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Buffer:
         self._recent = self._index()  # those of the current reference that searchers brought, and those in `_passing`
         self._newest: dict[int, Newest] = {}  # group size -> the prompts that have as many recent rows, by arrival
         self._by_reference: Counter[Version] = Counter()
-        self._used = array("i")  # uses by place, also of trajectories that have left
+        self._used = array("i")  # uses by place, also of trajectories that have left; see `used`
         self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
         self._waiting, self._evicted, self._duplicate, self._damaged = Amount(), Amount(), Amount(), Amount()
         self._retired = False  # whether some of what was evicted had left by the source's own retention
@@ -131,6 +132,7 @@ class Buffer:
             if (incarnation, stored.version.step) < (rows.incarnation.item(copy), rows.step.item(copy)):
                 self._received.add(stored.length)
                 self._duplicate.add(stored.length)
+                self._used[place] = -_DUPLICATE
                 return
             self._remove(copy, _DUPLICATE)
         near = None if self._near is None else self._near.of(stored)
@@ -217,7 +219,7 @@ class Buffer:
 
     def used(self) -> npt.NDArray[np.int32]:
         """[places + 1] Returns how often each trajectory that was ever added was used, by its place in the source (from
-        1).
+        1); `LEFT` says what is negative: why one has left that was never used.
         """
         return np.array(self._used, dtype=np.int32)
 
@@ -366,7 +368,8 @@ class Buffer:
             self._waiting.add(length, -1)
             self._trained_once.add(length)
         self._rows.uses[row] += 1
-        self._used[self._rows.arrival.item(row)] += 1
+        place = self._rows.arrival.item(row)
+        self._used[place] = max(0, self._used[place]) + 1
 
     def _let_go(self, row: int, how: int) -> None:
         """Stop keeping a row; it stays in the recent index for a while, if the settings say so."""
@@ -394,6 +397,7 @@ class Buffer:
         if not self._rows.uses[row]:
             self._waiting.add(length, -1)
             (self._duplicate if how == _DUPLICATE else self._evicted).add(length)
+            self._used[self._rows.arrival.item(row)] = -_DUPLICATE if how == _DUPLICATE else -_EVICTED
         self._rows.remove(row)
 
     def _unindex(self, row: int) -> None:

@@ -1,6 +1,7 @@
 """How often each trajectory was used, as a checkpoint stores it.
 
-Invariant: one number for each place of the journal, from place 0 (which nothing has) to the last that was taken in.
+Invariant: one number for each place of the journal, from place 0 (which nothing has) to the last that was taken in; a
+negative one says how a trajectory has left that was never used (`replay.buffer.LEFT`).
 Together with the journal it is the whole record: no other file is needed to resume.
 """
 
