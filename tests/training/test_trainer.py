@@ -169,6 +169,19 @@ def test_the_size_of_a_pass_does_not_change_what_is_learned(tmp_path: Path) -> N
         assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize("max_tokens", [10_000, 40, 7])  # all at once, by groups, by rows
+def test_what_the_policy_gave_each_token_of_the_last_batch_can_be_asked_for(max_tokens: int, tmp_path: Path) -> None:
+    trainer = trainer_of(llama_policy(), TrajectoryBalance(BETA), tmp_path, max_tokens_per_pass=max_tokens)
+    before, given = llama_policy(), fetched(seed=3)
+    trainer.step(given)
+    trajectories = [t for group in given.groups for t in group.trajectories]
+    with torch.no_grad():
+        log_policy_BT = before.evaluate(given.batch).log_policy_BT
+    for logs, log_policy_T, t in zip(trainer.log_policy(trajectories), log_policy_BT, trajectories, strict=True):
+        assert logs == pytest.approx(log_policy_T[: t.length].tolist(), abs=1e-5)
+    assert trainer.log_policy(trajectories[5:2:-1]) == trainer.log_policy(trajectories)[5:2:-1]
+
+
 def test_an_objective_that_needs_a_head_the_policy_lacks_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="LearnedBalance needs log_z and value of the policy, but TabularPolicy"):
         trainer_of(TabularPolicy(TASK), LearnedBalance(), tmp_path)

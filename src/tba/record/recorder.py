@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeAlias
 
 from tba.errors import UserError
 from tba.record.jsonl import JsonLines, read_lines
@@ -22,6 +22,8 @@ from tba.record.metrics import MetricsWriter
 from tba.types import Evaluation, Json, Trajectory, Version
 
 SAMPLES = "samples.jsonl"
+# of each token of some trajectories of the step's batch, the policy's log-probability before the update
+LogPolicy: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Sequence[float]]]
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,16 @@ class Recorder:
         wall_seconds: float,
         metrics: Mapping[str, float],
         trajectories: Sequence[Trajectory] = (),
+        log_policy: LogPolicy | None = None,
     ) -> None:
-        """Record one optimizer step: its metrics, and a few of the trajectories it was made of.
+        """Record one optimizer step: its metrics, and a few of the trajectories it was made of, with what `log_policy`
+        gives of them.
 
         `wall_seconds` are since the run began.
         """
         self.metrics.write(version, wall_seconds, metrics)
         if self.samples is not None:
-            self.samples.write(version.step, trajectories)
+            self.samples.write(version.step, trajectories, log_policy)
         self._copy(version.step, metrics)
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -116,13 +120,16 @@ class SampleWriter:
         self.count = count
         self.text = text
 
-    def write(self, step: int, trajectories: Sequence[Trajectory]) -> None:
+    def write(self, step: int, trajectories: Sequence[Trajectory], log_policy: LogPolicy | None = None) -> None:
         """The chosen ones of `trajectories`, the batch of optimizer step `step` (from 1), if it is its turn."""
         if step != 1 and step % self.every:
             return
         count = min(self.count, len(trajectories))
-        for i in range(count):
-            self._lines.append(self._line(step, trajectories[i * len(trajectories) // count]))
+        chosen = [trajectories[i * len(trajectories) // count] for i in range(count)]
+        known = {} if log_policy is None else dict(zip(range(count), log_policy(chosen), strict=True))
+        for i, trajectory in enumerate(chosen):
+            logs = {"log_policy": [round(x, 4) for x in known[i]]} if i in known else {}
+            self._lines.append({**self._line(step, trajectory), **logs})
 
     def close(self) -> None:
         self._lines.close()

@@ -252,7 +252,8 @@ class TrainerLoop:
             **self._steer(metrics),
             **self._searched,
         }
-        self.recorder.step(self.trainer.version, self.ended_training, metrics | own, trajectories)
+        version, log_policy = self.trainer.version, self.trainer.log_policy
+        self.recorder.step(version, self.ended_training, metrics | own, trajectories, log_policy)
 
     def _steer(self, metrics: Metrics) -> dict[str, float]:
         """Give a step's metrics to the staleness controller and apply what it decides; returns the values that held

@@ -15,13 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import safetensors.torch
 import torch
 from torch import Tensor
 
 from tba.batch import Batch, Fetched
 from tba.errors import NonFiniteLoss, UserError
-from tba.protocols import HEADS, Measured, Objective, Policy, WeightPublisher
+from tba.protocols import HEADS, Measured, Objective, Policy, PolicyOutput, WeightPublisher
 from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer
 from tba.training.staleness import Staleness
@@ -57,6 +59,8 @@ class Trainer:
     settle: Callable[[], object] = _nothing  # called before the weights change; it waits for those who still read them
     now: Callable[[], float] = time.time  # seconds since the epoch, as `Trajectory.created` has them
     _skipped_in_a_row: int = field(default=0, repr=False)
+    # of the last step: the policy's log-probabilities [B, T] of each pass, and the pass's rows
+    _seen: list[tuple[Tensor, Batch]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         missing = (self.objective.needs & HEADS) - set(self.policy.heads)
@@ -71,6 +75,22 @@ class Trainer:
         """Make one update from one batch. The policy's device is waited for once, when the update is decided on."""
         self.groups = fetched.groups
         return self._counts(fetched.batch) | self.update(fetched.batch, self.backward(fetched.batch))
+
+    def log_policy(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """Returns the log-probability of each token of these, which were in the last step's batch, under the policy as
+        it was before that step's update. The policy's device is waited for.
+        """
+        keys = [(_bytes(t.prompt.tokens), _bytes(t.completion.tokens)) for t in trajectories]
+        of = {key: i for i, key in enumerate(keys)}  # equal answers to one prompt have the same
+        found: dict[int, list[float]] = {}
+        for log_policy_BT, part in self._seen:
+            prompt_GP, completion_BT = part.prompt_GP.numpy(), part.completion_BT.numpy()
+            prompts = [_bytes(prompt_GP[g, :n]) for g, n in enumerate(part.prompt_length_G.tolist())]
+            for b, (length, group) in enumerate(zip(part.length_B.tolist(), part.group_B.tolist(), strict=True)):
+                i = of.get((prompts[group], _bytes(completion_BT[b, :length])))
+                if i is not None and i not in found:
+                    found[i] = log_policy_BT[b, :length].tolist()
+        return [found[of[key]] for key in keys]
 
     @property
     def due(self) -> bool:
@@ -92,8 +112,14 @@ class Trainer:
                     "leave imported data out or choose trajectory balance"
                 )
         step = self.version.step + 1
-        staleness = Staleness()
-        limit, see, ranks = self.max_tokens_per_pass, staleness.see, self.ranks
+        staleness, seen = Staleness(), []
+
+        def see(output: PolicyOutput, part: Batch) -> None:
+            staleness.see(output, part)
+            seen.append((output.log_policy_BT.detach(), part))
+
+        self._seen = seen
+        limit, ranks = self.max_tokens_per_pass, self.ranks
         loss, metrics = backward(self.policy, self.objective, batch, step, limit, see, ranks)
         return {**staleness.metrics(metrics.get("beta")), **metrics, "loss": loss}
 
@@ -145,6 +171,10 @@ class Trainer:
             f"{NON_FINITE_IN_A_ROW} steps in a row after version {self.version} had loss {loss} and gradient norm "
             f"{grad_norm}; the weights are untouched and the last batch is in {path}"
         )
+
+
+def _bytes(tokens: npt.NDArray[np.integer]) -> bytes:
+    return np.ascontiguousarray(tokens, dtype="<i4").tobytes()
 
 
 def ages(trajectories: Sequence[Trajectory], now: float) -> Metrics:
