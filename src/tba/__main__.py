@@ -1,4 +1,4 @@
-"""The command line: train, search, import, check, sft, sample, reward-model, red-team, eval, study, show, replay...
+"""The command line: train, search, import, check, sft, sample, reward-model, red-team, eval, study, show, report...
 
 Invariant: bad input ends in one sentence on standard error and exit code 2, without a traceback.
 """
@@ -46,6 +46,9 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba recipes                               list the recipes
   tba studies                               list the studies
   tba show RUN                              print a run so far, or its summary; redraws its curves
+  tba report RUN [RUN ...] [--out report.html]
+                                            write runs as one page that opens offline in any browser: figures, curves,
+                                            trajectories to read
   tba replay RUN [--sql "SELECT ..."] [--export FILE.jsonl|FILE.parquet]
                                             count, query or export the trajectories of a run
 
@@ -125,6 +128,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "recipes": recipes,
         "studies": studies,
         "show": show,
+        "report": report,
         "replay": replay,
     }
     if name not in commands:
@@ -297,6 +301,20 @@ def show(arguments: list[str]) -> int:
     name, left = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
     _refuse_more(left, "tba show RUN", "one run")
     return show_run(Path(name))
+
+
+def report(arguments: list[str]) -> int:
+    """`tba report RUN [RUN ...]`: write what runs did as one HTML page."""
+    from tba.command.report import ReportOptions, report_runs
+    from tba.errors import UserError
+    from tba.settings import split_options
+
+    first = next((i for i, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
+    if not first:
+        raise UserError("`tba report RUN [RUN ...]` needs the folders of one or more runs first, such as runs/NAME")
+    options, left = split_options(ReportOptions(), arguments[first:], "tba report")
+    _refuse_more(left, "tba report RUN [RUN ...]", "the runs first, then --out")
+    return report_runs([Path(name) for name in arguments[:first]], options)
 
 
 def replay(arguments: list[str]) -> int:

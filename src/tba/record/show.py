@@ -33,7 +33,7 @@ def show(run: RunRecord) -> RenderableType:
         parts.append(_section("So far", _so_far(run)))
     else:
         parts.append(_section("What became of what was generated", ledger(run.summary)))
-        parts.append(_section("The run", _facts(run.summary)))
+        parts.append(_section("The run", _pairs(facts_of(run.summary))))
     parts += [Text(sentence, style="yellow") for sentence in run.unreadable]
     return Group(*parts)
 
@@ -129,27 +129,26 @@ def _so_far(run: RunRecord) -> RenderableType:
     )
 
 
-def _facts(summary: Summary) -> RenderableType:
+def facts_of(summary: Summary) -> dict[str, str]:
+    """Returns what a summary says of the run, in words."""
     wall = summary.wall_seconds
-    return _pairs(
-        {
-            "wall-clock": f"{duration(wall.total)}: warm start {duration(wall.sft)}, warm-up {duration(wall.warm_up)}, "
-            f"training {duration(wall.train)}, evaluation {duration(wall.eval)}",
-            "waiting after warm-up": _waiting(summary),
-            "lag": _lag(summary),
-            "of the newest arrivals": f"{percent(summary.recent_share)} of the groups",
-            "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}, "
-            f"{percent(summary.trajectories.trained_share)} of what arrived was trained",
-            "slow side": _slow_side(summary),
-            **({"control": _control(summary)} if summary.control else {}),
-            **({"reference reset": _resets(summary)} if summary.reference_resets else {}),
-            **({"joined": _joined(summary)} if summary.joined else {}),
-            "faults": named(summary.faults),
-            "peak memory": named({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
-            "versions": named(summary.versions),
-            "machine": _machine(summary.machine),
-        }
-    )
+    return {
+        "wall-clock": f"{duration(wall.total)}: warm start {duration(wall.sft)}, warm-up {duration(wall.warm_up)}, "
+        f"training {duration(wall.train)}, evaluation {duration(wall.eval)}",
+        "waiting after warm-up": _waiting(summary),
+        "lag": _lag(summary),
+        "of the newest arrivals": f"{percent(summary.recent_share)} of the groups",
+        "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}, "
+        f"{percent(summary.trajectories.trained_share)} of what arrived was trained",
+        "slow side": _slow_side(summary),
+        **({"control": _control(summary)} if summary.control else {}),
+        **({"reference reset": _resets(summary)} if summary.reference_resets else {}),
+        **({"joined": _joined(summary)} if summary.joined else {}),
+        "faults": named({kind: count for kind, count in summary.faults.items() if count}),
+        "peak memory": named({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
+        "versions": named(summary.versions),
+        "machine": _machine(summary.machine),
+    }
 
 
 def _cost(summary: Summary) -> RenderableType:
