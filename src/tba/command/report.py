@@ -13,7 +13,6 @@ from tba.errors import UserError
 from tba.record.page import page, write_beside
 from tba.record.report import ACCURACY, PANELS, RATES
 from tba.record.terminal import terminal
-from tba.record.text import size
 from tba.types import Json
 
 MOST = 50_000  # trajectories of all runs together; of more a sample is shown
@@ -46,15 +45,15 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
     for run in data["runs"]:
         console.print(f"{run['name']}: {said_of_sample(run)}", highlight=False, markup=False)
     console.print(
-        f"{options.out} ({size(len(content))}; open it in a browser), its data in {beside}",
+        f"{options.out} ({len(content) / 1e6:.1f} MB; open it in a browser), its data in {beside}",
         highlight=False, markup=False, soft_wrap=True,
     )  # fmt: skip
     return 0
 
 
-def report(runs: Sequence[Path]) -> tuple[dict[str, Json], bytes]:
-    """Returns the data of a report, and the page that shows them."""
-    budget = int(0.9 * LARGEST) // len(runs)
+def report(runs: Sequence[Path], largest: int = LARGEST) -> tuple[dict[str, Json], bytes]:
+    """Returns the data of a report, and the page that shows them, of at most `largest` bytes."""
+    budget = int(0.9 * largest) // len(runs)
     while True:
         found = [run_data(path, MOST // len(runs), budget) for path in runs]
         data = {
@@ -64,9 +63,10 @@ def report(runs: Sequence[Path]) -> tuple[dict[str, Json], bytes]:
             "different": different([run["settings"] for run in found]),
         }
         content = page(data)
-        if len(content) <= LARGEST or budget < 1000:
+        if len(content) <= largest or not budget:
             return data, content
-        budget = int(0.8 * budget * LARGEST / len(content))  # its estimate of bytes was too low
+        over = (len(content) - largest) // len(runs)
+        budget = max(0, int(0.95 * budget) - over)  # what else is in the page, or too low an estimate of bytes
 
 
 def _panels() -> list[dict[str, Json]]:

@@ -40,6 +40,7 @@ LONGEST_TEXT = 8_000  # characters of a prompt or an answer that are shown
 LONGEST_TOKENS = 1_000  # tokens of an answer that are coloured
 REJECTED = 200  # lines of logs about rejected answers
 DEADLINE_S = 600.0  # of reading the journal
+TOKENS = ("tokens", "log_behavior", "log_ratio")  # columns of the answers that are coloured
 FATES = ("trained", "waiting", "evicted", "duplicate")
 _NOT_SETTINGS = ("class", "description")
 
@@ -369,7 +370,7 @@ class _Excerpt:
         size = len(json.dumps(line["text"], ensure_ascii=False).encode(errors="replace")) + 110
         if not self._hidden and self._bytes < budget / 2:  # the rest of the bytes is for the texts of more answers
             line |= _token_columns(t)
-            size += 4 * sum(len(line[name] or ()) for name in ("tokens", "log_behavior", "log_ratio"))
+            size += 4 * sum(len(line[name] or ()) for name in TOKENS)
         self._bytes += size
         self._rows.append((row, line))
         return True
@@ -421,9 +422,9 @@ class _Excerpt:
         _add_residuals(rows, self._beta)
         columns: dict[str, Json] = {}
         for name in rows[0] if rows else ():
-            if name not in ("parts", "as_policy"):
+            if name not in ("parts", "as_policy", *TOKENS):
                 columns[name] = [line[name] for line in rows]
-        for name in ("tokens", "log_behavior", "log_ratio"):
+        for name in TOKENS:
             columns[name] = [line.get(name) for line in rows]
         parts = list(dict.fromkeys(part for line in rows for part in line["parts"]))
         for name in ("version", "stop", "fate", "reference", "sampling"):
