@@ -3,9 +3,9 @@
     python benchmarks/report.py [--steps 20000] [--trajectories 500000] [--tokens 24] [--folder DIR]
 
 Writes a run folder: a journal (four searchers, rounds of 20 answers to a prompt, each prompt asked about ten times),
-a line of metrics.jsonl for each step, an evaluation each fiftieth of the run, a checkpoint's manifest with the uses, and
-a summary whose account is that of the journal. Then `tba report`, and headless Chromium (Debian's `chromium`), if there
-is one, opens it: until the first view is drawn, until all trajectories are listed, and until a search has answered.
+a line of metrics.jsonl for each step, an evaluation each fiftieth of the run, a checkpoint's manifest with the uses,
+and a summary whose account is that of the journal. Then `tba report`, and headless Chromium (Debian's `chromium`),
+if there is one, opens it: until the first view is drawn, until all trajectories are listed, until a search is answered.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from tba.command.collecting import SmoothingOptions
 from tba.command.importing import ImportOptions
 from tba.command.options import EvalOptions, OutOptions, ResumeOptions, TrainOptions
 from tba.command.replay import ReplayOptions
+from tba.command.report import ReportOptions
 from tba.command.sample import SampleOptions
 from tba.command.search import SearchOptions
 from tba.command.sft import SftOptions
@@ -41,6 +42,7 @@ OPTIONS = {
     "check": None,
     "study": StudyOptions(),
     "replay": ReplayOptions(),
+    "report": ReportOptions(),
     "search": SearchOptions(),
     "sample": SampleOptions(),
     "reward-model": RewardModelOptions(),

@@ -78,6 +78,9 @@
       c === "\n" || c === "\t" ? c : `\\u{${c.codePointAt(0).toString(16)}}`);
   }
 
+  // What the data have under a name: any name may be in them, also one that every object has
+  const own = (object, name) => (Object.hasOwn(object, name) ? object[name] : undefined);
+
   function number(value, digits = 4) {
     if (value === null || value === undefined) return "–";
     if (Number.isInteger(value)) return value.toLocaleString("en");
@@ -399,7 +402,7 @@
         });
       } else {
         panel.series.forEach(([name, label], i) => {
-          const all = run.metrics.columns[name], xs = run.metrics.columns[state.axis === "time" ? "wall_seconds" : "step"];
+          const all = own(run.metrics.columns, name), xs = run.metrics.columns[state.axis === "time" ? "wall_seconds" : "step"];
           if (!all) return;
           const rows = all.map((_, row) => row).filter((row) => all[row] !== null);
           const [x, y] = ordered(rows.map((row) => xs[row]), rows.map((row) => all[row] * (panel.percent ? 100 : 1)));
@@ -501,8 +504,9 @@
     for (const [run, event] of eventsShown()) {
       const x = Math.round(chart.valToPos(xOf(run, event.wall), "x", true)) + 0.5;
       if (x < left || x > left + width) continue;
-      context.strokeStyle = EVENTS[event.kind][1];
-      context.setLineDash(event.kind === "evaluation" ? [2 * devicePixelRatio, 3 * devicePixelRatio] : []);
+      const evaluated = event.kind === "evaluation";
+      context.strokeStyle = evaluated && data.runs.length > 1 ? COLOURS[run.index % COLOURS.length] + "66" : EVENTS[event.kind][1];
+      context.setLineDash(evaluated ? [2 * devicePixelRatio, 3 * devicePixelRatio] : []);
       context.beginPath();
       context.moveTo(x, top);
       context.lineTo(x, top + height);
@@ -636,9 +640,9 @@
       counted.title = sampleOf(run);
       const only = state.prompt === null ? "" : ` Only the prompt ${promptOf(run, state.prompt)}`;
       banner.replaceChildren(...(said || only ? [h("div", { className: "banner" }, said + only, " ", h("button", { onclick: () => go({ step: null, prompt: null }) }, "show all"))] : []));
-      list.scrollTop = 0;
+      show();
       const selected = position();
-      if (selected > 3) list.scrollTop = (selected - 2) * HEIGHT;
+      list.scrollTop = selected > 3 ? (selected - 2) * HEIGHT : 0;
       show();
       if (selected < 0 && items.length) select(0);
       else read();
@@ -855,7 +859,7 @@
   // Settings
 
   function setting(run, name) {
-    const value = run.settings[name];
+    const value = own(run.settings, name);
     return value === undefined ? "–" : value === null ? "None" : visible(String(value));
   }
 
