@@ -97,10 +97,9 @@ class _Clock:
         last: dict[int, float] = {}  # wall-clock of each incarnation's last step
         for row in record.metrics:
             last[int(str(row.get("version", "0")).partition(".")[0])] = float(row["wall_seconds"])
-        ends = list(last.values())[: len(resumed)]
-        ends += [facts["clock"]["before"]] * (len(resumed) - len(ends))
-        if resumed:
-            ends[-1] = facts["clock"]["before"]
+        # how far the run had come each time that it was resumed: known of the last, of earlier ones from their steps
+        before = facts["clock"]["before"]
+        ends = [*list(last.values())[: len(resumed) - 1], *[before] * len(resumed)][: len(resumed)]
         self._begins = [facts["started"], *resumed]
         self._walls = [0.0, *ends]
 
@@ -117,12 +116,8 @@ def _figures(record: RunRecord) -> list[dict[str, Json]]:
     found = []
     for name in record.evaluated():
         before, after = record.before_after(name)
-        found.append({"metric": name, "before": _measured(before), "after": _measured(after)})
+        found.append({"metric": name, "before": before and _evaluation(before), "after": after and _evaluation(after)})
     return found
-
-
-def _measured(e: Evaluation | None) -> dict[str, Json] | None:
-    return None if e is None else _evaluation(e)
 
 
 def _evaluation(e: Evaluation) -> dict[str, Json]:
