@@ -120,7 +120,7 @@ def _checkpoint(run: Path, buffer: Buffer) -> None:
     folder.mkdir(parents=True)
     tokenizer = {"model": {"vocab": {word: i for i, word in enumerate(WORDS)}}, "decoder": {"type": "ByteLevel"}}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    state = {"replay": {"uses": pack_uses(buffer.used())}}
+    state = {"replay": {"uses": pack_uses(buffer.fates())}}
     manifest = {"version": f"0.{STEPS}", "state": state, "files": {"tokenizer.json": [0, 0]}}
     (folder / "run.json").write_text(json.dumps(manifest))
 

@@ -247,7 +247,7 @@ def test_after_any_operations_the_buffer_holds_what_the_rules_say_and_its_ledger
     assert len(plain.held) <= chosen.total
     # the record of each place says the same: its uses, or how it left unused
     said = [plain.uses.get(t.uid) or plain.fate.get(t.uid, 0) for t in plain.everything]
-    assert [LEFT.get(n, n) for n in buffer.used()[1:].tolist()] == said
+    assert [LEFT.get(n, n) for n in buffer.fates()[1:].tolist()] == said
 
 
 def test_a_newer_copy_replaces_the_older_and_becomes_the_newest() -> None:

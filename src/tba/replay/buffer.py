@@ -36,7 +36,7 @@ from tba.types import Score, Trajectory, Version
 
 _FIRST = Version()
 _DUPLICATE, _EVICTED = 1, 2  # how a row left what is kept
-LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted"}  # how one left that was never used, in `Buffer.used`
+LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted"}  # how one left that was never used, in `Buffer.fates`
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Buffer:
         self._recent = self._index()  # those of the current reference that searchers brought, and those in `_passing`
         self._newest: dict[int, Newest] = {}  # group size -> the prompts that have as many recent rows, by arrival
         self._by_reference: Counter[Version] = Counter()
-        self._used = array("i")  # uses by place, also of trajectories that have left; see `used`
+        self._used = array("i")  # uses by place, also of trajectories that have left; see `fates`
         self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
         self._waiting, self._evicted, self._duplicate, self._damaged = Amount(), Amount(), Amount(), Amount()
         self._retired = False  # whether some of what was evicted had left by the source's own retention
@@ -219,8 +219,12 @@ class Buffer:
 
     def used(self) -> npt.NDArray[np.int32]:
         """[places + 1] Returns how often each trajectory that was ever added was used, by its place in the source (from
-        1); `LEFT` says what is negative: why one has left that was never used.
+        1).
         """
+        return self.fates().clip(min=0)
+
+    def fates(self) -> npt.NDArray[np.int32]:
+        """[places + 1] Returns the same with a negative number where one has left that was never used: `LEFT` says how."""
         return np.array(self._used, dtype=np.int32)
 
     def carry(self, counts: Counts, used: npt.NDArray[np.int32]) -> None:

@@ -37,7 +37,7 @@ class Facts:
     step: npt.NDArray[np.int64]
     reward: npt.NDArray[np.float64]  # NaN where the journal has none
     created: npt.NDArray[np.float64]  # seconds since the epoch
-    uses: npt.NDArray[np.int32]  # as `Buffer.used` counts them
+    uses: npt.NDArray[np.int32]  # as `Buffer.fates` counts them
     round: npt.NDArray[np.int64]  # equal for what one owner sampled to one prompt at one time; from 0 on
     owners: tuple[str, ...]
 
@@ -46,7 +46,7 @@ class Facts:
 
 
 def read_facts(reader: JournalReader, used: npt.NDArray[np.int32]) -> Facts:
-    """Reads the facts of all trajectories. used: [places + 1], see `Buffer.used`; what is beyond it was never used."""
+    """Reads the facts of all trajectories. used: [places + 1], see `Buffer.fates`; what is beyond it was never used."""
     _, rows = reader.query(
         "SELECT seq, prompt, owner, tokens, incarnation, step, reward, created FROM trajectories ORDER BY seq"
     )

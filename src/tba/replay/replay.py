@@ -259,7 +259,7 @@ class Replay:
             ahead = [] if trained is None or self._sampled == trained else self._newest
             trajectories = [t for group in ahead for t in group.trajectories]
             self.buffer.take_back(trajectories)
-            counts, used = self.buffer.counts(), self.buffer.used()
+            counts, used = self.buffer.counts(), self.buffer.fates()
             self.buffer.use(trajectories)
             return {
                 "position": self._source.position,
