@@ -224,7 +224,7 @@ class Buffer:
         return self.fates().clip(min=0)
 
     def fates(self) -> npt.NDArray[np.int32]:
-        """[places + 1] Returns the same with a negative number where one has left that was never used: `LEFT` says how."""
+        """[places + 1] Returns the same; negative where one has left that was never used (`LEFT` says how)."""
         return np.array(self._used, dtype=np.int32)
 
     def carry(self, counts: Counts, used: npt.NDArray[np.int32]) -> None:
