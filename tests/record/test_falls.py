@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.record.conftest import evaluations
 
-from conftest import evaluations
 from tba.record.evaluations import EvaluationWriter, read_evaluations
 from tba.record.falls import HELD_OUT, RewardWatch, StalenessWatch, by_version, falls, note_falls, noted_falls
 from tba.record.faults import count_faults
