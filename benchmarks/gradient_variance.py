@@ -39,7 +39,7 @@ from tba.models.huggingface import HuggingFace
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.causal import load_model
+from tba.policy.loading import load_model
 from tba.protocols import Objective
 from tba.recipes.quickstart import recipe
 from tba.record.report import COLOURS, GREY, STYLES, frame, save_figure

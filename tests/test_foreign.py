@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from tba.__main__ import main
 from tba.errors import UserError
 from tba.foreign import check, is_name, parsed, templated
-from tba.policy.causal import load_model
+from tba.policy.loading import load_model
 from tba.record.jsonl import write_json
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary

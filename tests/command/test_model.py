@@ -13,7 +13,7 @@ import torch
 from tba.__main__ import main
 from tba.command.model import WHEELS, Wheel, fetched
 from tba.errors import UserError
-from tba.policy.causal import load_model
+from tba.policy.loading import load_model
 
 STORIES = Path(__file__).parents[1] / "fixtures" / "stories260K"
 INFO = "tba_stories-0.1.dist-info"

@@ -19,7 +19,7 @@ from tba.engines.transformers import EngineSettings
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
 from tba.models.huggingface import HuggingFace
-from tba.policy.causal import load_model
+from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings
 from tba.protocols import Engine, Streaming
 from tba.training.tiny_models import ScratchModel, character_tokenizer

@@ -14,7 +14,7 @@ import torch
 from tba.errors import UserError
 from tba.models.gguf import converted
 from tba.models.huggingface import HuggingFace
-from tba.policy.causal import load_model
+from tba.policy.loading import load_model
 from tba.tasks.arithmetic import Arithmetic
 
 STORIES = Path(__file__).parents[1] / "fixtures" / "stories260K"

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tba.batch import collate
 from tba.errors import UserError
-from tba.policy.causal import CausalPolicy, load_model
+from tba.policy.causal import CausalPolicy
+from tba.policy.loading import load_model
 from tba.policy.reference import FrozenReference
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 

@@ -6,13 +6,9 @@ The other ranks are forked from this process, which is rank 0: nothing is import
 from __future__ import annotations
 
 import gc
-import os
 import re
-import signal
-import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_processes import ranks_of
 from safetensors.torch import load_file
 from toys import BETA, TASK, ByHand, LearnedBalance, Published, Recycled, Sampled, groups_of, llama, llama_policy
 from transformers import AutoModelForCausalLM
@@ -34,7 +31,7 @@ from tba.protocols import Objective
 from tba.sharding import gathered
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
-from tba.training.ranks import Meeting, Message, Ranks
+from tba.training.ranks import Message, Ranks
 from tba.training.sharded import Follower, LedOptimizer, LedPolicy
 from tba.training.trainer import Trainer
 from tba.types import Version
@@ -44,51 +41,6 @@ WHOLE, BY_GROUPS, BY_SLICES = 10**6, 30, 25  # tokens of a pass; the groups belo
 SETTINGS = OptimizerSettings(lr=1e-3)
 HEADS = ("log_z", "value")
 SIZES = [5, 1, 8, 3, 6, 4, 2]  # B = 7, ragged
-
-
-@contextmanager
-def ranks_of(
-    count: int, store: Path, life: Callable[[Ranks], None], patience: float = 60.0, word: float = 60.0
-) -> Iterator[Ranks]:
-    """Rank 0 of `count`; the others live in forked processes and have ended well when this ends.
-
-    patience: seconds that each waits inside a step. word: that the others wait for what rank 0 says.
-    """
-
-    def started(rank: int) -> Ranks:
-        shared, device = dist.FileStore(str(store), count), torch.device("cpu")
-        return Ranks(rank, count, Meeting(shared), device, 60.0, word if rank else 60.0, patience)
-
-    children = []
-    gc.collect()  # a child that collected the process groups of an earlier test would wait for threads it does not have
-    for rank in range(1, count):
-        child = os.fork()
-        if child == 0:
-            gc.freeze()
-            code = 1
-            try:
-                ranks = started(rank)
-                life(ranks)
-                ranks.close()
-                code = 0
-            except BaseException:  # noqa: BLE001 - it ends here
-                traceback.print_exc()
-            finally:
-                os._exit(code)
-        children.append(child)
-    ended = False
-    try:
-        ranks = started(0)
-        try:
-            yield ranks
-        finally:
-            ranks.close()
-        ended = True
-    finally:
-        for child in () if ended else children:  # rank 0 has failed: nobody says the word for which they wait
-            os.kill(child, signal.SIGKILL)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0] * (count - 1)
 
 
 def trainer_of(policy: object, optimizer: Optimizer, objective: Objective, path: Path, limit: int) -> ByHand:

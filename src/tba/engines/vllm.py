@@ -33,7 +33,7 @@ from tba.engines.stopping import StopStrings, eos_ids
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.foreign import SAFE
-from tba.policy.causal import load_model
+from tba.policy.loading import load_model
 from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Tokenizer
 from tba.streaming import Streamed, shapes_of, write_tensors

@@ -28,7 +28,8 @@ from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, read_json, templated
 from tba.models.gguf import SUFFIX, cache_folder, converted
 from tba.models.precision import Precision, Wanted, precision
-from tba.policy.causal import CausalPolicy, load_model
+from tba.policy.causal import CausalPolicy
+from tba.policy.loading import load_model, load_unfilled
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
 from tba.policy.reference import FrozenReference
@@ -151,9 +152,12 @@ class HuggingFace:
         saved: Path | None = None,
         sharding: Sharding | None = None,
     ) -> CausalPolicy:
-        device = self._device if sharding is None else torch.device("cpu")  # a rank takes only its rows from there
-        base = saved if saved is not None and not self.lora.rank else self.path
-        model, _ = self._load(str(base), device, self._precision.held)
+        base, files = str(saved if saved is not None and not self.lora.rank else self.path), None
+        if sharding is None:
+            model, _ = self._load(base, self._device, self._precision.held)
+        else:
+            self._allow_tf32()
+            model, files = load_unfilled(base, self._precision.held)
         if self.lora.rank:
             add_adapters(model, self.lora, torch.float32)
         policy = CausalPolicy(
@@ -165,7 +169,7 @@ class HuggingFace:
             heads=heads,
         )
         if sharding is not None:
-            policy.shard(sharding)
+            policy.shard(sharding, files)
         if self.lora.rank and saved is not None:
             policy.load(adapters_in(saved))
         return policy
@@ -219,9 +223,12 @@ class HuggingFace:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
     def _load(self, path: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
+        self._allow_tf32()
+        return _loaded(path, device, dtype)
+
+    def _allow_tf32(self) -> None:
         if self._precision.tf32:
             torch.set_float32_matmul_precision("high")
-        return _loaded(path, device, dtype)
 
     @property
     def compute(self) -> torch.dtype:

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.batch import Batch, moved
 from tba.errors import UserError
-from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE
 from tba.policy.head import Head, KeptProbabilities, linear_heads, read, token_log_probabilities
+from tba.policy.loading import WeightFiles
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import has_adapters, is_adapter, merged, untied
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
@@ -35,38 +35,13 @@ from tba.sharding import Sharding, is_sharded, own_rows, rows_of
 from tba.streaming import shapes_of, write_tensors
 
 if TYPE_CHECKING:
-    from tba.policy.sharded import ShardedEvaluation
+    from tba.policy.sharded import ShardedModel
 
 log = logging.getLogger(__name__)
 
 # Logits of the head at a time. On a CPU 16 MiB of float32, which stay in its cache. Elsewhere the head's weights are
 # read, and its gradient read and written, once per chunk: 512 MiB make this little.
 _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**27
-
-
-def load_model(
-    path: str | Path, device: torch.device | str, dtype: torch.dtype, seed: int | None = None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Loads a causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
-
-    With a `seed` the weights are drawn at random from the configuration, whatever weights are there.
-    Raises `UserError` when the model or its tokenizer is missing or unreadable.
-    """
-    try:
-        if seed is None:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
-        else:
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **SAFE), dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
-    except UNREADABLE as error:
-        reason = str(error).strip().split("\n")[0]
-        raise UserError(
-            f"cannot load a causal language model and its tokenizer from '{path}' ({reason}); "
-            "give a folder that holds config.json, *.safetensors and tokenizer files, or a name on the Hugging Face Hub"
-        ) from error
-    return model.to(device).eval(), tokenizer
 
 
 @dataclass(frozen=True)
@@ -99,7 +74,7 @@ class CausalPolicy:
     ) -> None:
         if temperature <= 0:
             raise UserError(f"the policy's temperature is {temperature}, but it must be above 0; 1.0 is the usual one")
-        config = model.config.get_text_config()
+        config, unfilled = model.config.get_text_config(), model.device.type == "meta"
         if getattr(config, "attn_logit_softcapping", None) is not None:  # transformers' sdpa leaves it out
             model.set_attn_implementation("eager")
         elif model.config._attn_implementation == ATTENTION:  # it belonged to another policy
@@ -112,38 +87,52 @@ class CausalPolicy:
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._body = model.get_decoder()
-        head = Head.of(model)
-        self._linear = head is not None
-        self._softcap = None if head is None else head.softcap  # its weight stays the model's: shards may replace that
-        self.heads = linear_heads(heads, model.get_output_embeddings().weight.shape[-1], model.device)
-        fault = None
-        if share_prompt:
-            fault = use_packed_attention(model) if self._linear else "its head is more than a linear layer"
-        if fault is not None:
-            log.warning("prompts are not shared within groups by %s: %s", type(model).__name__, fault)
-        self.share_prompt = share_prompt and fault is None
+        width = model.get_output_embeddings().weight.shape[-1]
+        self.heads = linear_heads(heads, width, torch.device("cpu") if unfilled else model.device)
+        self.share_prompt = share_prompt
+        if not unfilled:
+            self._probe()
         if compiled:
             _compile_layers(model)
-        self._sharded: ShardedEvaluation | None = None
+        self._sharded: ShardedModel | None = None
         self.adapted = has_adapters(model)
 
-    def shard(self, sharding: Sharding) -> None:
+    @torch.no_grad()
+    def _probe(self) -> None:
+        """Find out, by running the model on a few tokens, which forward it can take."""
+        head, fault = Head.of(self.model), None
+        self._linear = head is not None
+        self._softcap = None if head is None else head.softcap  # its weight stays the model's: shards may replace that
+        if self.share_prompt:
+            fault = use_packed_attention(self.model) if self._linear else "its head is more than a linear layer"
+        if fault is not None:
+            log.warning("prompts are not shared within groups by %s: %s", type(self.model).__name__, fault)
+            self.share_prompt = False
+
+    def shard(self, sharding: Sharding, files: WeightFiles | None = None) -> None:
         """Keep only this rank's rows of each of the model's parameters, for good (the few of the heads stay whole).
 
-        Every rank calls this, with the same model, and from then on each `evaluate` together with all others.
+        Every rank calls this, with the same model, and from then on each `evaluate` together with all others. Of a
+        model without memory yet (`load_unfilled`) the rows are read from its `files`.
         """
-        from tba.policy.sharded import ShardedEvaluation  # which loads a good part of torch.distributed
+        from tba.policy.sharded import ShardedModel  # which loads a good part of torch.distributed
 
-        self._sharded = ShardedEvaluation(self.model, self._evaluate, sharding)
+        self._sharded = ShardedModel(self.model, sharding)
         self.heads.to(sharding.mesh.device_type)
+        if files is not None:
+            self._sharded.fill(files, sharding.mesh.device_type)
+            self._sharded.run(self._probe)
+            self._sharded.let_go()  # or `parameters` would be those that were gathered for it
 
     def evaluate(self, batch: Batch) -> PolicyOutput:
         """Returns log_policy_BT (float32, 0 where the mask is False) and heads, with gradients unless they are switched
         off.
         """
-        return self._evaluate(batch) if self._sharded is None else self._sharded.evaluate(batch)
+        return PolicyOutput(
+            *(self._evaluate(batch) if self._sharded is None else self._sharded.run(self._evaluate, batch))
+        )
 
-    def _evaluate(self, batch: Batch) -> PolicyOutput:
+    def _evaluate(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         with _layers_checkpointed(self.model, self._checkpointed):
             forward = self._packed(batch) if self.share_prompt else self._plain(batch)
         value_BT = log_z_G = None
@@ -151,7 +140,7 @@ class CausalPolicy:
             value_BT = self._spread(read(self.heads["value"], forward.hidden_MW), forward.place_M, batch)
         if forward.prompt_GW is not None:
             log_z_G = read(self.heads["log_z"], forward.prompt_GW)
-        return PolicyOutput(self._spread(forward.log_M, forward.place_M, batch), value_BT, log_z_G)
+        return self._spread(forward.log_M, forward.place_M, batch), value_BT, log_z_G
 
     @staticmethod
     def _spread(x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:

@@ -61,11 +61,24 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dt
             inject_adapter_in_model(config, model)
         except ValueError as error:
             raise UserError(f"the model has no layers that --model.lora.targets names ({error})") from error
+        if model.device.type == "meta":  # where peft has moved the adapters, to which no file gives values
+            _make_adapters(model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name) and dtype is not None:
             parameter.data = parameter.data.to(dtype)
     return model.eval()
+
+
+def _make_adapters(model: PreTrainedModel) -> None:
+    """Give adapters on the meta device memory on the CPU, and the values that new ones have."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            for matrices in (module.lora_A, module.lora_B):
+                matrices.to_empty(device="cpu")
+            module.reset_lora_parameters(_NAME, init_lora_weights=True)
 
 
 def is_adapter(name: str) -> bool:
@@ -112,7 +125,7 @@ def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict
 
     `weights` are all of its own, the base's before its adapter's; those of adapters are put into `adapters`.
     """
-    like = {_plain(name): t for name, t in shapes_of(weights).items() if not is_adapter(name)}
+    like = {plain_name(name): t for name, t in shapes_of(weights).items() if not is_adapter(name)}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         waiting: dict[str, Tensor] = {}  # of the layer that is being read: its base, until its adapter has come
@@ -122,7 +135,7 @@ def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict
                 waiting[layer] = tensor
                 continue
             if not is_adapter(name):
-                yield _plain(name), tensor
+                yield plain_name(name), tensor
                 continue
             adapters[name] = tensor
             if ".lora_B." in name:
@@ -132,7 +145,8 @@ def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict
     return Streamed(like, tensors)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
+    """Returns the name that a weight has in the model without adapters."""
     return name.replace(".base_layer.", ".")
 
 

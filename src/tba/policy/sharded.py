@@ -11,23 +11,24 @@ is gathered: the rows that a rank holds, and the sums of gradients, keep their p
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from tba.batch import Batch
-from tba.protocols import PolicyOutput
+from tba.policy.loading import WeightFiles, fill
 from tba.sharding import Sharding
 
 
-class ShardedEvaluation:
-    """`evaluate` of a policy over `model`, whose parameters are shards from now on."""
+class ShardedModel:
+    """A model whose parameters are shards from now on. What runs it, runs inside `run`, on all ranks alike."""
 
-    def __init__(self, model: PreTrainedModel, evaluate: Callable[[Batch], PolicyOutput], sharding: Sharding) -> None:
-        self._whole = _Whole(model, evaluate)
+    def __init__(self, model: PreTrainedModel, sharding: Sharding) -> None:
+        self._whole = _Whole(model)
         compute = None if sharding.compute == torch.float32 else sharding.compute
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
         layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -38,10 +39,13 @@ class ShardedEvaluation:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # which gloo can do
 
-    def evaluate(self, batch: Batch) -> PolicyOutput:
-        """Runs the policy's own `evaluate`, while its parameters are gathered."""
-        log_policy_BT, value_BT, log_z_G = self._whole(batch)
-        return PolicyOutput(log_policy_BT, value_BT, log_z_G)
+    def fill(self, files: WeightFiles, device: str) -> None:
+        """Read this rank's rows, of a model that has no memory yet."""
+        fill(self._whole.model, self._whole, files, device)
+
+    def run(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns what `act` returns, while the parameters that it reaches are gathered."""
+        return self._whole(act, *arguments)
 
     def let_go(self) -> None:
         """Free what is still gathered: after a forward without a backward, the parameters outside all layers."""
@@ -51,14 +55,11 @@ class ShardedEvaluation:
 
 
 class _Whole(torch.nn.Module):
-    """The model and the policy's evaluation as one module: FSDP acts where its forward begins and ends."""
+    """The model and whatever runs it as one module: FSDP acts where its forward begins and ends."""
 
-    def __init__(self, model: PreTrainedModel, evaluate: Callable[[Batch], PolicyOutput]) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self._evaluate = evaluate
 
-    def forward(self, batch: Batch) -> tuple[Tensor | None, ...]:
-        output = self._evaluate(batch)
-        given = (output.log_policy_BT, output.value_BT, output.log_z_G)
-        return tuple(None if tensor is None else tensor.clone() for tensor in given)  # FSDP warns about views
+    def forward(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        return tree_map_only(Tensor, Tensor.clone, act(*arguments))  # FSDP warns about views

@@ -1,0 +1,169 @@
+"""A causal language model from its files: whole, or the rows of it that one rank of a trainer holds.
+
+Invariant: what a rank holds has the bits of the same rows of the whole model. It is made without memory (its parameters
+on torch's meta device) and sharded; then each rank reads its own rows from the safetensors files, one parameter after
+the other. So beyond its share a rank needs room for its rows of one parameter. A model whose files name or shape their
+tensors otherwise (transformers converts them as it loads) is read whole by each rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, rename_source_key
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from tba.errors import UserError
+from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, is_name, read_json
+from tba.policy.lora import is_adapter, plain_name, untied
+from tba.sharding import is_sharded, own_rows, rows_of
+
+log = logging.getLogger(__name__)
+
+
+def load_model(
+    path: str | Path, device: torch.device | str, dtype: torch.dtype, seed: int | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Loads a causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
+
+    With a `seed` the weights are drawn at random from the configuration, whatever weights are there.
+    Raises `UserError` when the model or its tokenizer is missing or unreadable.
+    """
+    with _readable(path):
+        if seed is None:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
+        else:
+            with torch.random.fork_rng():
+                torch.manual_seed(seed)
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **SAFE), dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
+    return model.to(device).eval(), tokenizer
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The safetensors files of a model: where the weights of each name are."""
+
+    place: Mapping[str, tuple[Path, str]]  # by the model's own name: a file, and the name there
+
+    @classmethod
+    def of(cls, path: str | Path, model: PreTrainedModel) -> WeightFiles:
+        """Finds the files in a folder, or under a Hub name, with the names that transformers gives their tensors."""
+        renamings = get_model_conversion_mapping(model)
+        own, place = model.state_dict(), {}
+        for file in _files(path):
+            with safetensors.safe_open(file, framework="pt") as tensors:
+                for there in tensors.keys():  # noqa: SIM118 (it is no mapping)
+                    name, _ = rename_source_key(there, renamings, [], model.base_model_prefix, own)
+                    place[name] = file, there
+        return cls(place)
+
+    def has(self, name: str, shape: Sequence[int]) -> bool:
+        if name not in self.place:
+            return False
+        file, there = self.place[name]
+        with safetensors.safe_open(file, framework="pt") as tensors:
+            return tuple(tensors.get_slice(there).get_shape()) == tuple(shape)
+
+    def copy_rows(self, name: str, first: int, last: int, into: Tensor) -> None:
+        """Copies rows `first` to `last` of a tensor (a scalar: all of it). The file is open meanwhile, and no longer:
+        the pages of it that were read count as memory of this process while it is.
+        """
+        file, there = self.place[name]
+        with safetensors.safe_open(file, framework="pt") as tensors, torch.no_grad():
+            into.copy_(tensors.get_slice(there)[first:last] if into.ndim else tensors.get_tensor(there))
+
+
+def _files(path: str | Path) -> list[Path]:
+    """Raises what transformers does where there are none."""
+    one = cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)
+    if one is not None:
+        return [Path(one)]
+    index = Path(str(cached_file(path, SAFE_WEIGHTS_INDEX_NAME)))
+    names = set(read_json(index, "give another model", weight_map=dict[str, str])["weight_map"].values())
+    return [Path(str(cached_file(path, name))) for name in sorted(names) if is_name(name)]
+
+
+def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel, WeightFiles | None]:
+    """Returns a model whose parameters are on the meta device, and the files from which `fill` gives it its weights.
+
+    None in the place of the files: they do not hold the parameters as they are, and the model is loaded, whole.
+    """
+    with _readable(path):
+        with _parameters_without_memory():
+            config = AutoConfig.from_pretrained(path, **SAFE)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        if (fault := _converted(model)) is None:
+            files = WeightFiles.of(path, model)
+            missing = (n for n, t in untied(model).items() if t.is_meta and not files.has(n, t.shape))
+            if (name := next(missing, None)) is None:
+                return model, files
+            fault = f"its files do not hold {name} as it is in the model"
+        log.warning("each rank reads all of %s: %s", path, fault)
+        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL).eval(), None
+
+
+def fill(model: PreTrainedModel, whole: Module, files: WeightFiles, device: torch.device | str) -> None:
+    """Gives the model the memory of its parameters on `device`, and its weights from the files: this rank's rows of
+    those that are sharded. Adapters stay as they are; `whole` is the module that was sharded, which has the model in
+    it.
+    """
+    whole._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    for name, tensor in untied(model).items():
+        if is_adapter(name) or plain_name(name) not in files.place:
+            continue  # or a buffer that the files do not have: it is what the model's own code made it
+        first, last = 0, len(tensor) if tensor.ndim else 0
+        if is_sharded(tensor):
+            first, last = rows_of(last, tensor.device_mesh.get_local_rank(), tensor.device_mesh.size())
+        files.copy_rows(plain_name(name), first, last, own_rows(tensor))
+
+
+def _converted(model: PreTrainedModel) -> str | None:
+    """Returns why the weights of such a model are not in its files as they are, as far as its kind tells."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return "its files are quantized"
+    if any(isinstance(transform, WeightConverter) for transform in get_model_conversion_mapping(model)):
+        return "transformers converts the weights of its kind as it loads them"
+    return None
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Inside, parameters of new modules are moved to the meta device as they are made; buffers, which no file has, are
+    computed as ever.
+    """
+    register: Callable[..., None] = Module.register_parameter
+
+    def without_memory(module: Module, name: str, parameter: Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:  # one that is there already may be tied
+            parameter = Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def _readable(path: str | Path) -> Iterator[None]:
+    """Raises `UserError` for what transformers raises where a model cannot be read."""
+    try:
+        yield
+    except UNREADABLE as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"cannot load a causal language model and its tokenizer from '{path}' ({reason}); "
+            "give a folder that holds config.json, *.safetensors and tokenizer files, or a name on the Hugging Face Hub"
+        ) from error

@@ -1,0 +1,61 @@
+"""The ranks of a trainer, for a test: this process is rank 0, and the others are forked from it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tba.training.ranks import Meeting, Ranks
+
+
+@contextmanager
+def ranks_of(
+    count: int, store: Path, life: Callable[[Ranks], None], patience: float = 60.0, word: float = 60.0
+) -> Iterator[Ranks]:
+    """Rank 0 of `count`; the others live in forked processes and have ended well when this ends.
+
+    patience: seconds that each waits inside a step. word: that the others wait for what rank 0 says.
+    """
+
+    def started(rank: int) -> Ranks:
+        shared, device = dist.FileStore(str(store), count), torch.device("cpu")
+        return Ranks(rank, count, Meeting(shared), device, 60.0, word if rank else 60.0, patience)
+
+    children = []
+    gc.collect()  # a child that collected the process groups of an earlier test would wait for threads it does not have
+    for rank in range(1, count):
+        child = os.fork()
+        if child == 0:
+            gc.freeze()
+            code = 1
+            try:
+                ranks = started(rank)
+                life(ranks)
+                ranks.close()
+                code = 0
+            except BaseException:  # noqa: BLE001 - it ends here
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+    ended = False
+    try:
+        ranks = started(0)
+        try:
+            yield ranks
+        finally:
+            ranks.close()
+        ended = True
+    finally:
+        for child in () if ended else children:  # rank 0 has failed: nobody says the word for which they wait
+            os.kill(child, signal.SIGKILL)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    assert codes == [0] * (count - 1)

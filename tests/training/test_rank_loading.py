@@ -1,0 +1,206 @@
+"""A rank of the trainer reads its own rows of a model's files: the whole model's bits, in the memory of its share."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import ranks_of
+from torch import Tensor
+from toys import VOCABULARY, groups_of
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
+
+from tba.batch import collate
+from tba.models.huggingface import HuggingFace
+from tba.policy.causal import CausalPolicy
+from tba.policy.loading import load_unfilled
+from tba.policy.lora import LoraSettings, add_adapters, is_adapter
+from tba.policy.sharded import ShardedModel
+from tba.record.memory import peak_memory_bytes, resident_memory_bytes
+from tba.sharding import is_sharded, own_rows
+from tba.training.ranks import Ranks
+from tba.training.sharded import _streamed
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+GROUPED = SIZES | {"num_key_value_heads": 2, "head_dim": 8}
+LAYERS = ["sliding_attention", "full_attention"]
+# name -> (model, whether its files hold its weights as they are)
+FAMILIES: dict[str, tuple[Callable[[], PreTrainedModel], bool]] = {
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**GROUPED)), True),
+    "tied": (lambda: LlamaForCausalLM(LlamaConfig(**GROUPED, tie_word_embeddings=True)), True),
+    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4)), True),
+    "gpt_neox": (lambda: GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES)), True),
+    "gemma3": (
+        lambda: Gemma3ForCausalLM(Gemma3TextConfig(**GROUPED, sliding_window=5, layer_types=LAYERS)),
+        True,
+    ),
+    "granite, its own logits": (lambda: GraniteForCausalLM(GraniteConfig(**GROUPED, logits_scaling=4.0)), True),
+    "mamba, no attention": (
+        lambda: MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)),
+        True,
+    ),
+    "mixtral, converted": (
+        lambda: MixtralForCausalLM(MixtralConfig(**GROUPED, num_local_experts=2, num_experts_per_tok=1)),
+        False,
+    ),
+}
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder, max_shard_size="20KB")  # several files
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sharded_policy_has_the_weights_and_the_forward_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    make, as_it_is = FAMILIES[family]
+    torch.manual_seed(0)
+    path = saved(make(), tmp_path / "model")
+    batch = collate(groups_of([3, 2]))
+    whole = CausalPolicy(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    expected = whole.evaluate(batch).log_policy_BT
+    with ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks:
+        model, files = load_unfilled(path, torch.float32)
+        assert (files is not None) == as_it_is
+        assert all(p.is_meta == as_it_is for p in model.parameters())
+        policy = CausalPolicy(model)
+        policy.shard(ranks.sharding(torch.float32), files)
+        own = {name: own_rows(tensor) for name, tensor in policy.everything().items()}
+        assert own.keys() == whole.everything().keys()
+        assert all(torch.equal(own[name], tensor) for name, tensor in whole.everything().items())
+        assert policy.share_prompt == whole.share_prompt
+        assert all(is_sharded(p) for p in policy.parameters())  # nothing is left gathered
+        found = policy.evaluate(batch).log_policy_BT
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        found.sum().backward()  # type: ignore[no-untyped-call]
+        assert all(p.grad is not None for p in policy.parameters() if p.requires_grad)
+
+
+def test_files_of_half_precision_fill_shards_of_float32_whose_rows_do_not_divide_evenly(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = GROUPED | {"vocab_size": 37, "intermediate_size": 50}  # over three ranks: 13, 13 and 11 rows
+    path = saved(LlamaForCausalLM(LlamaConfig(**sizes)).bfloat16(), tmp_path / "model")
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
+
+    def gathered_of(ranks: Ranks) -> dict[str, Tensor]:
+        model, files = load_unfilled(path, torch.float32)
+        policy = CausalPolicy(model)
+        policy.shard(ranks.sharding(torch.float32), files)
+        return {name: tensor.clone() for name, tensor in _streamed(policy.everything(), ranks, None)}
+
+    def life(ranks: Ranks) -> None:
+        gathered_of(ranks)
+
+    with ranks_of(3, tmp_path / "store", life) as ranks:
+        found = gathered_of(ranks)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def test_adapters_are_new_and_equal_on_every_rank_though_no_file_has_them(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**GROUPED))
+    recipe = HuggingFace(path=str(saved(model, tmp_path / "model")), device="cpu", lora=LoraSettings(rank=2))
+    batch = collate(groups_of([3, 2]))
+    expected = CausalPolicy(model.eval()).evaluate(batch).log_policy_BT
+
+    def life(ranks: Ranks) -> None:
+        policy = recipe.policy(1.0, sharding=ranks.sharding(torch.float32))
+        for _ in _streamed(policy.everything(), ranks, None):
+            pass
+        policy.evaluate(batch)
+
+    with ranks_of(2, tmp_path / "store", life) as ranks:
+        policy = recipe.policy(1.0, sharding=ranks.sharding(torch.float32))
+        found = {name: tensor.clone() for name, tensor in _streamed(policy.everything(), ranks, None)}
+        torch.testing.assert_close(policy.evaluate(batch).log_policy_BT, expected, rtol=0, atol=1e-6)
+    assert sum(map(is_adapter, found)) == 2 * 2 * 7  # A and B of seven layers in two blocks
+    for name, tensor in found.items():
+        assert bool((tensor != 0).any()) == (".lora_B." not in name), name
+    alone = CausalPolicy(add_adapters(model, LoraSettings(rank=2))).everything()
+    assert found.keys() == alone.keys()
+    assert all(torch.equal(found[n], alone[n]) for n in found if not is_adapter(n))
+
+
+LARGE = {  # 25 M parameters: 101 MB in float32, 13 MB in a layer, 8.4 MB in the embeddings and as much in the head
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_rank_never_holds_more_than_its_share_and_one_layer(count: int, tmp_path: Path) -> None:
+    """The rise of the largest resident memory of each forked rank, pages of mapped files included."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LARGE))
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    whole, layer = sum(sizes.values()), sum(s for name, s in sizes.items() if ".layers.0." in name)
+    model.bfloat16().save_pretrained(tmp_path / "large")
+    del model
+    small = saved(LlamaForCausalLM(LlamaConfig(**GROUPED)), tmp_path / "small")
+
+    def risen(load: Callable[[], object]) -> int:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed counts if it is used again
+        Path("/proc/self/clear_refs").write_text("5")  # the largest so far is what there is now
+        before = resident_memory_bytes()
+        assert before is not None
+        load()
+        return peak_memory_bytes() - before
+
+    def load(path: Path, ranks: Ranks) -> object:
+        model, files = load_unfilled(path, torch.float32)
+        assert files is not None
+        sharded = ShardedModel(model, ranks.sharding(torch.float32))
+        sharded.fill(files, "cpu")
+        return sharded
+
+    def life(ranks: Ranks) -> None:
+        load(small, ranks)  # what is imported by the first use of all this is not the model's
+        found = risen(lambda: load(tmp_path / "large", ranks))
+        all_of_it = risen(lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "large", dtype=torch.float32))
+        (tmp_path / f"risen-{ranks.rank}").write_text(f"{found} {all_of_it}")
+
+    with ranks_of(count, tmp_path / "store", life) as ranks:
+        load(small, ranks)
+        load(tmp_path / "large", ranks)
+    for rank in range(1, count):
+        found, all_of_it = map(int, (tmp_path / f"risen-{rank}").read_text().split())
+        assert whole / count < found < whole / count + layer
+        assert all_of_it > 0.9 * whole  # which this measure sees
