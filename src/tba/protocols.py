@@ -385,7 +385,7 @@ class PublishedWeights:
 
     version: Version
     manifest: Mapping[str, Json]
-    read: Callable[[], dict[str, Any]]  # -> name -> torch.Tensor
+    read: Callable[[], Mapping[str, Any]]  # -> name -> torch.Tensor, some of them made when they are asked for
 
 
 class WeightPublisher(Protocol):

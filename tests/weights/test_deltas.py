@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
+from tba.policy.causal import CausalPolicy
+from tba.policy.reference import FrozenReference
 from tba.streaming import Streamed
 from tba.types import Version
-from tba.weights.deltas import restored, write_changes
+from tba.weights.deltas import Restored, _changed, write_changes
 from tba.weights.directory import PublishSettings, WeightDirectory
 
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+class Letters:
+    """A tokenizer of one letter per token."""
+
+    eos_token_id = 1
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) - ord("a") + 2 for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        return "".join(chr(ord("a") + i - 2) for i in token_ids)
+
+
 SHAPES = {"large": (300, 40), "odd": (7, 3), "one": (1,), "scalar": (), "none": (0, 4), "same": (64,)}
 
 
@@ -35,7 +54,7 @@ def moved(weights: dict[str, torch.Tensor], share: float, seed: int) -> dict[str
     return changed
 
 
-def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[n].dtype == other[n].dtype
         and one[n].shape == other[n].shape
@@ -52,17 +71,54 @@ def test_base_and_changes_are_what_was_published_bit_for_bit(tmp_path: Path, dty
     size = write_changes(tmp_path / "changes.safetensors", new, old.__getitem__)
     assert size == (tmp_path / "changes.safetensors").stat().st_size
     changes = load_file(tmp_path / "changes.safetensors")
-    assert same_bits(restored(old, changes), new)
+    assert same_bits(Restored(old, changes), new)
     assert not any(name.startswith("same") for name in changes)
     if share == 0.0:
         assert not changes
+
+
+def test_whoever_takes_an_update_holds_one_tensor_of_it_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beyond its model and the files, which are mapped."""
+    config = LlamaConfig(**dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 32), num_hidden_layers=3)
+    torch.manual_seed(0)
+    old = {name: t.clone() for name, t in CausalPolicy(LlamaForCausalLM(config)).weights().items()}
+    new = {name: torch.where(torch.rand(t.shape) < 0.05, t + 1, t) for name, t in old.items()}
+    directory = WeightDirectory(tmp_path, settings=PublishSettings(full_every=2))
+    directory.publish(old, Version(0, 0), {})
+    directory.publish(new, Version(0, 1), {})
+    alive, most, made = 0, 0, 0
+
+    def counted(base: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        nonlocal alive, most, made
+        tensor = _changed(base, at, values)
+        alive, made = alive + tensor.nbytes, made + 1
+        most = max(most, alive)
+        weakref.finalize(tensor, gone, tensor.nbytes)
+        return tensor
+
+    def gone(size: int) -> None:
+        nonlocal alive
+        alive -= size
+
+    monkeypatch.setattr("tba.weights.deltas._changed", counted)
+    reference = FrozenReference(LlamaForCausalLM(config), Version())
+    engine = TransformersEngine(LlamaForCausalLM(config).eval(), Letters(), EngineSettings(), Version())
+    for takes, model in ((reference, reference._policy.model), (engine, engine.model)):
+        most = made = 0
+        takes.load(directory.at(Version(0, 1)).read(), Version(0, 1))
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in new.items())
+        assert made == sum(not torch.equal(old[name], new[name]) for name in new) > 20
+        assert alive == 0
+        assert most == max(t.nbytes for t in new.values())
 
 
 def test_numbers_are_the_same_when_their_bits_are(tmp_path: Path) -> None:
     old = {"a": torch.tensor([0.0, torch.nan, torch.inf, 1.0] * 4)}
     new = {"a": torch.tensor([-0.0, torch.nan, -torch.inf, 1.0] * 4)}
     write_changes(tmp_path / "changes.safetensors", new, old.__getitem__)
-    assert same_bits(restored(old, load_file(tmp_path / "changes.safetensors")), new)
+    assert same_bits(Restored(old, load_file(tmp_path / "changes.safetensors")), new)
     write_changes(tmp_path / "nothing.safetensors", old, old.__getitem__)
     assert not load_file(tmp_path / "nothing.safetensors")
 
@@ -76,8 +132,9 @@ def test_what_is_compared_is_what_would_have_been_written(tmp_path: Path) -> Non
     size = write_changes(tmp_path / "changes.safetensors", trained, base.__getitem__, torch.bfloat16)
     changes = load_file(tmp_path / "changes.safetensors")
     assert len(changes["a@at"]) == 64
-    assert size < 64 * 10 + 1024  # of 131,072 bytes whole
-    assert same_bits(restored(base, changes), {"a": trained["a"].bfloat16()})
+    assert changes["a@at"].dtype == torch.int32
+    assert size < 64 * (4 + 2) + 1024  # of 131,072 bytes whole
+    assert same_bits(Restored(base, changes), {"a": trained["a"].bfloat16()})
 
 
 def test_tensors_may_come_one_after_the_other(tmp_path: Path) -> None:
@@ -89,7 +146,7 @@ def test_tensors_may_come_one_after_the_other(tmp_path: Path) -> None:
 
     streamed = Streamed({name: t.to("meta") for name, t in new.items()}, come)
     write_changes(tmp_path / "changes.safetensors", streamed, old.__getitem__)
-    assert same_bits(restored(old, load_file(tmp_path / "changes.safetensors")), new)
+    assert same_bits(Restored(old, load_file(tmp_path / "changes.safetensors")), new)
     few = Streamed({name: t.to("meta") for name, t in new.items()}, lambda: iter(list(new.items())[:2]))
     with pytest.raises(ValueError, match="ended before"):
         write_changes(tmp_path / "few.safetensors", few, old.__getitem__)

@@ -28,6 +28,7 @@ from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError
 from tba.policy.lora import has_adapters, is_adapter
 from tba.protocols import Tokenizer
+from tba.streaming import shapes_of
 from tba.types import Completion, FloatArray, Prompt, Sampling, Version
 
 PREFILL_TOKENS = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
@@ -112,10 +113,11 @@ class TransformersEngine:
         `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
         copied.
         """
-        own = matched(self.model, weights, is_adapter if self._adapted else lambda name: True)
+        own = matched(self.model, shapes_of(weights), is_adapter if self._adapted else lambda name: True)
         with torch.no_grad():
             for name, value in weights.items():
                 own[name].copy_(value)
+                del value  # before the next one is made
         self._version = version
 
     def generate(

@@ -177,7 +177,7 @@ class VllmEngine:
         if self._generating and not self.in_flight:
             raise TbaError("weights were to be replaced in the middle of a round: set --model.vllm.update in_flight")
         if self._adapted is not None:
-            matched(self._adapted, weights, is_adapter)
+            matched(self._adapted, shapes_of(weights), is_adapter)
             weights = merged_with(self._adapted, weights)
         self._replace(weights)
         if not self._llm.reset_prefix_cache(reset_running_requests=self._generating):

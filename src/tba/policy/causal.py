@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -209,22 +209,20 @@ class CausalPolicy:
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy `weights` in, in place. Raises `KeyError` on other names and `ValueError` on another shape."""
-        own = self.weights()
+        own, shapes = self.weights(), shapes_of(weights)
         if own.keys() != weights.keys():
             odd = sorted(own.keys() ^ weights.keys())
             raise KeyError(f"the weights do not have this model's names: {len(odd)} differ, the first is {odd[0]}")
         for name, tensor in own.items():
-            if tensor.shape != weights[name].shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(weights[name].shape)}, this model's is {tuple(tensor.shape)}"
-                )
+            if tensor.shape != shapes[name].shape:
+                raise ValueError(f"{name} has shape {tuple(shapes[name].shape)}, this model's is {tuple(tensor.shape)}")
         with torch.no_grad():
             for name, tensor in own.items():
-                given = weights[name]
+                rows: Any = ...
                 if is_sharded(tensor):
                     mesh = tensor.device_mesh
-                    given = given[slice(*rows_of(len(given), mesh.get_local_rank(), mesh.size()))]
-                own_rows(tensor).copy_(given)
+                    rows = slice(*rows_of(len(tensor), mesh.get_local_rank(), mesh.size()))
+                own_rows(tensor).copy_(weights[name][rows])  # kept by no name while the next one is made
 
     def save(
         self,

@@ -1,9 +1,9 @@
 """A version of the weights as its difference from another one, its base.
 
 Invariant: base and changes together are what was published, bit for bit; two numbers are the same when their bits are.
-Of a tensor that has not changed nothing is kept; of one where few elements have, their indices (`NAME@at`) and their
-new values (`NAME@is`); of any other everything, under its own name. A tensor is compared block by block when it is
-reached: there is never a second copy of one, let alone of all.
+Of a tensor that has not changed nothing is kept; of one where few elements have, their indices (`NAME@at`, four bytes
+each below 2^31 elements) and their new values (`NAME@is`); of any other everything, under its own name. A tensor is
+compared block by block when it is reached, and put together when it is asked for: there is never a second copy of all.
 
 The number of changes is known only at the end, so the file's header is given more room than it can need, and written
 last.
@@ -19,7 +19,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from tba.streaming import BLOCK, SAFETENSORS_NAMES, as_written, shapes_of, write_flat
+from tba.streaming import BLOCK, SAFETENSORS_NAMES, Streamed, as_written, shapes_of, write_flat
 
 _AT, _IS = "@at", "@is"
 _EVEN = 8  # elements that are written at a time: whatever follows is aligned
@@ -45,8 +45,8 @@ def write_changes(
             kind = as_written(tensor.dtype, dtype)
             for key, written, shape in _changes(name, tensor.detach().contiguous().view(-1), base(name), kind):
                 begin = file.tell() - room
-                write_flat(file, written, written.dtype if key.endswith(_AT) else kind)
-                of = torch.int64 if key.endswith(_AT) else kind
+                of = written.dtype if key.endswith(_AT) else kind
+                write_flat(file, written, of)
                 entries[key] = {
                     "dtype": SAFETENSORS_NAMES[of],
                     "shape": list(tensor.shape if shape is None else shape),
@@ -66,11 +66,12 @@ def _changes(name: str, new: Tensor, old: Tensor, kind: torch.dtype) -> Iterator
     at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
     if not len(at):
         return
-    if new.numel() % _EVEN == 0 and len(at) * (8 + kind.itemsize) >= new.numel() * kind.itemsize:
+    index = torch.int32 if new.numel() <= torch.iinfo(torch.int32).max else torch.int64
+    if new.numel() % _EVEN == 0 and len(at) * (index.itemsize + kind.itemsize) >= new.numel() * kind.itemsize:
         yield name, new, None
         return
     at = torch.cat([at, at[-1:].expand(-len(at) % _EVEN)])  # repeats the last index, which changes nothing
-    yield name + _AT, at, (len(at),)
+    yield name + _AT, at.to(index), (len(at),)
     yield name + _IS, new[at.to(new.device)], (len(at),)
 
 
@@ -89,12 +90,21 @@ def _write_header(file: BinaryIO, entries: Mapping[str, object], room: int) -> N
     file.write((room - 8).to_bytes(8, "little") + text.ljust(room - 8))
 
 
-def restored(base: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns what was published; tensors that have not changed are the base's own."""
-    whole = {}
-    for name, old in base.items():
-        if (at := changes.get(name + _AT)) is not None:
-            old = old.clone()
-            old.view(-1)[at] = changes[name + _IS]
-        whole[name] = changes.get(name, old)
+class Restored(Streamed):
+    """What was published: a tensor that has changed is put together whenever it is asked for, any other is the base's
+    own. Whoever copies them one after the other holds one at a time.
+    """
+
+    def __init__(self, base: Mapping[str, Tensor], changes: Mapping[str, Tensor]) -> None:
+        super().__init__(base, lambda: ((name, self[name]) for name in base))
+        self._changes = changes
+
+    def __getitem__(self, name: str) -> Tensor:
+        base, at = self.like[name], self._changes.get(name + _AT)
+        return self._changes.get(name, base) if at is None else _changed(base, at, self._changes[name + _IS])
+
+
+def _changed(base: Tensor, at: Tensor, values: Tensor) -> Tensor:
+    whole = base.clone()
+    whole.view(-1)[at] = values
     return whole

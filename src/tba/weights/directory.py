@@ -31,7 +31,7 @@ from tba.protocols import PublishedWeights
 from tba.streaming import write_tensors
 from tba.types import Json, Version
 from tba.weights.atomic_dir import sync
-from tba.weights.deltas import restored, write_changes
+from tba.weights.deltas import Restored, write_changes
 
 TENSORS = ".safetensors"
 MANIFEST = ".json"
@@ -162,11 +162,11 @@ class WeightDirectory:
                 raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
             return None
 
-        def read() -> dict[str, torch.Tensor]:
+        def read() -> Mapping[str, torch.Tensor]:
             own = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118 (it is no mapping)
             if base is None:
                 return own
-            return restored({name: base.get_tensor(name) for name in base.keys()}, own)  # noqa: SIM118
+            return Restored({name: base.get_tensor(name) for name in base.keys()}, own)  # noqa: SIM118
 
         return PublishedWeights(version, notes, read)
 

@@ -54,7 +54,7 @@ def test_ranks_fill_the_trainers_node_first_and_then_nodes_that_have_ranks() -> 
     assert [p.node.key for p in placed] == ["a", "a", "b", "b", "b", "c", "c"]
     first, second, third = table(placed, 10 * GB, 2 * GB, GB)
     assert first.startswith(
-        "10.0.0.1 (here): trainer (2 of 5 ranks) and journal; 2 of 4 CPU, 2 of 2 GPU, about 9.0 GiB"
+        "10.0.0.1 (here): trainer (2 of 5 ranks) and journal; 2 of 4 CPU, 2 of 2 GPU, about 7.0 GiB"
     )
     assert second.startswith("10.0.0.2: 3 ranks of the trainer; 3 of 8 CPU, 3 of 8 GPU, about 8.0 GiB")
     assert third.startswith("10.0.0.3: 2 searchers;")
@@ -100,10 +100,10 @@ def test_the_table_says_what_each_node_needs_and_refuses_more_than_it_has() -> N
     first, second = table(plan(recipe(), nodes, searchers(4)), 5 * GB, 2 * GB, GB)
     assert (
         first
-        == "10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 12.0 GiB of 64.0 GiB"
+        == "10.0.0.1 (here): trainer and journal and 1 searcher; 2 of 2 CPU, 0 of 0 GPU, about 10.0 GiB of 64.0 GiB"
     )
     assert second.startswith("10.0.0.2: 3 searchers; 3 of 3 CPU, 0 of 0 GPU, about 8.0 GiB of")
-    with pytest.raises(UserError, match=r"about 12\.0 GiB of 8\.0 GiB: that is more than there is"):
+    with pytest.raises(UserError, match=r"about 10\.0 GiB of 8\.0 GiB: that is more than there is"):
         table(plan(recipe(), [here(cpus=2, memory=8 * GB), there(cpus=3)], searchers(4)), 5 * GB, 2 * GB, GB)
 
 

@@ -32,7 +32,7 @@ def verbs_of(protocol: type) -> frozenset[str]:
 
 JOURNAL, RECORDS = verbs_of(Journal), verbs_of(Records)
 PLACES = "places.jsonl"  # where each part runs or ran, and its logs
-KEPT = 4  # versions whose pieces are kept for the next searcher that asks, besides those of their base
+KEPT = 2  # versions whose pieces are kept for the next searcher that asks, besides those of their base
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ seconds is taken for dead.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +38,7 @@ from tba.training.checkpoint import Checkpoint
 from tba.types import Json, Version
 from tba.weights.atomic_dir import atomic_folder, remove_folder
 from tba.weights.chunks import Flat, tensors
-from tba.weights.deltas import restored
+from tba.weights.deltas import Restored
 
 _FRESH = 0.05  # seconds for which the newest known version counts as the newest
 
@@ -96,7 +96,7 @@ class RemoteWeights:
         return self._published(offer)
 
     def _published(self, offer: Offer) -> PublishedWeights:
-        def read() -> dict[str, Any]:
+        def read() -> Mapping[str, Any]:
             try:
                 return self._fetched(offer)
             except HandedOutLost:  # a gateway that was restarted hands it out again
@@ -107,13 +107,13 @@ class RemoteWeights:
 
         return PublishedWeights(offer.version, offer.manifest, read)
 
-    def _fetched(self, offer: Offer) -> dict[str, Any]:
+    def _fetched(self, offer: Offer) -> Mapping[str, Any]:
         own = tensors(offer.header, self._contact.fetch(offer.references))
         if offer.base is None:
             return own
         if self._base is None or self._base[0] != offer.base.version:
             self._base = (offer.base.version, tensors(offer.base.header, self._contact.fetch(offer.base.references)))
-        return restored(self._base[1], own)
+        return Restored(self._base[1], own)
 
 
 def through(contact: Contact, name: str, place: Json) -> Connections:
