@@ -45,7 +45,8 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
                                             plots
   tba recipes                               list the recipes
   tba studies                               list the studies
-  tba show RUN                              print a run so far, or its summary; redraws its curves
+  tba show RUN [RUN ...]                    print a run so far, or its summary, and redraw its curves; of several, what
+                                            differs and how they did
   tba report RUN [RUN ...] [--out report.html]
                                             write runs as one page that opens offline in any browser: figures, curves,
                                             trajectories to read
@@ -295,12 +296,12 @@ def _list(kind: Literal["recipe", "study"]) -> int:
 
 
 def show(arguments: list[str]) -> int:
-    """`tba show RUN`: print the results of a run so far."""
-    from tba.command.show import show_run
+    """`tba show RUN [RUN ...]`: print the results of a run so far, or compare several."""
+    from tba.command.show import show_run, show_runs
 
-    name, left = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
-    _refuse_more(left, "tba show RUN", "one run")
-    return show_run(Path(name))
+    name, more = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
+    _refuse_more([word for word in more if word.startswith("-")], "tba show RUN", "one run, or several to compare")
+    return show_runs([Path(run) for run in arguments]) if more else show_run(Path(name))
 
 
 def report(arguments: list[str]) -> int:

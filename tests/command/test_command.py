@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -225,3 +227,19 @@ def test_the_example_of_a_users_own_task_runs_as_it_is(said: Said, tmp_path: Pat
     assert summary.tokens.closes()
     rewards = [row["reward"] for row in RunRecord.read(tmp_path / "mine").metrics]
     assert all(0.2 < reward < 0.9 for reward in rewards)  # the base adds carelessly, but it adds
+
+
+def test_show_compares_runs_by_their_settings(
+    run: Path, said: Said, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    facts = json.loads((other / "recipe.json").read_text())
+    facts["resolved"]["optimizer"]["lr"] = 0.5
+    (other / "recipe.json").write_text(json.dumps(facts))
+    printed = said("show", run, other)
+    assert re.search(r"optimizer\.lr +\S+ +0\.5", printed)
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert main(["show", str(run), str(run)]) == 2
+    assert main(["show", str(run), "--all"]) == 2

@@ -9,9 +9,10 @@ import pytest
 from rich.console import Console
 
 from tba.errors import UserError
+from tba.record.failure import Failure
 from tba.record.live import LiveView, Status, line
 from tba.record.run import RunRecord
-from tba.record.show import closing_page, show
+from tba.record.show import closing_page, comparison, show
 from tba.record.text import count, duration, printable, size
 from tba.types import Version
 
@@ -126,6 +127,25 @@ def test_an_unfinished_run_is_shown_as_far_as_it_got(make_run: MakeRun) -> None:
     assert "log-ratio to the reference 2 \n" in text
     assert "trainer idle 2.0 %" in text
     assert "tokens/s trained 6000" in text
+
+
+def test_a_failed_run_says_why_and_where_its_logs_are(make_run: MakeRun) -> None:
+    run = make_run(finished=False)
+    Failure.record(run, ValueError("of negative length"))
+    assert f"failed: ValueError at step 40: of negative length (logs: {run}" in rendered(show(RunRecord.read(run)), 400)
+
+
+def test_several_runs_are_compared_by_what_differs_and_how_they_did(make_run: MakeRun) -> None:
+    runs = [RunRecord.read(make_run(name)) for name in ("first", "second")]
+    text = rendered(comparison(runs, {"optimizer.lr": ["0.1", "0.2"]}), 80)
+    for row in (
+        "first second",
+        "optimizer.lr 0.1 0.2",
+        "steps 40 40",
+        "pass@1/sampled 40.0 % -> 80.0 % 40.0 % -> 80.0 %",
+    ):
+        assert row in text
+    assert "no setting" in rendered(comparison(runs, {}))
 
 
 def test_a_run_with_nothing_but_its_recipe_can_be_shown(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def run_data(path: Path, most: int, budget: int) -> dict[str, Json]:
         "rates": {name: [_short(x), _short(y)] for name, (x, y) in metrics.rates(record.metrics).items()},
         "evaluations": [_evaluation(e) for e in record.evaluations],
         "events": _events(record, path, clock, hidden),
-        "settings": _settings(facts["resolved"]),
+        "settings": settings_of(facts["resolved"]),
         "rejected": [] if hidden else _rejected(path),
         "imports": _imports(path, hidden),
         **_journal(run, record, clock, hidden, most, budget),
@@ -210,7 +210,7 @@ def _events(record: RunRecord, path: Path, clock: _Clock, hidden: bool) -> list[
     return sorted(found, key=lambda event: float(event["wall"]))
 
 
-def _settings(resolved: Mapping[str, Json]) -> dict[str, Json]:
+def settings_of(resolved: Mapping[str, Json]) -> dict[str, Json]:
     """Returns the settings by dotted name; a part that is a class of ours is named by it too."""
     found: dict[str, Json] = {}
 

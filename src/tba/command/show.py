@@ -1,13 +1,19 @@
-"""`tba show RUN`: prints a run so far, or its summary, and redraws its curves."""
+"""`tba show RUN`: prints a run so far, or its summary, and redraws its curves; of several runs, what differs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from tba.command.run_data import different, settings_of
+from tba.errors import UserError
 from tba.record.report import draw_curves
 from tba.record.run import RunRecord
-from tba.record.show import show
+from tba.record.show import comparison, show
 from tba.record.terminal import terminal
+from tba.runtime.run_dir import RunDirectory
+
+CURVES = Path("curves.png")  # of several runs, in the folder where one is
 
 
 def show_run(path: Path) -> int:
@@ -17,4 +23,18 @@ def show_run(path: Path) -> int:
     console.print(show(run))
     if run.metrics:
         console.print(f"curves: {draw_curves([run], path / 'curves.png')}", highlight=False)
+    return 0
+
+
+def show_runs(paths: Sequence[Path]) -> int:
+    """Print what the settings of several runs differ in and how they did, and draw their curves on one another."""
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError("`tba show RUN RUN` compares different runs, but one is given twice")
+    runs = [RunRecord.read(path) for path in paths]
+    settings = [settings_of(RunDirectory.open(path).facts["resolved"]) for path in paths]
+    differing = {name: [str(own.get(name, "-")) for own in settings] for name in different(settings)}
+    console = terminal()
+    console.print(comparison(runs, differing))
+    if any(run.metrics for run in runs):
+        console.print(f"curves: {draw_curves(runs, CURVES)}", highlight=False)
     return 0

@@ -7,7 +7,7 @@ that does not close is said not to.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -36,6 +36,40 @@ def show(run: RunRecord) -> RenderableType:
         parts.append(_section("The run", _pairs(facts_of(run.summary))))
     parts += [Text(sentence, style="yellow") for sentence in run.unreadable]
     return Group(*parts)
+
+
+def comparison(runs: Sequence[RunRecord], settings: Mapping[str, Sequence[str]]) -> RenderableType:
+    """Returns how several runs did, a column per run; settings: those that differ, with the value of each run."""
+    figures: dict[str, list[str]] = {
+        "steps": [str(run.steps) for run in runs],
+        "wall-clock": [duration(run.wall_seconds) for run in runs],
+    }
+    for name in dict.fromkeys(name for run in runs for name in run.evaluated()):
+        ends = [run.before_after(name) for run in runs]
+        figures[printable(name, 60)] = [
+            f"{_short(before)} -> {_short(after)}" if after else _short(before) for before, after in ends
+        ]
+    summaries = [run.summary for run in runs]
+    figures |= {
+        "lag": [f"{s.lag.mean:.1f}" if s else "-" for s in summaries],
+        "samples per insert": [f"{s.trajectories.samples_per_insert:.2f}" if s else "-" for s in summaries],
+        "trainer idle": [percent(s.trainer_idle) if s else "-" for s in summaries],
+        "searchers evaluating": [percent(s.searcher_evaluating) if s else "-" for s in summaries],
+        "falls": [str(len(run.falls)) for run in runs],
+    }
+    differs = _columns(runs, settings) if settings else Text("no setting")
+    return Group(_section("What differs", differs), _section("How they did", _columns(runs, figures)))
+
+
+def _columns(runs: Sequence[RunRecord], rows: Mapping[str, Sequence[str]]) -> Table:
+    table = _table("", *(printable(run.name, 40) for run in runs), gap=1)
+    for name, values in rows.items():
+        table.add_row(name, *(printable(value, 200) for value in values))
+    return table
+
+
+def _short(evaluation: Evaluation | None) -> str:
+    return "-" if evaluation is None else percent(evaluation.value)
 
 
 def closing_page(run: RunRecord) -> RenderableType:
@@ -99,11 +133,13 @@ def _fallen(run: RunRecord) -> list[RenderableType]:
 def _heading(run: RunRecord) -> RenderableType:
     summary = run.summary
     if summary is None:
-        why = f"failed: {run.failure}" if run.failure else "no summary: it is running, or was killed"
+        why = "no summary: it is running, or was killed"
+        if run.failure:
+            why = f"failed: {run.failure}: {run.failure.message} (logs: {run.directory / 'logs'})"
         return Text.assemble(
             (run.name, "bold"),
             f"  step {run.steps}, {duration(run.wall_seconds)}; ",
-            (printable(why, 300, newlines=False), "yellow"),
+            (printable(why, 1000, newlines=False), "yellow"),
         )
     recipe = printable(summary.recipe, 100, newlines=False)
     return Text.assemble(
