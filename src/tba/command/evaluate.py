@@ -18,7 +18,7 @@ from tba.errors import UserError
 from tba.evaluation.accuracy import Answer, Assessment, EvaluationSettings, evaluate
 from tba.evaluation.divergence import Divergence, divergence
 from tba.evaluation.estimators import wilson_interval
-from tba.models.huggingface import HuggingFace, refuse_missing_folder
+from tba.models.huggingface import HuggingFace, refuse_missing_model
 from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
@@ -33,6 +33,8 @@ from tba.types import Prompt, Version
 def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int:
     """Prints each metric with its 95 % interval; per-problem scores and answers go to files."""
     split, checkpoint, out, distance = options.split, options.checkpoint, options.out, options.distance
+    if distance < 0:
+        raise UserError(f"--distance is {distance}: give the number of prompts to measure it on, 0 for none")
     begun = override(find(name), overrides, f"tba eval {name}")
     recipe = with_checkpoint(begun, checkpoint)
     found, engine, prompts = measured(recipe, split, _shown(recipe, options))
@@ -136,7 +138,7 @@ def with_checkpoint(recipe: Recipe, checkpoint: str | None) -> Recipe:
     if not isinstance(recipe.model, HuggingFace):
         raise UserError(f"recipe {recipe.name} does not use a Hugging Face model: leave --checkpoint out")
     path = Path(checkpoint)
-    refuse_missing_folder(checkpoint)
+    refuse_missing_model(checkpoint)
     if (path / "recipe.json").is_file():
         newest = newest_checkpoint(RunDirectory.open(path).checkpoints)
         if newest is None:

@@ -8,16 +8,20 @@ setting (cached).
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 from weakref import WeakValueDictionary
 
 import safetensors
 import safetensors.torch
 import torch
+from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
@@ -42,15 +46,38 @@ from tba.types import Json, Problem, Version
 
 FACTS = "warm_start.json"
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
+_CONNECT = 5.0  # seconds to reach the Hub
 _FOUND: dict[tuple[str, str, str], Path] = {}  # found by this process: finding means building and encoding all problems
 
 
-def refuse_missing_folder(path: str) -> None:
-    """Raises `UserError` for a folder that is not there, which would be looked for on the Hub as OWNER/NAME."""
+def refuse_missing_model(path: str) -> None:
+    """Raises `UserError` for a folder that is not there (it would be looked for on the Hub as OWNER/NAME), and for a
+    name on a Hub that cannot be reached.
+    """
     parts = Path(path).parts
     spelt_so = path.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
     if spelt_so and not Path(path).exists():
         raise UserError(f"there is no folder {path}: give the folder of a model or of a run, or a name on the Hub")
+    if not Path(path).exists():
+        _require_hub(path)
+
+
+def _require_hub(name: str) -> None:
+    """Raises `UserError` when a model is not in the Hub's cache here and the Hub cannot be reached.
+
+    The library itself would try for most of a minute. Behind a proxy nothing can be known beforehand.
+    """
+    if isinstance(try_to_load_from_cache(name, "config.json"), str) or getproxies():
+        return
+    host = urlsplit(constants.ENDPOINT)
+    try:
+        address = (str(host.hostname), host.port or (80 if host.scheme == "http" else 443))
+        socket.create_connection(address, _CONNECT).close()
+    except OSError as error:
+        raise UserError(
+            f"{name!r} is no folder here and not in the cache of the Hub, and {host.hostname} cannot be reached "
+            f"({error}): give the folder of a model, or connect to a network"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -115,7 +142,7 @@ class HuggingFace:
         Raises `UserError` when there is neither a path nor a warm start, or no demonstrations to start from.
         """
         if self.path:
-            refuse_missing_folder(self.path)
+            refuse_missing_model(self.path)
             return self if not self.path.endswith(SUFFIX) else replace(self, path=str(converted(Path(self.path), log)))
         if self.warm_start is None:
             raise UserError("the recipe has no model: give --model.path a folder or a Hugging Face Hub name")
