@@ -495,6 +495,18 @@ def diversity() -> Lines:
     return [[*head, "different", "two differ, %", "KL, nats"], *rows]
 
 
+def sizes_by_arrival() -> Lines:
+    """Asynchronous runs of the study sizes, before and after *recent* was by arrival, and with the default form."""
+    before, after = study("sizes"), study("sizes_by_arrival")
+    rows = []
+    for size in ("0.2M", "0.45M", "1.6M"):
+        runs = [before[f"tb-{size}"], after[f"tb-{size}"], after[f"tb-robust-{size}"], before[f"rloo-sync-{size}"]]
+        rows.append([size.replace("M", " M"), *map(brief, runs), *(plain(r, "ess", 2) for r in runs[:3])])
+    said = ("the paper's form, before", "the paper's form, after", "the default form, after", "RLOO on-policy")
+    sizes = [f"effective sample size: {name}" for name in ("before", "after", "default")]
+    return [["parameters", *said, *sizes], *rows]
+
+
 def sizes() -> Lines:
     found, rows = study("sizes"), []
     for size in ("0.2M", "0.45M", "1.6M"):
@@ -665,6 +677,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "noise": noise,
     "diversity": diversity,
     "sizes": sizes,
+    "sizes-by-arrival": sizes_by_arrival,
     "summaries": summaries,
     "summaries-pushed": summaries_pushed,
     "summaries-data": summaries_data,
