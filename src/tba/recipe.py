@@ -162,11 +162,6 @@ class Recipe:
             raise UserError(f"--policy-temperature is {self.policy_temperature}, it must be positive")
         if self.reference_reset < 0:
             raise UserError(f"--reference-reset is {self.reference_reset}: give a number of updates, or 0 for never")
-        if self.reference_reset and self.replay.keep_gb is not None:
-            raise UserError(
-                f"--replay.keep-gb is {self.replay.keep_gb:g}, but after a reset of the reference trajectories are "
-                "scored again from the journal: keep all (None), or set --reference-reset 0"
-            )
         if self.offline and self.reference_reset:
             raise UserError(
                 f"--reference-reset is {self.reference_reset}, but after a reset searchers score trajectories again, "

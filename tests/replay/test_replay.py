@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from trajectory_cases import Pile, prompt, trajectory
+from trajectory_cases import Pile, prompt, same, trajectory
 
 from tba.errors import UserError
 from tba.replay.buffer import BufferSettings
@@ -455,6 +455,60 @@ def test_pacing_out_of_range_is_refused() -> None:
         Pacing(warm_up=-1)
     with pytest.raises(UserError, match=r"--replay\.pacing\.max-mean-uses is 0"):
         Pacing(max_mean_uses=0)
+
+
+NOTHING_HELD = BufferSettings(per_prompt=6, total=20, memory_gb=0.0)
+
+
+def test_a_buffer_that_reads_every_body_from_the_journal_draws_the_same_batches(tmp_path: Path) -> None:
+    """Also after resets of the reference, and while the journal is kept to less than the buffer has."""
+    path, reference = tmp_path / "journal", Version()
+    with (
+        JournalWriter(path, "s") as searcher,
+        JournalFollower(path, keep_bytes=4096) as lean_follower,  # the first one has the retention
+        JournalFollower(path) as follower,
+    ):
+        followers = {lean_follower: NOTHING_HELD, follower: replace(NOTHING_HELD, memory_gb=1.0)}
+        lean, plain = (
+            Replay(source, settings_of(max_mean_uses=50.0, buffer=buffer), resets=True)
+            for source, buffer in followers.items()
+        )
+        for step in range(1, 13):
+            new = [trajectory(p, (p, step, *range(300))) for p in range(3)]
+            searcher.put([replace(t, reference=reference) for t in new])
+            for replay in (lean, plain):
+                replay.drain()
+            if step % 4 == 0:
+                reference = Version(0, step)
+                lean.reference = plain.reference = reference
+                searcher.put_scores(scores_of(searcher.unscored(reference, 99, 60.0), reference))
+            if step > 1:
+                assert lean.ready(2, 3) is None
+                assert plain.ready(2, 3) is None
+                assert same(lean.sample(2, 3), plain.sample(2, 3))
+        assert lean.ledger() == plain.ledger()
+        assert len(lean.buffer) == 18
+        assert lean.buffer.needed_from(False) == lean.buffer.needed_from(True) == 36 - 18 + 1
+        assert plain.buffer.needed_from(False) is None
+        assert lean_follower.totals().retired_rows == 33 - 18  # all but what was in the buffer before the last came
+
+
+def test_what_is_damaged_after_it_was_let_go_of_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "journal"
+    with JournalWriter(path, "s") as writer, JournalFollower(path) as follower:
+        writer.put([trajectory(0, (i, 7), uid=f"t{i}") for i in range(6)])
+        replay = Replay(follower, settings_of(max_mean_uses=50.0, buffer=NOTHING_HELD))
+        assert replay.drain() == 6
+        writer._database.rows("UPDATE bodies SET body = substr(body, 1, 60) WHERE seq = 2")
+        writer._database.rows("DELETE FROM bodies WHERE seq = 5")
+        seen = {uid for _ in range(20) for uid in uids(replay.sample(1, 4))}
+        assert seen == {"t0", "t2", "t3", "t5"}
+        ledger = replay.ledger()
+        assert (ledger["damaged_trajectories"], ledger["damaged_tokens"]) == (2, 4)
+        assert (ledger["received_trajectories"], ledger["trained_once_trajectories"]) == (6, 4)
+        assert replay.sample_if_ready(1, 4) != "empty"
+        writer._database.rows("DELETE FROM bodies")
+        assert replay.sample_if_ready(1, 4) == "empty"
 
 
 def test_what_was_damaged_on_the_disk_or_has_left_it_is_received_and_accounted_for(tmp_path: Path) -> None:

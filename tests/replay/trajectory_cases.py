@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from tba.replay.buffer import Buffer, BufferSettings
-from tba.replay.codec import Gone, Stored
+from tba.replay.codec import Damaged, Gone, Stored
 from tba.types import ELSEWHERE, Completion, Prompt, Score, StopReason, Trajectory, Version
 
 FIRST = Version()
@@ -49,6 +49,10 @@ class Pile:
     def __init__(self, waiting: Sequence[Trajectory] = ()) -> None:
         self.waiting = list(waiting)
         self.position = self.score_position = 0
+        self.needed_from: int | None = None
+
+    def body(self, place: int) -> bytes:
+        raise Damaged("what came off the pile is nowhere else")
 
     def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
         taken, self.waiting = self.waiting[:limit], self.waiting[len(self.waiting[:limit]) :]

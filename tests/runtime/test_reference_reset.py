@@ -245,8 +245,6 @@ def test_what_a_searcher_scored_again_is_counted_apart(start: Start) -> None:
 def test_settings_that_no_reset_could_keep_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--reference-reset is -1: give a number of updates, or 0 for never"):
         made(tmp_path / "a", "--reference-reset", "-1")
-    with pytest.raises(UserError, match=r"--replay.keep-gb is 0.5, but after a reset of the reference"):
-        made(tmp_path / "b", "--reference-reset", "3", "--replay.keep-gb", "0.5")
     with pytest.raises(UserError, match=r"--rescored-per-round is 0, it must be at least 1"):
         made(tmp_path / "c", "--rescored-per-round", "0")
 

@@ -12,7 +12,8 @@ rebuilt is the same. With `keep_recent` a trajectory that is no longer kept stay
 
 No operation loops over the whole buffer, except a change of reference. Where near duplicates or the lowest reward are
 searched, numpy reads some columns from end to end, and likewise those of a prompt where its newest rows are needed.
-Trajectories are stored in arrays (`rows`), and become objects when they are asked for.
+Trajectories are stored in arrays (`rows`), and become objects when they are asked for. Beyond `memory_gb` the oldest of
+them are read from the source again.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -31,12 +32,13 @@ from tba.errors import UserError
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates
 from tba.replay.prompt_index import Listing, Newest, PromptIndex
-from tba.replay.rows import Answers, Rows
+from tba.replay.rows import Answers, Lost, Rows
 from tba.types import Score, Trajectory, Version
 
 _FIRST = Version()
-_DUPLICATE, _EVICTED = 1, 2  # how a row left what is kept
-LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted"}  # how one left that was never used, in `Buffer.fates`
+_DUPLICATE, _EVICTED, _DAMAGED = 1, 2, 3  # how a row left what is kept
+# how one left that was never used, in `Buffer.fates`
+LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted", -_DAMAGED: "damaged"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class BufferSettings:
 
     per_prompt: int = 100  # most trajectories of one prompt (paper: 100)
     total: int = 100_000  # most trajectories in all (paper, red-teaming: 100k to 150k)
+    memory_gb: float = 4.0  # memory for their tokens, 10^9 bytes; beyond it the oldest are read from the journal
     distinct: bool = True  # of equal completions to a prompt keep the one of the newest weights (paper); off: keep all,
     # for short answers, where a prompt has fewer than K distinct ones and repeats reflect their probabilities
     near: NearDuplicates = field(default_factory=NearDuplicates)
@@ -59,6 +62,8 @@ class BufferSettings:
                 raise UserError(
                     f"--replay.buffer.{name.replace('_', '-')} is {getattr(self, name)}, a group needs at least 2"
                 )
+        if not self.memory_gb >= 0:
+            raise UserError(f"--replay.buffer.memory-gb is {self.memory_gb}, give a number of GB, 0 or more")
 
 
 @dataclass(slots=True)
@@ -88,13 +93,19 @@ class Counts:
 
 
 class Buffer:
-    """The trajectories in memory, with their counts. What a selector may use is in the methods from `prompts` on."""
+    """The trajectories in memory, with their counts. What a selector may use is in the methods from `prompts` on.
 
-    def __init__(self, settings: BufferSettings, reference: Version = _FIRST) -> None:
+    read: gives the body at a place of the source, or raises `Damaged`. Without it all are held, whatever the settings
+    say. Any method that gives trajectories raises `Lost` for one that cannot be read any more (see `lose`).
+    """
+
+    def __init__(
+        self, settings: BufferSettings, reference: Version = _FIRST, read: Callable[[int], bytes] | None = None
+    ) -> None:
         self._settings = settings
         self._reference = reference
         self._now = Version()
-        self._rows = Rows()
+        self._rows = Rows(read, 1e9 * settings.memory_gb)
         self._near = settings.near.start(self._rows.tokens)
         # rows that are in the recent index only, in the order in which they came there
         self._passing: dict[int, None] = {}
@@ -135,7 +146,7 @@ class Buffer:
                 self._used[place] = -_DUPLICATE
                 return
             self._remove(copy, _DUPLICATE)
-        near = None if self._near is None else self._near.of(stored)
+        near = self._near_to(stored)
         row = rows.add(stored, place, incarnation)
         self._received.add(stored.length)
         self._waiting.add(stored.length)
@@ -151,6 +162,27 @@ class Buffer:
             for beaten in near.tolist() if better else [row]:
                 self._let_go(beaten, _DUPLICATE)
         self._keep_to_capacity(prompt)
+
+    def _near_to(self, stored: Stored) -> npt.NDArray[np.intp] | None:
+        """Returns the rows that it nearly equals."""
+        while self._near is not None:
+            try:
+                return self._near.of(stored)
+            except Lost as lost:
+                self.lose(lost.row)
+        return None
+
+    def lose(self, row: int) -> None:
+        """Remove a row that cannot be read any more: damaged, if it was never used."""
+        self._remove(row, _DAMAGED)
+
+    def needed_from(self, all_of_them: bool) -> int | None:
+        """Returns the first place of the source that may still be read for this buffer: bodies that are not held, or
+        (after a change of reference) all that are here. None: there is none.
+        """
+        if not all_of_them or len(self._rows) == len(self._passing):
+            return self._rows.first_spilled
+        return int(self._rows.arrival[self._rows.oldest])
 
     def _keep_to_capacity(self, prompt: str) -> None:
         oldest = self._settings.evict == "oldest"
@@ -184,8 +216,7 @@ class Buffer:
             return
         self._by_reference.subtract([self._reference_of(row)])
         self._by_reference[score.reference] += 1
-        old = self._rows.stored(row).trajectory
-        self._rows.replace(row, Stored.of(replace(old, log_reference=score.log_reference, reference=score.reference)))
+        self._rows.rescore(row, score.log_reference, score.reference)
         self._make_current(row)
 
     def use(self, trajectories: Iterable[Trajectory]) -> None:
@@ -400,8 +431,8 @@ class Buffer:
             self._newest_change(self._key(row))
         if not self._rows.uses[row]:
             self._waiting.add(length, -1)
-            (self._duplicate if how == _DUPLICATE else self._evicted).add(length)
-            self._used[self._rows.arrival.item(row)] = -_DUPLICATE if how == _DUPLICATE else -_EVICTED
+            {_DUPLICATE: self._duplicate, _DAMAGED: self._damaged}.get(how, self._evicted).add(length)
+            self._used[self._rows.arrival.item(row)] = -how
         self._rows.remove(row)
 
     def _unindex(self, row: int) -> None:

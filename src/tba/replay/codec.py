@@ -197,6 +197,12 @@ def header_of(body: bytes) -> dict[str, Any]:
     return header
 
 
+def intact(body: bytes) -> bytes:
+    """Returns the body of a trajectory. Raises `Damaged` when these are not the bytes that were written."""
+    _compare(body)
+    return body
+
+
 def uid_of(body: bytes) -> str:
     """Returns the uid of a trajectory whose body is intact."""
     facts = _FACTS.match(body, _FACTS_AT)

@@ -19,7 +19,7 @@ from typing import IO, Any, Self, TypeAlias, TypeVar
 
 from tba.errors import DeadlineExceeded
 from tba.replay import scores
-from tba.replay.codec import Damaged, Gone, Stored, decode_prompt, decode_trajectory, prompt_id
+from tba.replay.codec import Damaged, Gone, Stored, decode_prompt, decode_trajectory, intact, prompt_id
 from tba.replay.recovery import Recovery, open_journal
 from tba.replay.schema import add_to_totals, set_totals
 from tba.types import Evaluation, Prompt, Score, Trajectory, Version
@@ -47,10 +47,10 @@ class Totals:
 class JournalFollower:
     """The reader: a `TrajectorySource` that remembers its `position` and `score_position` (settable, to resume).
 
-    keep_bytes: while the file holds more, the oldest bodies that have been drained are deleted, and counted (None: all
-    are kept). Only one follower deletes and checkpoints, the first that is open; any other just reads. wal_bytes: the
-    write-ahead log is truncated when it is larger than this. waiting: called now and then while others keep the file
-    locked. create: make the file where there is none.
+    keep_bytes: while the file holds more, the oldest bodies that have been drained are deleted, up to `needed_from`
+    (settable; None: any), and counted (None: all are kept). Only one follower deletes and checkpoints, the first that
+    is open; any other just reads. wal_bytes: the write-ahead log is truncated when it is larger than this. waiting:
+    called now and then while others keep the file locked. create: make the file where there is none.
     """
 
     def __init__(
@@ -66,6 +66,7 @@ class JournalFollower:
     ) -> None:
         self.position = position
         self.score_position = 0
+        self.needed_from: int | None = None
         self._keep_bytes = keep_bytes
         self._wal_bytes = wal_bytes
         self._database = open_journal(path, deadline_s, waiting, create)
@@ -97,6 +98,17 @@ class JournalFollower:
                 except Damaged as error:
                     self._gone += self._give_up(seq, str(error))
         return found
+
+    def body(self, place: int) -> bytes:
+        """Returns the body at a place that was drained before. Raises `Damaged` when it cannot be read any more."""
+        bodies = self._database.rows("SELECT body FROM bodies WHERE seq = ?", place)
+        if not bodies:
+            raise Damaged(f"trajectory {place} is not in {self._database.path} any more")
+        try:
+            return intact(bodies[0][0])
+        except Damaged as error:
+            self._give_up(place, str(error))
+            raise
 
     def take_gone(self) -> Gone:
         """Returns what was passed over since the last call."""
@@ -248,8 +260,9 @@ class JournalFollower:
         if excess <= 0:
             return
         last, freed = 0, 0
+        until = self.position if self.needed_from is None else min(self.position, self.needed_from - 1)
         for seq, body in self._database.rows(
-            "SELECT seq, length(body) FROM bodies WHERE seq <= ? ORDER BY seq LIMIT ?", self.position, _RETIRED_AT_ONCE
+            "SELECT seq, length(body) FROM bodies WHERE seq <= ? ORDER BY seq LIMIT ?", until, _RETIRED_AT_ONCE
         ):
             last, freed = seq, freed + body
             if freed >= excess + self._keep_bytes // 8:

@@ -19,6 +19,7 @@ from tba.errors import UserError
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
 from tba.replay.codec import Gone, Stored
 from tba.replay.pacing import Held, Pacing
+from tba.replay.rows import Lost
 from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector, Selection
 from tba.replay.uses import pack_uses, unpack_uses
 from tba.types import ELSEWHERE, Group, Json, Score, Version
@@ -36,7 +37,8 @@ class ReplaySettings:
     pacing: Pacing = field(default_factory=Pacing)
     buffer: BufferSettings = field(default_factory=BufferSettings)
     take_in: Literal["always", "sync"] = "always"  # use new data at once, or only after weight syncs (as in the paper)
-    keep_gb: float | None = None  # size limit of the journal on disk: the oldest bodies are deleted; None: keep all
+    keep_gb: float | None = 100.0  # size limit of the journal on disk: the oldest bodies are deleted, but none that the
+    # buffer still reads (memory_gb), or that a reset of the reference may ask for; None: keep all
 
     def __post_init__(self) -> None:
         if self.keep_gb is not None and not self.keep_gb > 0:
@@ -51,16 +53,22 @@ class ReplaySettings:
 class TrajectorySource(Protocol):
     """Where trajectories come from, always in the same order: the journal's follower.
 
-    Positions count what was drained, trajectories and scores; they may be set, to drain again from there.
+    Positions count what was drained, trajectories and scores; they may be set, to drain again from there. So may
+    `needed_from`, the first place that its retention leaves alone.
     """
 
     position: int
     score_position: int
+    needed_from: int | None
 
     def drain_stored(self, limit: int | None = None, until: int | None = None) -> list[Stored]:
         """Returns what is new since the last call, oldest first, at most `limit` of it, up to position `until`. Never
         waits.
         """
+        ...
+
+    def body(self, place: int) -> bytes:
+        """Returns the body of what was drained from this place. Raises `Damaged` when it cannot be read any more."""
         ...
 
     def take_gone(self) -> Gone:
@@ -81,7 +89,8 @@ class Replay:
     each batch.
 
     sync_every: the trainer's k, on which depends which arrivals count as the newest. arrived: called with prompt and
-    reward of all that searchers bring, as it comes in.
+    reward of all that searchers bring, as it comes in. resets: whether the reference may change, after which what is in
+    the buffer is scored again by the source's bodies.
     """
 
     def __init__(
@@ -91,14 +100,15 @@ class Replay:
         sync_every: int = 1,
         *,
         seed: int = 0,
+        resets: bool = False,
         arrived: Callable[[Sequence[tuple[str, float]]], object] | None = None,
     ) -> None:
         self.settings = settings
-        self.buffer = Buffer(settings.buffer)
+        self.buffer = Buffer(settings.buffer, read=source.body)
         self.selector = settings.selection.start()
         if isinstance(self.selector, RecencyRewardSelector):
             self.selector.sync_every = sync_every
-        self._source = source
+        self._source, self._resets = source, resets
         self._rng = np.random.default_rng([seed, 0x5E1EC7])  # independent of the searchers' streams of the same seed
         self._lock = threading.RLock()
         self._sampled = 0  # batches
@@ -140,7 +150,7 @@ class Replay:
         """Take in all that the source has, scores too; returns how many trajectories that were. Never waits."""
         taken = 0
         with self._lock:
-            while chunk := self._source.drain_stored(_CHUNK):
+            while chunk := self._drained():
                 for trajectory in chunk:
                     self.buffer.add(trajectory)
                 if self._show is not None:
@@ -180,21 +190,31 @@ class Replay:
     def sample_if_ready(self, groups: int, size: int) -> list[Group] | NotReady:
         """Returns a batch, or why none may be drawn now. The reference cannot change between the two."""
         with self._lock:
-            reason = self.ready(groups, size)
-            return self.sample(groups, size) if reason is None else reason
+            return self.ready(groups, size) or self._drawn(groups, size)
 
     def sample(self, groups: int, size: int) -> list[Group]:
         """Draws one batch and counts its uses. Raises `RuntimeError` unless `ready` would return None."""
         with self._lock:
-            if (reason := self._held(groups, size)) is not None:
-                raise RuntimeError(f"no batch may be sampled now ({reason}): wait until ready() answers None")
+            drawn = self._drawn(groups, size)
+            if isinstance(drawn, str):
+                raise RuntimeError(f"no batch may be sampled now ({drawn}): wait until ready() answers None")
+            return drawn
+
+    def _drawn(self, groups: int, size: int) -> list[Group] | NotReady:
+        """Draws a batch of what can be read; what cannot is removed, and counted as damaged."""
+        while (reason := self._held(groups, size)) is None:
             if isinstance(self.selector, RecencyRewardSelector):
                 self.selector.arrived = self._arrived
-            chosen = self.selector.select(self.buffer, groups, size, self._rng)
+            try:
+                chosen = self.selector.select(self.buffer, groups, size, self._rng)
+            except Lost as lost:
+                self.buffer.lose(lost.row)
+                continue
             trajectories = [t for group in chosen for t in group.trajectories]
             self.buffer.use(trajectories)
             self._sampled, self._newest = self._sampled + 1, chosen
             return chosen
+        return reason
 
     def take_back(self, groups: Sequence[Group]) -> None:
         """Give back the newest batch, which was not trained on after all (it was drawn ahead of the end): its uses do
@@ -301,6 +321,12 @@ class Replay:
             self._rng.bit_generator.state = state["rng"]
             self.selector.restore(state["selector"])
 
+    def _drained(self, until: int | None = None) -> list[Stored]:
+        """Returns the next chunk of the source, which may now delete what no row needs."""
+        needed = self.buffer.needed_from(self._resets)
+        self._source.needed_from = self._source.position + 1 if needed is None else needed
+        return self._source.drain_stored(_CHUNK, until)
+
     def _pass_over(self) -> None:
         """Count what the source has on record and could not give."""
         gone = self._source.take_gone()
@@ -318,7 +344,7 @@ class Replay:
         """Take in what each checkpoint of the lineage had taken in, in the same order."""
         self._source.position = 0
         for position, incarnation in self._lineage:
-            while chunk := self._source.drain_stored(_CHUNK, position):
+            while chunk := self._drained(position):
                 for stored in chunk:
                     past = stored.version.incarnation == incarnation
                     uses = int(used[stored.place]) if stored.place < len(used) else 0

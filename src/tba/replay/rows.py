@@ -3,28 +3,44 @@
 Invariant: a trajectory that is asked for equals what was added, and nothing that is held of it (its body, its uid and
 numbers) is tracked by the garbage collector. A row keeps its number until it is removed; numbers are used again.
 Everything but a list of all rows costs O(1), amortised.
+
+Bodies beyond a number of bytes are not held: of the rows that have been here longest they are read from their source
+again when they are asked for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from tba.replay.codec import Stored, decode_trajectory, tokens_of, uid_of
-from tba.types import IntArray, Prompt, Trajectory, Version
+from tba.replay.codec import Damaged, Stored, decode_logs, decode_trajectory, encode_logs, tokens_of, uid_of
+from tba.types import FloatArray, IntArray, Prompt, Trajectory, Version
 
 _NONE = -1
 _Number = TypeVar("_Number", bound=np.generic)
 
 
-class Rows:
-    """Columns by row. The values of a row that does not exist are meaningless."""
+class Lost(Exception):
+    """Raised for a row whose body is not in memory and cannot be read from its source any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, row: int, why: str) -> None:
+        super().__init__(why)
+        self.row = row
+
+
+class Rows:
+    """Columns by row. The values of a row that does not exist are meaningless.
+
+    read: gives the body at a place of the source, or raises `Damaged`; None: all bodies are held. room: bytes of bodies
+    that are held otherwise.
+    """
+
+    def __init__(self, read: Callable[[int], bytes] | None = None, room: float = 0.0) -> None:
         self.length = np.zeros(0, dtype=np.int32)
         self.reward = np.zeros(0, dtype=np.float64)
         self.incarnation = np.zeros(0, dtype=np.int32)  # of the oldest weights that sampled a part of it
@@ -40,6 +56,11 @@ class Rows:
         self._newer = np.zeros(0, dtype=np.int32)  # a linked list by arrival, from the oldest on
         self._older = np.zeros(0, dtype=np.int32)
         self._bodies: list[bytes] = []
+        self._read, self._room = read, room
+        self._held = 0  # bytes of bodies
+        self._here: OrderedDict[int, None] = OrderedDict()  # rows whose bodies may be let go of, in order of arrival
+        self._spilled: OrderedDict[int, str] = OrderedDict()  # uids of rows whose bodies were, in that order
+        self._scores: dict[int, bytes] = {}  # log-probabilities under another reference than the body's
         self._by_uid: dict[str, int] = {}
         self._by_answer: dict[int, int] = {}  # by hash; the row that was added last
         self._prompts = _Prompts()
@@ -62,6 +83,7 @@ class Rows:
         self.uses[row], self.arrival[row], self.is_recent[row], self._prompt[row] = 0, arrival, False, prompt
         self.passing[row], self._standing[row] = 0, stored.reward
         self._digest[row], self._bodies[row] = stored.digest, stored.body
+        self._held += len(stored.body)
         self._by_uid[stored.uid] = self._by_answer[hash((stored.prompt.key, stored.digest))] = row
         self._newer[row], self._older[row] = _NONE, self._newest
         if self._newest == _NONE:
@@ -69,7 +91,18 @@ class Rows:
         else:
             self._newer[self._newest] = row
         self._newest = row
+        if self._read is not None:
+            self._here[row] = None
+            self._spill()
         return row
+
+    def _spill(self) -> None:
+        """Let go of the bodies that have been held longest, while they are too many bytes."""
+        while self._held > self._room and self._here:
+            row, _ = self._here.popitem(last=False)
+            self._spilled[row] = self.uid(row)
+            self._held -= len(self._bodies[row])
+            self._bodies[row] = b""
 
     def remove(self, row: int) -> None:
         """Remove a row; its number may be given to another."""
@@ -77,7 +110,10 @@ class Rows:
         answer = hash((self.prompt(row).key, int(self._digest[row])))
         if self._by_answer.get(answer) == row:
             del self._by_answer[answer]
+        self._held -= len(self._bodies[row])
         self._bodies[row] = b""
+        for rows in (self._here, self._spilled, self._scores):
+            rows.pop(row, None)
         self._prompts.remove(int(self._prompt[row]))
         if self.passing[row]:
             self.passing[row] = 0
@@ -113,21 +149,41 @@ class Rows:
             return None
         return row
 
-    def replace(self, row: int, stored: Stored) -> None:
-        """Replace the body, and reference, of the same trajectory."""
-        self._bodies[row] = stored.body
-        self.reference[row] = self.reference_number(stored.reference)
+    def rescore(self, row: int, log_reference: FloatArray, reference: Version) -> None:
+        """Give a row its log-probabilities under another reference.
+
+        Raises `ValueError` when they are not as many as its tokens.
+        """
+        if len(log_reference) != self.length[row]:
+            raise ValueError(f"a score of {len(log_reference)} tokens is given to a trajectory of {self.length[row]}")
+        self._scores[row] = encode_logs(log_reference)
+        self.reference[row] = self.reference_number(reference)
 
     def uid(self, row: int) -> str:
-        return uid_of(self._bodies[row])
+        return self._spilled[row] if row in self._spilled else uid_of(self._bodies[row])
 
-    def stored(self, row: int) -> Stored:
-        """Returns a row as it was added."""
-        return Stored.read(self.prompt(row), self._bodies[row])
+    @property
+    def first_spilled(self) -> int | None:
+        """Returns the place of the oldest body that is not held; None when all are."""
+        return None if not self._spilled else int(self.arrival[next(iter(self._spilled))])
+
+    def _body(self, row: int) -> bytes:
+        if row not in self._spilled or self._read is None:
+            return self._bodies[row]
+        try:
+            return self._read(int(self.arrival[row]))
+        except Damaged as error:
+            raise Lost(row, str(error)) from error
 
     def trajectory(self, row: int) -> Trajectory:
-        """Returns a row as it was added, with the incarnation that it counts as."""
-        found = decode_trajectory(self._bodies[row], self.prompt(row), compare=False)
+        """Returns a row as it was added, with the incarnation that it counts as, and scored as it was last.
+
+        Raises `Lost` when it cannot be read any more.
+        """
+        found = decode_trajectory(self._body(row), self.prompt(row), compare=False)
+        if row in self._scores:
+            scored = self.reference_of(int(self.reference[row]))
+            found = replace(found, log_reference=decode_logs(self._scores[row]), reference=scored)
         incarnation = self.incarnation.item(row)
         return found if found.version.incarnation == incarnation else _renamed(found, incarnation)
 
@@ -145,8 +201,8 @@ class Rows:
         return self._references[number]
 
     def tokens(self, row: int) -> IntArray:
-        """Returns the tokens of its completion, [T]."""
-        return tokens_of(self._bodies[row], self.length.item(row))
+        """Returns the tokens of its completion, [T]. Raises as `trajectory` does."""
+        return tokens_of(self._body(row), self.length.item(row))
 
     @property
     def lowest(self) -> int:

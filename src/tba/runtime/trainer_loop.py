@@ -333,7 +333,8 @@ def start_training(
         run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop, create=False, damaged=tell
     )
     watched = rewards_watched(recipe, run)
-    replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed, arrived=watched)
+    resets = recipe.reference_reset > 0
+    replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=watched)
     replay.now = version
     if checkpoint is not None:
         replay.restore(checkpoint.state["replay"], version)
