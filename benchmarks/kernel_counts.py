@@ -31,13 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from tba.policy.causal import chunk_of
+from tba.policy.causal import KEPT_BYTES, chunk_of
 from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
 from tba.policy.packed import ATTENTION, Pack, PackedLayout, packed_attention, packed_hidden
 
 META = torch.device("meta")
 COMPOSITE = {"_flash_attention_forward": 2, "_flash_attention_backward": 6}  # with zeroing, and sums over grouped heads
-KEPT = 3 * 2**27  # `CausalPolicy`'s
 _NOTHING = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "empty_permuted", "detach"}
 _GATHERS = {"index_select", "gather", "index", "embedding"}  # read as many elements as they return
 _SCATTERS = {"index_copy_", "index_add_", "scatter_", "index_put_"}  # write as many as they are given
@@ -164,7 +163,7 @@ def checkpointed_pass(model: PreTrainedModel, pack: Pack) -> None:
 
 def _head(hidden_MW: Tensor, weight_VW: Tensor, target_M: Tensor) -> None:
     """Forward, and backward as far as it goes."""
-    chunk, kept = chunk_of(len(weight_VW), META), KeptProbabilities(KEPT)
+    chunk, kept = chunk_of(len(weight_VW), META), KeptProbabilities(KEPT_BYTES)
     token_log_probabilities(hidden_MW, Head(weight_VW), target_M, 1.0, chunk, kept).sum().backward()
 
 

@@ -1,26 +1,22 @@
-"""The memory of a trainer's process: measured for small models on this machine, computed for large ones.
+"""The memory of a trainer's process: computed by `tba.models.memory`, and measured for the same case.
 
     python benchmarks/trainer_memory.py [--quick]
 
-*Measured*: the most resident memory of a process above what it had before its model, over three optimizer steps on one
-thread in float32: all weights; with activation checkpointing; with adapters (LoRA, rank 16) in place of all weights;
-over two ranks (the larger of the two). Each case is a process of its own. The batch: 2 groups of 10 answers of 128
-tokens to prompts of 64.
+Each case is a process of its own: two optimizer steps of two passes on one thread, on random weights, with a group of
+answers in each pass. *Computed*: `memory.trainer` of the model's shape. *Measured*: the most resident memory of the
+process above what it had after the same steps of a tiny model, which load all libraries; glibc is told to hand freed
+blocks of 64 KiB and more back to the system (MALLOC_MMAP_THRESHOLD_), so that what is resident is what is alive. *As a
+run has it*: the same with glibc's defaults, whose heap keeps freed blocks of less than 32 MB.
 
-*Computed*: bytes that a rank of R holds of P parameters with bfloat16 compute and activation checkpointing. 16 P / R
-for float32 weights, gradients and two moments; what is gathered at a time, 2 bytes each: two layers, embeddings and
-head, and as much again for gradients of one layer and of these (4 bytes when they are summed); 2 bytes a token, layer
-and width for what checkpointing keeps; 34 bytes a token and width in the one layer that is computed again (after
-Korthikanti et al. 2022, arXiv 2205.05198; attention adds nothing that grows faster than the number of tokens, see
-benchmarks/kernel_counts.py); the head's logits, 10 bytes each of 2^27 (or of all, if these are fewer); 0.4 GB of
-probabilities kept for the backward pass (`kept_bytes`). With adapters the base is held once in bfloat16 or float32 and
-only adapters have gradients and moments.
+Cases: all weights; with activation checkpointing; with adapters (LoRA, rank 16) in place of all weights; these with
+checkpointing; over two ranks (the larger of the two); and one rank that computes in bfloat16, as on a GPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
+import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -30,136 +26,159 @@ from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
-CASES = ("all weights", "checkpointed", "adapters", "two ranks")
+import torch
+import torch.distributed as dist
+from publishing import batch_of
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+
+from tba.models import memory
+from tba.models.precision import precision
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.causal import CausalPolicy
+from tba.policy.lora import LoraSettings, add_adapters
+from tba.protocols import Policy
+from tba.record.memory import peak_memory_bytes, resident_memory_bytes
+from tba.schedules import Constant
+from tba.training.gradients import backward
+from tba.training.optimizer import Optimizer, OptimizerSettings
+from tba.training.ranks import Meeting, Ranks
+from tba.training.sharded import Follower, LedOptimizer, LedPolicy
+
+RANK = 16  # of adapters
+PROMPT = 64  # tokens, those of `batch_of`
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}
 
 
 @dataclass(frozen=True)
-class Size:
-    """A Llama-like model."""
+class Case:
+    """What is trained, and how."""
 
-    name: str
-    width: int
-    layers: int
-    ff: int
-    vocabulary: int
-    kv_share: float = 1.0  # of the width that keys and values have
-    tied: bool = False
-
-    @property
-    def layer(self) -> float:
-        return self.width**2 * (2 + 2 * self.kv_share) + 3 * self.width * self.ff
-
-    @property
-    def outside(self) -> float:
-        """Embeddings and head."""
-        return self.width * self.vocabulary * (1 if self.tied else 2)
-
-    @property
-    def parameters(self) -> float:
-        return self.layers * self.layer + self.outside
+    adapters: bool = False
+    checkpointed: bool = False
+    ranks: int = 1
+    low: bool = False  # compute in bfloat16
 
 
-SMALL = (Size("10 M", 256, 6, 704, 8192), Size("50 M", 512, 13, 1408, 8192))
-LARGE = (
-    Size("0.5 B (Qwen2.5)", 896, 24, 4864, 151936, 1 / 7, tied=True),
-    Size("1.1 B (Pythia)", 2048, 16, 5461, 50304),
-    Size("2.8 B (Pythia)", 2560, 32, 6827, 50304),
-    Size("7 B (Qwen2.5)", 3584, 28, 18944, 152064, 1 / 7),
-    Size("32 B (Qwen2.5)", 5120, 64, 27648, 152064, 1 / 5),
-)
+CASES = {
+    "all weights": Case(),
+    "checkpointed": Case(checkpointed=True),
+    "adapters": Case(adapters=True),
+    "adapters, checkpointed": Case(adapters=True, checkpointed=True),
+    "two ranks": Case(ranks=2),
+    "bfloat16": Case(low=True),
+}
+SIZES = {  # width, layers, feed-forward width, heads, key-value heads, vocabulary; answers of a group, tokens of each
+    "tiny": ((64, 2, 128, 1, 1, 512), 2, 8),
+    "9 M": ((256, 6, 704, 4, 4, 8192), 10, 128),
+    "50 M": ((512, 13, 1408, 8, 8, 8192), 10, 64),
+    "0.5 B": ((896, 24, 4864, 14, 2, 151_936), 4, 32),
+}
 
 
-def computed(size: Size, ranks: int, tokens: int) -> float:
-    """Bytes of a rank, with `tokens` in one of its passes."""
-    held = 16 * size.parameters / ranks
-    gathered = 0.0 if ranks == 1 else 2 * (2 * size.layer + size.outside)
-    gradients = 4 * (size.layer + size.outside)
-    kept = 2 * tokens * size.layers * size.width + 34 * tokens * size.width
-    logits = 10 * min(2**27, tokens * size.vocabulary)
-    return held + gathered + gradients + kept + logits + 0.4e9
+def config_of(size: str) -> PretrainedConfig:
+    width, layers, ff, heads, kv_heads, vocabulary = SIZES[size][0]
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=ff,
+        max_position_embeddings=512,
+        tie_word_embeddings=size == "0.5 B",  # as Qwen2.5's are up to 3 B
+    )
 
 
-def measure(case: str, size: Size) -> int:
-    """In this process: bytes above what there was before the model."""
-    import torch
-    import torch.distributed as dist
-    from publishing import batch_of
-    from transformers import LlamaConfig, LlamaForCausalLM
+def tokens_of(size: str) -> int:
+    """Tokens of a pass: of one group."""
+    _, answers, length = SIZES[size]
+    return PROMPT + answers * length
 
-    from tba.objectives.trajectory_balance import TrajectoryBalance
-    from tba.policy.causal import CausalPolicy
-    from tba.policy.lora import LoraSettings, add_adapters
-    from tba.protocols import Policy
-    from tba.record.memory import peak_memory_bytes, resident_memory_bytes
-    from tba.schedules import Constant
-    from tba.training.gradients import backward
-    from tba.training.optimizer import Optimizer, OptimizerSettings
-    from tba.training.ranks import Meeting, Ranks
-    from tba.training.sharded import Follower, LedOptimizer, LedPolicy
 
+def computed(size: str, case: Case) -> memory.Bytes:
+    of = memory.Pass(
+        tokens_of(size),
+        precision("bfloat16" if case.low else "float32", "cpu", case.adapters),
+        rank=RANK * case.adapters,
+        checkpointed=case.checkpointed,
+        ranks=case.ranks,
+    )
+    return memory.trainer(memory.Shape.of(config_of(size)), of)
+
+
+def measured(size: str, case: Case) -> int:
+    """In this process: bytes at the peak above those after a tiny model."""
     torch.set_num_threads(1)
-    batch, settings = batch_of(2, 10, 128), OptimizerSettings(lr=1e-5)
-    if case == "adapters":
-        importlib.import_module("peft")  # before memory is looked at
-    before = resident_memory_bytes() or 0
-
-    def policy() -> CausalPolicy:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=size.vocabulary,
-            hidden_size=size.width,
-            num_hidden_layers=size.layers,
-            num_attention_heads=size.width // 64,
-            intermediate_size=size.ff,
-            max_position_embeddings=512,
-        )
-        model = LlamaForCausalLM(config)
-        if case == "adapters":
-            add_adapters(model, LoraSettings(rank=16))
-        return CausalPolicy(model, gradient_checkpointing=case == "checkpointed")
-
-    def train(own: Policy, optimizer: Optimizer, ranks: int) -> None:
-        for step in range(1, 4):
-            backward(own, TrajectoryBalance(Constant(0.05)), batch, step, 10**6, ranks=ranks)
-            optimizer.step(step)
-
-    if case != "two ranks":
-        own = policy()
-        train(own, settings.start(own.parameters()), 1)
-        return peak_memory_bytes() - before
     with tempfile.TemporaryDirectory() as folder:
-        rank = int(os.fork() == 0)
-        ranks = Ranks(rank, 2, Meeting(dist.FileStore(f"{folder}/store", 2)), torch.device("cpu"), 600.0, 600.0)
-        own = policy()
-        own.shard(ranks.sharding(torch.float32))
-        if rank:
-            Follower(own, settings.start(own.parameters()), ranks, 10**6).follow()
-            Path(folder, "peak").write_text(str(peak_memory_bytes()))
+        first = int(case.ranks > 1 and os.fork() == 0)
+        ranks = None
+        if case.ranks > 1 or case.low:
+            store = dist.FileStore(f"{folder}/store", case.ranks)
+            ranks = Ranks(first, case.ranks, Meeting(store), torch.device("cpu"), 3600.0, 3600.0)
+        train("tiny", case, ranks)
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+        before = resident_memory_bytes() or 0
+        train(size, case, ranks)
+        peak = peak_memory_bytes() - before
+        if first:
+            Path(folder, "peak").write_text(str(peak))
             os._exit(0)
-        train(LedPolicy(own, ranks, 10**6), LedOptimizer(ranks, settings, own.parameters(), []), 2)
+        if case.ranks > 1:
+            os.wait()
+            peak = max(peak, int(Path(folder, "peak").read_text()))
+        return peak
+
+
+def train(size: str, case: Case, ranks: Ranks | None) -> None:
+    torch.manual_seed(0)
+    held = torch.bfloat16 if case.low and case.adapters else torch.float32
+    model = AutoModelForCausalLM.from_config(config_of(size), dtype=held)
+    if case.adapters:
+        add_adapters(model, LoraSettings(rank=RANK), torch.float32)
+    own, settings = CausalPolicy(model, gradient_checkpointing=case.checkpointed), OptimizerSettings(lr=1e-5)
+    policy: Policy = own
+    if ranks is None:
+        optimizer: Optimizer = settings.start(own.parameters())
+    else:
+        own.shard(ranks.sharding(torch.bfloat16 if case.low else torch.float32))
+        if ranks.rank:
+            Follower(own, settings.start(own.parameters()), ranks, tokens_of(size)).follow()
+            return
+        policy, optimizer = LedPolicy(own, ranks, tokens_of(size)), LedOptimizer(ranks, settings, own.parameters(), [])
+    batch = batch_of(2 * case.ranks, *SIZES[size][1:])
+    for step in (1, 2):
+        backward(policy, TrajectoryBalance(Constant(0.05)), batch, step, tokens_of(size), ranks=case.ranks)
+        optimizer.step(step)
+    if ranks is not None:
         ranks.say("end")
-        os.wait()
-        return max(peak_memory_bytes(), int(Path(folder, "peak").read_text())) - before
+
+
+def in_a_process(size: str, case: str, environment: dict[str, str]) -> int:
+    command = [sys.executable, __file__, "--one", size, case]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment)
+    return int(done.stdout.split()[-1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="the smallest model only")
-    parser.add_argument("--one", nargs=2, metavar=("CASE", "SIZE"), help=argparse.SUPPRESS)
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES)[1:], default=list(SIZES)[1:])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument("--one", nargs=2, metavar=("SIZE", "CASE"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        print(measure(given.one[0], next(size for size in SMALL if size.name == given.one[1])))
+        print(measured(given.one[0], CASES[given.one[1]]))
         return
-    print("measured (MB above a process without a model)")
-    for size in SMALL[: 1 if given.quick else None]:
-        for case in CASES:
-            command = [sys.executable, __file__, "--one", case, size.name]
-            peak = int(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
-            print(f"{size.name} ({size.parameters / 1e6:.1f} M): {case}: {peak / 1e6:.0f} MB", flush=True)
-    print("computed (GB on each rank; 8192 tokens a pass)")
-    for size in LARGE:
-        row = ", ".join(f"{ranks} ranks {computed(size, ranks, 8192) / 1e9:.0f}" for ranks in (1, 2, 4, 8, 16))
-        print(f"{size.name}: {size.parameters / 1e9:.2f} B: {row}")
+    print("| model | case | computed, MB | measured, MB | computed / measured | as a run has it, MB |")
+    print("|---|---|---|---|---|---|")
+    for size in given.sizes[: 1 if given.quick else None]:
+        for name in given.cases:
+            wanted = memory.total(computed(size, CASES[name]))
+            live, resident = (in_a_process(size, name, environment) for environment in (RETURNED, {}))
+            cells = (size, name, f"{wanted / 1e6:,.0f}", f"{live / 1e6:,.0f}", f"{wanted / live:.2f}")
+            print(f"| {' | '.join(cells)} | {resident / 1e6:,.0f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 # Logits of the head at a time. On a CPU 16 MiB of float32, which stay in its cache. Elsewhere the head's weights are
 # read, and its gradient read and written, once per chunk: 512 MiB make this little.
 _LOGITS_ON_CPU, _LOGITS_ELSEWHERE = 2**22, 2**27
+KEPT_BYTES = 3 * 2**27  # of probabilities that the head keeps for its backward pass
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class CausalPolicy:
         temperature: float = 1.0,
         share_prompt: bool = True,
         vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as suit the device
-        kept_bytes: int = 3 * 2**27,  # vocabulary-wide rows kept for the backward pass; others are computed again
+        kept_bytes: int = KEPT_BYTES,  # vocabulary-wide rows kept for the backward pass; others are computed again
         gradient_checkpointing: bool = False,
         compiled: bool = False,
         heads: Iterable[str] = (),  # value, log_z: linear, on the hidden states before tokens and of prompts

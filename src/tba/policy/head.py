@@ -151,7 +151,8 @@ class _TokenLogProbabilities(torch.autograd.Function):
         scale_M1 = (grad_M / ctx.temperature).to(hidden_MW.dtype)[:, None]
         scaled_MW = hidden_MW * scale_M1
         grad_hidden = torch.empty_like(hidden_MW)
-        grad_weight = torch.empty_like(weight_VW, dtype=torch.float32)
+        # under adapters the weight is frozen: then neither the memory nor the work of its gradient is spent
+        grad_weight = torch.empty_like(weight_VW, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias_V is None else torch.zeros_like(bias_V, dtype=torch.float32)
         room_CV = weight_VW.new_empty(min(ctx.chunk, len(hidden_MW) - first), vocabulary)
         for rows in _blocks(len(hidden_MW), first, ctx.chunk):
@@ -161,14 +162,15 @@ class _TokenLogProbabilities(torch.autograd.Function):
                 d_CV = room_CV[: rows.stop - rows.start]
                 _surplus(hidden_MW[rows], weight_VW, bias_V, ctx.temperature, target_M[rows], d_CV)
             torch.mm(d_CV, weight_VW, out=grad_hidden[rows])
-            _subtract_product(grad_weight, d_CV.T, scaled_MW[rows], first=rows.start == 0)
+            if grad_weight is not None:
+                _subtract_product(grad_weight, d_CV.T, scaled_MW[rows], first=rows.start == 0)
             if grad_bias is not None:
                 grad_bias -= d_CV.T @ scale_M1[rows, 0]
         ctx.kept.give_back(ctx.kept_KV)
         ctx.kept_KV = None
         grad_hidden.mul_(scale_M1).neg_()
-        own_bias = None if grad_bias is None else grad_bias.to(weight_VW.dtype)
-        return grad_hidden, grad_weight.to(weight_VW.dtype), own_bias, None, None, None, None
+        of_weight, of_bias = (None if grad is None else grad.to(weight_VW.dtype) for grad in (grad_weight, grad_bias))
+        return grad_hidden, of_weight, of_bias, None, None, None, None
 
 
 def _subtract_product(sum_VW: Tensor, d_VC: Tensor, scaled_CW: Tensor, first: bool) -> None:
@@ -228,7 +230,7 @@ def _in_place(out_CV: Tensor) -> bool:
 def _log_softmax(hidden_CW: Tensor, weight_VW: Tensor, bias_V: Tensor | None, temperature: float) -> Tensor:
     """The definition, in float32: [C, V]."""
     z_CV = torch.nn.functional.linear(hidden_CW, weight_VW, bias_V).float()
-    return torch.log_softmax(z_CV if temperature == 1 else z_CV / temperature, -1)
+    return torch.log_softmax(z_CV if temperature == 1 else z_CV.div_(temperature), -1)
 
 
 def linear_heads(names: Iterable[str], width: int, device: torch.device) -> torch.nn.ModuleDict:

@@ -1,0 +1,93 @@
+"""Computed memory equals what is counted, operation by operation, on torch's meta device."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+
+from tba.models import memory
+from tba.models.memory import Pass, Sampling, Shape
+from tba.models.precision import precision
+from tba.policy.lora import LoraSettings, add_adapters
+
+_FILE = Path(__file__).parents[2] / "benchmarks" / "kernel_counts.py"
+_SPEC = importlib.util.spec_from_file_location("kernel_counts", _FILE)
+assert _SPEC is not None
+assert _SPEC.loader is not None
+counts = importlib.util.module_from_spec(_SPEC)
+sys.modules[_SPEC.name] = counts  # its dataclass looks itself up there
+_SPEC.loader.exec_module(counts)
+
+QWEN = Qwen2Config(
+    vocab_size=2000,
+    hidden_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    intermediate_size=200,
+    tie_word_embeddings=False,
+)
+BF16 = precision("bfloat16", "cuda", adapters=False)
+
+
+@pytest.mark.parametrize("config", [QWEN, LlamaConfig(**QWEN.to_diff_dict() | {"head_dim": 32}), GPT2Config(n_layer=2)])
+def test_a_shape_counts_the_parameters_of_the_model_and_of_its_adapters(config: object) -> None:
+    shape, model = Shape.of(config), AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(p.numel() for p in model.parameters())
+    assert shape.gated == (not isinstance(config, GPT2Config))
+    if shape.gated:
+        pytest.importorskip("peft")
+        for targets in ((), ("q_proj", "down_proj")):
+            adapted = add_adapters(AutoModelForCausalLM.from_config(config), LoraSettings(rank=4, targets=targets))
+            trained = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
+            assert shape.adapters(4, targets) == trained
+
+
+@pytest.mark.parametrize("checkpointed", [True, False])
+def test_what_a_pass_keeps_on_an_accelerator_is_within_5_percent_of_what_is_counted(checkpointed: bool) -> None:
+    """Of a model like Qwen2.5-0.5B, in which activations, the head and its logits all weigh."""
+    model, pack = counts.qwen(), counts.pack_of(*counts.gsm8k_like())
+    if not checkpointed:
+        model.gradient_checkpointing_disable()
+    counted = counts.counted(lambda: counts.checkpointed_pass(model, pack)).peak
+    of = Pass(len(pack.token_N), BF16, "cuda", checkpointed=checkpointed)
+    computed = memory.trainer(Shape.of(model.config), of)
+    of_pass = computed["probabilities kept"] + computed["activations and temporaries"]
+    assert of_pass == pytest.approx(counted, rel=0.05)
+
+
+def test_the_rule_of_thumb_is_16_bytes_a_parameter_and_ranks_share_them() -> None:
+    shape = Shape.of(QWEN)
+    parts = memory.trainer(shape, Pass(100, BF16))
+    assert sum(parts[name] for name in ("weights", "gradients", "moments")) == 16 * shape.parameters
+    shared = memory.trainer(shape, Pass(100, BF16, ranks=4))
+    assert shared["moments"] * 4 == parts["moments"]
+
+
+def test_adapters_have_a_base_in_the_compute_type_and_its_reference_shares_the_engines() -> None:
+    shape, low = Shape.of(QWEN), precision("bfloat16", "cuda", adapters=True)
+    own = shape.adapters(8)
+    assert own == 3 * 8 * (2 * (96 + 96) + 2 * (96 + 32) + 3 * (96 + 200))
+    parts = memory.trainer(shape, Pass(100, low, "cuda", rank=8))
+    assert (parts["weights"], parts["gradients"]) == (2 * shape.parameters + 4 * own, 4 * own)
+    searcher = Sampling(low, slots=10, positions=50, device="cuda", rank=8)
+    assert memory.engine(shape, searcher)["weights"] == 2 * (shape.parameters + own)
+    assert memory.engine(shape, searcher)["keys and values"] == 10 * 64 * 3 * 2 * 32 * 2
+    assert memory.reference(shape, searcher)["weights"] == 2 * own
+
+
+def test_memory_grows_with_tokens_and_checkpointing_keeps_one_hidden_state_of_each_layer() -> None:
+    shape = Shape.of(QWEN)
+
+    def activations(tokens: int, checkpointed: bool) -> int:
+        return memory.trainer(shape, Pass(tokens, BF16, "cuda", checkpointed=checkpointed))[
+            "activations and temporaries"
+        ]
+
+    for checkpointed in (False, True):
+        assert activations(200_000, checkpointed) < 2 * activations(100_000, checkpointed)
+    assert activations(100_000, True) < activations(100_000, False)
