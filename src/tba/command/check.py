@@ -1,5 +1,7 @@
 """`tba check`: validates a recipe and estimates the memory and time of its run, without making a run.
 
+What each part needs at most is computed first (`tba.command.needs`), and what cannot fit is refused before it is tried.
+
 The estimate multiplies the times of a few rounds and steps of the recipe's own searcher and trainer. Each is timed in a
 process of its own, both at the same time, as in a run (`tba.command.probe`). Nothing is written or learnt.
 """
@@ -19,6 +21,7 @@ from typing import Any, Self
 
 import torch
 
+from tba.command.needs import Room, needs, refuse_what_cannot_fit, shape_of
 from tba.errors import DeadlineExceeded, UserError
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
@@ -27,6 +30,7 @@ from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.terminal import terminal
 from tba.record.text import duration, size
+from tba.replay.buffer import OF_BODY, OF_TOKEN
 from tba.replay.selection import RecencyReward
 from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
 from tba.runtime.devices import Place, places_here
@@ -156,13 +160,19 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
     for warning in validate(recipe):
         console.print(f"warning: {warning}", style="yellow")
-    recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
+    prepared = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
     for warning in notes_on_prompts(recipe):
         console.print(f"warning: {warning}", style="yellow")
     placed = planned(recipe) if recipe.runtime == "cluster" else []
     if recipe.runtime == "processes":
         for part, place in _places(recipe).items():
             console.print(f"{part}: {place}", highlight=False)
+    shape = shape_of(prepared)
+    if shape is not None:
+        console.print("needed at most, computed (docs/scaling.md):", highlight=False)
+        for need in needs(recipe, shape):
+            console.print(f"  {need}", highlight=False)
+        refuse_what_cannot_fit(recipe, shape, _room(recipe))
     try:
         e = estimate(recipe, name, overrides)
     except UserError:
@@ -184,7 +194,8 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         + (uses and f"{uses}(limit {recipe.replay.pacing.max_mean_uses:g})\n")
         + f"time: {duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
         f"and evaluations before and after {duration(e.evaluation_seconds)}\n"
-        f"peak memory: trainer {size(e.trainer_bytes)}, each searcher {size(e.searcher_bytes)}"
+        + _on_disk(recipe, e)
+        + f"peak memory, measured: trainer {size(e.trainer_bytes)}, each searcher {size(e.searcher_bytes)}"
         + (f"; this machine has {size(own)}" if own else "")
         + _on_gpus(e)
         + f"\nat version 0 the largest log-ratio of a token, trainer to reference, is {e.log_ratio:.1g} "
@@ -211,6 +222,26 @@ def _on_gpus(e: Estimate) -> str:
     return f"\nGPU memory at its peak: {held}" if held else ""
 
 
+def _room(recipe: Recipe) -> Room:
+    """Returns the memory that the parts of a run find here."""
+    machine = machine_memory_bytes()
+    if recipe.runtime != "processes" or not recipe.model.gpus_per_searcher:
+        return Room(machine)
+    gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    own = {part: int(place.share * min(gpus[i] for i in place.gpus)) for part, place in _places(recipe).items()}
+    return Room(machine, own["trainer"], min(own[f"searcher-{i}"] for i in range(recipe.searchers)))
+
+
+def _on_disk(recipe: Recipe, e: Estimate) -> str:
+    """Returns a line on how long the journal's limit lasts at these speeds."""
+    a_day = 86_400 * e.trajectories_per_second * (OF_BODY + e.tokens_per_trajectory * OF_TOKEN) / 1e9
+    keep = recipe.replay.keep_gb
+    if not a_day:
+        return ""
+    lasts = "all of it is kept" if keep is None else f"--replay.keep-gb {keep:g} holds {keep / a_day:.1f} days of it"
+    return f"disk: the journal grows by {a_day:.2g} GB a day; {lasts}\n"
+
+
 def planned(recipe: Recipe) -> list[Placed]:
     """Returns where everything will run: on the nodes of the cluster at `--address`, else on this machine.
 
@@ -233,6 +264,8 @@ class Estimate:
     round_seconds: float
     step_seconds: float
     tokens_per_round: float
+    tokens_per_trajectory: float
+    trajectories_per_second: float  # of all searchers together
     evaluation_seconds: float  # before and after; those in between overlap training
     total_seconds: float
     uses: float | None  # None offline: what was imported decides
@@ -276,11 +309,14 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
     warm_up = recipe.replay.pacing.warm_up / rate if rate else 0.0
     kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
     lengths = [len(tokens) for _, rows in first["answers"] for tokens, _ in rows]
+    length = sum(lengths) / len(lengths)
     return Estimate(
         start_seconds=start,
         round_seconds=round_seconds,
         step_seconds=step_seconds,
-        tokens_per_round=per_round * sum(lengths) / len(lengths),
+        tokens_per_round=per_round * length,
+        tokens_per_trajectory=length,
+        trajectories_per_second=rate,
         evaluation_seconds=2 * evaluation,
         total_seconds=start + 2 * evaluation + warm_up + working,
         uses=min(recipe.steps * per_step / (rate * working), limit) if rate else None,

@@ -31,7 +31,8 @@ from tba.errors import UserError
 from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, read_json, templated
 from tba.models.gguf import SUFFIX, cache_folder, converted
-from tba.models.precision import Precision, Wanted, precision
+from tba.models.precision import Precision, Wanted
+from tba.models.precision import precision as precision_of
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled
 from tba.policy.lora import FILE as ADAPTERS
@@ -181,10 +182,10 @@ class HuggingFace:
     ) -> CausalPolicy:
         base, files = str(saved if saved is not None and not self.lora.rank else self.path), None
         if sharding is None:
-            model, _ = self._load(base, self._device, self._precision.held)
+            model, _ = self._load(base, self._device, self.precision.held)
         else:
             self._allow_tf32()
-            model, files = load_unfilled(base, self._precision.held)
+            model, files = load_unfilled(base, self.precision.held)
         if self.lora.rank:
             add_adapters(model, self.lora, torch.float32)
         policy = CausalPolicy(
@@ -254,16 +255,17 @@ class HuggingFace:
         return _loaded(path, device, dtype)
 
     def _allow_tf32(self) -> None:
-        if self._precision.tf32:
+        if self.precision.tf32:
             torch.set_float32_matmul_precision("high")
 
     @property
     def compute(self) -> torch.dtype:
-        return self._precision.compute
+        return self.precision.compute
 
     @property
-    def _precision(self) -> Precision:
-        return precision(self.dtype, self._device.type, adapters=self.lora.rank > 0)
+    def precision(self) -> Precision:
+        """In which precision it is held and computed with."""
+        return precision_of(self.dtype, self._device.type, adapters=self.lora.rank > 0)
 
 
 def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Path:

@@ -17,6 +17,7 @@ is computed with.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -48,6 +49,7 @@ class Shape:
     layer: int  # parameters of one layer
     outside: int  # and of embeddings, head and final norm; tied ones once
     tied: bool
+    positions: int  # tokens of the longest prompt and completion
     linear: Mapping[str, tuple[int, int]]  # the linear layers of one layer: (in, out) by name
 
     @classmethod
@@ -78,6 +80,7 @@ class Shape:
             gated=any("gate" in name for name in linear),
             layer=layer,
             outside=parameters - layers * layer,
+            positions=getattr(text, "max_position_embeddings", None) or sys.maxsize,
             tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
             linear=linear,
         )
