@@ -48,9 +48,9 @@ compared with: [scaling.md](scaling.md#what-the-trainer-holds).
 
 On one GPU all parts share it: the trainer has {trainer:.0%} of its memory, one searcher (engine and reference)
 {searcher:.0%}, and {rest:.0%} are left for contexts of CUDA and the driver. The table is
-`tba train gsm8k --searchers 1` (prompts and answers of up to 512 tokens) with Qwen2.5's shapes, bfloat16 (`--model.dtype auto` on CUDA) and the
-transformers engine. A row has the largest pass and the most slots that fit, and checkpointing where no pass of {plain}
-tokens fits without. GB are what each half needs, of what it has.
+`tba train gsm8k --searchers 1` (prompts and answers of up to 512 tokens) with Qwen2.5's shapes, bfloat16
+(`--model.dtype auto` on CUDA) and the transformers engine. A row has the largest pass and the most slots that fit, and
+checkpointing where no pass of {plain} tokens fits without. GB are what each half needs, of what it has.
 """
 TAIL = """\
 *No*: not even `--max-tokens-per-pass {fewest}` with checkpointing, or `--model.generation.slots {slots}`, fits.
