@@ -10,6 +10,11 @@ run has it*: the same with glibc's defaults, whose heap keeps freed blocks of le
 
 Cases: all weights; with activation checkpointing; with adapters (LoRA, rank 16) in place of all weights; these with
 checkpointing; over two ranks (the larger of the two); and one rank that computes in bfloat16, as on a GPU.
+
+    python benchmarks/trainer_memory.py --large
+
+Only computes: GB on each rank for models of 0.5 to 33 B parameters on GPUs, with bfloat16 compute, activation
+checkpointing and 8192 tokens a pass.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 import torch
 import torch.distributed as dist
 from publishing import batch_of
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, PretrainedConfig, Qwen2Config
 
 from tba.models import memory
 from tba.models.precision import precision
@@ -75,8 +80,25 @@ SIZES = {  # width, layers, feed-forward width, heads, key-value heads, vocabula
 }
 
 
+LARGE = {  # as in SIZES; without key-value heads a Pythia
+    "0.5 B (Qwen2.5)": (896, 24, 4864, 14, 2, 151_936),
+    "1 B (Pythia)": (2048, 16, 8192, 8, None, 50_304),
+    "2.8 B (Pythia)": (2560, 32, 10_240, 32, None, 50_304),
+    "7.6 B (Qwen2.5)": (3584, 28, 18_944, 28, 4, 152_064),
+    "33 B (Qwen2.5)": (5120, 64, 27_648, 40, 8, 152_064),
+}
+
+
 def config_of(size: str) -> PretrainedConfig:
-    width, layers, ff, heads, kv_heads, vocabulary = SIZES[size][0]
+    width, layers, ff, heads, kv_heads, vocabulary = LARGE[size] if size in LARGE else SIZES[size][0]
+    if kv_heads is None:
+        return GPTNeoXConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=ff,
+        )
     return Qwen2Config(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -85,7 +107,7 @@ def config_of(size: str) -> PretrainedConfig:
         num_key_value_heads=kv_heads,
         intermediate_size=ff,
         max_position_embeddings=512,
-        tie_word_embeddings=size == "0.5 B",  # as Qwen2.5's are up to 3 B
+        tie_word_embeddings=size.startswith("0.5 B"),  # as Qwen2.5's are up to 3 B
     )
 
 
@@ -118,7 +140,6 @@ def measured(size: str, case: Case) -> int:
         train("tiny", case, ranks)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
         before = resident_memory_bytes() or 0
         train(size, case, ranks)
         peak = peak_memory_bytes() - before
@@ -137,6 +158,8 @@ def train(size: str, case: Case, ranks: Ranks | None) -> None:
     model = AutoModelForCausalLM.from_config(config_of(size), dtype=held)
     if case.adapters:
         add_adapters(model, LoraSettings(rank=RANK), torch.float32)
+    # The peak begins again: a model that is drawn at random has its tied head twice for a moment.
+    Path("/proc/self/clear_refs").write_text("5")
     own, settings = CausalPolicy(model, gradient_checkpointing=case.checkpointed), OptimizerSettings(lr=1e-5)
     policy: Policy = own
     if ranks is None:
@@ -161,15 +184,30 @@ def in_a_process(size: str, case: str, environment: dict[str, str]) -> int:
     return int(done.stdout.split()[-1])
 
 
+def print_large() -> None:
+    counts = (1, 2, 4, 8, 16)
+    print(f"| model | 1 rank | {' | '.join(map(str, counts[1:]))} |\n|---{'|---' * len(counts)}|")
+    for size in LARGE:
+        shape, low = memory.Shape.of(config_of(size)), precision("bfloat16", "cuda", adapters=False)
+        passes = (memory.Pass(8192, low, "cuda", checkpointed=True, ranks=ranks) for ranks in counts)
+        gigabytes = [memory.total(memory.trainer(shape, of)) / 1e9 for of in passes]
+        needed = [f"{n:.0f}" if n >= 10 else f"{n:.1f}" for n in gigabytes]
+        print(f"| {size} | {' | '.join(needed)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="the smallest model only")
+    parser.add_argument("--large", action="store_true", help="compute for larger models, and measure nothing")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES)[1:], default=list(SIZES)[1:])
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--one", nargs=2, metavar=("SIZE", "CASE"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         print(measured(given.one[0], CASES[given.one[1]]))
+        return
+    if given.large:
+        print_large()
         return
     print("| model | case | computed, MB | measured, MB | computed / measured | as a run has it, MB |")
     print("|---|---|---|---|---|---|")

@@ -26,7 +26,11 @@ settings.load_profile("untimed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs vLLM is skipped where it is not installed."""
+    """What needs a GPU, or vLLM, is skipped where there is none."""
+    if not torch.cuda.is_available() and os.environ.get("TBA_TEST_DEVICE", "cuda") == "cuda":
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: make test-gpu"))
     if importlib.util.find_spec("vllm") is None:
         for item in items:
             if item.get_closest_marker("vllm"):

@@ -1,0 +1,100 @@
+"""What only a GPU can show: its kernels give what the CPU's do (`make test-gpu`).
+
+With TBA_TEST_DEVICE=cpu the same runs on a CPU, which shows that the tests themselves work.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tba.recipes
+from tba.batch import Batch, collate
+from tba.engines.transformers import EngineSettings
+from tba.models.huggingface import HuggingFace
+from tba.policy.packed import PackedLayout
+from tba.policy.varlen import Attention
+from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device(os.environ.get("TBA_TEST_DEVICE", "cuda"))
+BASE = str(Path(tba.recipes.__path__[0]) / "quickstart_base")
+
+
+def model(device: Any, dtype: Any) -> HuggingFace:
+    return HuggingFace(
+        path=BASE, device=device, dtype=dtype, generation=EngineSettings(slots=16, max_completion_tokens=6)
+    )
+
+
+def prompts(model: HuggingFace) -> list[Prompt]:
+    texts = ("123+456=", "99+1=", "700+250=")
+    return [Prompt("sums", np.array(model.tokenizer()(text)["input_ids"], np.int32), text) for text in texts]
+
+
+def sampled(model: HuggingFace) -> Batch:
+    """Answers of the model's own engine, scored by its own reference."""
+    engine, reference, asked = model.engine(Version()), model.reference(1.0, Version()), prompts(model)
+    answered = engine.generate(asked, 4, Sampling(1.0, 1.0), np.random.default_rng(0))
+    scored = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
+    groups = []
+    for prompt, row, scores in zip(asked, answered, scored, strict=True):
+        pairs = enumerate(zip(row, scores, strict=True))
+        made = [Trajectory(f"{prompt.text}{i}", prompt, c, 1.0, s, Version()) for i, (c, s) in pairs]
+        groups.append(Group.of(made))
+    return collate(groups)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_at_version_0_every_log_ratio_is_small(dtype: str) -> None:
+    here = model(DEVICE.type, dtype)
+    batch = sampled(here)
+    log_ratio_BT = here.policy(1.0).evaluate(batch).log_policy_BT.detach().cpu() - batch.log_reference_BT
+    assert float(log_ratio_BT.abs().max()) <= {"bfloat16": 0.5, "float32": 5e-3}[dtype]  # TF32 has ten bits
+
+
+def test_the_gradient_is_the_cpus() -> None:
+    batch = fixed()
+    found = []
+    for device in ("cpu", DEVICE.type):
+        policy = model(device, "float32").policy(1.0)
+        policy.evaluate(batch).log_policy_BT.sum().backward()
+        found.append(torch.cat([p.grad.flatten().cpu() for p in policy.parameters() if p.grad is not None]))
+    assert float(torch.nn.functional.cosine_similarity(*found, dim=0)) > 0.999
+
+
+def fixed() -> Batch:
+    asked, rng = prompts(model("cpu", "float32")), np.random.default_rng(0)
+
+    def answer(i: int, prompt: Prompt) -> Trajectory:
+        tokens = rng.integers(0, 10, 3 + i).astype(np.int32)
+        completion = Completion(tokens, "", StopReason.LENGTH, (Version(), Version()))
+        return Trajectory(f"{prompt.text}{i}", prompt, completion, 1.0, np.zeros(3 + i, np.float32), Version())
+
+    return collate([Group.of([answer(i, prompt) for i in range(3)]) for prompt in asked])
+
+
+def test_the_attention_kernel_is_the_definition_up_to_its_precision() -> None:
+    """Both parts of a pack's attention in bfloat16 on the device, against float32 on the CPU."""
+    prompt, answers = [100, 37], [[60, 1, 200], [5, 90]]
+    on_cpu, here = (PackedLayout.of(prompt, answers, device) for device in (torch.device("cpu"), DEVICE))
+    generator, attention = torch.Generator().manual_seed(0), Attention(64**-0.5)
+    tokens = sum(prompt) + sum(map(sum, answers))
+    query, key, value, grad = (torch.randn(tokens, heads, 64, generator=generator) for heads in (6, 2, 2, 6))
+    for ours, theirs in ((here.own, on_cpu.own), (here.shared, on_cpu.shared)):
+        rows, keys = slice(tokens - sum(theirs.query_lengths), None), slice(sum(theirs.key_lengths))
+        given = (query[rows], key[keys], value[keys])
+        half = [x.to(DEVICE, torch.bfloat16) for x in given]
+        out, lse = attention.forward(*given, theirs)
+        low, low_lse = attention.forward(*half, ours)
+        torch.testing.assert_close(low.float().cpu(), out, rtol=0.03, atol=0.03)
+        torch.testing.assert_close(low_lse.cpu(), lse, rtol=0, atol=0.03)
+        wanted = attention.backward(grad[rows], *given, out, lse, theirs)
+        found = attention.backward(grad[rows].to(DEVICE, torch.bfloat16), *half, low, low_lse, ours)
+        for one, other in zip(found, wanted, strict=True):
+            assert float((one.float().cpu() - other).norm() / other.norm()) < 0.03
