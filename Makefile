@@ -32,7 +32,7 @@ export TOKENIZERS_PARALLELISM := false
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -14
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -15
 
 $(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)

@@ -142,7 +142,7 @@ WRONG = [
     (["sft", "quickstart"], "tba sft needs --out DIR"),
     (["sft", "a.jsonl", "--out", "model", "--held-out", "1"], "--held-out is 1.0"),
     (["red-team"], "`tba red-team` needs to know what to do"),
-    (["show", "one", "two"], "does not take 'two'"),
+    (["show", "one", "--two"], "does not take '--two'"),
     (["sft", "nowhere.jsonl", "--out", "model"], "nowhere.jsonl"),
     (["show", "no/such/run"], "there is no such run"),
     (["check", "quickstart", "--steps", "0"], "--steps is 0"),

@@ -215,12 +215,14 @@ def recent() -> Lines:
     figures = (*figures, ("lowest_accuracy", 1, 100.0))
     rows = []
     for case, name in cases.items():
-        for code in ("before", "after"):
-            runs = study("recent")[f"{case}-{code}"]
+        for code in ("before", "after", "default"):
+            if (runs := study("recent").get(f"{case}-{code}")) is None:
+                continue
             found = values(runs, "accuracy", 100.0)
             each_one = f"{mean(found):.1f} ({min(found):.1f} to {max(found):.1f})"
             figure = [plain(runs, what, digits, scale) for what, digits, scale in figures]
-            rows.append([name, code, str(len(runs)), *figure, each_one, plain(runs, "uses", 1)])
+            said = "after, the default form" if code == "default" else code
+            rows.append([name, said, str(len(runs)), *figure, each_one, plain(runs, "uses", 1)])
     head = ["quickstart", "recent by arrival", "seeds", "groups of the newest, %", "lag", "effective sample size"]
     head += ["lowest mean reward of ten steps", "lowest accuracy of an evaluation"]
     return [[*head, "accuracy at the end (lowest to highest)", "mean uses"], *rows]

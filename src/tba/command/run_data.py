@@ -41,7 +41,7 @@ LONGEST_TOKENS = 1_000  # tokens of an answer that are coloured
 REJECTED = 200  # lines of logs about rejected answers
 DEADLINE_S = 600.0  # of reading the journal
 TOKENS = ("tokens", "log_behavior", "log_ratio")  # columns of the answers that are coloured
-FATES = ("trained", "waiting", "evicted", "duplicate")
+FATES = ("trained", "waiting", "evicted", "duplicate", "damaged")
 _NOT_SETTINGS = ("class", "description")
 
 

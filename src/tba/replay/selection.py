@@ -6,7 +6,8 @@ have brought two answers to one prompt.
 
 The recent half is the newest by arrival, never by the weights that sampled. The newest arrivals are the last 2k B K
 trajectories, what the trainer draws in two sync intervals (paper: what came in at the last sync), and at least twice as
-many as came in together the last time, so that nothing of a larger round is passed over. Of the prompts that have one
+many as came in together the last time, so that nothing of a larger round is passed over; with `mix = "group"`, where m
+says how much of each group is recent, mK in the place of K. Of the prompts that have one
 of these and K answers, the one whose next K have been used least comes first, and of several the newest; after them
 come the next newest prompts. A prompt's next K are its newest, and among them those never used before the others. For
 the other half prompts are drawn without replacement, epoch by epoch. Where a task has one prompt only, every group of a
@@ -107,7 +108,7 @@ class RecencyRewardSelector:
         batch = Counter[str]()  # how many groups it has of each prompt
         drawn: dict[str, Counter[int]] = {}  # by prompt of the batch, how often each number was drawn
         least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self.m * size, 9)))
-        self._within = 2 * max(self.sync_every * groups * size, self.arrived)
+        self._within = 2 * max(self.sync_every * groups * least, self.arrived)
         turns = functools.cache(lambda least: store.newest_prompts(least, self._within, groups))
         for recent in self._halves(groups, rng):
             prompt, is_recent = self._prompt(store, least, recent, turns, batch, rng)
