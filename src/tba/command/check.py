@@ -22,6 +22,7 @@ from typing import Any, Self
 import torch
 
 from tba.command.needs import Room, needs, refuse_what_cannot_fit, shape_of
+from tba.command.signal import Signal
 from tba.errors import DeadlineExceeded, UserError
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
@@ -173,12 +174,17 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         for need in needs(recipe, shape):
             console.print(f"  {need}", highlight=False)
         refuse_what_cannot_fit(recipe, shape, _room(recipe))
+    console.print("sampling a few rounds of answers, then timing rounds and steps ...", style="dim")
     try:
         e = estimate(recipe, name, overrides)
     except UserError:
         for line in whereabouts(placed):
             console.print(f"on {line}", highlight=False)
         raise
+    for line in e.signal.lines(recipe.record.hide_text):
+        console.print(line, highlight=False)
+    for line in e.signal.advice(recipe):
+        console.print(f"warning: {line}", style="yellow")
     if e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
         console.print(
             f"warning: at the same weights the trainer's log-probabilities differ by {e.log_ratio:.1g} from those of "
@@ -273,6 +279,7 @@ class Estimate:
     searcher_bytes: int
     weights_bytes: int  # of one published version
     log_ratio: float  # the largest of any token, between the trainer's weights and the reference at version 0
+    signal: Signal  # whether there is anything to learn from
     trainer_gpu_bytes: int | None  # None: it uses no GPU
     searcher_gpu_bytes: int | None
 
@@ -324,6 +331,7 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
         searcher_bytes=searcher["peak_memory_bytes"],
         weights_bytes=trainer["weights_bytes"],
         log_ratio=trainer["log_ratio"],
+        signal=Signal.of(searcher),
         trainer_gpu_bytes=trainer["peak_gpu_bytes"],
         searcher_gpu_bytes=searcher["peak_gpu_bytes"],
     )

@@ -32,12 +32,13 @@ from tba.runtime.prompting import prompts_of, reward_of
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
 from tba.training.trainer import Trainer
-from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
+from tba.types import Completion, Group, Json, Judgement, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
 _Answer: TypeAlias = tuple[list[int], list[float]]  # its tokens, and their log-probabilities under the reference
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
+_PROMPTS_SHOWN, _ANSWERS_SHOWN = 3, 2
 _KEPT = 10_000  # trajectories of which the memory is measured
 
 
@@ -53,6 +54,8 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
     seconds: list[float] = []
     generating: list[float] = []
     answers: list[_Answers] = []
+    groups: list[list[float]] = []  # rewards of each prompt's answers
+    stopped: Counter[str] = Counter()
     while not _enough(seconds, at_least):
         chosen = rng.integers(len(prompts), size=recipe.prompts_per_round)
         asked = [prompts[int(j)] for j in chosen]
@@ -60,12 +63,18 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
         answered = engine.generate(asked, recipe.samples_per_prompt, sampling, rng)
         generating.append(time.perf_counter() - began)
         pairs = [(p, c) for p, row in zip(asked, answered, strict=True) for c in row]
-        reward.judge(pairs)
+        marks = reward.judge(pairs)
+        of_prompt = iter(marks)
+        groups += [[next(of_prompt).reward for _ in row] for row in answered]
+        stopped.update(c.stop_reason.value for _, c in pairs)
+        stopped["empty"] += sum(not c.text.strip() for _, c in pairs)
         if vine is not None:
             unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in pairs]
             vine.grow(unscored, sampling, rng, Counter())
         scored = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
         seconds.append(time.perf_counter() - began)
+        if not answers:
+            shown = _shown(asked, answered, marks)
         if len(answers) < ROUNDS * recipe.prompts_per_round:
             for j, row, scores in zip(chosen, answered, scored, strict=True):
                 pairs_of_row = zip(row, scores, strict=True)
@@ -75,10 +84,33 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
         "generation_seconds": statistics.mean(generating[1:]),
         "timed_seconds": sum(seconds[1:]),
         "answers": answers,
+        "problems": {"train": len(prompts), "eval": len(held_out), "both": _shared(prompts, held_out)},
         "held_out": len(held_out),
+        "groups": groups,
+        "stopped": stopped,
+        "shown": shown,
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
     }
+
+
+def _shared(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
+    """Returns how many held-out prompts are among those of training, by their text."""
+    texts = {prompt.text.strip() for prompt in train}
+    return sum(prompt.text.strip() in texts for prompt in held_out)
+
+
+def _shown(
+    asked: Sequence[Prompt], answered: Sequence[Sequence[Completion]], marks: Sequence[Judgement]
+) -> list[dict[str, Json]]:
+    """Returns the first prompts with their first answers, for people to read."""
+    found: list[dict[str, Json]] = []
+    start = 0
+    for prompt, row in zip(asked, answered, strict=True):
+        own = list(zip(row, marks[start : start + len(row)], strict=True))[:_ANSWERS_SHOWN]
+        start += len(row)
+        found.append({"prompt": prompt.text, "answers": [{"text": c.text, "mark": str(mark)} for c, mark in own]})
+    return found[:_PROMPTS_SHOWN]
 
 
 def _enough(seconds: list[float], at_least: float) -> bool:

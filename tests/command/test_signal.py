@@ -1,0 +1,52 @@
+"""Whether a recipe can learn, from what a few rounds say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tba.command.signal import Signal
+from tba.settings import find
+
+QUICKSTART = find("quickstart")
+
+
+def probe(groups: list[list[float]], both: int = 0, **stopped: int) -> dict[str, Any]:
+    shown = [{"prompt": "1+1=", "answers": [{"text": "2\x1b[2J", "mark": "1"}]}]
+    problems = {"train": 10, "eval": 4, "both": both}
+    return {"groups": groups, "problems": problems, "stopped": stopped, "shown": shown}
+
+
+def test_the_figures_are_those_of_the_answers() -> None:
+    signal = Signal.of(probe([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.0]], length=2, eos=6, empty=1))
+    assert (signal.answers, signal.reward, signal.varied, signal.best) == (8, 3.5 / 8, 0.5, 0.25)
+    assert (signal.truncated, signal.empty) == (0.25, 0.125)
+    assert signal.advice(QUICKSTART) == []
+    shown = "\n".join(signal.lines(hide_text=False))
+    assert "1+1=" in shown
+    assert "2\\x1b[2J" in shown
+    assert "1+1=" not in "\n".join(signal.lines(hide_text=True))
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (probe([[1.0, 1.0]] * 20, eos=40), ["every answer gets the same reward"]),
+        (probe([[0.0, 0.0]] * 20, eos=40), ["every answer gets the same reward"]),
+        (probe([[1.0, 1.0]] * 19 + [[0.0, 1.0]], eos=40), ["nearly all answers get the highest reward"]),
+        (probe([[0.0, 0.0]] * 19 + [[0.0, 1.0]], eos=40), ["rewards differ in 5.0 % of the groups only"]),
+        (probe([[0.0, 1.0]] * 20, length=20, eos=20), ["50.0 % of the answers are cut off"]),
+        (probe([[0.0, 1.0]] * 20, eos=40, empty=30), ["75.0 % of the answers are empty"]),
+        (probe([[0.0, 1.0]] * 20, both=3, eos=40), ["3 held-out problems are trained on too"]),
+        (
+            probe([[0.0, 0.0]] * 20, both=3, length=40, empty=40),
+            ["every answer gets the same reward", "100.0 % of the answers are cut off"],
+        ),
+    ],
+)
+def test_what_stands_in_the_way_of_learning_is_said_with_what_to_change(found: dict[str, Any], said: list[str]) -> None:
+    advice = Signal.of(found).advice(QUICKSTART)
+    assert len(advice) == len(said)
+    for line, beginning in zip(advice, said, strict=True):
+        assert line.startswith(beginning)
