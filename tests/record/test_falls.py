@@ -11,7 +11,18 @@ import pytest
 from tests.record.conftest import evaluations
 
 from tba.record.evaluations import EvaluationWriter, read_evaluations
-from tba.record.falls import HELD_OUT, RewardWatch, StalenessWatch, by_version, falls, note_falls, noted_falls
+from tba.record.falls import (
+    HELD_OUT,
+    NO_SIGNAL,
+    TRUNCATED,
+    RewardWatch,
+    SignalWatch,
+    StalenessWatch,
+    by_version,
+    falls,
+    note_falls,
+    noted_falls,
+)
 from tba.record.faults import count_faults
 from tba.record.run import RunRecord
 from tba.types import Evaluation, Version
@@ -120,3 +131,15 @@ def test_stale_data_are_reported_once_and_again_after_they_recovered() -> None:
     assert list(reports) == [60 + 29, 420 + 29]
     assert "was 49.4 % of a batch over steps 40 to 89" in reports[89]
     assert watch.see(1, None) == []
+
+
+def test_steps_that_teach_nothing_are_reported_once_and_answers_that_are_cut_off() -> None:
+    watch = SignalWatch()
+    assert not any(watch.see(step, 0.0, 0.0) for step in range(1, 50))
+    found = watch.see(50, 0.0, 0.0)
+    assert list(found) == [NO_SIGNAL]
+    assert found[NO_SIGNAL].startswith("nothing can be learnt: in steps 1 to 50 all answers to a prompt got the same")
+    assert watch.see(51, 0.0, 0.0) == {}
+    cut = [(step, watch.see(step, 1.0, 1.0)) for step in range(52, 102)]
+    assert [(step, list(said)) for step, said in cut if said] == [(52 + 25, [TRUNCATED])]  # 26 of 50
+    assert not any(SignalWatch().see(step, step % 50 == 0, 0.5) for step in range(200))

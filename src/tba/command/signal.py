@@ -74,9 +74,9 @@ class Signal:
         elif self.varied < FEW:
             found.append(
                 f"rewards differ in {percent(self.varied)} of the groups only, and the others teach nothing: give "
-                "easier problems, a model that succeeds now and then (tba sft), a reward with steps in between, or more "
-                f"answers to each prompt (--samples-per-prompt and --group-size, now {recipe.samples_per_prompt} and "
-                f"{recipe.group_size})"
+                "easier problems, a model that succeeds now and then (tba sft), a reward with steps in between, or "
+                f"more answers to each prompt (--samples-per-prompt and --group-size, now {recipe.samples_per_prompt} "
+                f"and {recipe.group_size})"
             )
         if self.truncated > MANY:
             found.append(

@@ -1,4 +1,5 @@
-"""Detects figures that fall far below their best (held-out, or the mean reward that searchers bring), and stale data.
+"""Detects figures that fall far below their best (held-out, or the mean reward that searchers bring), stale data, and
+batches that teach nothing.
 
 Invariant: noise is no fall. A held-out figure has fallen when it is more than 5 points and more than 5 standard errors
 (of the difference of two proportions) below the best one before it; the mean reward of the newest answers when it is
@@ -24,6 +25,9 @@ POINTS, ERRORS = 0.05, 5.0  # of a held-out figure
 REWARD_ERRORS, LOST = 6.0, 0.5  # of the mean reward, of which there are many more
 PROMPTS = 100  # whose answers make one mean of the reward
 HELD_OUT, REWARD, STALE = "held_out_falls", "reward_falls", "stale_data"  # kinds of faults.jsonl
+NO_SIGNAL, TRUNCATED = "no_signal", "truncated_answers"
+_NOTED = (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED)
+MOST_TRUNCATED = 0.5  # of the answers of 50 steps
 STEPS, LEAST_ESS = 50, 0.5  # steps that make one mean, and below which mean data count as stale (docs/objectives.md)
 _FIGURES = ("pass@1/sampled", "pass@1/greedy")  # by which of them checkpoints are compared
 
@@ -57,7 +61,11 @@ def note_falls(directory: Path, evaluations: Iterable[Evaluation]) -> list[str]:
 
 def noted_falls(directory: Path) -> list[str]:
     """Returns all that were recorded, oldest first."""
-    return [str(line["what"]) for line in read_faults(directory) if line["kind"] in (HELD_OUT, REWARD, STALE)]
+    return [
+        str(line["what"])
+        for line in read_faults(directory)
+        if line["kind"] in (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED)
+    ]
 
 
 def by_version(evaluations: Sequence[Evaluation]) -> Mapping[Version, Evaluation]:
@@ -129,6 +137,40 @@ class StalenessWatch:
             f"{step - STEPS + 1} to {step}. Publish more often (--sync-every), draw newer data (--replay.selection.m), "
             "lower the rate (--optimizer.lr), or add searchers"
         ]
+
+
+@dataclass
+class SignalWatch:
+    """Watches whether batches can teach anything, and reports once when over 50 steps no group's rewards differed, and
+    once when most answers were cut off.
+    """
+
+    _varied: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _truncated: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    _told: set[str] = field(default_factory=set)
+
+    def see(self, step: int, varied: float, truncated: float) -> dict[str, str]:
+        """Takes a step's share of groups whose rewards differ, and of answers that were cut off; returns a sentence by
+        its kind.
+        """
+        self._varied.append(varied)
+        self._truncated.append(truncated)
+        if len(self._varied) < STEPS:
+            return {}
+        span, found = f"steps {step - STEPS + 1} to {step}", {}
+        if not any(self._varied):
+            found[NO_SIGNAL] = (
+                f"nothing can be learnt: in {span} all answers to a prompt got the same reward. `tba check` shows "
+                "answers with their rewards, and what to change"
+            )
+        if (share := sum(self._truncated) / STEPS) > MOST_TRUNCATED:
+            found[TRUNCATED] = (
+                f"{percent(share)} of the answers of {span} were cut off: set --model.generation.max-completion-tokens "
+                "higher, or ask for short answers"
+            )
+        new = {kind: what for kind, what in found.items() if kind not in self._told}
+        self._told |= new.keys()
+        return new
 
 
 def _error(e: Evaluation) -> float:

@@ -38,6 +38,8 @@ KINDS = (
     "held_out_falls",  # a held-out figure fell far below its best (`falls`)
     "reward_falls",  # the mean reward of what searchers bring did
     "stale_data",  # batches were worth less than half of their rows
+    "no_signal",  # in no group of 50 steps did rewards differ
+    "truncated_answers",  # most answers of 50 steps were cut off
 )
 
 

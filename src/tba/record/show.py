@@ -127,7 +127,7 @@ def _fallen(run: RunRecord) -> list[RenderableType]:
     lines = [Text(printable(what, 300), style="yellow") for what in run.falls]
     if run.best is not None:
         lines.append(Text(f"the best checkpoint is {run.best}"))
-    return [_section("What fell" if run.falls else "The best checkpoint", Group(*lines))] if lines else []
+    return [_section("Warnings" if run.falls else "The best checkpoint", Group(*lines))] if lines else []
 
 
 def _heading(run: RunRecord) -> RenderableType:

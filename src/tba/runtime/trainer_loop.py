@@ -23,7 +23,7 @@ from tba.batch import Fetched
 from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
-from tba.record.falls import STALE, StalenessWatch
+from tba.record.falls import STALE, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import peak_memory_bytes
@@ -44,7 +44,7 @@ from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
 from tba.training.ranks import Meeting, Ranks
 from tba.training.trainer import Metrics, Trainer
-from tba.types import Json, Trajectory, Version
+from tba.types import Group, Json, StopReason, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
@@ -89,6 +89,7 @@ class TrainerLoop:
     checkpointed: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
     staleness: StalenessWatch = field(default_factory=StalenessWatch)
+    signal: SignalWatch = field(default_factory=SignalWatch)
     began_training: float | None = None
     ended_training: float = 0.0
     _searched: dict[str, float] = field(default_factory=dict)
@@ -239,9 +240,11 @@ class TrainerLoop:
         if self.began_training is None:
             self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
         self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
-        for what in self.staleness.see(self.trainer.version.step, metrics.get("ess")):
+        step = self.trainer.version.step
+        told = [(STALE, what) for what in self.staleness.see(step, metrics.get("ess"))]
+        for kind, what in (*told, *self.signal.see(step, *_signal(fetched.groups)).items()):
             log.warning("%s", what)
-            record_fault(self.run.path, STALE, what)
+            record_fault(self.run.path, kind, what)
         self._look()
         own = {
             "trainer_idle": self.clock.share("idle"),
@@ -397,6 +400,13 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in t.reward_parts.items() if len(t.reward_parts) > 1 else ():
             values.setdefault(name, []).append(value)
     return {f"{PART}{name}": sum(own) / len(own) for name, own in values.items()}
+
+
+def _signal(groups: Sequence[Group]) -> tuple[float, float]:
+    """Returns the share of groups whose rewards differ, and of answers that were cut off."""
+    varied = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
+    cut_off = [t.completion.stop_reason is StopReason.LENGTH for group in groups for t in group.trajectories]
+    return sum(varied) / len(varied), sum(cut_off) / len(cut_off)
 
 
 def require_enough(recipe: Recipe, replay: Replay, journal: JournalFollower) -> None:
