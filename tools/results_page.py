@@ -319,11 +319,13 @@ def stability() -> Lines:
         "tb-low-1": "by 1",
         "tb-weighted-low": "by 2 that do not fade",
         "tb-weighted-std": "exact, groups divided by their rewards' deviation",
-        **{name: NAMES[name] for name in ("tba-prime", "tb-learned-z", "ppo", "grpo", "reinforce", "raft")},
+        "tb-weighted-floor": "exact, log Z the lowest of the group",
+        **{name: NAMES[name] for name in ("tba-prime", "tb-learned-z", "ppo", "prox-rloo", "grpo", "dr-grpo")},
+        **{name: NAMES[name] for name in ("online-dpo", "reinforce", "raft")},
     }
     found, rows = study("stability"), []
     for name, said in names.items():
-        fresh = found.get("tb-weighted-sync" if name == "tb" else f"{name}-sync", [])  # on-policy they are the same
+        fresh = found.get(f"{name}-sync", [])
         cells = [brief(fresh) if fresh else ""]
         for k in (10, 64):
             stale = found.get(f"{name}-k{k}", [])

@@ -23,7 +23,7 @@ from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 
-HALF = 0.5  # of the way from the mean to the lowest; more is steadier still, and further off (docs/objectives.md)
+HALF = 0.5  # of the way from the mean to the lowest; all of it ends higher still, and is further off (docs/results.md)
 CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (docs/results.md)
 SPREAD = 2.0  # nats; 20 rows of normally spread log rho are then worth 4 below the cap, 8 at it (medians)
 
