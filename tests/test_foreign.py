@@ -159,6 +159,20 @@ def test_a_run_goes_on_without_what_is_only_for_reading(file: str, run: Path, ca
     assert read_metrics(run)[-1]["step"] == 6
 
 
+@pytest.mark.parametrize("file", ["weights/*.json", "weights/*.pins", "weights/*.safetensors"])
+def test_a_run_goes_on_when_published_weights_are_damaged(file: str, run: Path) -> None:
+    """They are published again from the checkpoint; one whose tensors are gone is removed with the rest of it."""
+    (run / "weights" / f"{newest_version(run)}.pins").write_text("[")
+    for damaged in run.glob(file):
+        damaged.unlink() if file.endswith("tensors") else damaged.write_bytes(HOSTILE[1])
+    assert main(["train", "--resume", str(run), "--steps", "6", "--runtime", "inline"]) == 0
+    assert read_metrics(run)[-1]["step"] == 6
+
+
+def newest_version(run: Path) -> str:
+    return max((run / "weights").glob("*.json"), key=lambda path: Version.parse(path.stem)).stem
+
+
 @pytest.mark.parametrize(
     ("file", "line"),
     [

@@ -344,6 +344,8 @@ def start_training(
     if recipe.offline:
         require_enough(recipe, replay, journal)
     directory = WeightDirectory(run.weights, settings=recipe.publish, dtype=recipe.model.compute)
+    if version.incarnation:
+        directory.clean()  # before anything is asked of what was published: a crash, or a disk, may have damaged it
     weights = BackgroundPublisher(directory, recipe.run.first_sign_deadline) if background else directory
     clock = ShareClock(warming_up=True)
     waiting = pause if turn_taker is None else partial(turn_taker.turn, clock)

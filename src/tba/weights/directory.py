@@ -15,6 +15,7 @@ With `full_every` above 1 the versions between two whole ones hold only their ch
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from tba.types import Json, Version
 from tba.weights.atomic_dir import sync
 from tba.weights.deltas import Restored, write_changes
 
+log = logging.getLogger("tba.weights")
 TENSORS = ".safetensors"
 MANIFEST = ".json"
 PINS = ".pins"
@@ -86,7 +88,7 @@ class WeightDirectory:
         if newest is not None and version <= newest:
             raise ValueError(f"version {version} cannot be published after {newest}: versions must increase")
         if not self._clean:
-            self._remove_leftovers()
+            self.clean()
             self._clean = True
         temporary = self.path / f".{version}{TENSORS}"
         base = self._write_tensors(temporary, weights)
@@ -252,11 +254,24 @@ class WeightDirectory:
         # changes before their base, so that a reader who finds changes finds their base too
         for version in reversed(versions):
             if version not in kept:
-                self._file(version, MANIFEST).unlink()
-                self._file(version, TENSORS).unlink()
+                for suffix in (MANIFEST, TENSORS):
+                    self._file(version, suffix).unlink(missing_ok=True)
 
-    def _remove_leftovers(self) -> None:
-        """Delete what a crash left: temporary files, and tensors without a manifest."""
+    def clean(self) -> None:
+        """Delete what a crash left (temporary files, tensors without a manifest), and versions that cannot be used: the
+        trainer publishes anew.
+        """
+        for version in self.versions():
+            try:
+                self.base(version)
+                self.pins(version)
+                sound = self._file(version, TENSORS).exists()
+            except (UserError, FileNotFoundError):
+                sound = False
+            if not sound:
+                log.warning("version %s in %s is damaged; it is removed", version, self.path)
+                for suffix in (MANIFEST, PINS, TENSORS):
+                    self._file(version, suffix).unlink(missing_ok=True)
         for tensors in self.path.glob(f"*{TENSORS}"):
             if not tensors.with_suffix(MANIFEST).exists():
                 tensors.unlink()
