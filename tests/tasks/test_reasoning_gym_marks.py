@@ -109,11 +109,13 @@ def codes(file: Path, answer: str | None) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def away() -> Iterator[ReasoningGymScore]:
-    """One child that marks all data sets that are marked in children."""
-    reward = ReasoningGymScore({dataset: source(dataset) for dataset in AWAY}, processes=1, seconds=100.0)
-    yield reward
-    reward.close()
+def away() -> Iterator[dict[str, ReasoningGymScore]]:
+    """What marks each data set that is marked in children: one confined child, and one that is only limited."""
+    kinds = [ReasoningGymScore({d: source(d) for d in kind}, processes=1, seconds=100.0) for kind in (EVALUATED, SLOW)]
+    yield {dataset: reward for reward in kinds for dataset in reward.sources}
+    for reward in kinds:
+        assert dict(reward.children.counts) == {"timed_out": 0, "crashed": 0}
+        reward.close()
 
 
 def test_every_data_set_of_the_package_is_named_once_and_a_new_one_is_refused() -> None:
@@ -157,17 +159,16 @@ def test_code_given_to_a_data_set_that_marks_here_stays_text(tmp_path: Path) -> 
 
 
 def test_code_given_to_a_data_set_that_evaluates_is_refused_and_scores_as_no_answer(
-    tmp_path: Path, away: ReasoningGymScore
+    tmp_path: Path, away: dict[str, ReasoningGymScore]
 ) -> None:
     file = tmp_path / "file"
     for dataset in AWAY:
-        found = judged(away, [(dataset, 0, code) for code in codes(file, right(dataset))])
-        nothing = judged(away, [(dataset, 0, "")])[0].reward
+        found = judged(away[dataset], [(dataset, 0, code) for code in codes(file, right(dataset))])
+        nothing = judged(away[dataset], [(dataset, 0, "")])[0].reward
         if dataset in EVALUATED:
             assert {(j.reward, j.parts["unreadable"]) for j in found} == {(nothing, 1.0)}
         assert max(j.reward for j in found) < 1
     assert not file.exists()
-    assert dict(away.children.counts) == {"timed_out": 0, "crashed": 0}
 
 
 @pytest.mark.skipif(not confines(), reason="this system has no seccomp")
@@ -192,7 +193,18 @@ def test_what_would_never_end_ends_at_its_limit() -> None:
     reward.close()
 
 
-def test_honest_answers_score_in_a_child_as_they_do_in_the_package(away: ReasoningGymScore) -> None:
+def test_nested_json_that_takes_minutes_to_compare_ends_at_its_limit() -> None:
+    reward = ReasoningGymScore({"codeio": source("codeio")}, processes=1, seconds=2.0)
+    nested = f'{{"a": {"[1, " * 400}1{"]" * 400}}}'
+    asked = [("codeio", 4, nested), ("codeio", 0, str(right("codeio")))]
+    assert reward.marks(asked) == [None, 1.0]
+    assert dict(reward.children.counts) == {"timed_out": 1, "crashed": 0}
+    reward.close()
+
+
+def test_honest_answers_score_in_a_child_as_they_do_in_the_package(
+    away: dict[str, ReasoningGymScore],
+) -> None:
     for dataset in AWAY:
         for index in range(2):
             answer = right(dataset, index)
@@ -201,12 +213,19 @@ def test_honest_answers_score_in_a_child_as_they_do_in_the_package(away: Reasoni
                 texts += [answer, f"{answer} + 1", answer.replace("1", "2"), str(answer.split())]
             if dataset in FORMULAS:
                 texts += ["sin(x)*exp(x)/sqrt(x + 1) + C", "-x**2/2 + 3*log(abs(x)) + 0.5", "(x, 1)", "y"]
-            for text, judgement in zip(texts, judged(away, [(dataset, index, t) for t in texts]), strict=True):
+            for text, judgement in zip(texts, judged(away[dataset], [(dataset, index, t) for t in texts]), strict=True):
                 assert (dataset, text, judgement.reward) == (dataset, text, quietly(dataset, index, text.strip()) or 0)
                 assert text != answer or judgement.reward == 1.0
                 assert judgement.parts["ungraded"] == 0.0
-    assert judged(away, [("countdown", 0, f"({right('countdown')})")])[0].reward == 1.0
-    assert dict(away.children.counts) == {"timed_out": 0, "crashed": 0}
+    assert judged(away["countdown"], [("countdown", 0, f"({right('countdown')})")])[0].reward == 1.0
+
+
+def test_problems_that_are_made_by_code_which_opens_files_are_marked_in_a_child(
+    away: dict[str, ReasoningGymScore],
+) -> None:
+    """codeio's load what they need as they are made: a child that may open nothing ends at the 12th."""
+    asked = [("codeio", index, str(right("codeio", index))) for index in range(15)]
+    assert away["codeio"].marks(asked) == [1.0] * 15
 
 
 def test_the_right_answer_scores_1_wherever_the_package_gives_one() -> None:

@@ -84,7 +84,9 @@ def confine() -> bool:
 
     Import, open and start everything that is needed before calling it.
     """
-    _limit()
+    limit_memory()
+    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+        _limit(what, 0)  # no dump, nothing written to a file, no more files, no more processes
     machine = _MACHINES.get(platform.machine())
     if sys.platform != "linux" or machine is None:
         return False
@@ -104,18 +106,15 @@ def confines() -> bool:
     return tried.returncode == 0
 
 
-def _limit() -> None:
-    """Limit resources for good: no more files, nothing written to one, no more processes, bounded memory."""
-    for what, most in (
-        (resource.RLIMIT_AS, _MEMORY_BYTES),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, 0),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        hard = resource.getrlimit(what)[1]
-        value = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (value, value))
+def limit_memory() -> None:
+    """Limit this process's memory for good, and nothing else."""
+    _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
+
+
+def _limit(what: int, most: int) -> None:
+    hard = resource.getrlimit(what)[1]
+    value = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(what, (value, value))
 
 
 def _program(machine: _Machine) -> list[_Instruction]:
