@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import NamedTuple
 
 from tba.rewards.number_text import amounts, numbers, plain
 
@@ -19,20 +21,21 @@ _LONE = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
 _LETTERS = {"m": "meter", "g": "gram", "s": "second", "h": "hour", "l": "liter", "L": "liter"}  # units, in \text alone
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one does not count
 _EMPHASIS = re.compile(r"\s*+(\*{1,3})([^*]+)\1\s*")  # **5** of Markdown
-_SPACES = re.compile(r"(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|med|thick)space(?![A-Za-z])|\s+")
+_SPACES = re.compile(r"(?:(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|med|thick)space(?![A-Za-z])|\s)++")
 _DROPPED = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|mathstrut|limits)(?![A-Za-z])"
-    r"|(?<!\\)\\[()\[\]]|(?<!\\)\$|\^\s*\{?\s*\\circ\s*\}?|\\degree(?![A-Za-z])|°"
+    r"|(?<!\\)\\[()\[\]]|(?<!\\)\$|\^\s*+\{?+\s*+\\circ\s*+\}?|\\degree(?![A-Za-z])|°"
 )
 _SKIP = re.compile(r"\\\\\s*\[[^\[\]]{1,12}\]")  # \\[4pt]
 _FRACTION = re.compile(r"\\[dtc]?frac(?![A-Za-z])")
+_ARGUMENT = re.compile(r" *+(\{|\\[A-Za-z]++|[0-9A-Za-z])")
 _ROOT = re.compile(r"\\sqrt\s*([0-9A-Za-z])")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mathit|mbox|operatorname)\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"[A-Za-z]")
 _MATRIX = re.compile(r"\{[bvBV]matrix\}|\{smallmatrix\}")
 _SUBSCRIPT = re.compile(r"_\{\s*([0-9A-Za-z])\s*\}")
 _THOUSANDS = re.compile(r"(?<=\d)(?:\{,\}|\\,|\\!|\\ |,\\!)(?=\d{3}(?!\d))")
-_REPEATING = re.compile(r"(-?)(\d*)\.(\d*)\\overline\s*\{(\d+)\}")
+_REPEATING = re.compile(r"(-?)(?<!\d)(\d*+)\.(\d*+)\\overline\s*+\{(\d++)\}")
 _MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
 _BASE = re.compile(r"-?([0-9A-F.]+)_\{?(\d+)\}?")
 _WORDS = re.compile(r"[a-z][a-z'-]*(?:[ ,:]+(?:[a-z][a-z'-]*|\d{1,4}))*")
@@ -45,7 +48,7 @@ _SAME = (  # commands of one meaning
     (re.compile(r"\+\s*\\infty"), r"\\infty"),
 )
 _AROUND = re.compile(r" ?([^\w\s\\]) ?| +(?=\\)|(\\[A-Za-z]+|\\\\) +(?![A-Za-z])")  # where a space says nothing
-_EDGES = re.compile(r"^(?:\\approx(?![A-Za-z])|=|\s)+|[\s.,;]+$")
+_LEADING = re.compile(r"^(?:\\approx(?![A-Za-z])|[= ])++")
 
 
 def last_boxed(text: str) -> str | None:
@@ -75,7 +78,7 @@ def canonical(answer: str) -> str:
     text = _fractions(text)
     text = _ROOT.sub(r"\\sqrt{\1}", text)
     text = _SUBSCRIPT.sub(r"_\1", text)
-    text = _EDGES.sub("", _SPACES.sub(" ", text).strip())
+    text = _LEADING.sub("", _SPACES.sub(" ", text).strip()).rstrip(" .,;")
     whole = re.fullmatch(r"\\text\{([^{}]*)\}", text)
     text = whole[1].strip() if whole else text
     if text.startswith("."):
@@ -124,22 +127,8 @@ def _amounts(answer: str) -> Counter[tuple[Fraction | None, str | None]]:
     return Counter((amount.value, amount.unit) for amount in amounts(text))
 
 
-def _closing(text: str, opening: int) -> int | None:
-    """Returns where the brace opened at `opening` closes; escaped braces do not count."""
-    depth, at = 0, opening
-    while at < len(text):
-        if text[at] == "\\":
-            at += 2
-            continue
-        depth += (text[at] == "{") - (text[at] == "}")
-        if depth == 0:
-            return at
-        at += 1
-    return None
-
-
 def _closings(text: str) -> dict[int, int]:
-    """Returns where each opened brace closes, if it does: `_closing` for all of them, in one pass."""
+    """Returns where each opened brace closes, if it does; escaped braces do not count."""
     closing, opened = dict[int, int](), list[int]()
     for match in _BRACE.finditer(text):
         if match[0] == "{":
@@ -150,31 +139,49 @@ def _closings(text: str) -> dict[int, int]:
 
 
 def _fractions(text: str) -> str:
-    r"""`\dfrac12`, `\frac \pi4`, `\tfrac{1}2` as `\frac{..}{..}`."""
-    parts, start = [], 0
+    r"""`\dfrac12`, `\frac \pi4`, `\tfrac{1}2` as `\frac{..}{..}`, also in one another; in one pass."""
+    closing, unbraced = _closings(text), set[int]()
+    edits: list[tuple[int, int, str]] = []  # what stands from here to there becomes this
     for match in _FRACTION.finditer(text):
-        if match.start() < start:
+        upper = _argument(text, match.end(), closing)
+        lower = _argument(text, upper.end, closing) if upper else None
+        if upper is None or lower is None or match.start() in unbraced:
             continue
-        upper, at = _argument(text, match.end())
-        lower, end = _argument(text, at)
-        if upper is None or lower is None:
-            continue
-        parts += [text[start : match.start()], f"\\frac{{{_fractions(upper)}}}{{{_fractions(lower)}}}"]
-        start = end
-    return "".join([*parts, text[start:]])
+        unbraced |= {part.start for part in (upper, lower) if part.stop == part.end}  # \frac\frac12 has `\frac` above
+        edits.append((match.start(), upper.start, "\\frac{"))
+        edits.append((upper.stop, lower.start, "}{"))
+        edits.append((lower.stop, lower.end, "}"))
+    parts, done = [], 0
+    for start, stop, new in sorted(edits):
+        parts += [text[done:start], new]
+        done = stop
+    return "".join([*parts, text[done:]])
 
 
-def _argument(text: str, at: int) -> tuple[str | None, int]:
-    """Returns a command's next argument from `at` on (braced, a command or one character), and where it ends."""
-    while at < len(text) and text[at] == " ":
-        at += 1
-    if at >= len(text):
-        return None, at
-    if text[at] == "{":
-        end = _closing(text, at)
-        return (None, at) if end is None else (text[at + 1 : end].strip(), end + 1)
-    command = re.compile(r"\\[A-Za-z]+|[0-9A-Za-z]").match(text, at)
-    return (command[0], command.end()) if command else (None, at)
+class _Argument(NamedTuple):
+    """Of a command: from where to where its content reaches, without braces and spaces, and where all of it ends."""
+
+    start: int
+    stop: int
+    end: int
+
+
+def _argument(text: str, at: int, closing: Mapping[int, int]) -> _Argument | None:
+    """Returns a command's next argument from `at` on: braced, a command or one character."""
+    found = _ARGUMENT.match(text, at)
+    if found is None:
+        return None
+    start, stop = found.span(1)
+    if text[start] != "{":
+        return _Argument(start, stop, stop)
+    if start not in closing:
+        return None
+    inner, stop = start + 1, closing[start]
+    while inner < stop and text[inner].isspace():
+        inner += 1
+    while inner < stop and text[stop - 1].isspace():
+        stop -= 1
+    return _Argument(inner, stop, closing[start] + 1)
 
 
 def _fraction_of(match: re.Match[str]) -> str:
