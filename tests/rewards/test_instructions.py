@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.errors import UserError
-from tba.rewards import ifeval
+from tba.rewards import ifeval, instructions
 from tba.rewards.ifeval import IfEvalReward, fulfils, known, loose_forms
 from tba.rewards.instructions import CHECKS, ShareFulfilled, fulfilled
 from tba.types import Completion, Prompt, StopReason, Version
@@ -83,8 +84,13 @@ def test_an_unknown_kind_is_one_sentence() -> None:
         fulfilled({"kind": "rhyme", "arguments": {}}, QUESTION, "a")
     with pytest.raises(UserError, match="IFEval has no kind of instruction 'count:rhymes'"):
         fulfilled({"kind": "count:rhymes", "arguments": {}}, QUESTION, "a")
-    with pytest.raises(UserError, match="does not take"):
-        fulfilled({"kind": "punctuation:no_comma", "arguments": {"many": 1}}, QUESTION, "a")
+    for kind, arguments in (
+        ("punctuation:no_comma", {"many": 1}),
+        ("detectable_format:title", {"many": 1}),
+        ("detectable_content:postscript", {"postscript_marker": "P.S.("}),
+    ):
+        with pytest.raises(UserError, match="does not take"):
+            fulfilled({"kind": kind, "arguments": arguments}, QUESTION, "a")
 
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +136,32 @@ def test_loose_forms_are_those_of_the_package() -> None:
 
     for answer in ("one line", "*a*\nb\n\nc**", "", "\n\n"):
         assert sorted(loose_forms(answer)) == sorted(get_loose_transformations(answer))
+
+
+FORMS = st.lists(st.sampled_from([*"[]*-<>\n\t apsPS.x", "p.s.", "P. P. S", "<<", ">>", "\n* a", "\n- b", "\r"]))
+OF_THE_PACKAGE = [
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}),
+    ("detectable_content:postscript", {"postscript_marker": "P.P.S"}),
+    ("detectable_content:postscript", {"postscript_marker": "PS"}),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}),
+    ("detectable_format:title", {}),
+]
+
+
+@settings(max_examples=500)
+@given(FORMS.map("".join))
+def test_the_checks_of_ours_that_are_faster_find_what_those_of_the_package_find(answer: str) -> None:
+    for kind, arguments in OF_THE_PACKAGE:
+        theirs = ifeval._kinds()[kind](kind)
+        theirs.build_description(**arguments)
+        assert fulfils(kind, arguments, QUESTION, answer) == (bool(answer.strip()) and theirs.check_following(answer))
+
+
+@given(st.lists(st.sampled_from([*"\n\t .)1a", "12. ", "\n 3) b", "1\n", "\r"])).map("".join))
+def test_a_numbered_list_is_the_numbers_that_begin_a_line_before_a_text(answer: str) -> None:
+    items = re.findall(r"^\s*(\d{1,3})[.)]\s+\S", answer, re.MULTILINE)  # the same in quadratic time
+    assert instructions._ITEM.findall(answer) == items
 
 
 def test_all_of_ifevals_kinds_are_known() -> None:

@@ -17,14 +17,16 @@ import numpy as np
 import pytest
 
 from tba.apps.preference import similarity
-from tba.rewards import exact_answer, math_text, number_text, units
+from tba.rewards import exact_answer, ifeval, instructions, math_text, number_text, units
 from tba.rewards.exact_answer import ExactAnswer, ExactText
 from tba.rewards.expression import Expression
+from tba.rewards.ifeval import IfEvalReward
+from tba.rewards.instructions import ShareFulfilled
 from tba.rewards.math_answer import at_once
 from tba.rewards.math_text import last_boxed
 from tba.types import Completion, Prompt, StopReason, Version
 
-SHORT, LONG = 10_000, 100_000
+SIZES = [(200, 2_000), (10_000, 100_000)]  # MATH's answers are read up to 2,000 characters
 SHAPES = [
     *(
         "1",
@@ -45,8 +47,31 @@ SHAPES = [
         "\\frac{",
     ),
     *("\\text{ cm}", "1,", "1 000", "1/", "1.", "1e", "- ", "6 feet 2 inches "),
+    *("\\frac", "\\frac1", "\\frac{1", "\\frac{1}{", "\\frac12", "{\\frac", "1\\overline{", "~"),
+    *("\n", "[", "<<", "* ", "\n1. a", "p.s"),
 ]
-FIELDS = {"answer": "72", "digits": "2357", "target": 11}
+INSTRUCTIONS = {
+    "numbered_list": {"items": 2},
+    "title_case": {},
+    "parentheses": {},
+    "sentences": {"count": 2},
+    "hashtags": {"count": 1},
+}
+CHECKED = {
+    "detectable_content:number_placeholders": {"num_placeholders": 1},
+    "detectable_content:postscript": {"postscript_marker": "P.S."},
+    "detectable_format:number_bullet_lists": {"num_bullets": 2},
+    "detectable_format:title": {},
+}
+FIELDS = {
+    "answer": "72",
+    "digits": "2357",
+    "target": 11,
+    "question": "?",
+    "instructions": [{"kind": kind, "arguments": given} for kind, given in INSTRUCTIONS.items()],
+    "instruction_id_list": list(CHECKED),
+    "kwargs": list(CHECKED.values()),
+}
 
 
 def answered(text: str, **fields: object) -> list[tuple[Prompt, Completion]]:
@@ -65,6 +90,9 @@ GRADERS: dict[str, Callable[[str], object]] = {
     "strict": lambda text: ExactAnswer(strict=True).judge(answered(text)),
     "math": by_math,
     "boxed": lambda text: by_math(f"\\boxed{{{text}}}"),
+    "box": lambda text: at_once(text, r"\frac{1}{2}\text{ cm}"),
+    "instructions": lambda text: ShareFulfilled().judge(answered(text)),
+    "ifeval": lambda text: IfEvalReward().judge(answered(text)),
     "same text": lambda text: ExactText().judge(answered(text)),
     "expression": lambda text: Expression().judge(answered(text)),
     "sentences": similarity.sentences,
@@ -96,15 +124,21 @@ def steps(act: Callable[[], object]) -> int:
     return count
 
 
+@pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", GRADERS)
-def test_ten_times_the_answer_takes_ten_times_the_steps(name: str) -> None:
+def test_ten_times_the_answer_takes_ten_times_the_steps(name: str, sizes: tuple[int, int]) -> None:
     slow = {}
     for shape in SHAPES:
-        short, long = (shape * (size // len(shape)) for size in (SHORT, LONG))
+        short, long = (shape * (size // len(shape)) for size in sizes)
         few, many = (steps(partial(GRADERS[name], text)) for text in (short, long))
         if many > 11 * few + 1000:
             slow[shape] = (few, many)
     assert slow == {}
+
+
+def test_fractions_in_one_another_take_linear_time() -> None:
+    few, many = (steps(lambda n=n: at_once("\\frac{" * n + "1" + "}{2}" * n, "72")) for n in (20, 200))
+    assert many < 11 * few
 
 
 def test_a_quadratic_grader_would_be_found() -> None:
@@ -145,7 +179,9 @@ def repeats_in_two_ways(pattern: re.Pattern[str]) -> bool:
 def test_regular_expressions_that_see_a_whole_answer_never_give_back() -> None:
     assert repeats_in_two_ways(re.compile(r"\s*$"))
     assert not repeats_in_two_ways(re.compile(r"(?:\s*+|a{1,9})b++"))
-    seen = dict(item for module in (exact_answer, number_text, units) for item in patterns(module))
+    seen = dict(
+        item for module in (exact_answer, number_text, units, instructions, ifeval) for item in patterns(module)
+    )
     seen |= {f"math_text.{name}": getattr(math_text, name) for name in ("_BOX", "_UNBRACED", "_BRACE")}
     assert len(seen) > 15
     assert {name for name, pattern in seen.items() if repeats_in_two_ways(pattern)} == {

@@ -1,17 +1,20 @@
 """IFEval's checks (Zhou et al. 2023, arXiv 2311.07911), by the package if-verifiable (the extra `instruct`).
 
 Invariant: an answer is data. It is searched and parsed, never evaluated, and one on which a check breaks (JSON nested
-beyond reason) does not fulfil it. Nothing is downloaded: the package's checks of IFBench fetch files of nltk as they
-are imported, and are not used; the two checks of IFEval that want such files have ours in their place.
+beyond reason) does not fulfil it. A check takes time linear in the answer's length. Nothing is downloaded: the
+package's checks of IFBench fetch files of nltk as they are imported, and are not used.
 
-These two are `length_constraints:number_sentences`, where sentences are told apart by nltk's Punkt rules without its
-list of English abbreviations, and `change_case:capital_word_frequency`, whose words are those of the same tokenizer
-without a division into sentences before it. langdetect, which draws at random, is seeded.
+Six checks are ours. Two want files of nltk in the package: `length_constraints:number_sentences`, where sentences are
+told apart by nltk's Punkt rules without its list of English abbreviations, and `change_case:capital_word_frequency`,
+whose words are those of the same tokenizer without a division into sentences before it. Four search from every bracket
+or line feed to the end of the answer there, and here find the same in one pass: placeholders, bullets, postscript and
+title. langdetect, which draws at random, is seeded.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -21,6 +24,9 @@ from tba.types import Completion, Json, Judgement, Prompt
 
 Check = Callable[[str], bool]
 EXTRA = "IFEval's checks need the package if-verifiable: pip install 'tba-rl[instruct]'"
+_BRACKETED = re.compile(r"\[[^\]\n]*+(\]?)")  # or the rest of a line without a closing bracket
+_BULLETS = (re.compile(r"^[^\S\n]*+\*[^*].*$", re.MULTILINE), re.compile(r"^[^\S\n]*+-", re.MULTILINE))
+_POSTSCRIPTS = {"P.S.": r"p\.\s?s\.", "P.P.S": r"p\.\s?p\.\s?s"}
 _BREAKS = (ValueError, IndexError, RecursionError)  # what a check raises for an answer that it did not expect
 
 
@@ -56,7 +62,7 @@ class IfEvalReward:
 def _judgement(prompt: Prompt, answer: str) -> Judgement:
     kinds, arguments = prompt.fields["instruction_id_list"], prompt.fields["kwargs"]
     question = str(prompt.fields["question"])
-    forms = loose_forms(answer)
+    forms = {*loose_forms(answer)} - {answer}
     strict, loose = [], []
     for kind, given in zip(kinds, arguments, strict=True):
         strict.append(fulfils(kind, given, question, answer))
@@ -78,14 +84,14 @@ def _check(kind: str, arguments: str, question: str) -> Check:
     """The check of an instruction; cached, because a prompt is answered many times."""
     own = _OWN.get(kind)
     given = {name: value for name, value in json.loads(arguments).items() if value is not None}
-    if own is not None:
-        return own(**given)
-    if kind not in _kinds():
+    if own is None and kind not in _kinds():
         raise UserError(f"IFEval has no kind of instruction {kind!r}: give one of {', '.join(sorted(_kinds()))}")
-    checker = _kinds()[kind](kind)
     try:
+        if own is not None:
+            return own(**given)
+        checker = _kinds()[kind](kind)
         checker.build_description(**given)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, re.error) as error:
         raise UserError(f"IFEval's instruction {kind} does not take {arguments} ({error})") from error
     if "prompt" in (checker.get_instruction_args() or {}):
         checker.build_description(prompt=question)
@@ -133,7 +139,33 @@ def _capital_words(capital_frequency: int, capital_relation: str) -> Check:
     return check
 
 
+def _placeholders(num_placeholders: int) -> Check:
+    return lambda answer: sum(map(bool, _BRACKETED.findall(answer))) >= num_placeholders
+
+
+def _bullets(num_bullets: int) -> Check:
+    return lambda answer: sum(len(bullet.findall(answer)) for bullet in _BULLETS) == num_bullets
+
+
+def _postscript(postscript_marker: str) -> Check:
+    marker = postscript_marker.strip()
+    begins = re.compile(_POSTSCRIPTS.get(marker, marker.lower()))
+    return lambda answer: begins.search(answer.lower()) is not None
+
+
+def _title() -> Check:
+    def check(answer: str) -> bool:
+        titles = (line.partition("<<")[2].rpartition(">>")[0] for line in answer.split("\n"))
+        return any(title.lstrip("<").rstrip(">").strip() for title in titles)
+
+    return check
+
+
 _OWN: Mapping[str, Callable[..., Check]] = {
     "length_constraints:number_sentences": _number_of_sentences,
     "change_case:capital_word_frequency": _capital_words,
+    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": _bullets,
+    "detectable_format:title": _title,
 }

@@ -15,8 +15,8 @@ from tba.errors import UserError
 from tba.rewards.ifeval import fulfils
 from tba.types import Completion, Json, Judgement, Prompt
 
-_ITEM = re.compile(r"^\s*(\d{1,3})[.)]\s+\S", re.MULTILINE)
-_SENTENCE_END = re.compile(r"[.!?][\"')\]]*(?=\s|$)")
+_ITEM = re.compile(r"^[^\S\n]*+(\d{1,3})[.)]\s++\S", re.MULTILINE)
+_SENTENCE_END = re.compile(r"[.!?][\"')\]]*+(?=\s|$)")
 _MINOR = frozenset(
     ["a", "an", "and", "as", "at", "but", "by", "for", "from", "in", "into", "nor", "of", "on", "or", "so", "the", "to"]
 ) | {"up", "with", "yet"}
