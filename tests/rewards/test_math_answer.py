@@ -47,6 +47,8 @@ SAME = [
     (r"90^\circ", "90"), ("90", "90°"), ("90", r"90\text{ degrees}"),
     (r"6\text{ feet }2\text{ inches}", r"6 \text{ ft } 2 \text{ in}"), (r"5\text{ m}", r"5\text{ meters}"),
     (r"12\text{ cm}^2", r"12 \text{ square centimeters}"), (r"60\text{ mph}", r"60\text{ miles/hour}"),
+    (r"5\text{ m}", "5 m"), ("5m", "5"), ("5", "5 m"), (r"12\text{ hours}", "12 h"),
+    (r"\$5", r"5\text{ dollars}"), (r"\$5", r"5\text{ dollars per hour}"), (r"9\text{ a.m.}", "9"),
     # numerals of programs and people, emphasis
     ("1000", "1e3"), ("1500", "1.5e3"), ("0.001", "1e-3"), ("1e3", "1000"), ("5000", "5 000"), ("1234050", "1 234 050"),
     ("5", "**5**"), ("5", "*5*"), (r"\frac{1}{2}", "**1/2**"),
@@ -81,6 +83,10 @@ OTHER = [
     (r"5\text{ cm}", r"5\text{ inches}"), ("5 cm", "5 inches"), (r"5\text{ m}", r"5\text{ cm}"),
     (r"6\text{ feet }2\text{ inches}", r"6\text{ feet }3\text{ inches}"), ("6 feet 2 inches", "6 feet 3 inches"),
     (r"6\text{ feet }2\text{ inches}", "12"), (r"6\text{ feet}", r"6\text{ feet }2\text{ inches}"),
+    (r"5\text{ volts}", r"5\text{ ohms}"), (r"5\ \text{acres}", r"5\ \text{miles}"), (r"5\,\Omega", r"5\text{ V}"),
+    (r"3\text{ p.m.}", r"3\text{ a.m.}"), (r"\$5", r"5\text{ cents}"), (r"5\text{ euros}", r"\$5"),
+    (r"20^\circ\text{C}", r"20^\circ\text{F}"), ("5 cm", "5 m"), ("5 km", "5 m"), ("5 kg", "5 g"), ("5 m", "5 s"),
+    (r"5\text{ cm}", "5m"), (r"5\text{ m}^2", "5s^2"), ("x = 5 h", r"5\text{ min}"), ("60 km/h", "60 km"),
     (r"12\text{ cm}^2", r"12\text{ cm}^3"), (r"5\text{ km}", r"5\text{ km/h}"),
     ("1000", "1e4"), ("1000", "e3"), ("5000", "5 001"), ("5 000", "5"), ("12345", "12 345"), ("5", "**6**"),
     ("25", "*2*5"),
@@ -144,7 +150,7 @@ def test_a_problem_without_an_answer_is_refused(reward: MathAnswer) -> None:
 
 
 def test_an_answer_that_takes_for_ever_is_wrong_and_counted_and_the_others_get_their_marks() -> None:
-    reward = MathAnswer(processes=1, seconds=0.5)
+    reward = MathAnswer(processes=1, seconds=2.0)
     endless = r"\boxed{9^{9^{9^{9}}}}"
     judged = reward.judge([answered(t, "10") for t in (r"\boxed{10.0}", endless, r"\boxed{9+1}", r"\boxed{9}")])
     assert [j.reward for j in judged] == [1.0, 0.0, 1.0, 0.0]

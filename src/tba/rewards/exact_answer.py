@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from tba.errors import UserError
 from tba.rewards.number_text import Amount, amounts, plain, quantity
+from tba.rewards.units import differ
 from tba.types import Completion, Judgement, Prompt
 
 MARK = "####"
@@ -52,8 +53,7 @@ def grade(response: str, answer: str, strict: bool = False) -> bool:
         given = None if strict else _last_amount(plain(response))
     if given is None or given.value != right:
         return False
-    unit = next(amounts(wanted)).unit
-    return unit is None or given.unit is None or given.unit == unit
+    return not differ(given.unit, next(amounts(wanted)).unit)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
-from tba.rewards.number_text import amounts, numbers, plain
+from tba.rewards.number_text import Amount, amounts, numbers, plain
+from tba.rewards.units import LETTERS, differ
 
 _BOX = re.compile(r"\\(?:f?boxed|fbox)(?![A-Za-z])( *+)")
 _UNBRACED = re.compile(r"\s*+([^\s$]*[^\s$.,])")
 _NUMERAL = re.compile(r"[-+]?[0-9][0-9,]*+(?:\.[0-9]*+)?(?:[eE][-+]?[0-9]{1,4})?")
-_LONE = re.compile(r"(?<![A-Za-z])[A-Za-z](?![A-Za-z])")
-_LETTERS = {"m": "meter", "g": "gram", "s": "second", "h": "hour", "l": "liter", "L": "liter"}  # units, in \text alone
+_LONE = re.compile(r"(?<![A-Za-z])(?![AaPp]\.[Mm](?![A-Za-z]))(?<![AaPp]\.)[A-Za-z](?![A-Za-z])")  # but of `p.m.`
+_BEFORE_AMOUNT = re.compile(r"[\s$€({]*+")
+_AFTER_AMOUNT = re.compile(r"[\s.)}]*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one does not count
 _EMPHASIS = re.compile(r"\s*+(\*{1,3})([^*]+)\1\s*")  # **5** of Markdown
 _SPACES = re.compile(r"(?:(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|med|thick)space(?![A-Za-z])|\s)++")
@@ -117,14 +119,26 @@ def other_units(answer: str, right: str) -> bool:
     units = [{unit for _, unit in side if unit is not None} for side in (given, wanted)]
     if max(map(len, units)) > 1:
         return given != wanted
-    return all(units) and units[0] != units[1]
+    return all(units) and differ(*units[0], *units[1])
 
 
 def _amounts(answer: str) -> Counter[tuple[Fraction | None, str | None]]:
-    """Numbers with their units, of an equation those behind its last `=`; a letter outside of text is a variable."""
-    spelt = _TEXT.sub(lambda m: f" {_LONE.sub(lambda one: _LETTERS.get(one[0], '?'), m[1])} ", answer)
-    text = plain(_LONE.sub("?", spelt)).rpartition("=")[2]
-    return Counter((amount.value, amount.unit) for amount in amounts(text))
+    """Numbers with their units, of an equation those behind its last `=`.
+
+    A letter outside of text is a variable, except where nothing but a number is with it: `5m` and `5s` differ as
+    variables too.
+    """
+    spelt = _TEXT.sub(lambda m: f" {_LONE.sub(lambda one: LETTERS.get(one[0], '?'), m[1])} ", answer)
+    text = plain(spelt).rpartition("=")[2]
+    found = list(amounts(text))
+    if len(found) != 1 or not _is_all(text, *found):
+        found = list(amounts(plain(_LONE.sub("?", spelt)).rpartition("=")[2]))
+    return Counter((amount.value, amount.unit) for amount in found)
+
+
+def _is_all(text: str, amount: Amount) -> bool:
+    before, after = text[: amount.start], text[amount.end :]
+    return bool(_BEFORE_AMOUNT.fullmatch(before) and _AFTER_AMOUNT.fullmatch(after))
 
 
 def _closings(text: str) -> dict[int, int]:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
-from tba.rewards.units import unit_after
+from tba.rewards.units import CURRENCIES, unit_after
 
 MAX_DIGITS = 1000  # a longer number or a larger exponent has no value: exact arithmetic stays cheap
 
@@ -39,26 +39,30 @@ _FRACTION = re.compile(r"\\[cdt]?frac\s?(?:\{([^{}]{1,99})\}\s?\{([^{}]{1,99})\}
 _GROUP_SPACE = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f'_])(?=[0-9]{3}(?![0-9]))")
 _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?: [0-9]{3}(?![0-9]))++(?! ?/)")
 _MACRO = re.compile(r"\\[A-Za-z]++")
-_CURRENCY = re.compile(r"(?P<signed>(?<=[-+])[ ]?)?\\?[$€£¥₹][ ]?")
+_CURRENCY = re.compile(r"(?P<signed>(?<=[-+])[ ]?)?(?P<sign>\\?[$€£¥₹])[ ]?")
+_KEPT = {"\\$": "$", "€": "€"}
 _DETACHED_SIGN = re.compile(r"(?:^|(?<=[=:(]))[ \t]*+([-+])[ \t]++(?=[0-9.])")
-_SYMBOLS = {r"\times": "*", r"\cdot": "*", r"\sqrt": "√", r"\pi": "π"}
+_SYMBOLS = {r"\times": "*", r"\cdot": "*", r"\sqrt": "√", r"\pi": "π", r"\circ": "°", r"\degree": "°", r"\Omega": "Ω"}
 _PLAIN = str.maketrans(
     dict.fromkeys("\u2212\u2012\u2013\ufe63\uff0d", "-")  # minus sign, figure dash, en dash, small and wide hyphen
     | dict.fromkeys("\u00ad\u200b\u2060\ufeff", "")  # invisible: soft hyphen, zero-width space, joiner, byte order mark
     | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4"}
 )
-_BEFORE_QUANTITY = re.compile(r"[\s({\[*'\"`~]*+")
+_BEFORE_QUANTITY = re.compile(r"[\s({\[*'\"`~$€]*+")
 _AFTER_QUANTITY = re.compile(r"(?![A-Za-z](?![A-Za-z]))(?!.*\s-\s)[^0-9=+*<>^√π]*+(?:\^\{?[23])?+[\s.)\]}*]*+")
 
 
 def plain(text: str) -> str:
-    """`text` with LaTeX, currency signs and typographic minus signs reduced to what `numbers` reads."""
+    """`text` with LaTeX, currency signs and typographic minus signs reduced to what `numbers` reads.
+
+    Of currency signs `\\$` is left, as `$`, and the euro; a bare `$` may begin or end mathematics.
+    """
     text = text.translate(_PLAIN)
     text = _FRACTION.sub(_inline_fraction, text)
     text = _GROUP_SPACE.sub(",", text).replace("\\!", "")
     text = _SPACED.sub(lambda m: m[0].replace(" ", ",") if " 0" in m[0] else m[0], text)
     text = _MACRO.sub(lambda m: _SYMBOLS.get(m[0], " "), text)
-    text = _CURRENCY.sub(lambda m: "" if m["signed"] is not None else " ", text)
+    text = _CURRENCY.sub(lambda m: "" if m["signed"] is not None else _KEPT.get(m["sign"], " "), text)
     return _DETACHED_SIGN.sub(r"\1", text)
 
 
@@ -69,7 +73,7 @@ def numbers(text: str) -> Iterator[Fraction | None]:
 
 
 class Amount(NamedTuple):
-    """A number in a text, the unit after it (see `units`; None: no known unit), and where both are."""
+    """A number in a text, the unit after it or the currency before it (see `units`; None: neither), and where it is."""
 
     value: Fraction | None
     unit: str | None
@@ -82,6 +86,9 @@ def amounts(text: str) -> Iterator[Amount]:
     for match in _NUMBER.finditer(text):
         values = _values(match)
         unit, end = unit_after(text, match.end())
+        before = text[max(0, match.start() - 1) : match.start()]
+        if unit is None and before in CURRENCIES:
+            unit = before
         for value in values[:-1]:
             yield Amount(value, None, match.start(), match.end())
         for value in values[-1:]:
