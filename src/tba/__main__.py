@@ -50,6 +50,9 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba report RUN [RUN ...] [--out report.html]
                                             write runs as one page that opens offline in any browser: figures, curves,
                                             trajectories to read
+  tba push RUN OWNER/NAME [--out DIR] [--best] [--private]
+                                            share a run's model on the Hugging Face Hub, with a model card; --out writes
+                                            the folder and uploads nothing
   tba replay RUN [--sql "SELECT ..."] [--export FILE.jsonl|FILE.parquet]
                                             count, query or export the trajectories of a run
 
@@ -130,6 +133,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "studies": studies,
         "show": show,
         "report": report,
+        "push": push,
         "replay": replay,
     }
     if name not in commands:
@@ -316,6 +320,18 @@ def report(arguments: list[str]) -> int:
     options, left = split_options(ReportOptions(), arguments[first:], "tba report")
     _refuse_more(left, "tba report RUN [RUN ...]", "the runs first, then --out")
     return report_runs([Path(name) for name in arguments[:first]], options)
+
+
+def push(arguments: list[str]) -> int:
+    """`tba push RUN OWNER/NAME`: share a run's model on the Hugging Face Hub."""
+    from tba.command.push import PushOptions, push_run
+    from tba.settings import split_options
+
+    name, rest = _named(arguments, "tba push RUN OWNER/NAME", "a run's directory, such as runs/NAME")
+    repo, rest = _named(rest, "tba push RUN OWNER/NAME", "the run, then the name on the Hub, OWNER/NAME,")
+    options, left = split_options(PushOptions(), rest, "tba push")
+    _refuse_more(left, "tba push RUN OWNER/NAME", "one run, one name, then options")
+    return push_run(Path(name), repo, options)
 
 
 def replay(arguments: list[str]) -> int:

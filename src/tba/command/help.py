@@ -25,6 +25,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "red-team plot": ("apps.red_team.command.PlotOptions",),
     "eval": ("command.options.EvalOptions",),
     "study": ("research.command.StudyOptions",),
+    "push": ("command.push.PushOptions",),
     "report": ("command.report.ReportOptions",),
     "replay": ("command.replay.ReplayOptions",),
 }

