@@ -1,0 +1,14 @@
+"""`docs/recipes.md` says what the recipes say of themselves."""
+
+from types import ModuleType
+
+from tba.settings import module_of
+from tba.shipped import names
+
+
+def test_the_committed_page_is_the_one_the_recipes_give(tool: ModuleType) -> None:
+    assert tool.PAGE.read_text(encoding="utf-8") == tool.page(), "run `python tools/recipes_page.py`"
+
+
+def test_every_recipe_says_more_of_itself_than_its_name() -> None:
+    assert [name for name in names() if len(module_of(name, "recipe").__doc__ or "") < 100] == []
