@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,6 +91,22 @@ def test_where_every_answer_is_rejected_the_run_ends_in_a_sentence_after_its_fir
     mended = inline_again(tmp_path / "run", task=marked_by(FunctionReward(huge_for_a)))
     assert mended.steps == 6
     assert mended.trajectories.closes()
+
+
+def test_with_hidden_text_a_rejected_answer_is_named_by_key_digest_and_length(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Answers may be attacks that work: neither the log nor the error that ends the run has one."""
+    task = marked_by(FunctionReward(huge))
+    recipe, run = made(tmp_path / "run", *SMALL, "--record.hide-text", task=task)
+    with caplog.at_level(logging.WARNING, "tba.searcher"), pytest.raises(UserError) as caught:
+        Inline(recipe, run, quiet).go()
+    named = re.compile(
+        r"FunctionReward gave .* for the answer [0-9a-f]{16} of \d+ tokens to the prompt [0-9a-f]{16}(;|$)"
+    )
+    messages = [record.getMessage() for record in caplog.records if record.name == "tba.searcher"]
+    assert len(messages) == 10
+    assert all(named.search(said) for said in (*messages, str(caught.value)))
 
 
 def test_the_largest_reward_is_a_thousand_million_times_the_smallest_beta() -> None:

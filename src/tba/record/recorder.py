@@ -2,8 +2,8 @@
 
 Invariant: `metrics.jsonl` is always written, and first; TensorBoard and W&B get the same numbers under the same names,
 by optimizer step, and no text. A sample is what was trained on, unedited; with `hide_text` it has no prompt and no
-answer, only keys, lengths and numbers. The results of an evaluation are written by the part that evaluates
-(`evaluations`).
+answer, only keys, lengths and numbers; nor has a message about a rejected answer. The results of an evaluation are
+written by the part that evaluates (`evaluations`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RecordSettings:
     curves: bool = True  # draw curves.png at the end (a second); `tba show` draws it at any time
     tensorboard: bool = True  # TensorBoard events in tensorboard/
     wandb: str | None = None  # W&B project to send the metrics to; None: none
-    hide_text: bool = False  # keep prompts and answers out of samples.jsonl, answers.jsonl and the terminal
+    hide_text: bool = False  # keep prompts and answers out of samples.jsonl, answers.jsonl, logs and the terminal
 
     def __post_init__(self) -> None:
         for name in ("samples_every", "samples"):

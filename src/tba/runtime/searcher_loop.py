@@ -222,6 +222,7 @@ def _loop_of(
         vine=recipe.vine.start(engine, reward, tokenizer, recipe.largest_reward) if recipe.vine else None,
         rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,
+        hide_text=recipe.record.hide_text,
         hand_down_seconds=math.inf if recipe.runtime == "inline" else HAND_DOWN,
     )
     examiner = Examiner(

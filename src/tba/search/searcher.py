@@ -90,6 +90,7 @@ class Searcher:
     embedder: Embedder | None = None  # embeds each answer's text, for near duplicates by cosine
     vine: VineRollouts | None = None  # values of the steps of every answer
     largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
+    hide_text: bool = False  # name a rejected answer by its prompt's key, its digest and its length
     hand_down_seconds: float = math.inf  # a part of a round is sent after so many seconds, in the middle of the round
     rounds: int = 0
     rejected: str = ""  # why the last rejected answer was rejected
@@ -269,10 +270,10 @@ class Searcher:
         """Returns which answer was rejected, and why."""
         reward = type(self.reward.reward if isinstance(self.reward, PatientReward) else self.reward).__name__
         because = "" if known else ", and its log-probability under the reference is not finite"
-        return (
-            f"{reward} gave {judgement} for the answer {quoted(completion.text)} to the prompt "
-            f"{quoted(prompt.text)}{because}"
-        )
+        answer, question = quoted(completion.text), quoted(prompt.text)
+        if self.hide_text:
+            answer, question = f"{completion.digest} of {len(completion.tokens)} tokens", prompt.key
+        return f"{reward} gave {judgement} for the answer {answer} to the prompt {question}{because}"
 
     def _scored(self, finished: Sequence[tuple[Prompt, list[Completion]]]) -> list[FloatArray]:
         """Returns the reference's log-probabilities of each, in order; an answer sampled twice for a prompt is scored
