@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from tba.objectives.tba_prime import TbaPrime as TbaPrime
     from tba.objectives.trajectory_balance import TrajectoryBalance as TrajectoryBalance
     from tba.policy.lora import LoraSettings as LoraSettings
+    from tba.recipe import InitialFill as InitialFill
     from tba.recipe import Recipe as Recipe
     from tba.recipe import RuntimeSettings as RuntimeSettings
     from tba.record.recorder import RecordSettings as RecordSettings
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
     from tba.replay.pacing import Pacing as Pacing
     from tba.replay.replay import ReplaySettings as ReplaySettings
     from tba.replay.selection import RecencyReward as RecencyReward
+    from tba.rewards.endpoint import Endpoint as Endpoint
     from tba.rewards.exact_answer import ExactAnswer as ExactAnswer
+    from tba.rewards.functions import FunctionReward as FunctionReward
     from tba.rewards.functions import WeightedFunctions as WeightedFunctions
     from tba.schedules import Constant as Constant
     from tba.schedules import Linear as Linear
@@ -102,6 +105,7 @@ _NAMES: dict[str, tuple[str, ...]] = {  # by the module that has them
     "tba.objectives.trajectory_balance": ("TrajectoryBalance",),
     "tba.policy.lora": ("LoraSettings",),
     "tba.recipe": (
+        "InitialFill",
         "Recipe",
         "RuntimeSettings",
     ),
@@ -110,8 +114,12 @@ _NAMES: dict[str, tuple[str, ...]] = {  # by the module that has them
     "tba.replay.pacing": ("Pacing",),
     "tba.replay.replay": ("ReplaySettings",),
     "tba.replay.selection": ("RecencyReward",),
+    "tba.rewards.endpoint": ("Endpoint",),
     "tba.rewards.exact_answer": ("ExactAnswer",),
-    "tba.rewards.functions": ("WeightedFunctions",),
+    "tba.rewards.functions": (
+        "FunctionReward",
+        "WeightedFunctions",
+    ),
     "tba.schedules": (
         "Constant",
         "Linear",

@@ -282,8 +282,13 @@ def help_of(settings: Any, first: Sequence[str] = ()) -> str:
 def comments(kind: type) -> dict[str, str]:
     """Returns field -> the comment after it, with the comment lines that follow; empty without the source.
 
-    So a setting is explained where it is defined and nowhere else.
+    So a setting is explained where it is defined and nowhere else: an inherited one by the class it comes from.
     """
+    bases = (base for base in reversed(kind.__mro__) if "__dataclass_fields__" in vars(base))
+    return {name: said for base in bases for name, said in _own_comments(base).items()}
+
+
+def _own_comments(kind: type) -> dict[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(kind))
     except OSError:  # made in a console

@@ -2,69 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.rewards.endpoint_server import Reply, Server, said, serving
 
-from tba.apps.red_team.endpoint import EndpointVictim, Rate
+from tba.apps.red_team.endpoint import EndpointVictim
 from tba.errors import DeadlineExceeded, TbaError, UserError
-
-Reply = tuple[int, dict[str, str], bytes]  # status, headers, body
-Script = Callable[[int, dict[str, Any]], Reply]  # (which call, from 0; what was asked) -> reply
-
-
-class Server:
-    """Replies by a script; remembers what it was asked and with which headers."""
-
-    def __init__(self) -> None:
-        self.script: Script = lambda n, asked: said(["?"])
-        self.asked: list[dict[str, Any]] = []
-        self.tokens: list[str | None] = []
-        self.paths: list[str] = []
-        server = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                number = len(server.asked)
-                server.asked.append(body)
-                server.tokens.append(self.headers["Authorization"])
-                server.paths.append(self.path)
-                status, headers, reply = server.script(number, body)
-                if not status:  # breaks off
-                    self.close_connection = True
-                    return
-                self.send_response(status)
-                for name, value in {**headers, "Content-Length": str(len(reply))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(reply)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
-
-
-def said(texts: list[str | None], chat: bool = True) -> Reply:
-    choices = [{"message": {"content": t}} if chat else {"text": t} for t in texts]
-    return 200, {}, json.dumps({"choices": choices}).encode()
 
 
 @pytest.fixture
 def server() -> Iterator[Server]:
-    running = Server()
-    thread = threading.Thread(target=running.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    yield running
-    running.http.shutdown()
-    running.http.server_close()
-    thread.join(5)
+    with serving() as running:
+        yield running
 
 
 def victim(server: Server, **changes: Any) -> EndpointVictim:
@@ -174,12 +126,3 @@ def test_a_server_that_is_not_there_or_hangs_ends_within_the_deadline(server: Se
     free.set()
     with pytest.raises(TbaError, match="did not answer in 2 calls"):
         EndpointVictim(url="http://127.0.0.1:9/v1", model="m", pause=0.0, retries=1).start().answers(["x"], 1)
-
-
-def test_a_rate_gives_turns_at_equal_distances_and_none_is_saved_up() -> None:
-    now = [100.0]
-    rate = Rate(2.0, lambda: now[0])
-    assert [rate.turn() for _ in range(3)] == [0.0, 0.5, 1.0]
-    now[0] = 200.0
-    assert [rate.turn() for _ in range(2)] == [0.0, 0.5]
-    assert [Rate(None).turn() for _ in range(3)] == [0.0] * 3

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from tba.errors import UserError
+from tba.rewards.endpoint import check_sampling
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
@@ -47,7 +48,7 @@ class ModelVictim:
     seed: int = 0  # seed of the answers: the same attacks in one call get the same answers
 
     def __post_init__(self) -> None:
-        check_sampling(self.temperature, self.top_p, self.max_tokens)
+        check_sampling("victim", self.temperature, self.top_p, self.max_tokens)
         if self.template != "chat" and SLOT not in self.template:
             raise UserError(f"the victim's template is {self.template!r}: put {SLOT} where the attack goes, or `chat`")
         if self.rows_per_pass < 1:
@@ -62,12 +63,3 @@ class ModelVictim:
         from tba.apps.red_team.victim_model import VictimModel
 
         return VictimModel(**vars(self))
-
-
-def check_sampling(temperature: float, top_p: float, max_tokens: int) -> None:
-    """Raises `UserError` for impossible sampling settings."""
-    if temperature < 0 or not 0 < top_p <= 1 or max_tokens < 1:
-        raise UserError(
-            f"the victim has temperature {temperature}, top_p {top_p} and max_tokens {max_tokens}: give a temperature "
-            "of 0 or more, a top_p above 0 and up to 1, and at least 1 token"
-        )

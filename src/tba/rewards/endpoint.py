@@ -1,0 +1,276 @@
+"""A model behind an OpenAI-compatible HTTP endpoint, `chat/completions` or `completions`: one that judges answers, or
+one that is attacked. Standard library only.
+
+Invariant: every wait has a deadline. A call that the server refuses temporarily (429, 5xx), that times out or whose
+connection breaks is repeated a bounded number of times; any other refusal is an error at once. Neither what is asked
+nor what is replied ever appears in an error or a log.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+from urllib.parse import urlsplit
+
+from tba.errors import TbaError, UserError
+from tba.foreign import parsed
+
+_FOR_THE_MOMENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_LONGEST_PAUSE = 60.0  # seconds
+_LARGEST = 1 << 24  # bytes of a reply: an endpoint is not trusted to end
+_REMEMBERED = 1 << 16  # replies
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A model behind an OpenAI-compatible HTTP endpoint, such as a judge. Each searcher has its own rate limit and
+    remembers replies of its own.
+
+    `start()` returns a function from a message to the reply; call it from a reward function, and give the reward a
+    `concurrency` to have several calls under way at once.
+    """
+
+    url: str = ""  # base URL including the version, such as http://127.0.0.1:8000/v1
+    model: str = ""  # the model's name there
+    api: Literal["chat", "completions"] = "chat"  # the API that is called
+    system: str = ""  # system message before what is asked (chat only)
+    token_variable: str = "OPENAI_API_KEY"  # noqa: S105 - the environment variable with the token; unset: none is sent
+    temperature: float = 0.0  # 0: greedy, and a message is sent only once
+    top_p: float = 1.0  # of its sampling
+    max_tokens: int = 64  # longest answer
+    timeout: float = 60.0  # seconds for one call
+    retries: int = 5  # repetitions of a call that was refused temporarily, timed out or broke off
+    pause: float = 1.0  # seconds before the first repetition, doubled each time; Retry-After is respected
+    calls_per_second: float | None = None  # rate limit of one searcher; None: no limit
+
+    called: ClassVar[str] = "endpoint"  # what errors call it
+    option: ClassVar[str] = "its {}"  # what they call a setting
+
+    def __post_init__(self) -> None:
+        check_sampling(self.called, self.temperature, self.top_p, self.max_tokens)
+        if self.url and not _is_address(self.url):
+            raise UserError(f"the {self.called}'s url is {self.url!r}: give one such as http://127.0.0.1:8000/v1")
+        if self.retries < 0:
+            raise UserError(f"the {self.called}'s retries is {self.retries}: give 0 or more")
+        for name in ("timeout", "calls_per_second"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"the {self.called}'s {name} is {value}, it must be above 0")
+        if self.pause < 0:
+            raise UserError(f"the {self.called}'s pause is {self.pause}: give seconds, 0 or more")
+
+    def start(self) -> EndpointClient:
+        """Makes no call yet. Raises `UserError` without a url or a model."""
+        return EndpointClient(self)
+
+    def named(self, setting: str) -> str:
+        """Returns what errors call a setting, such as `calls_per_second`."""
+        return self.option.format(setting.replace("_", "-"))
+
+
+def check_sampling(called: str, temperature: float, top_p: float, max_tokens: int) -> None:
+    """Raises `UserError` for impossible sampling settings."""
+    if temperature < 0 or not 0 < top_p <= 1 or max_tokens < 1:
+        raise UserError(
+            f"the {called} has temperature {temperature}, top_p {top_p} and max_tokens {max_tokens}: give a "
+            "temperature of 0 or more, a top_p above 0 and up to 1, and at least 1 token"
+        )
+
+
+class Refused(TbaError):
+    """The endpoint did not answer, after all repetitions."""
+
+
+class Rate:
+    """Limits the calls per second: each waits for its turn."""
+
+    def __init__(self, per_second: float | None, now: Callable[[], float] = time.monotonic) -> None:
+        self._gap = 0.0 if per_second is None else 1.0 / per_second
+        self._now, self._next, self._lock = now, 0.0, threading.Lock()
+
+    def turn(self) -> float:
+        """Returns the seconds to wait before the next call; turns are given in the order of requests."""
+        with self._lock:
+            now = self._now()
+            at = max(now, self._next)
+            self._next = at + self._gap
+            return at - now
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Treats a redirect as a refusal, so that the token and the message go to no other address."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+def _token(variable: str) -> str:
+    """Returns the token of the environment, empty if it is not set. Raises `UserError` if it cannot be in a header."""
+    token = os.environ.get(variable, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"the environment variable {variable} has characters that a token cannot have: set it again")
+    return token
+
+
+@dataclass
+class _Reply:
+    """The reply to a message, once it is there; whoever asks for it holds the lock."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    text: str | None = None
+
+
+class EndpointClient:
+    """Asks an endpoint, from any number of threads."""
+
+    def __init__(self, settings: Endpoint) -> None:
+        self.settings = settings
+        if not settings.url or not settings.model:
+            raise UserError(
+                f"the {settings.called} needs {settings.named('url')}, such as http://127.0.0.1:8000/v1, and "
+                f"{settings.named('model')}, its name there"
+            )
+        path = "chat/completions" if settings.api == "chat" else "completions"
+        self._url = f"{settings.url.rstrip('/')}/{path}"
+        self._rate = Rate(settings.calls_per_second)
+        own = urlsplit(self._url).hostname in ("127.0.0.1", "localhost", "::1")
+        self._opener = urllib.request.build_opener(_NoRedirects(), *([urllib.request.ProxyHandler({})] if own else []))
+        self._token = _token(settings.token_variable)
+        self._replies: dict[str, _Reply] = {}  # oldest first
+        self._lock = threading.Lock()  # of what is remembered
+
+    def __str__(self) -> str:
+        return f"the {self.settings.called} at {self._url}"
+
+    def __call__(self, message: str) -> str:
+        """Returns the reply; at temperature 0 a message is sent once, and its reply remembered.
+
+        Raises `UserError` for a refusal, and `Refused` when no call succeeds.
+        """
+        if self.settings.temperature > 0:
+            return self.replies(message, 1)[0]
+        with self._lock:
+            reply = self._replies.setdefault(message, _Reply())
+            if len(self._replies) > _REMEMBERED:
+                del self._replies[next(iter(self._replies))]
+        with reply.lock:  # whoever asks for the same meanwhile waits for this call, which has its deadlines
+            if reply.text is None:
+                reply.text = self.replies(message, 1)[0]
+            return reply.text
+
+    def replies(self, message: str, count: int) -> list[str]:
+        """Returns `count` replies; a server that gives fewer is asked for the rest."""
+        greedy = self.settings.temperature == 0  # all alike, and servers refuse to sample several greedily
+        found: list[str] = []
+        for _ in range(count):
+            found += self._ask(message, 1)[:1] * count if greedy else self._ask(message, count - len(found))
+            if len(found) >= count:
+                return found[:count]
+        raise Refused(f"{self} gave {len(found)} of {count} answers")
+
+    def _ask(self, message: str, count: int) -> list[str]:
+        body = json.dumps(self._question(message, count)).encode()
+        for attempt in range(self.settings.retries + 1):
+            time.sleep(self._rate.turn())
+            try:
+                return self._texts(self._post(body))
+            except urllib.error.HTTPError as error:
+                with error:
+                    said, pause = _reason(error), _retry_after(error)
+                if error.code not in _FOR_THE_MOMENT:
+                    raise UserError(self._refusal(error.code, said)) from None
+            except (OSError, http.client.HTTPException) as error:  # refused, broken off, timed out
+                said, pause = f"{type(error).__name__}: {getattr(error, 'reason', error)}", None
+            if attempt < self.settings.retries:
+                time.sleep(min(_LONGEST_PAUSE, self.settings.pause * 2**attempt if pause is None else pause))
+        slower, more = self.settings.named("calls_per_second"), self.settings.named("retries")
+        raise Refused(
+            f"{self} did not answer in {self.settings.retries + 1} calls, the last: {said}; see that it is up, lower "
+            f"{slower}, or raise {more}"
+        )
+
+    def _question(self, message: str, count: int) -> dict[str, Any]:
+        s = self.settings
+        sampling = {
+            "model": s.model,
+            "n": count,
+            "max_tokens": s.max_tokens,
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+        }
+        if s.api == "completions":
+            return {**sampling, "prompt": message}
+        system = [{"role": "system", "content": s.system}] if s.system else []
+        return {**sampling, "messages": [*system, {"role": "user", "content": message}]}
+
+    def _post(self, body: bytes) -> bytes:
+        headers = {"Content-Type": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        request = urllib.request.Request(self._url, body, headers)  # noqa: S310 - http or https, checked by the settings
+        expires = time.monotonic() + self.settings.timeout
+        with self._opener.open(request, timeout=self.settings.timeout) as reply:
+            parts, size = [], 0
+            while part := reply.read1(1 << 16):
+                parts.append(part)
+                size += len(part)
+                if size > _LARGEST or time.monotonic() > expires:
+                    raise TimeoutError(f"no end of the reply in {self.settings.timeout:g} s and {size} bytes")
+        return b"".join(parts)
+
+    def _texts(self, reply: bytes) -> list[str]:
+        try:
+            choices = parsed(reply, choices=list[dict[str, Any]])["choices"]
+            said = [c["message"]["content"] if self.settings.api == "chat" else c["text"] for c in choices]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(
+                f"{self} does not reply as an OpenAI-compatible endpoint does: check {self.settings.named('url')} and "
+                f"{self.settings.named('model')}"
+            ) from None
+        if not all(text is None or isinstance(text, str) for text in said):
+            raise UserError(f"{self} replied with something that is no text: check its model")
+        return [text or "" for text in said]
+
+    def _refusal(self, code: int, said: str) -> str:
+        s = self.settings
+        token = f"put the token into the environment variable {s.token_variable}"
+        what = {
+            **dict.fromkeys((401, 403), token),
+            **dict.fromkeys((301, 302, 303, 307, 308), f"it redirects: give {s.named('url')} its final address"),
+            404: f"check {s.named('url')} and {s.named('model')}",
+        }.get(code, f"check the settings of the {s.called}")
+        return f"{self} refuses the call ({code}{said and f', {said}'}): {what}"
+
+
+def _retry_after(error: urllib.error.HTTPError) -> float | None:
+    """Returns the seconds that the server asks to wait; None when it does not say."""
+    try:
+        seconds = float(error.headers.get("Retry-After", ""))
+    except ValueError:
+        return None
+    return max(0.0, seconds)
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """Returns the server's code or type of the error, but not its message, which may quote what was asked."""
+    try:
+        said = parsed(error.read(1 << 16), error=dict[str, Any])["error"]
+        return str(said.get("code") or said.get("type") or "")[:60]
+    except (OSError, ValueError, http.client.HTTPException):
+        return ""
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)

@@ -1,0 +1,80 @@
+"""An endpoint that a reward function asks, held against a server on loopback."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.rewards.endpoint_server import Reply, Server, said, serving
+
+import tba
+from tba.apps.red_team.endpoint import EndpointVictim
+from tba.errors import TbaError, UserError
+from tba.fields import comments
+from tba.rewards.endpoint import Rate
+from tba.rewards.threads import in_threads
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with serving() as running:
+        yield running
+
+
+def test_a_message_is_asked_once_at_temperature_0_however_many_ask_at_once(server: Server) -> None:
+    arrived = threading.Barrier(3, timeout=10)  # three different messages are under way together
+
+    def reply(n: int, asked: dict[str, Any]) -> Reply:
+        arrived.wait()
+        return said([f"of {asked['messages'][-1]['content']}"])
+
+    server.script = reply
+    ask = tba.Endpoint(url=server.url, model="m").start()
+    messages = ["a", "b", "c", "a", "b", "c"]
+    found = in_threads([functools.partial(ask, m) for m in messages], 6, 30.0, lambda i: messages[i])
+    assert found == [f"of {m}" for m in messages]
+    assert sorted(q["messages"][-1]["content"] for q in server.asked) == ["a", "b", "c"]
+    assert {(q["n"], q["temperature"]) for q in server.asked} == {(1, 0.0)}
+
+
+def test_a_sampled_reply_is_asked_for_each_time(server: Server) -> None:
+    server.script = lambda n, asked: said([f"{n}"])
+    ask = tba.Endpoint(url=server.url, model="m", temperature=1.0).start()
+    assert [ask("a"), ask("a")] == ["0", "1"]
+
+
+def test_what_failed_is_not_remembered_and_a_reply_without_choices_is_told(server: Server) -> None:
+    replies = [(503, {}, b"{}"), said([]), said(["7"])]
+    server.script = lambda n, asked: replies[n]
+    ask = tba.Endpoint(url=server.url, model="m", retries=0).start()
+    with pytest.raises(TbaError, match="lower its calls-per-second, or raise its retries"):
+        ask("a")
+    with pytest.raises(TbaError, match=r"the endpoint at http.* gave 0 of 1 answers"):
+        ask("a")
+    assert [ask("a"), ask("a")] == ["7", "7"]
+    assert len(server.asked) == 3
+
+
+def test_a_judge_without_an_address_is_told_what_it_needs() -> None:
+    with pytest.raises(UserError, match=r"the endpoint needs its url, such as http://127.0.0.1:8000/v1, and its model"):
+        tba.Endpoint(model="m").start()
+    with pytest.raises(UserError, match="the endpoint's calls_per_second is 0, it must be above 0"):
+        tba.Endpoint(calls_per_second=0)
+
+
+def test_inherited_settings_are_explained_by_the_class_they_come_from() -> None:
+    own, inherited = comments(EndpointVictim), comments(tba.Endpoint)
+    assert own["retries"] == inherited["retries"] != ""
+    assert own["concurrency"]
+
+
+def test_a_rate_gives_turns_at_equal_distances_and_none_is_saved_up() -> None:
+    now = [100.0]
+    rate = Rate(2.0, lambda: now[0])
+    assert [rate.turn() for _ in range(3)] == [0.0, 0.5, 1.0]
+    now[0] = 200.0
+    assert [rate.turn() for _ in range(2)] == [0.0, 0.5]
+    assert [Rate(None).turn() for _ in range(3)] == [0.0] * 3
