@@ -17,6 +17,7 @@ from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[([^][]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")  # of one file to another
+LOOKED_UP = {"settings.md": 20, "glossary.md": 5, "run.md": 5}  # what the search finds first, long as these pages are
 HIDDEN = "---\nsearch:\n  exclude: true\n---\n\n"  # the search finds the docs, not the code
 
 
@@ -42,9 +43,11 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let the links of a page in docs/ lead to pages of the site."""
+    """Let the links of a page in docs/ lead to pages of the site, and the search know what is looked up most."""
     if page.file.generated_by:
         return markdown
+    if page.file.src_uri in LOOKED_UP:
+        page.meta["search"] = {"boost": LOOKED_UP[page.file.src_uri]}
     return relinked(markdown, PurePosixPath("docs", page.file.src_uri), files)
 
 
