@@ -449,8 +449,10 @@ def math_format() -> Lines:
 
 
 def selection() -> Lines:
-    found, rows = study("selection"), []
-    for name, said in {"uniform": "uniform", "reward": "by reward", "recency": "recent only"}.items():
+    later = {f"arrival-{name}": runs for name, runs in study("selection_by_arrival").items()}
+    found, rows = {**study("selection"), **later}, []
+    names = {"uniform": "uniform", "reward": "by reward", "recency": "recent only"}
+    for name, said in {**names, "arrival-recency": "recent only, by arrival"}.items():
         for count in ("1", "2", "4"):
             runs = found[f"{name}-{count}"]
             rows.append(
