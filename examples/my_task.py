@@ -1,6 +1,12 @@
 """Your own task, letters and all: problems, a reward as a plain function, and a small policy that is made on the way.
 
-tba train examples/my_task.py
+    tba train examples/my_task.py
+
+ends, in a run of ours (docs/your_task.md says on what machine), with
+
+    metric                       before                after  points  problems
+    pass@1/greedy   78.4 % [74.6, 81.8]  98.6 % [97.1, 99.3]   +20.2       500
+    pass@1/sampled  35.6 % [31.5, 39.9]  88.0 % [84.9, 90.6]   +52.4       500
 """
 
 import random
@@ -25,6 +31,10 @@ class Sorting:
     length: int = 5  # --task.length on the command line
     careless: float = 0.7  # the share of demonstrations in which two neighbours are swapped
     name: str = "sorting"
+
+    def __post_init__(self) -> None:
+        if self.length < 2:
+            raise tba.UserError(f"--task.length is {self.length}: give 2 letters or more")
 
     def problems(self, split: str) -> list[tba.Problem]:
         draw = random.Random(0)  # the same words each time

@@ -1,6 +1,12 @@
 """Two rewards: a weighted sum, whose parts are seen one by one.
 
-tba train examples/two_rewards.py
+    tba train examples/two_rewards.py
+
+ends, in a run of ours (docs/your_task.md says on what machine), with
+
+    metric                       before                  after  points  problems
+    pass@1/greedy   22.2 % [14.9, 31.8]  100.0 % [95.9, 100.0]   +77.8        90
+    pass@1/sampled  24.4 % [16.7, 34.2]    85.6 % [76.8, 91.4]   +61.1        90
 """
 
 from dataclasses import dataclass

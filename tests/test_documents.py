@@ -34,6 +34,7 @@ from tba.shipped import names
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+EXAMPLES = sorted((ROOT / "examples").glob("my_*.py"))
 OPTIONS = {
     "train": TrainOptions(),
     "train --resume": ResumeOptions(),
@@ -112,6 +113,7 @@ def test_the_documents_have_commands() -> None:
 def test_a_flag_named_in_passing_exists() -> None:
     known = {field.flag for recipe in names() for field in fields_of(find(recipe))}
     known |= {field.flag for field in fields_of(EndpointVictim(), "--task.victim.")}  # of no recipe that comes along
+    known |= {field.flag for file in EXAMPLES for field in fields_of(find(str(file)))}
     known |= {field.flag for options in OPTIONS.values() if options is not None for field in fields_of(options)} | {
         "--config"
     }

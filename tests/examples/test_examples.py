@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -72,7 +73,8 @@ def test_an_example_has_three_imports_at_most_and_says_first_how_it_is_run(name:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_an_examples_objective_is_the_default_trajectory_balance(name: str) -> None:
-    assert find(path(name)).objective == tba.TrajectoryBalance(beta=tba.Constant(0.05))
+    beta = tba.Constant(0.5 if name == "my_data" else 0.05)
+    assert find(path(name)).objective == tba.TrajectoryBalance(beta=beta)
 
 
 @pytest.mark.parametrize("name", ["my_task", "two_rewards", "my_file", "my_judge"])
@@ -97,6 +99,8 @@ def test_a_task_with_letters_makes_its_base_and_learns_from_its_reward(tmp_path:
     assert right == pytest.approx(0.3 + 0.7 / 26, abs=0.05)  # two equal neighbours may be swapped
     assert all(sorted(p.demonstration or "") == list(p.fields["answer"]) for p in problems)
     assert judged(task.reward(), {"answer": "elmno"}, "elmno", "lemno") == [(1.0, {"right": 1}), (0.0, {"right": 0})]
+    with pytest.raises(tba.UserError, match=r"--task\.length is 1: give 2 letters or more"):
+        replace(task, length=1)
     run = trained("my_task", tmp_path, *SCRATCH)
     assert {c for t in run.trajectories() for c in t.prompt.text} <= set("abcdefghijklmnopqrstuvwxyz>")
 

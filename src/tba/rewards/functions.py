@@ -68,7 +68,7 @@ class WeightedFunctions:
 class FunctionReward:
     """One plain function as a reward, with weight 1."""
 
-    function: RewardFunction  # (prompt, completion, **fields of the problem) -> float
+    function: RewardFunction  # (prompt, completion, **fields) -> float
     concurrency: int = 1  # calls at once, in threads: for a function that waits (a network, a subprocess)
     deadline_seconds: float = 600.0  # for one batch of answers, when in threads
 
