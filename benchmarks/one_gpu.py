@@ -35,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from trainer_memory import qwen2
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch, Fetched, collate
@@ -60,18 +61,7 @@ SECONDS = 470.0  # deadline of everything
 
 
 def config_of(small: bool) -> Qwen2Config:
-    width, layers, ff, heads, kv_heads, vocabulary = (SMALL if small else LARGE)[0]
-    return Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=ff,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=0,
-    )
+    return qwen2(*(SMALL if small else LARGE)[0], max_position_embeddings=2048, eos_token_id=0)
 
 
 def arguments_of(folder: Path, device: str, small: bool) -> list[str]:

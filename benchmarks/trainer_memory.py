@@ -28,6 +28,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
 
@@ -89,6 +90,18 @@ LARGE = {  # as in SIZES; without key-value heads a Pythia
 }
 
 
+def qwen2(width: int, layers: int, ff: int, heads: int, kv_heads: int, vocabulary: int, **more: Any) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=ff,
+        **{"tie_word_embeddings": True, **more},
+    )
+
+
 def config_of(size: str) -> PretrainedConfig:
     width, layers, ff, heads, kv_heads, vocabulary = LARGE[size] if size in LARGE else SIZES[size][0]
     if kv_heads is None:
@@ -99,16 +112,8 @@ def config_of(size: str) -> PretrainedConfig:
             num_attention_heads=heads,
             intermediate_size=ff,
         )
-    return Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=ff,
-        max_position_embeddings=512,
-        tie_word_embeddings=size.startswith("0.5 B"),  # as Qwen2.5's are up to 3 B
-    )
+    shape, tied = (width, layers, ff, heads, kv_heads, vocabulary), size.startswith("0.5 B")  # as Qwen2.5 up to 3 B
+    return qwen2(*shape, max_position_embeddings=512, tie_word_embeddings=tied)
 
 
 def tokens_of(size: str) -> int:

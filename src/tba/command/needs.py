@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from transformers import AutoConfig
 
@@ -117,8 +118,8 @@ def _smaller(recipe: Recipe, half: str) -> Iterator[tuple[str, Recipe]]:
     model = recipe.model
     assert isinstance(model, HuggingFace)
 
-    def with_model(**changes: object) -> Recipe:
-        return replace(recipe, model=replace(model, **changes))  # type: ignore[arg-type]
+    def with_model(**changes: Any) -> Recipe:
+        return replace(recipe, model=replace(model, **changes))
 
     if half == "searcher":
         for slots in _halves(model.generation.slots):

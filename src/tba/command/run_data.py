@@ -8,7 +8,6 @@ only: no prompt, no answer, no token, and no message that could quote one.
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -33,7 +32,7 @@ from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
 from tba.replay.reading import JournalReader
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import newest_sound
-from tba.types import Evaluation, Json, Sampling, Trajectory
+from tba.types import Evaluation, Json, Sampling, Trajectory, is_text
 
 POINTS = 1500  # of a curve at most; of more steps each point is the mean of several
 LONGEST_TEXT = 8_000  # characters of a prompt or an answer that are shown
@@ -317,13 +316,12 @@ def _trained_samples(reader: JournalReader, path: Path) -> dict[int, list[dict[s
     by_uid: dict[str, list[dict[str, Json]]] = {}
     for row in read_samples(path):
         uid, step = row.get("uid"), row.get("step")
-        if isinstance(uid, str) and re.fullmatch(r"[\w.:-]{1,200}", uid) and isinstance(step, int):
+        if isinstance(uid, str) and is_text(uid) and isinstance(step, int):
             by_uid.setdefault(uid, []).append(row)
-    found, uids = {}, list(by_uid)
-    for first in range(0, len(uids), 500):
-        marks = ",".join(f"'{uid}'" for uid in uids[first : first + 500])
-        for place, uid in reader.query(f"SELECT seq, uid FROM trajectories WHERE uid IN ({marks})")[1]:  # noqa: S608
-            found[int(place)] = by_uid[uid]
+    found = {}
+    for uid, lines in by_uid.items():
+        for (place,) in reader.query("SELECT seq FROM trajectories WHERE uid = ?", uid)[1]:
+            found[int(place)] = lines
     return found
 
 
@@ -464,8 +462,8 @@ def _hundredths(values: npt.ArrayLike) -> list[int]:
 def _trained(sample: Mapping[str, Json], hidden: bool) -> dict[str, Json]:
     """Returns when it was trained on, and what the policy gave each token then, if that was recorded."""
     logs = None if hidden else sample.get("log_policy")
-    known = isinstance(logs, list) and all(_is_number(x) for x in logs)
-    return {"step": sample["step"], "log_policy": _hundredths(logs[:LONGEST_TOKENS]) if known else None}  # type: ignore[index]
+    known = logs[:LONGEST_TOKENS] if isinstance(logs, list) and all(_is_number(x) for x in logs) else None
+    return {"step": sample["step"], "log_policy": None if known is None else _hundredths(known)}
 
 
 class _Betas:

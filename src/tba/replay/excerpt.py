@@ -20,7 +20,6 @@ from tba.replay.reading import JournalReader
 from tba.types import Prompt, Trajectory
 
 _AT_ONCE = 20_000  # rows of facts
-_BODIES = 400  # of one query
 _EXTREME = 50  # rounds that are always chosen of the newest, best, worst and most used
 _Column = npt.NDArray[Any]
 
@@ -107,13 +106,10 @@ def read_bodies(
 ) -> Iterator[tuple[int, Trajectory | None]]:
     """Yields the rows with their trajectories, in the order given; None where the body was deleted or is damaged."""
     prompt_of = _prompts(reader)
-    for first in range(0, len(rows), _BODIES):
-        part = rows[first : first + _BODIES].tolist()
-        places = ",".join(str(facts.place.item(row)) for row in part)
-        bodies = dict(reader.query(f"SELECT seq, body FROM bodies WHERE seq IN ({places})")[1])  # noqa: S608 - numbers
-        for row in part:
-            body, prompt = bodies.get(facts.place.item(row)), prompt_of(facts.prompt.item(row))
-            yield row, _decoded(body, prompt)
+    for row in rows.tolist():
+        found = reader.query("SELECT body FROM bodies WHERE seq = ?", facts.place.item(row))[1]
+        (body,) = next(found, (None,))
+        yield row, _decoded(body, prompt_of(facts.prompt.item(row)))
 
 
 def _decoded(body: object, prompt: Prompt | None) -> Trajectory | None:
@@ -128,7 +124,7 @@ def _prompts(reader: JournalReader) -> Callable[[int], Prompt | None]:
 
     def prompt_of(digest: int) -> Prompt | None:
         if digest not in known:
-            (body,) = next(reader.query(f"SELECT body FROM prompts WHERE id = {digest}")[1], (None,))  # noqa: S608
+            (body,) = next(reader.query("SELECT body FROM prompts WHERE id = ?", digest)[1], (None,))
             try:
                 known[digest] = decode_prompt(body) if isinstance(body, bytes) else None
             except (ValueError, KeyError, TypeError, RecursionError):

@@ -69,12 +69,12 @@ class JournalReader:
         self._connection.execute("PRAGMA query_only = ON")
         self._connection.set_authorizer(_authorize)
 
-    def query(self, sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
-        """Returns the names of the columns, and the rows.
+    def query(self, sql: str, *values: object) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+        """Returns the names of the columns, and the rows; values: what stands for each `?`.
 
         Raises `UserError` for what is no query, or is not allowed, and `DeadlineExceeded`, also while rows are fetched.
         """
-        rows = self._rows(sql)
+        rows = self._rows(sql, *values)
         names = next(rows)
         return [str(name) for name in names], rows
 
@@ -128,11 +128,11 @@ class JournalReader:
         next(rows)
         return list(rows)
 
-    def _rows(self, sql: str) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, sql: str, *values: object) -> Iterator[tuple[Any, ...]]:
         """Yields the names of the columns, then the rows."""
         limit = time.monotonic() + self.deadline_s
         with self._explained(limit):
-            cursor = self._connection.execute(sql)
+            cursor = self._connection.execute(sql, values)
             if cursor.description is None:
                 raise UserError(f"`{sql.strip()[:80]}` gives no rows: give one SELECT")
             yield tuple(column[0] for column in cursor.description)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from types import FunctionType
@@ -37,10 +38,19 @@ def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Promp
 
 def problems_of(task: Task, split: Split) -> Sequence[Problem]:
     """Returns a task's problems. Raises `UserError` when there are none, or when they are something else."""
-    found: object = task.problems(split)
-    if isinstance(found, str) or not isinstance(found, Iterable):
-        raise UserError(f"problems({split!r}) of task {task.name} gave {found!r:.80}: return a list of tba.Problem")
-    problems = found if isinstance(found, list | tuple) else list(found)
+    try:
+        found: object = task.problems(split)
+        if isinstance(found, str) or not isinstance(found, Iterable):
+            raise UserError(f"problems({split!r}) of task {task.name} gave {found!r:.80}: return a list of tba.Problem")
+        problems = found if isinstance(found, list | tuple) else list(found)
+    except UserError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"problems({split!r}) of task {task.name} failed: {type(error).__name__}: {error} "
+            f"({frame.filename}, line {frame.lineno}: {frame.line})"
+        ) from error
     for number, problem in enumerate(problems):
         if not isinstance(problem, Problem):
             raise UserError(
