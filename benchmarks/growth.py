@@ -95,6 +95,7 @@ recipe = Recipe(
 recipe = replace(recipe, run=replace(recipe.run, checkpoint_every=0))
 SHARE = 10  # trajectories to a line of metrics.jsonl, and to an outcome of a prompt
 EVALUATED = 1000  # and to a finished evaluation
+MARKS = 8  # times in a run of --steps that its memory and descriptors are looked at
 AT_ONCE = 2000  # trajectories put in one transaction
 
 
@@ -311,7 +312,7 @@ def many_steps(steps: int, folder: Path) -> None:
     with halves(own, run) as both:
         marks = []
         for step in range(steps + 1):
-            if step in (0, steps // 2, steps):
+            if step * MARKS % steps < MARKS:  # from 0 to the last one
                 marks.append((step, resident(), len(os.listdir("/proc/self/fd")), disk(run.path)))
             both.round()
             both.step()
@@ -321,10 +322,10 @@ def many_steps(steps: int, folder: Path) -> None:
     print(f"{'step':>8}{'resident MB':>14}{'descriptors':>13}")
     for step, memory, descriptors, _ in marks:
         print(f"{step:>8,}{memory / 1e6:>14.1f}{descriptors:>13}")
-    (_, _, _, middle), (_, _, _, last) = marks[1:]
+    middle, last = marks[len(marks) // 2][3], marks[-1][3]
     print(f"bytes per step and round of 64 answers ({task.length} tokens), over the second half:")
     for name in sorted(last, key=lambda name: middle.get(name, 0) - last[name]):
-        print(f"  {name:24}{(last[name] - middle.get(name, 0)) / (steps - steps // 2):>10,.0f}")
+        print(f"  {name:24}{(last[name] - middle.get(name, 0)) / (marks[-1][0] - marks[len(marks) // 2][0]):>10,.0f}")
 
 
 def resident() -> int:

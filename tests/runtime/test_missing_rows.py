@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import ended, forked, inline, inline_again, processes, steps_of, until
+from runs import ended, forked, inline, inline_again, processes, steps_of, train, until
 
 from tba.__main__ import main
+from tba.record.failure import Failure
 from tba.record.faults import count_faults
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
@@ -163,6 +165,41 @@ def test_a_journal_that_is_taken_away_under_a_running_run_ends_it_in_one_sentenc
     assert f"journal.sqlite {word} while it was in use, and with it " in said
     rows = int(said.split("with it ")[1].split(" ")[0].replace(",", ""))
     assert rows >= 20 * 16 / 8  # at most eight uses of each
+
+
+def test_a_journal_that_is_cut_in_place_under_a_running_run_ends_it_with_the_number_of_its_missing_rows(
+    tmp_path: Path,
+) -> None:
+    path, journal = tmp_path / "run", tmp_path / "run" / "journal.sqlite"
+    more = ("--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20")
+    command = train(path, *SHORT, "--runtime", "processes", "--steps", "100000", *more)
+    until(lambda: journal.exists() and journal.stat().st_size > 40 * 8192, SECONDS, "rows in the file, not its log")
+    then = steps_of(path)
+    until(lambda: steps_of(path) >= then + 3, SECONDS, "the checkpoint to be over")
+    os.truncate(journal, max(3, journal.stat().st_size // 8192 // 4) * 8192)
+    try:
+        _, complaints = command.communicate(SECONDS)
+    finally:
+        command.kill()
+    assert command.returncode == 2
+    said = complaints.splitlines()[-1]
+    recovery = re.search(
+        r"was damaged while it was in use: .* (\d+) trajectories were recovered, (\d+) could not", said
+    )
+    assert recovery is not None, said
+    assert said.endswith(f"continue with `tba train --resume {path}`")
+    rows, lost = map(int, recovery.groups())
+    assert lost > 0
+    assert held(journal).rows == rows + lost
+    failure = Failure.read(path)
+    assert failure is not None
+    assert failure.message == said.removeprefix("tba: ")
+    assert main(["train", "--resume", str(path), "--steps", str(steps_of(path) + 5), "--runtime", "inline"]) == 0
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.faults["journal_recoveries"] == 1
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
 
 
 def test_a_run_without_a_checkpoint_begins_again_with_all_of_its_journal(

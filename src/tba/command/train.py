@@ -25,6 +25,8 @@ from tba.record.run import RunRecord
 from tba.record.show import closing_page
 from tba.record.summary import Summary
 from tba.record.terminal import terminal
+from tba.replay.database import suspect_mark
+from tba.runtime.checkpointing import note_recoveries
 from tba.runtime.disk import disk_full
 from tba.runtime.importing import is_prepared, take_over
 from tba.runtime.inline import Inline
@@ -111,7 +113,7 @@ def carry_out(
     run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
     console.print(f"run {run.path}", highlight=False)
     with run.held(0.0) as held:
-        with _failure_recorded(run):
+        with _failure_recorded(recipe, run):
             fill(recipe, run, console)
             if data is not None:
                 take_in(recipe, run, [data], ImportOptions(), console)
@@ -125,9 +127,9 @@ def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, in
         every = _LOOK if console.is_terminal else STATUS_SECONDS / 4
         tell = Throttled(lambda phase, note: view.update(progress.status(phase, note)), every)
         runtime = _runtime(recipe)(recipe, run, tell)
-        with _failure_recorded(run):
+        with _failure_recorded(recipe, run):
             faults = runtime.go()
-        with _failure_recorded(run):
+        with _failure_recorded(recipe, run):
             summary = summarise(recipe, run, runtime.searchers, faults, run.facts.get("sft_seconds", 0.0))
     if recipe.record.tensorboard:  # the last evaluation came after the trainer had closed its events
         with closing(TensorBoardEvents(run.path)) as events:
@@ -161,19 +163,33 @@ def _offline(
 
 
 @contextmanager
-def _failure_recorded(run: RunDirectory) -> Iterator[None]:
-    """Records an error that ends the run in its folder, and turns a full disk into a `UserError`."""
+def _failure_recorded(recipe: Recipe, run: RunDirectory) -> Iterator[None]:
+    """Records an error that ends the run in its folder. A full disk becomes a `UserError`; a damaged journal is
+    recovered, and the error says what that gave.
+    """
     try:
         yield
     except Exception as error:
-        full = disk_full(error, run.path)
-        if full is None and not isinstance(error, TbaError):
+        told = disk_full(error, run.path) or _recovered(recipe, run, error)
+        if told is None and not isinstance(error, TbaError):
             raise
         with suppress(OSError):  # there may be no room for it
-            Failure.record(run.path, full or error)
-        if full is None:
+            Failure.record(run.path, told or error, explained=told is not None)
+        if told is None:
             raise
-        raise full from error
+        raise told from error
+
+
+def _recovered(recipe: Recipe, run: RunDirectory, error: Exception) -> UserError | None:
+    """Returns what was recovered of a journal that was found damaged while it was in use; None for other errors."""
+    journal = run.journal(recipe)
+    if not suspect_mark(journal).exists():
+        return None
+    found = []
+    with suppress(TbaError):  # it cannot be recovered, or somebody else has it open: the error stands
+        found = note_recoveries(run, journal)
+    more = f": {'; '.join(found)}; continue with `tba train --resume {shlex.quote(str(run.path))}`" if found else ""
+    return UserError(f"{journal} was damaged while it was in use{more}") if more else None
 
 
 @dataclass

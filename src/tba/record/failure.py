@@ -29,10 +29,12 @@ class Failure:
         return f"{self.kind} at step {self.step}"
 
     @classmethod
-    def record(cls, directory: Path, error: BaseException | str) -> Failure:
-        """Write what ended the run in `directory`; an error that a part has left takes precedence over `error`."""
+    def record(cls, directory: Path, error: BaseException | str, explained: bool = False) -> Failure:
+        """Write what ended the run in `directory`: the error that a part has left, or else, or where it is explained,
+        `error`.
+        """
         kind, message = (error, error) if isinstance(error, str) else (type(error).__name__, str(error))
-        for file in sorted((directory / "logs").glob("*.error.json")):
+        for file in () if explained else sorted((directory / "logs").glob("*.error.json")):
             with suppress(UserError):
                 left = read_json(file, "it is passed over", kind=str, message=str)
                 kind, message = left["kind"], left["message"]

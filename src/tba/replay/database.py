@@ -87,6 +87,7 @@ class Database:
         self.lock = threading.RLock()
         self._schema = schema
         self._file: tuple[int, int] | None = None  # the file's identity, once it is open
+        self._bytes = 0  # that it had when it was last looked at: it never shrinks, nothing is vacuumed
         if create:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         elif not self.path.is_file():
@@ -98,7 +99,7 @@ class Database:
         try:
             with self._explained():
                 self._waiting(lambda: self._prepare(schema))
-            self._file = self._file_there()
+            self._file, self._bytes = self._file_there()
         except BaseException:
             self._connection.close()
             raise
@@ -170,13 +171,21 @@ class Database:
             return self._waiting(lambda: self._connection.execute(query, parameters).fetchall())
 
     def require_file(self) -> None:
-        """Raises `UserError` when the file that was opened was deleted or replaced by another one.
+        """Raises `UserError` when the file that was opened was deleted, replaced by another one, or cut.
 
         What was written from then on would be lost with it. Checked in every transaction; costs a `stat`.
         """
-        there = self._file_there()
-        if self._file is None or there == self._file:
+        there, size = self._file_there()
+        if self._file is None or (there == self._file and size >= self._bytes):
+            self._bytes = size
             return
+        if there == self._file:
+            with suppress(OSError):
+                suspect_mark(self.path).touch()
+            raise UserError(
+                f"{self.path} was cut from {self._bytes:,} to {size:,} bytes while it was in use: end what uses it; "
+                "whoever opens it next sets it aside and recovers its rows"
+            )
         ((rows,),) = self._connection.execute(self._schema.rows).fetchall()
         how = "was deleted" if there is None else "was replaced by another file"
         raise UserError(
@@ -184,12 +193,13 @@ class Database:
             "copy, or continue without them (tba train --resume RUN --accept-lost-rows)"
         )
 
-    def _file_there(self) -> tuple[int, int] | None:
+    def _file_there(self) -> tuple[tuple[int, int] | None, int]:
+        """Returns the file's identity and its bytes."""
         try:
             found = os.stat(self.path)
         except FileNotFoundError:
-            return None
-        return found.st_dev, found.st_ino
+            return None, 0
+        return (found.st_dev, found.st_ino), found.st_size
 
     @property
     def wal_size(self) -> int:
@@ -199,8 +209,10 @@ class Database:
 
     def checkpoint(self) -> bool:
         """Move the write-ahead log into the file and truncate it; returns False when another process prevented that."""
+        self.require_file()  # what is written fills the place of what was cut off
         self.rows("PRAGMA wal_checkpoint(PASSIVE)")  # most of the work, while writers go on
         ((busy, _, _),) = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+        self.require_file()  # which has grown
         return not busy
 
     def _waiting(self, act: Callable[[], T]) -> T:

@@ -25,13 +25,17 @@ from tba.errors import DeadlineExceeded, PartFailed, TbaError, UserError
 from tba.foreign import read_json
 from tba.recipe import Recipe
 from tba.record.faults import count_faults, record_fault
+from tba.record.metrics import read_last
 from tba.runtime.elastic import Joined
 from tba.runtime.evaluation import EVALUATION_DEADLINE, evaluated_to_the_end
 from tba.runtime.run_dir import RunDirectory
 from tba.types import Json
 
 POLL = 0.05  # seconds between two looks at the parts
-STOP_DEADLINE = 60.0  # seconds a part has to stop cleanly: a searcher ends its round, the trainer writes a checkpoint
+STOP_DEADLINE = (
+    60.0  # seconds that a part has to stop cleanly, at least: a searcher ends its round, the trainer its step
+)
+_STEPS_TO_STOP = 5  # the time of so many mean steps, where that is longer
 
 
 class Part(Protocol):
@@ -158,10 +162,11 @@ class Driver(ABC):
     def _see_off(self) -> None:
         """Let those who joined leave after their last round; one that does not is left behind."""
         waiting = "waiting for those who joined"
-        late = self.joined.dismiss(STOP_DEADLINE, lambda: self.tell("stopping", waiting))
+        seconds = self._stop_deadline()
+        late = self.joined.dismiss(seconds, lambda: self.tell("stopping", waiting))
         self.joined.look(self.run.journal(self.recipe))
         for name in late:
-            record_fault(self.run.path, "joined_late", f"{name} had not left after {STOP_DEADLINE:g} s")
+            record_fault(self.run.path, "joined_late", f"{name} had not left after {seconds:.0f} s")
 
     def _start(self, name: str, ends: ExitStack) -> Part:
         part = self.start(name)
@@ -241,7 +246,8 @@ class Driver(ABC):
 
     def _stop(self, parts: Sequence[Part], what: str) -> None:
         """Ask parts to stop, wait, and kill them at the deadline."""
-        deadline = time.monotonic() + STOP_DEADLINE
+        seconds = self._stop_deadline()
+        deadline = time.monotonic() + seconds
         for part in parts:
             part.ask_to_stop()
         while any(part.code is None for part in parts) and time.monotonic() < deadline:
@@ -251,9 +257,14 @@ class Driver(ABC):
             if part.code is None:
                 part.kill()
                 raise DeadlineExceeded(
-                    f"{part.who} had not finished {what} after {STOP_DEADLINE:g} s and was killed; "
-                    f"its log is {part.log}"
+                    f"{part.who} had not finished {what} after {seconds:.0f} s and was killed; its log is {part.log}"
                 )
+
+    def _stop_deadline(self) -> float:
+        """Returns how many seconds a part has to stop: a step of a large model can take minutes."""
+        last = read_last(self.run.path)
+        mean = float(last["wall_seconds"]) / max(1, int(last["step"])) if last else 0.0
+        return max(STOP_DEADLINE, _STEPS_TO_STOP * mean)
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

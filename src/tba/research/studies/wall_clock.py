@@ -28,7 +28,7 @@ from tba.schedules import Constant, WarmupStableDecay
 from tba.search.vine import Vine
 
 SYNCHRONOUS = ("tb", "grpo", "dr-grpo", "ppo")
-ASYNCHRONOUS = ("tb-corrected", "tba-prime", "ppo", "grpo", "online-dpo")
+ASYNCHRONOUS = ("tb", "tb-corrected", "tb-robust", "tba-prime", "ppo", "grpo", "online-dpo")
 LONGER = {250: WarmupStableDecay(20, 165, 65), 300: WarmupStableDecay(20, 200, 80)}  # updates: their schedule
 
 
