@@ -1,12 +1,13 @@
 """What the tasks `instruct` and `ifeval` show of a model before and after: by kind, with paired bootstrap intervals.
 
     python benchmarks/instruct.py kinds RUN [--csv FILE]
-    python benchmarks/instruct.py kinds BEFORE.jsonl AFTER.jsonl --kinds held_out [--csv FILE]
+    python benchmarks/instruct.py kinds BEFORE.jsonl AFTER.jsonl [AFTER.jsonl ...] [--kinds held_out] [--csv FILE]
     python benchmarks/instruct.py ifeval BEFORE.jsonl [AFTER.jsonl] --data input_data.jsonl
     python benchmarks/instruct.py samples RUN [--count 10]
 
-A RUN has the answers of its first and its last evaluation; the files are what `tba eval ... --texts FILE` wrote. Every
-answer is graded again, instruction by instruction.
+A RUN has the answers of its first and its last evaluation; the files are what `tba eval ... --texts FILE` wrote, several
+AFTER of several seeds: the figures after are then their mean, the intervals of the prompts. Every answer is graded again,
+instruction by instruction.
 """
 
 from __future__ import annotations
@@ -93,7 +94,10 @@ def by_kind(answers: Sequence[Answers], problems: Sequence[Problem]) -> list[tup
         marks["~prompts: all of their instructions"].append([all(row) for row in zip(*verdicts, strict=True)])
     rows = []
     for name, found in sorted(marks.items()):
-        before, after = np.array(found, float).T
+        before, *seeds = np.array(found, float).T
+        after = np.mean(seeds, axis=0)
+        if len(seeds) > 1 and name.startswith("~"):
+            print(f"{name.lstrip('~')}, after, by seed: {', '.join(f'{seed.mean():.1%}' for seed in seeds)}")
         d = paired_difference(before, after)
         rows.append((name.lstrip("~"), len(found), before.mean(), after.mean(), d.low, d.high))
     return rows

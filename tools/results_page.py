@@ -240,6 +240,24 @@ def wall_clock_by_arrival() -> Lines:
     return [["variant", *(f"{name}: {code}" for name in names for code in ("before", "after"))], *rows]
 
 
+def wall_clock_ratio() -> Lines:
+    """Trajectory Balance with and without a ratio, before and after *recent* was by arrival; one machine."""
+    names = {
+        "tb-async": "the paper's form (without a ratio)",
+        "tb-corrected-async": "with a truncated ratio",
+        "tb-robust-async": "the default form",
+    }
+    rows = []
+    for variant, said in names.items():
+        for code, csv_file in (("before", "wall_clock_ratio_before"), ("after", "wall_clock_ratio")):
+            if runs := study(csv_file).get(variant):
+                cells = [accuracy(runs), worst(runs), fall(runs), seconds(runs, "seconds_to_target")]
+                figures = [plain(runs, "lag", 1), plain(runs, "ess", 2), plain(runs, "uses", 1)]
+                rows.append([said, code, *cells, *figures])
+    head = ["variant", "recent by arrival", "final accuracy, %", "worst seed", "largest fall, points"]
+    return [[*head, "seconds to 80 %", "lag", "effective sample size", "mean uses"], *rows]
+
+
 def tuning() -> Lines:
     found, rows = study("tuning"), []
     for name, said in NAMES.items():
@@ -670,6 +688,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "wall-clock": wall_clock,
     "recent": recent,
     "wall-clock-by-arrival": wall_clock_by_arrival,
+    "wall-clock-ratio": wall_clock_ratio,
     "tuning": tuning,
     "stable": stable,
     "stability": stability,

@@ -55,6 +55,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
                                             the folder and uploads nothing
   tba replay RUN [--sql "SELECT ..."] [--export FILE.jsonl|FILE.parquet]
                                             count, query or export the trajectories of a run
+  tba completion bash|zsh|fish              print what makes a shell complete all of this: eval "$(tba completion bash)"
 
 `tba COMMAND --help` lists a command's options, `tba train RECIPE --help` every field of a recipe too.
 Wherever fields can be set, `--config FILE.toml` sets those of a file.
@@ -135,7 +136,10 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "report": report,
         "push": push,
         "replay": replay,
+        "completion": completion,
     }
+    if name == "complete":  # for the scripts of `completion`
+        return complete
     if name not in commands:
         raise UserError(f"there is no command {name!r}: use one of {', '.join(commands)}; `tba --help` shows how")
     return commands[name]
@@ -343,6 +347,24 @@ def replay(arguments: list[str]) -> int:
     options, left = split_options(ReplayOptions(), rest, "tba replay")
     _refuse_more(left, "tba replay RUN", "--sql, --export or --seconds")
     return show_replay(Path(name), options)
+
+
+def completion(arguments: list[str]) -> int:
+    """`tba completion SHELL`: print a shell's script."""
+    from tba.command.completion import script
+
+    name, left = _named(arguments, "tba completion SHELL", "bash, zsh or fish")
+    _refuse_more(left, "tba completion SHELL", "one shell")
+    print(script(name), end="")
+    return 0
+
+
+def complete(arguments: list[str]) -> int:
+    """`tba complete WORD ...`: print what the last word can become."""
+    from tba.command.completion import candidates
+
+    print("\n".join(candidates(arguments, USAGE)))
+    return 0
 
 
 def _refuse_more(arguments: list[str], usage: str, what: str) -> None:

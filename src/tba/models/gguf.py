@@ -7,7 +7,6 @@ architectures and quantisations can be read is transformers' affair, which does 
 from __future__ import annotations
 
 import hashlib
-import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -20,14 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tba.errors import UserError
 from tba.foreign import SAFE, UNREADABLE
 from tba.training.cache import cached_folder
+from tba.weights.atomic_dir import cache_folder
 
 SUFFIX = ".gguf"
 _FORMAT = b"gguf 1"  # raised when the same file is to give another folder
-
-
-def cache_folder(kind: str) -> Path:
-    """Returns the folder of what is made once and kept: `kind` within $TBA_CACHE, or within ~/.cache/tba."""
-    return Path(os.environ.get("TBA_CACHE", Path.home() / ".cache" / "tba")) / kind
 
 
 def converted(path: Path, log: Callable[[str], None]) -> Path:

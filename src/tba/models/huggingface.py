@@ -30,7 +30,7 @@ from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import UserError
 from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, read_json, templated
-from tba.models.gguf import SUFFIX, cache_folder, converted
+from tba.models.gguf import SUFFIX, converted
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
 from tba.policy.causal import CausalPolicy
@@ -44,6 +44,7 @@ from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
 from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bpe_tokenizer
 from tba.types import Json, Problem, Version
+from tba.weights.atomic_dir import cache_folder
 
 FACTS = "warm_start.json"
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared

@@ -19,7 +19,7 @@ from tba.recipe import Recipe
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
-from tba.schedules import Constant, WarmupConstant
+from tba.schedules import Constant, WarmupStableDecay
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
 from tba.tasks.instruct import Instruct
@@ -35,15 +35,16 @@ recipe = Recipe(
         lora=LoraSettings(rank=16),
     ),
     objective=TrajectoryBalance(beta=Constant(0.05)),
-    exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=3e-4, schedule=WarmupConstant(5)),
+    policy_temperature=0.7,  # at 1 this base writes partly nonsense
+    exploration=Fixed(temperature=0.7),
+    optimizer=OptimizerSettings(lr=4e-4, schedule=WarmupStableDecay(5, 45, 60, final=0.1)),
     replay=ReplaySettings(selection=RecencyReward(m=0.95), pacing=Pacing(warm_up=32, max_mean_uses=2.0)),
-    evaluation=EvaluationSettings(every=40, problems=200, problems_during=100, greedy=False, chunk=64, shown=1000),
+    evaluation=EvaluationSettings(every=40, problems=100, problems_during=60, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=192),
-    steps=100,
+    steps=110,
     groups_per_step=4,
     group_size=8,
     samples_per_prompt=8,
     prompts_per_round=4,
-    sync_every=2,
+    sync_every=1,
 )

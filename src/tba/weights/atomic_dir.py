@@ -14,6 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def cache_folder(kind: str) -> Path:
+    """Returns the folder of what is made once and kept: `kind` within $TBA_CACHE, or within ~/.cache/tba."""
+    return Path(os.environ.get("TBA_CACHE", Path.home() / ".cache" / "tba")) / kind
+
+
 @contextmanager
 def atomic_folder(path: Path, durable: bool = False) -> Iterator[Path]:
     """Yields a new folder to fill, which becomes `path` in one rename when the block ends; if it raises, nothing stays.
