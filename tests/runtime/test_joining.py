@@ -89,7 +89,9 @@ def test_when_the_driver_is_killed_who_joined_leaves_too(tmp_path: Path) -> None
                 process.communicate(timeout=SECONDS)
 
 
-def test_no_two_who_join_have_the_same_name_and_a_name_is_not_given_again(tmp_path: Path) -> None:
+def test_no_two_who_join_have_the_same_name_and_a_name_is_not_given_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe, run = made(tmp_path / "run")
     with run.held(0.0):
         with joined(run, recipe, lambda: False) as a, joined(run, recipe, lambda: False) as b:
@@ -106,7 +108,12 @@ def test_no_two_who_join_have_the_same_name_and_a_name_is_not_given_again(tmp_pa
         (run.path / "joined" / f"{a.name}.json").write_text("{}")  # who has left is not looked at again
         assert driver.record() == found != Joined(run).record()
         assert Joined(run).dismiss(0.0, lambda: None) == []
-        assert main(["search", "--run", str(run.path)]) == 2  # it is ending
+        search = ["search", "--run", str(run.path)]
+        assert main(search) == 2
+        assert "is ending: no searcher can join it now" in capsys.readouterr().err
+        driver.await_start()
+        assert main(search) == 2
+        assert "is starting: try again in a moment" in capsys.readouterr().err
 
 
 def test_what_cannot_be_joined_is_said_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

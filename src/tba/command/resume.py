@@ -26,6 +26,7 @@ from tba.record.terminal import terminal
 from tba.replay.journal import JournalWriter
 from tba.replay.missing_rows import accept, find_loss
 from tba.runtime.checkpointing import held_by_journal, note_recoveries
+from tba.runtime.elastic import Joined
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of
 from tba.runtime.run_dir import RunDirectory, driver_lives
@@ -44,6 +45,7 @@ def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False)
     prepare()  # before the run's lock is held, which only its parts inherit
     stopped = RunDirectory.open(path)
     with stopped.held(_PATIENCE if driver_lives(stopped.path) else _ENDING) as run:
+        Joined(run).await_start()
         recipe, checkpoint = resumable(run, overrides, accept_lost_rows)
         for line in (*note_recoveries(run, run.journal(recipe)), *note_unreadable(run.path)):
             console.print(line, style="yellow", highlight=False)

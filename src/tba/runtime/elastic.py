@@ -1,7 +1,7 @@
 """Searchers that join a run in progress, and leave it: `tba search --run RUN`.
 
     joined/searcher-1000.json    who joined, when, and how it left; locked while that process lives
-    logs/ending                  the run is ending: every searcher that joined is to leave
+    logs/ending                  the run is ending: every searcher that joined is to leave, and none may join
 
 Invariant: a number is given out once in the life of a run, and no searcher of the run's own has one as high. A searcher
 that joined leaves at the end of a round, where its counts are whole: when the run ends (it is told to, or nobody holds
@@ -113,8 +113,9 @@ def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place
         raise UserError(
             f"the run at {run.path} is not in progress: start it with `tba train`, or continue it (--resume)"
         )
-    if _stop_file(run).exists():
-        raise UserError(f"the run at {run.path} is ending: no searcher can join it now")
+    with suppress(FileNotFoundError):
+        doing = _stop_file(run).read_text(encoding="utf-8") or "is ending: no searcher can join it now"
+        raise UserError(f"the run at {run.path} {doing}")
     at_once = (recipe.searchers + len(Joined(run).present()) + 1) * recipe.prompts_per_round
     if recipe.prompts.selection != "epochs" and at_once > len(problems_of(recipe.task, "train")):
         raise UserError(
@@ -156,6 +157,11 @@ class Joined:
     _left: dict[str, dict[str, Any]] = field(default_factory=dict)  # the files of those who have left, by name
     _looked: float = -_LOOK
 
+    def await_start(self) -> None:
+        """Let none join until the run that is resumed has begun."""
+        _stop_file(self.run).parent.mkdir(exist_ok=True)
+        _stop_file(self.run).write_text("is starting: try again in a moment", encoding="utf-8")
+
     def open(self) -> None:
         """Allow searchers to join: the run begins, or is resumed."""
         _stop_file(self.run).unlink(missing_ok=True)
@@ -179,7 +185,7 @@ class Joined:
     def dismiss(self, seconds: float, tell: Callable[[], None]) -> list[str]:
         """Let all leave, and wait until they have; returns those who had not after so many seconds."""
         with suppress(OSError):  # a full disk: they see that nobody holds the run any longer
-            _stop_file(self.run).touch()
+            _stop_file(self.run).write_text("", encoding="utf-8")
         deadline = time.monotonic() + seconds
         while (left := self.present()) and time.monotonic() < deadline:
             tell()
