@@ -5,9 +5,9 @@
     python benchmarks/instruct.py ifeval BEFORE.jsonl [AFTER.jsonl] --data input_data.jsonl
     python benchmarks/instruct.py samples RUN [--count 10]
 
-A RUN has the answers of its first and its last evaluation; the files are what `tba eval ... --texts FILE` wrote, several
-AFTER of several seeds: the figures after are then their mean, the intervals of the prompts. Every answer is graded again,
-instruction by instruction.
+A RUN has the answers of its first and its last evaluation; the files are what `tba eval ... --texts FILE` wrote,
+several AFTER of several seeds: the figures after are then their mean, the intervals of the prompts. Every answer is
+graded again, instruction by instruction.
 """
 
 from __future__ import annotations
