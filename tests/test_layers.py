@@ -47,7 +47,7 @@ ALLOWED: dict[str, set[str]] = {
     "search": SEAMS,
     "intake": SEAMS,
     "training": SEAMS | TENSORS | {"schedules", "weights"},  # of weights what writes a folder beside its place
-    "models": SEAMS | LEAVES | TENSORS | {"training", "fields"},
+    "models": SEAMS | LEAVES | TENSORS | {"training", "fields", "weights"},  # the same of weights
     "recipe": SEAMS | PARTS | {"fields"},
     "fields": {"errors"},  # of any settings
     "shipped": {"errors"},
@@ -184,7 +184,7 @@ def test_record_takes_nothing_but_estimators_from_evaluation_and_training_nothin
         for name in inside(path):
             if part_of(path) == "record" and name.startswith("tba.evaluation"):
                 assert name.startswith("tba.evaluation.estimators.")
-            if part_of(path) == "training" and name.startswith("tba.weights"):
+            if part_of(path) in ("training", "models") and name.startswith("tba.weights"):
                 assert name.startswith("tba.weights.atomic_dir.")
 
 
