@@ -322,10 +322,10 @@ def many_steps(steps: int, folder: Path) -> None:
     print(f"{'step':>8}{'resident MB':>14}{'descriptors':>13}")
     for step, memory, descriptors, _ in marks:
         print(f"{step:>8,}{memory / 1e6:>14.1f}{descriptors:>13}")
-    middle, last = marks[len(marks) // 2][3], marks[-1][3]
+    (then, _, _, middle), (now, _, _, last) = marks[len(marks) // 2], marks[-1]
     print(f"bytes per step and round of 64 answers ({task.length} tokens), over the second half:")
     for name in sorted(last, key=lambda name: middle.get(name, 0) - last[name]):
-        print(f"  {name:24}{(last[name] - middle.get(name, 0)) / (marks[-1][0] - marks[len(marks) // 2][0]):>10,.0f}")
+        print(f"  {name:24}{(last[name] - middle.get(name, 0)) / (now - then):>10,.0f}")
 
 
 def resident() -> int:

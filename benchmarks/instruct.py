@@ -5,9 +5,8 @@
     python benchmarks/instruct.py ifeval BEFORE.jsonl [AFTER.jsonl] --data input_data.jsonl
     python benchmarks/instruct.py samples RUN [--count 10]
 
-A RUN has the answers of its first and its last evaluation; the files are what `tba eval ... --texts FILE` wrote,
-several AFTER of several seeds: the figures after are then their mean, the intervals of the prompts. Every answer is
-graded again, instruction by instruction.
+A RUN has the answers of its first and its last evaluation; the files are what `tba eval ... --texts FILE` wrote;
+each AFTER has columns of its own. Every answer is graded again, instruction by instruction.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from tba.tasks.instruct import Instruct
 from tba.types import Problem, Version
 
 Answers = Mapping[str, str]  # by prompt; one answer each
+Rows = list[tuple[Any, ...]]  # kind, n, before, after, the interval of the difference
 
 
 def main() -> None:
@@ -46,14 +47,24 @@ def main() -> None:
     elif given.what == "samples":
         samples(pair, Instruct().problems("eval"), given.count)
     else:
-        rows = by_kind(pair, Instruct(kinds=given.kinds).problems("eval"))
-        for name, n, before, after, low, high in rows:
-            print(f"{name:46} {n:4} {before:7.1%} -> {after:7.1%}   {after - before:+7.1%} [{low:+.1%}, {high:+.1%}]")
-        if given.csv is not None:
-            with given.csv.open("w", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows(
-                    [("kind", "n", "before", "after", "low", "high"), *rows]
-                )
+        problems = Instruct(kinds=given.kinds).problems("eval")
+        names = [path.stem for path in given.answers[1:] or given.answers]
+        kinds(names, [by_kind([pair[0], after], problems) for after in pair[1:]], given.csv)
+
+
+def kinds(names: Sequence[str], found: Sequence[Rows], table: Path | None) -> None:
+    """Print a Markdown table of what came after by kind, all prompts first, and write its rows to a csv file."""
+    columns = "".join(f" {name} | difference, paired bootstrap, 95 % |" for name in names)
+    print(f"| | n | before |{columns}\n{'|---' * (3 + 2 * len(names))}|")
+    for runs in zip(*(rows[::-1][:2] + rows[:-2] for rows in found), strict=True):
+        kind, n, before = runs[0][:3]
+        cells = (f" {after:.1%} | {after - before:+.1%} [{low:+.1%}, {high:+.1%}] |" for *_, after, low, high in runs)
+        print(f"| {kind} | {n} | {before:.1%} |{''.join(cells)}")
+    if table is not None:
+        with table.open("w", newline="") as file:
+            lines = [(name, *row) for name, rows in zip(names, found, strict=True) for row in rows]
+            head = ("run", "kind", "n", "before", "after", "low", "high")
+            csv.writer(file, lineterminator="\n").writerows([head, *lines])
 
 
 def of_file(path: Path) -> Answers:
@@ -82,7 +93,7 @@ def matched(answers: Sequence[Answers], problems: Sequence[Problem]) -> list[tup
     return found
 
 
-def by_kind(answers: Sequence[Answers], problems: Sequence[Problem]) -> list[tuple[str, int, float, ...]]:
+def by_kind(answers: Sequence[Answers], problems: Sequence[Problem]) -> Rows:
     """A row a kind, then all instructions, then whole prompts: n, before, after, the interval of the difference."""
     marks: dict[str, list[list[bool]]] = defaultdict(list)
     for problem, texts in matched(answers, problems):
@@ -94,10 +105,7 @@ def by_kind(answers: Sequence[Answers], problems: Sequence[Problem]) -> list[tup
         marks["~prompts: all of their instructions"].append([all(row) for row in zip(*verdicts, strict=True)])
     rows = []
     for name, found in sorted(marks.items()):
-        before, *seeds = np.array(found, float).T
-        after = np.mean(seeds, axis=0)
-        if len(seeds) > 1 and name.startswith("~"):
-            print(f"{name.lstrip('~')}, after, by seed: {', '.join(f'{seed.mean():.1%}' for seed in seeds)}")
+        before, after = np.array(found, float).T
         d = paired_difference(before, after)
         rows.append((name.lstrip("~"), len(found), before.mean(), after.mean(), d.low, d.high))
     return rows

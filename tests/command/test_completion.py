@@ -25,6 +25,8 @@ def test_commands_recipes_studies_and_what_else_a_command_takes_are_completed() 
     assert {"train", "completion", "red-team"} <= set(completed(""))
     assert completed("train", "quick") == ["quickstart"]
     assert completed("check", "") == names()
+    assert completed("model", "") == ["smollm2"]
+    assert completed("reward-model", "") == completed("search", "") == completed("studies", "") == []
     assert completed("study", "wall") == ["wall_clock"]
     assert completed("red-team", "") == ["world", "classifier", "eval", "plot"]
     assert completed("completion", "z") == ["zsh"]
@@ -55,7 +57,7 @@ def test_options_are_those_of_the_usage_and_the_fields_of_a_recipe_which_are_kep
         assert {"--run-name", "--resume", "--data", *flags(find("quickstart"))} <= set(found)
         assert len(found) == len(set(found))
     (kept,) = (tmp_path / "completion").iterdir()
-    kept.write_text("--of-the-cache")
+    kept.write_text('["--of-the-cache"]')
     assert "--of-the-cache" in completed("train", "quickstart", "--of")
 
 

@@ -7,11 +7,10 @@ because that would execute it.
 
 from __future__ import annotations
 
-import os
+import json
 import re
 from contextlib import suppress
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from tba.command.help import about
 from tba.errors import UserError
@@ -39,12 +38,6 @@ compdef _tba tba
 complete -c tba -a "(tba complete (commandline -opc)[2..] (commandline -ct) 2> /dev/null)"
 """,
 }
-_TAKES = {  # what the first word after a command is
-    **dict.fromkeys(("train", "check", "sample", "eval", "sft"), "recipe"),
-    "study": "study",
-    **dict.fromkeys(("show", "report", "push", "replay", "import"), "run"),
-}
-_WORDS = {"red-team": ("world", "classifier", "eval", "plot"), "model": ("smollm2",), "completion": tuple(SHELLS)}
 _OF_RUNS = ("--resume", "--run")  # options whose value is a run
 
 
@@ -61,56 +54,54 @@ def candidates(words: list[str], usage: str) -> list[str]:
     Nothing: a file, or nothing that is known.
     """
     *before, begun = words or [""]
+    lines = "\n".join(about(before[0], usage)) if before else ""
     if not before:
         found = sorted(set(re.findall(r"^  tba ([\w-]+)", usage, flags=re.MULTILINE)))
     elif before[-1] in _OF_RUNS:
         found = _runs()
     elif begun.startswith("-"):
-        found = _options(before, usage)
-    elif len(before) == 1 or before[0] in ("show", "report"):
-        found = _first(before[0])
+        found = _options(before, lines)
+    elif len(before) == 1 or "[RUN ...]" in lines:
+        found = [
+            word for kind in re.findall(r"^  tba [\w-]+ ([\w|-]+)", lines, flags=re.MULTILINE) for word in _of(kind)
+        ]
     else:
         found = []
-    return [word for word in found if word.startswith(begun)]
+    return [word for word in dict.fromkeys(found) if word.startswith(begun)]
 
 
-def _first(command: str) -> list[str]:
-    takes = _TAKES.get(command)
-    if takes == "run":
-        return _runs()
-    return names("study" if takes == "study" else "recipe") if takes else list(_WORDS.get(command, ()))
+def _of(kind: str) -> list[str]:
+    """Returns what the first word after a command in the usage stands for; words that stand for themselves, as such."""
+    if kind.isupper():
+        return {"RECIPE": names, "STUDY": lambda: names("study"), "RUN": _runs}.get(kind, list)()
+    return [] if kind.startswith("-") else kind.split("|")
 
 
 def _runs() -> list[str]:
     return sorted(str(path.parent) for path in Path("runs").glob("*/recipe.json"))
 
 
-def _options(before: list[str], usage: str) -> list[str]:
-    """Returns the options in the lines of the usage about the command, and the fields of a recipe that it is given."""
-    lines = "\n".join(about(before[0], usage))
-    found = dict.fromkeys(re.findall(r"--[a-z][\w-]*", lines.replace("--field", "")))
-    named = before[1] if len(before) > 1 else ""
-    if _TAKES.get(before[0]) == "recipe" and named in names():
-        found |= dict.fromkeys(_fields(named))
-    return list(found)
+def _options(before: list[str], lines: str) -> list[str]:
+    """Returns the options in a command's lines of the usage, and the fields of a recipe that it is given."""
+    found = re.findall(r"--[a-z][\w-]*", lines.replace("--field", ""))
+    takes_fields = "--field" in lines and len(before) > 1 and before[1] in names()
+    return found + (_fields(before[1]) if takes_fields else [])
 
 
 def _fields(recipe: str) -> list[str]:
     """Returns the flags of a recipe's fields, from the cache if nothing of the package has changed since."""
     package = Path(__file__).parents[1]
     newest = max(path.stat().st_mtime_ns for path in package.rglob("*.py"))
-    kept = cache_folder("completion") / f"{recipe}-{newest}.txt"
+    kept = cache_folder("completion") / f"{recipe}-{newest}.json"
     with suppress(OSError):
-        return kept.read_text(encoding="utf-8").split()
+        return [str(flag) for flag in json.loads(kept.read_text(encoding="utf-8"))]
     from tba.fields import flags
+    from tba.record.jsonl import write_json
     from tba.settings import find
 
     found = flags(find(recipe))
     with suppress(OSError):  # no room for it: it is computed each time
-        kept.parent.mkdir(parents=True, exist_ok=True)
         for old in kept.parent.glob(f"{recipe}-*"):
             old.unlink(missing_ok=True)
-        with NamedTemporaryFile("w", dir=kept.parent, delete=False, encoding="utf-8") as file:
-            file.write("\n".join(found))
-        os.replace(file.name, kept)
+        write_json(kept, found)
     return found

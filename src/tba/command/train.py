@@ -170,7 +170,7 @@ def _failure_recorded(recipe: Recipe, run: RunDirectory) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = disk_full(error, run.path) or _recovered(recipe, run, error)
+        told = disk_full(error, run.path) or _recovered(recipe, run)
         if told is None and not isinstance(error, TbaError):
             raise
         with suppress(OSError):  # there may be no room for it
@@ -180,16 +180,17 @@ def _failure_recorded(recipe: Recipe, run: RunDirectory) -> Iterator[None]:
         raise told from error
 
 
-def _recovered(recipe: Recipe, run: RunDirectory, error: Exception) -> UserError | None:
+def _recovered(recipe: Recipe, run: RunDirectory) -> UserError | None:
     """Returns what was recovered of a journal that was found damaged while it was in use; None for other errors."""
     journal = run.journal(recipe)
     if not suspect_mark(journal).exists():
         return None
-    found = []
-    with suppress(TbaError):  # it cannot be recovered, or somebody else has it open: the error stands
-        found = note_recoveries(run, journal)
-    more = f": {'; '.join(found)}; continue with `tba train --resume {shlex.quote(str(run.path))}`" if found else ""
-    return UserError(f"{journal} was damaged while it was in use{more}") if more else None
+    try:
+        found = "; ".join(note_recoveries(run, journal))
+    except TbaError:  # it cannot be recovered, or somebody else has it open: the error stands
+        return None
+    again = f"continue with `tba train --resume {shlex.quote(str(run.path))}`"
+    return UserError(f"{journal} was damaged while it was in use: {found}; {again}") if found else None
 
 
 @dataclass

@@ -159,8 +159,9 @@ class Joined:
 
     def await_start(self) -> None:
         """Let none join until the run that is resumed has begun."""
-        _stop_file(self.run).parent.mkdir(exist_ok=True)
-        _stop_file(self.run).write_text("is starting: try again in a moment", encoding="utf-8")
+        with suppress(OSError):  # a full disk: the run itself says so
+            _stop_file(self.run).parent.mkdir(exist_ok=True)
+            _stop_file(self.run).write_text("is starting: try again in a moment", encoding="utf-8")
 
     def open(self) -> None:
         """Allow searchers to join: the run begins, or is resumed."""

@@ -32,9 +32,7 @@ from tba.runtime.run_dir import RunDirectory
 from tba.types import Json
 
 POLL = 0.05  # seconds between two looks at the parts
-STOP_DEADLINE = (
-    60.0  # seconds that a part has to stop cleanly, at least: a searcher ends its round, the trainer its step
-)
+STOP_DEADLINE = 60.0  # seconds, at least, that a part has to stop: a searcher ends its round, the trainer its step
 _STEPS_TO_STOP = 5  # the time of so many mean steps, where that is longer
 
 
