@@ -121,12 +121,12 @@ def curves(runs: Sequence[RunRecord]) -> Any:
     for axes in grid[-1]:
         axes.set_xlabel(f"wall-clock, {unit}", color=GREY, fontsize=9)
     grid[0, 0].set_xlim(left=0)
-    figure.text(0.05, 0.976, literal(_headline(runs)), fontsize=13, fontweight="bold", color=INK, va="center")
+    figure.text(0.05, 0.984, literal(_headline(runs)), fontsize=13, fontweight="bold", color=INK, va="center")
     if len(runs) > 1:
         _name_runs(figure, runs)
     else:
-        figure.text(0.985, 0.976, _caption(runs[0]), fontsize=8.5, color=GREY, ha="right", va="center")
-    figure.subplots_adjust(left=0.05, right=0.985, top=0.905, bottom=0.057, hspace=0.36, wspace=0.19)
+        figure.text(0.05, 0.961, _caption(runs[0]), fontsize=8.5, color=GREY, va="center")
+    figure.subplots_adjust(left=0.05, right=0.985, top=0.893, bottom=0.057, hspace=0.36, wspace=0.19)
     return figure
 
 
