@@ -33,7 +33,7 @@ from tba.weights.directory import PublishSettings
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """How the parts are run, and their deadlines."""
+    """How the parts are run, and their deadlines. Raises `UserError` when a field makes no sense."""
 
     idle_deadline: float = 1800.0  # seconds the trainer may wait for one batch
     silence_deadline: float = 1800.0  # seconds a part may be without a heartbeat before it is killed and restarted
@@ -100,7 +100,9 @@ _LEAST = {
 
 @dataclass(frozen=True)
 class InitialFill:
-    """What is imported before a run begins, graded by the task and scored under the reference as `tba import` does."""
+    """What is imported before a run begins, graded by the task and scored under the reference as `tba import` does.
+    Raises `UserError` when a field makes no sense.
+    """
 
     demonstrations: int = 0  # how many of the task's own demonstrations, from the first; 0: none
     files: tuple[Path, ...] = ()  # files to import: JSON Lines, Parquet, or the folders of other runs
@@ -112,7 +114,9 @@ class InitialFill:
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of one run. The paper's symbols: B prompts x K responses, S per prompt, k steps per sync."""
+    """The settings of one run. The paper's symbols: B prompts x K responses, S per prompt, k steps per sync. Raises
+    `UserError` when a field makes no sense.
+    """
 
     task: Task
     model: Model

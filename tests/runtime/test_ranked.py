@@ -11,7 +11,7 @@ import pytest
 
 from tba.errors import PartFailed, UserError
 from tba.runtime import ranked
-from tba.runtime.ranked import RankedPart
+from tba.runtime.ranked import RankedWorker
 from tba.training.ranks import _listen_on
 
 
@@ -58,14 +58,14 @@ def died_first(failed: Sequence[Fake], more_to_learn: bool) -> Fake | None:
     return died[0] if died else None if more_to_learn else failed[0]
 
 
-def trainer(count: int = 2) -> tuple[RankedPart[Fake], list[str]]:
+def trainer(count: int = 2) -> tuple[RankedWorker[Fake], list[str]]:
     ended: list[str] = []
 
     def begin(attempt: int, ends: ExitStack) -> list[Fake]:
         ends.callback(ended.append, f"life {attempt}")
         return [Fake(f"trainer-{rank}" if rank else "trainer", attempt) for rank in range(count)]
 
-    return RankedPart(begin, died_first), ended
+    return RankedWorker(begin, died_first), ended
 
 
 def test_it_goes_on_until_all_ranks_have_ended_and_is_stopped_through_the_first() -> None:

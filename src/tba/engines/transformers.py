@@ -39,7 +39,9 @@ _PROBE = 7  # tokens of the longest prompt of the self-test
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How a searcher samples: how many completions grow at the same time, and where one ends."""
+    """How a searcher samples: how many completions grow at the same time, and where one ends. Raises `UserError` when a
+    field makes no sense.
+    """
 
     engine: Literal["transformers", "vllm"] = "transformers"  # the sampling engine; vllm has settings of its own, too
     slots: int = 64  # completions that are generated simultaneously

@@ -154,6 +154,7 @@ class HuggingFace:
         return replace(self, path=str(_FOUND[known]))
 
     def tokenizer(self) -> Any:
+        """Returns the model's own tokenizer. Raises `UserError` when it cannot be loaded."""
         try:
             return AutoTokenizer.from_pretrained(self.path, **SAFE)
         except UNREADABLE as error:

@@ -32,6 +32,7 @@ class Ppo:
 
     PPO's own value clipping keeps values near those of an older value head. No such value is stored here, and the
     current one would never be clipped; `value_clip` bounds the slope instead, at an error that large (Huber 1964).
+    Raises `UserError` when a field makes no sense.
     """
 
     beta: Schedule = Constant(0.05)  # weight of the KL penalty in each token's reward

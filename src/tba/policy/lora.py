@@ -25,7 +25,9 @@ _NAME = "default"  # peft's, of the one adapter of each layer
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Which layers have adapters, and how large. Needs the extra `lora`."""
+    """Which layers have adapters, and how large. Needs the extra `lora`. Raises `UserError` when a field makes no
+    sense.
+    """
 
     rank: int = 0  # rank of each matrix's update; 0: no adapters, all weights are trained
     alpha: float = 32.0  # the change is B A, times alpha over the rank

@@ -28,7 +28,7 @@ LogPolicy: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Sequence[float]
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """What a run records besides `metrics.jsonl`."""
+    """What a run records besides `metrics.jsonl`. Raises `UserError` when a field makes no sense."""
 
     samples_every: int = 20  # steps between trajectories written to samples.jsonl; 0: none
     samples: int = 4  # trajectories of the batch each time

@@ -46,7 +46,7 @@ LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted", -_DAMAGED: "damaged"}
 
 @dataclass(frozen=True)
 class BufferSettings:
-    """How much the replay buffer in the trainer's memory holds."""
+    """How much the replay buffer in the trainer's memory holds. Raises `UserError` when a field makes no sense."""
 
     per_prompt: int = 100  # most trajectories of one prompt (paper: 100)
     total: int = 100_000  # most trajectories in all (paper, red-teaming: 100k to 150k)

@@ -30,7 +30,7 @@ Held: TypeAlias = Literal["warm_up", "paced"]
 
 @dataclass(frozen=True)
 class Pacing:
-    """How the trainer and the searchers are held back."""
+    """How the trainer and the searchers are held back. Raises `UserError` when a field makes no sense."""
 
     warm_up: int = 500  # trajectories received before the first batch (paper: 500 GSM8K, 10,000 TL;DR)
     max_mean_uses: float = 8.0  # bound on the mean uses of what was received; beyond it the trainer is `paced`

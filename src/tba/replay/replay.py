@@ -31,7 +31,7 @@ NotReady: TypeAlias = Held | Literal["empty", "unscored"]
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """What is kept, what is drawn and when."""
+    """What is kept, what is drawn and when. Raises `UserError` when a field makes no sense."""
 
     selection: Selection = field(default_factory=RecencyReward)
     pacing: Pacing = field(default_factory=Pacing)

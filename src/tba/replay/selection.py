@@ -61,7 +61,9 @@ class Selection(Protocol):
 
 @dataclass(frozen=True)
 class RecencyReward:
-    """Each group is, independently, recent with probability m, else drawn by reward (arXiv 2503.18929, section 4)."""
+    """Each group is, independently, recent with probability m, else drawn by reward (arXiv 2503.18929, section 4).
+    Raises `UserError` when a field makes no sense.
+    """
 
     m: float = 0.95  # the paper's most-on-policy probability
     inverse_temperature: float = 0.0  # of softmax(reward x this) over a prompt's responses; 0 = uniform

@@ -35,7 +35,7 @@ class Endpoint:
     remembers replies of its own.
 
     `start()` returns a function from a message to the reply; call it from a reward function, and give the reward a
-    `concurrency` to have several calls under way at once.
+    `concurrency` to have several calls under way at once. Raises `UserError` when a field makes no sense.
     """
 
     url: str = ""  # base URL including the version, such as http://127.0.0.1:8000/v1

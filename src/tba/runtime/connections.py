@@ -46,9 +46,9 @@ class RunRecords:
         """Record a fault that the run survived."""
         record_fault(self.run.path, kind, what)
 
-    def result(self, part: str, result: Json) -> None:
-        """Leave what the summary needs of the part."""
-        write_json(self.run.result(part), result)
+    def result(self, worker: str, result: Json) -> None:
+        """Leave what the summary needs of the worker."""
+        write_json(self.run.result(worker), result)
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
-"""Which GPU of this machine each part of a run gets, decided before anything starts.
+"""Which GPU of this machine each worker of a run gets, decided before anything starts.
 
-Invariant: a pure function of what the parts want and how many GPUs there are. What a part is given is all that it sees
-(CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to more than `USABLE`.
+Invariant: a pure function of what the workers want and how many GPUs there are. What a worker is given is all that it
+sees (CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to more than `USABLE`.
 
 - Enough GPUs: each rank of the trainer has one, each searcher one (several for an engine that is spread over them).
 - Fewer: the trainer's ranks keep one each, and searchers share those that are left.
-- One GPU, one rank: all parts share it, the trainer with `TRAINER` of its memory.
+- One GPU, one rank: all workers share it, the trainer with `TRAINER` of its memory.
 - No GPU: everything runs on the CPU.
 """
 
@@ -21,13 +21,13 @@ from tba.training.ranks import name_of_rank
 
 USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
 TRAINER = 0.5  # of it, where searchers are on the same GPU: a trainer has moments and gradients, a searcher two copies
-GIVEN = "TBA_GPU_SHARE"  # in a part's environment: its share of its GPUs' memory (`engines.vllm` reads it too)
+GIVEN = "TBA_GPU_SHARE"  # in a worker's environment: its share of its GPUs' memory (`engines.vllm` reads it too)
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
 class Place:
-    """The GPUs of one part, by number among those that are visible, and its share of the memory of each."""
+    """The GPUs of one worker, by number among those that are visible, and its share of the memory of each."""
 
     gpus: tuple[int, ...] = ()
     share: float = 0.0
@@ -81,7 +81,7 @@ def _too_few(ranks: int, searchers: int, gpus: int, each: int, whose: str) -> st
 
 
 def places_here(recipe: Recipe, searchers: Sequence[str]) -> dict[str, Place]:
-    """A place on this machine for each part of the run. Raises `UserError` where they do not fit."""
+    """A place on this machine for each worker of the run. Raises `UserError` where they do not fit."""
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.ranks)]
     each = recipe.model.gpus_per_searcher
     gpus = gpus_here() if each else 0
@@ -93,14 +93,14 @@ def places_here(recipe: Recipe, searchers: Sequence[str]) -> dict[str, Place]:
 
 
 def gpus_here() -> int:
-    """How many GPUs this process sees. CUDA is not started for it: parts are forked, and could not use it then."""
+    """How many GPUs this process sees. CUDA is not started for it: workers are forked, and could not use it then."""
     import torch  # knows the GPUs
 
     return torch.cuda.device_count()
 
 
 def environment_of(place: Place, visible: str | None = None) -> dict[str, str]:
-    """What a part's process is given so that it sees its own GPUs only; without any, nothing.
+    """What a worker's process is given so that it sees its own GPUs only; without any, nothing.
 
     visible: the driver's own CUDA_VISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
     """

@@ -1,8 +1,8 @@
-"""A trainer of several ranks, seen from the driver: processes that live and end together, as one part.
+"""A trainer of several ranks, seen from the driver: processes that live and end together, as one worker.
 
-Invariant: once any rank has failed the others are ended too, and the error of the first one to fail is the part's (the
-others fail because it is gone). The part runs until all ranks have ended. For each of its lives the ranks, and the
-means by which they find each other, are made again.
+Invariant: once any rank has failed the others are ended too, and the error of the first one to fail is the worker's
+(the others fail because it is gone). The worker runs until all ranks have ended. For each of its lives the ranks, and
+the means by which they find each other, are made again.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from tba.runtime.supervisor import Part
+from tba.runtime.supervisor import Worker
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=Worker)
 SETTLE = 5.0  # seconds after the first failure in which other ranks may still report an earlier one
 
 
 @dataclass
-class RankedPart(Generic[P]):
-    """All ranks as one part. Only rank 0 gives a heartbeat, for all of them."""
+class RankedWorker(Generic[P]):
+    """All ranks as one worker. Only rank 0 gives a heartbeat, for all of them."""
 
     # starts all ranks of its n-th life, 0 the first; the stack is unwound when that life ends
     begin: Callable[[int, ExitStack], Sequence[P]]
@@ -91,7 +91,7 @@ class RankedPart(Generic[P]):
         self._ends.close()
 
     def end(self) -> None:
-        """End the ranks that have not ended, as a part that hangs. If one had failed before, that stays the reason."""
+        """End the ranks that have not ended, as a worker that hangs. If one had failed before, that is why."""
         failed = [rank for rank in self.ranks if rank.code]
         if self._failed is None and failed:
             self._failed = self.culprit(failed, False)

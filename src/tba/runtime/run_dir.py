@@ -7,12 +7,12 @@ Invariant: `recipe.json` alone (a name or path, the overrides, the run's own fac
 and says which incarnation this is: each time the run is begun or resumed, or its trainer restarted, it gets another
 number.
 
-The run's lock is held by the driver and by every part that it started, until the last of them ends:
+The run's lock is held by the driver and by every worker that it started, until the last of them ends:
 
     lock          the driver's, which child processes inherit
-    lock-parts    of parts that cannot inherit it, because they are not its children
+    lock-parts    of workers that cannot inherit it, because they are not its children
 
-Invariant: nobody else can hold a run while its driver or a part of it lives.
+Invariant: nobody else can hold a run while its driver or a worker of it lives.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class RunDirectory:
             "incarnations": [{"why": "begun", "program": version()}],
             "resolved": resolved(recipe),
         }
-        # no part creates it: one that finds no journal reports that
+        # no worker creates it: one that finds no journal reports that
         with JournalFollower(run.journal(recipe)) as journal:
             if journal.counters().keys() - {IMPORTS}:
                 raise UserError(
@@ -150,7 +150,7 @@ class RunDirectory:
         return len(self.facts.get("incarnations", ["begun"])) - 1
 
     def begin_again(self, why: str, overrides: Sequence[str] = (), before: float | None = None) -> None:
-        """Begin another incarnation, with further overrides; every part started from here on belongs to it.
+        """Begin another incarnation, with further overrides; every worker started from here on belongs to it.
 
         before: seconds that the run had been going when it was left (None: it has never been left).
         """
@@ -173,7 +173,7 @@ class RunDirectory:
 
     @contextmanager
     def held(self, seconds: float) -> Iterator[RunDirectory]:
-        """Yields the run with its lock, which the parts that are started from it inherit and hold for as long as they
+        """Yields the run with its lock, which the workers that are started from it inherit and hold for as long as they
         live.
 
         Raises `UserError` when others hold it for `seconds` more.
@@ -221,16 +221,16 @@ class RunDirectory:
     def summary(self) -> Path:
         return self.path / "summary.json"
 
-    def log(self, part: str) -> Path:
-        return self.path / "logs" / f"{part}.log"
+    def log(self, worker: str) -> Path:
+        return self.path / "logs" / f"{worker}.log"
 
-    def error(self, part: str) -> Path:
-        """Returns the file in which a part that ends with an error of its own leaves it."""
-        return self.path / "logs" / f"{part}.error.json"
+    def error(self, worker: str) -> Path:
+        """Returns the file in which a worker that ends with an error of its own leaves it."""
+        return self.path / "logs" / f"{worker}.error.json"
 
-    def result(self, part: str) -> Path:
-        """Returns the file in which a part leaves what the summary needs of it."""
-        return self.path / "logs" / f"{part}.result.json"
+    def result(self, worker: str) -> Path:
+        """Returns the file in which a worker leaves what the summary needs of it."""
+        return self.path / "logs" / f"{worker}.result.json"
 
 
 def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
@@ -281,7 +281,7 @@ def hold(run: Path, seconds: float) -> Iterator[int]:
                 file.seek(0)
                 who = file.read().strip() or "unknown"
                 raise UserError(
-                    f"the run at {run} is still in progress (process {who} or a part of it): "
+                    f"the run at {run} is still in progress (process {who} or a worker of it): "
                     "let it end, or end it, before it is resumed"
                 )
             time.sleep(_POLL)
@@ -292,7 +292,7 @@ def hold(run: Path, seconds: float) -> Iterator[int]:
 
 
 def keep(run: Path) -> IO[str]:
-    """Keep the run for a part that has not inherited the lock: while the returned file is open, nobody else can hold
+    """Keep the run for a worker that has not inherited the lock: while the returned file is open, nobody else can hold
     the run.
     """
     file = (run / _PARTS).open("a")
@@ -301,7 +301,7 @@ def keep(run: Path) -> IO[str]:
 
 
 def is_held(run: Path) -> bool:
-    """Whether the run at `run` is going on: its driver, or a part of it, lives."""
+    """Whether the run at `run` is going on: its driver, or a worker of it, lives."""
     try:
         with (run / _LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -322,7 +322,7 @@ def driver_lives(run: Path) -> bool:
 
 
 def _let_go(run: Path) -> bool:
-    """Whether no part keeps it any longer."""
+    """Whether no worker keeps it any longer."""
     if not (run / _PARTS).exists():
         return True
     with (run / _PARTS).open("a") as file:

@@ -1,6 +1,6 @@
-"""The driver of a run in parts: it starts them, restarts those that die, and ends them, wherever a part runs.
+"""The driver of a run: it starts its workers, restarts those that die, and ends them, wherever a worker runs.
 
-Invariant: its loop consumes how parts end and their heartbeats, and waits for nothing else; a part that dies is
+Invariant: its loop consumes how workers end and their heartbeats, and waits for nothing else; a worker that dies is
 restarted a bounded number of times (the trainer resumes from its newest checkpoint, as another incarnation), one that
 raises ends the run; every phase has a deadline that names what it waits for.
 
@@ -31,12 +31,12 @@ from tba.runtime.evaluation import EVALUATION_DEADLINE, evaluated_to_the_end
 from tba.runtime.run_dir import RunDirectory
 from tba.types import Json
 
-POLL = 0.05  # seconds between two looks at the parts
-STOP_DEADLINE = 60.0  # seconds, at least, that a part has to stop: a searcher ends its round, the trainer its step
+POLL = 0.05  # seconds between two looks at the workers
+STOP_DEADLINE = 60.0  # seconds, at least, that a worker has to stop: a searcher ends its round, the trainer its step
 _STEPS_TO_STOP = 5  # the time of so many mean steps, where that is longer
 
 
-class Part(Protocol):
+class Worker(Protocol):
     """A searcher or the trainer, in whichever process or machine. It lives at most as long as its driver."""
 
     attempt: int  # how often it has been restarted
@@ -80,11 +80,11 @@ class Part(Protocol):
         ...
 
     def end(self) -> None:
-        """End it as a part that hangs: afterwards it counts as one that died."""
+        """End it as a worker that hangs: afterwards it counts as one that died."""
         ...
 
     def start_again(self) -> None:
-        """Start the part again after its death."""
+        """Start the worker again after its death."""
         ...
 
     def failure(self) -> Exception:
@@ -93,7 +93,7 @@ class Part(Protocol):
 
 
 def failed(who: str, log: str, error: Json) -> Exception:
-    """Returns the driver's error for what a part raised: its `kind`, `message` and `traceback`."""
+    """Returns the driver's error for what a worker raised: its `kind`, `message` and `traceback`."""
     if error["kind"] == "UserError":
         return UserError(error["message"])
     if error["kind"] == "DeadlineExceeded":
@@ -103,7 +103,7 @@ def failed(who: str, log: str, error: Json) -> Exception:
 
 @dataclass
 class Driver(ABC):
-    """One run: `go()` until it is finished, stopped or failed. A runtime says how a part is started."""
+    """One run: `go()` until it is finished, stopped or failed. A runtime says how a worker is started."""
 
     recipe: Recipe
     run: RunDirectory
@@ -117,15 +117,15 @@ class Driver(ABC):
         self.joined = Joined(self.run)
 
     @abstractmethod
-    def start(self, name: str) -> Part:
-        """Start a part of the run."""
+    def start(self, name: str) -> Worker:
+        """Start a worker of the run."""
 
     def pause(self) -> None:
-        """Wait between two looks at the parts."""
+        """Wait between two looks at the workers."""
         time.sleep(POLL)
 
     def go(self) -> dict[str, object]:
-        """Run to the end; returns the faults that it survived. Raises the error that a part ended with."""
+        """Run to the end; returns the faults that it survived. Raises the error that a worker ended with."""
         self.joined.open()
         with stop_requests() as stop, ExitStack() as ends:
             ends.callback(self.joined.dismiss, 0.0, lambda: None)
@@ -150,7 +150,7 @@ class Driver(ABC):
             if not (self.stopped or seen):
                 self._note_missing_evaluation()
             self._see_off()
-            failed_while_stopping = [part.name for part in searchers if part.code != 0]
+            failed_while_stopping = [worker.name for worker in searchers if worker.code != 0]
         return {"stopped": self.stopped, "failed_while_stopping": failed_while_stopping}
 
     @property
@@ -166,12 +166,12 @@ class Driver(ABC):
         for name in late:
             record_fault(self.run.path, "joined_late", f"{name} had not left after {seconds:.0f} s")
 
-    def _start(self, name: str, ends: ExitStack) -> Part:
-        part = self.start(name)
-        ends.callback(part.kill)
-        return part
+    def _start(self, name: str, ends: ExitStack) -> Worker:
+        worker = self.start(name)
+        ends.callback(worker.kill)
+        return worker
 
-    def _train(self, trainer: Part, searchers: Sequence[Part], stop: Callable[[], bool]) -> None:
+    def _train(self, trainer: Worker, searchers: Sequence[Worker], stop: Callable[[], bool]) -> None:
         """Watch until the trainer has ended, or a stop was requested. It has its own deadline for a batch."""
         while (trainer.code is None or self._goes_on(trainer, searchers)) and not stop():
             self._end_silent([trainer, *searchers])
@@ -179,15 +179,15 @@ class Driver(ABC):
             self.tell("training", self._note)
             self.pause()
 
-    def _evaluate(self, searchers: Sequence[Part], stop: Callable[[], bool]) -> None:
+    def _evaluate(self, searchers: Sequence[Worker], stop: Callable[[], bool]) -> None:
         """Watch until the searchers have seen that the trainer is done, and evaluated its last version."""
         deadline = time.monotonic() + EVALUATION_DEADLINE
-        while any(part.code is None for part in searchers) and not stop():
+        while any(worker.code is None for worker in searchers) and not stop():
             self._end_silent(searchers)
             self._watch(searchers)
             self.tell("evaluating", self._note)
             if time.monotonic() > deadline:
-                waiting = ", ".join(part.who for part in searchers if part.code is None)
+                waiting = ", ".join(worker.who for worker in searchers if worker.code is None)
                 raise DeadlineExceeded(
                     f"waited {EVALUATION_DEADLINE:g} s for the last evaluation by {waiting}; "
                     f"look at {self.run.path / 'logs'}"
@@ -200,66 +200,67 @@ class Driver(ABC):
             what = f"the last version was not evaluated: tba eval {self.recipe.name} --checkpoint {self.run.path}"
             record_fault(self.run.path, "evaluations_missing", what)
 
-    def _watch(self, searchers: Sequence[Part]) -> None:
+    def _watch(self, searchers: Sequence[Worker]) -> None:
         """Check the searchers: one that raises ends the run; one that dies is restarted, a bounded number of times."""
         self.joined.look(self.run.journal(self.recipe))
-        for part in searchers:
-            code = part.code
+        for worker in searchers:
+            code = worker.code
             if code is None or code == 0:
                 continue
-            if not self._revived(part, "searcher_restarts"):
-                raise part.failure()
+            if not self._revived(worker, "searcher_restarts"):
+                raise worker.failure()
 
-    def _goes_on(self, trainer: Part, searchers: Sequence[Part]) -> bool:
+    def _goes_on(self, trainer: Worker, searchers: Sequence[Worker]) -> bool:
         """Restart a trainer that was killed, and searchers that had ended because it seemed to be done."""
         if not self._revived(trainer, "trainer_restarts"):
             return False
-        for part in searchers:
-            if part.code == 0:
-                part.start_again()
+        for worker in searchers:
+            if worker.code == 0:
+                worker.start_again()
         return True
 
-    def _revived(self, part: Part, kind: str) -> bool:
-        """Restart a part that was killed, unless that has been done as often as allowed."""
-        code = part.code
-        if code is None or code >= 0 or part.attempt >= self.recipe.run.restarts:
+    def _revived(self, worker: Worker, kind: str) -> bool:
+        """Restart a worker that was killed, unless that has been done as often as allowed."""
+        code = worker.code
+        if code is None or code >= 0 or worker.attempt >= self.recipe.run.restarts:
             return False
-        why = f"{part.name} {part.how}"
-        if part.name == "trainer":
+        why = f"{worker.name} {worker.how}"
+        if worker.name == "trainer":
             self.run.begin_again(why)
         self._note = f"{why} and started again"
         record_fault(self.run.path, kind, self._note)
-        part.start_again()
+        worker.start_again()
         return True
 
-    def _end_silent(self, parts: Sequence[Part]) -> None:
-        """Kill a part that hangs: like one that dies, it is restarted, a bounded number of times."""
+    def _end_silent(self, workers: Sequence[Worker]) -> None:
+        """Kill a worker that hangs: like one that dies, it is restarted, a bounded number of times."""
         settings = self.recipe.run
-        for part in parts:
-            limit = settings.silence_deadline if part.heard else settings.first_sign_deadline
-            if part.code is None and part.silence() > limit:
-                what = f"{part.who} gave no sign of life for {limit:g} s and was killed"
+        for worker in workers:
+            limit = settings.silence_deadline if worker.heard else settings.first_sign_deadline
+            if worker.code is None and worker.silence() > limit:
+                what = f"{worker.who} gave no sign of life for {limit:g} s and was killed"
                 record_fault(self.run.path, "silences", what)
-                part.end()
+                worker.end()
 
-    def _stop(self, parts: Sequence[Part], what: str) -> None:
-        """Ask parts to stop, wait, and kill them at the deadline."""
+    def _stop(self, workers: Sequence[Worker], what: str) -> None:
+        """Ask workers to stop, wait, and kill them at the deadline."""
         seconds = self._stop_deadline()
         deadline = time.monotonic() + seconds
-        for part in parts:
-            part.ask_to_stop()
-        while any(part.code is None for part in parts) and time.monotonic() < deadline:
+        for worker in workers:
+            worker.ask_to_stop()
+        while any(worker.code is None for worker in workers) and time.monotonic() < deadline:
             self.tell("stopping", self._note or f"waiting for {what}")
             self.pause()
-        for part in parts:
-            if part.code is None:
-                part.kill()
+        for worker in workers:
+            if worker.code is None:
+                worker.kill()
                 raise DeadlineExceeded(
-                    f"{part.who} had not finished {what} after {seconds:.0f} s and was killed; its log is {part.log}"
+                    f"{worker.who} had not finished {what} after {seconds:.0f} s and was killed; "
+                    f"its log is {worker.log}"
                 )
 
     def _stop_deadline(self) -> float:
-        """Returns how many seconds a part has to stop: a step of a large model can take minutes."""
+        """Returns how many seconds a worker has to stop: a step of a large model can take minutes."""
         last = read_last(self.run.path)
         mean = float(last["wall_seconds"]) / max(1, int(last["step"])) if last else 0.0
         return max(STOP_DEADLINE, _STEPS_TO_STOP * mean)

@@ -26,7 +26,9 @@ _RESULT = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """`a+b=`, answered by the digits of the result. Every operand has exactly `digits` digits."""
+    """`a+b=`, answered by the digits of the result. Every operand has exactly `digits` digits. Raises `UserError` when
+    a field makes no sense.
+    """
 
     digits: int = 3  # digits of each operand, 1 to 9
     operations: str = "+"  # some of + - *; each problem draws one of them

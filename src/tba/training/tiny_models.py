@@ -21,7 +21,9 @@ PAD = "<pad>"
 
 @dataclass(frozen=True)
 class ScratchModel:
-    """The sizes of a Llama-type model. The defaults have 0.36 M parameters with a vocabulary of 16."""
+    """The sizes of a Llama-type model. The defaults have 0.36 M parameters with a vocabulary of 16. Raises `UserError`
+    when a field makes no sense.
+    """
 
     hidden_size: int = 96  # width; divisible by twice the number of heads
     layers: int = 3  # decoder layers

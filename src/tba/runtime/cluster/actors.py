@@ -1,4 +1,4 @@
-"""The parts of a run as Ray actors: the code that runs in their processes.
+"""The workers of a run as Ray actors: the code that runs in their processes.
 
 Invariant: an actor does one thing in its life (`go`), and answers in a second thread whether it is alive and takes the
 request to stop. What it raised is returned as plain values; if the actor is killed, Ray raises its own error. Every
@@ -38,8 +38,8 @@ from tba.types import Json, Version
 
 
 def scratch() -> Path:
-    """Returns the folder in which a part that cannot reach the run's directory keeps its logs and the recipe, which it
-    executes: nobody else can write into it.
+    """Returns the folder in which a worker that cannot reach the run's directory keeps its logs and the recipe, which
+    it executes: nobody else can write into it.
 
     Raises `UserError` when another folder has its name.
     """
@@ -52,11 +52,11 @@ def scratch() -> Path:
     return path
 
 
-def place_of(part: str, log_file: Path) -> Json:
+def place_of(worker: str, log_file: Path) -> Json:
     """Returns where this process runs, and the files that it and Ray write about it."""
     context = ray.get_runtime_context()
     return {
-        "part": part,
+        "part": worker,
         "node": ray.util.get_node_ip_address(),
         "node_id": context.get_node_id(),
         "process": os.getpid(),
@@ -168,18 +168,18 @@ class PartActor:
         """Returns the seconds since its last heartbeat; None before the first."""
         return None if self._told.beat is None else time.monotonic() - self._told.beat
 
-    def go(self, part: str, facts: Json, attempt: int, exchange: Any, meet: MeetAt | None) -> Json:
+    def go(self, worker: str, facts: Json, attempt: int, exchange: Any, meet: MeetAt | None) -> Json:
         run = stand_in(facts, scratch)
         try:
-            with log_to(run.path, part) as log_file:
-                if attempt == 0:  # a part that is restarted may find newer files, which must not end the run
-                    refuse_others(run.facts, f"{part} on {ray.util.get_node_ip_address()}")
+            with log_to(run.path, worker) as log_file:
+                if attempt == 0:  # a worker that is restarted may find newer files, which must not end the run
+                    refuse_others(run.facts, f"{worker} on {ray.util.get_node_ip_address()}")
                 keep_to_share()
-                recipe, place = run.recipe(), place_of(part, log_file)
+                recipe, place = run.recipe(), place_of(worker, log_file)
                 deadline = recipe.run.journal_deadline
-                contact = ActorContact(exchange, part, deadline)
+                contact = ActorContact(exchange, worker, deadline)
                 meeting = None if meet is None else meet.meeting(deadline)
-                if part == "trainer":
+                if worker == "trainer":
                     _train(recipe, run, place, self._told, meeting)
                 elif meeting is not None:
                     _follow(run, contact, place, meeting)
@@ -205,20 +205,20 @@ def _follow(run: RunDirectory, contact: ActorContact, place: Json, meeting: Meet
     from tba.runtime.leading import follow
 
     contact.call("place", place)
-    rank = int(contact.part.removeprefix("trainer-"))
-    follow(run, rank, meeting, lambda there: checkpoint_through(contact, contact.part, there, run.checkpoints))
+    rank = int(contact.worker.removeprefix("trainer-"))
+    follow(run, rank, meeting, lambda there: checkpoint_through(contact, contact.worker, there, run.checkpoints))
 
 
 def _search(recipe: Recipe, contact: ActorContact, place: Json, attempt: int, told: Callable[[], bool]) -> None:
     from tba.runtime.searcher_loop import NICENESS, search, searcher_loop_at
 
     os.nice(NICENESS)
-    index = int(contact.part.removeprefix("searcher-"))
+    index = int(contact.worker.removeprefix("searcher-"))
     search(
         recipe,
         lambda: searcher_loop_at(
             recipe,
-            lambda: through(contact, contact.part, place),
+            lambda: through(contact, contact.worker, place),
             index,
             attempt,
             told,

@@ -1,4 +1,4 @@
-"""A part's calls in a Ray cluster: fetching values by reference, calling the gateway of its run; and joining a cluster.
+"""A worker's calls in a Ray cluster: it fetches values by reference, calls the gateway of its run, joins a cluster.
 
 Invariant: every wait for Ray has a deadline and names what it waits for; what the gateway raised is raised here
 unchanged.
@@ -42,10 +42,10 @@ def exchange_name(run: Path) -> str:
     return f"exchange of {run.name}"
 
 
-def contact_with(run: str, part: str, deadline: float) -> ActorContact:
+def contact_with(run: str, worker: str, deadline: float) -> ActorContact:
     """Returns the gateway of the run of that name. Raises `UserError` when it is not in the cluster."""
     try:
-        return ActorContact(ray.get_actor(exchange_name(Path(run)), namespace=NAMESPACE), part, deadline)
+        return ActorContact(ray.get_actor(exchange_name(Path(run)), namespace=NAMESPACE), worker, deadline)
     except ValueError as error:
         raise UserError(
             f"no run {Path(run).name} is in progress in this cluster: start it with --runtime cluster"
@@ -54,10 +54,10 @@ def contact_with(run: str, part: str, deadline: float) -> ActorContact:
 
 @dataclass(frozen=True)
 class ActorContact:
-    """A part's calls to the gateway."""
+    """A worker's calls to the gateway."""
 
     exchange: Any
-    part: str
+    worker: str
     deadline: float  # seconds
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
@@ -69,7 +69,7 @@ class ActorContact:
             raise error.cause from None
         except ray.exceptions.RayActorError as error:
             raise PartFailed(
-                f"{self.part} has lost its connection to the gateway: the run, or its machine, is down"
+                f"{self.worker} has lost its connection to the gateway: the run, or its machine, is down"
             ) from error
 
     def fetch(self, references: Sequence[Any]) -> list[Flat]:
@@ -109,7 +109,7 @@ def _connected(address: str | None, object_store_gb: float | None, folder: str |
         if address is None:
             if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # otherwise Ray would write a token into the home folder
                 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            os.environ.setdefault("RAY_worker_niceness", "0")  # like the parts of any other run; Ray's default is 15
+            os.environ.setdefault("RAY_worker_niceness", "0")  # like the workers of any other run; Ray's default is 15
             with _one_machine():
                 ray.init(
                     address="local",

@@ -4,10 +4,11 @@ Trajectories go through the gateway into the journal, weights through Ray's obje
 machine, and the trainer (its first rank) with it. The driver (this process) joins the Ray cluster at `--address`, or
 starts one that listens on the loopback interface only and ends with it; there is no dashboard, nothing is reported to
 anybody, and Ray's token authentication stays as it is (on, for a cluster of its own). How the driver supervises the
-parts is in `supervisor`; `ActorPart` is one part as a Ray actor, seen from the driver.
+workers is in `supervisor`; `ActorWorker` is one worker as a Ray actor, seen from the driver.
 
-Invariant: looking at a part never waits. A part is up once it has answered. One that Ray does not start in time ends
-the run, unless it is a searcher that was being restarted: then its machine is gone, and the run continues without it.
+Invariant: looking at a worker never waits. A worker is up once it has answered. One that Ray does not start in time
+ends the run, unless it is a searcher that was being restarted: then its machine is gone, and the run goes
+on without it.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from tba.runtime.cluster.gateway import PLACES
 from tba.runtime.cluster.placement import Node, Placed, plan, share_of_gpu
 from tba.runtime.cluster.remote import whole_facts
 from tba.runtime.cluster.rendezvous import KeyValueStore
-from tba.runtime.ranked import RankedPart
+from tba.runtime.ranked import RankedWorker
 from tba.runtime.run_dir import RunDirectory
-from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Part, failed
+from tba.runtime.supervisor import POLL, STOP_DEADLINE, Driver, Worker, failed
 from tba.training.ranks import name_of_rank
 from tba.types import Json
 
@@ -44,17 +45,17 @@ _remote: Any = ray.remote  # Ray's own types leave out some of its options
 class Cluster(Driver):
     """One run on a Ray cluster: `go()` until it is finished, stopped or failed."""
 
-    _started: list[ActorPart | RankedPart[ActorPart]] = field(default_factory=list)
+    _started: list[ActorWorker | RankedWorker[ActorWorker]] = field(default_factory=list)
     _placed: dict[str, Placed] = field(default_factory=dict)
     _exchange: Any = None
 
     def go(self) -> dict[str, object]:
         """Run to the end in the cluster; returns the faults that it survived.
 
-        Raises the error that a part ended with.
+        Raises the error that a worker ended with.
         """
         with connected(self.recipe.address, self.recipe.cluster.object_store_gb):
-            self._placed = {placed.part: placed for placed in self._plan()}
+            self._placed = {placed.worker: placed for placed in self._plan()}
             self._start_exchange(self._placed["trainer"].node)
             faults = super().go()
             get(self._exchange.end.remote(), STOP_DEADLINE, "the exchange to close the journal")
@@ -91,21 +92,21 @@ class Cluster(Driver):
         except ray.exceptions.RayError as error:
             raise PartFailed(f"the gateway on the trainer's machine did not start: {error}") from error
 
-    def start(self, name: str) -> Part:
-        """Start a part as an actor on the node that it was given; a trainer of several ranks is several actors."""
-        part: ActorPart | RankedPart[ActorPart]
+    def start(self, name: str) -> Worker:
+        """Start a worker as an actor on the node that it was given; a trainer of several ranks is several actors."""
+        worker: ActorWorker | RankedWorker[ActorWorker]
         if name == "trainer" and self.recipe.trainer.ranks > 1:
-            part = RankedPart(self._ranks, _own_failure)
+            worker = RankedWorker(self._ranks, _own_failure)
         else:
-            part = self._actor(name)
-        self._started.append(part)
-        return part
+            worker = self._actor(name)
+        self._started.append(worker)
+        return worker
 
-    def _actor(self, name: str, attempt: int = 0, meet: MeetAt | None = None) -> ActorPart:
+    def _actor(self, name: str, attempt: int = 0, meet: MeetAt | None = None) -> ActorWorker:
         deadline = self.recipe.cluster.start_deadline
-        return ActorPart(self._placed[name], self.run, self._exchange, deadline, attempt, meet)
+        return ActorWorker(self._placed[name], self.run, self._exchange, deadline, attempt, meet)
 
-    def _ranks(self, attempt: int, ends: ExitStack) -> list[ActorPart]:
+    def _ranks(self, attempt: int, ends: ExitStack) -> list[ActorWorker]:
         """Start the ranks of one life of the trainer, which find each other through a key-value store made for it."""
         names = [name_of_rank(rank) for rank in range(self.recipe.trainer.ranks)]
         places = [self._placed[name].node for name in names]
@@ -116,37 +117,37 @@ class Cluster(Driver):
         return [self._actor(name, attempt, meet) for name in names]
 
     @property
-    def _parts(self) -> list[ActorPart]:
-        return [p for part in self._started for p in (part.ranks if isinstance(part, RankedPart) else [part])]
+    def _workers(self) -> list[ActorWorker]:
+        return [p for worker in self._started for p in (worker.ranks if isinstance(worker, RankedWorker) else [worker])]
 
     def pause(self) -> None:
         """Wait as long as any other driver does, and take in what has become ready by then."""
-        references = [reference for part in self._parts for reference in part.awaited]
+        references = [reference for worker in self._workers for reference in worker.awaited]
         if not references:
             time.sleep(POLL)
         ready = ray.wait(references, num_returns=len(references), timeout=POLL)[0] if references else []
-        for part in self._parts:
-            part.look(set(ready))
+        for worker in self._workers:
+            worker.look(set(ready))
 
 
-def _own_failure(failed: Sequence[ActorPart], more_to_learn: bool) -> ActorPart | None:
+def _own_failure(failed: Sequence[ActorWorker], more_to_learn: bool) -> ActorWorker | None:
     """Returns the rank whose actor died, else the one that raised; ranks that lost contact did so because of another.
 
     A rank may also raise because another has died, which Ray reports a moment later.
     """
-    died = [part for part in failed if part.code == DIED and not part.lost_touch]
+    died = [worker for worker in failed if worker.code == DIED and not worker.lost_touch]
     if died or more_to_learn:
         return died[0] if died else None
-    return min(failed, key=lambda part: part.lost_touch)
+    return min(failed, key=lambda worker: worker.lost_touch)
 
 
-DIED = -1  # the exit code of a part whose actor is gone
-_ASK = 1.0  # seconds between two requests for how long a part has been silent
+DIED = -1  # the exit code of a worker whose actor is gone
+_ASK = 1.0  # seconds between two requests for how long a worker has been silent
 
 
 @dataclass
-class ActorPart:
-    """A part as a Ray actor, seen from its driver."""
+class ActorWorker:
+    """A worker as a Ray actor, seen from its driver."""
 
     placed: Placed
     run: RunDirectory
@@ -156,7 +157,7 @@ class ActorPart:
     meet: MeetAt | None = None  # where a rank of the trainer finds the others
     code: int | None = field(init=False)
     how: str = field(init=False)
-    lost_touch: bool = field(init=False)  # it ended because it could not reach another part
+    lost_touch: bool = field(init=False)  # it ended because it could not reach another worker
     heard: bool = field(init=False)
     _actor: Any = field(init=False)
     _done: Any = field(init=False)
@@ -177,7 +178,7 @@ class ActorPart:
         asked = self.placed.asked
         soft = self._searches or not self.placed.node.here
         place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
-        # Ray would leave all GPUs visible to a part that asks for none, including those that it has given to others.
+        # Ray would leave all GPUs visible to a worker that asks for none, including those that it has given to others.
         environment = share_of_gpu(asked["GPU"]) if asked["GPU"] else {"CUDA_VISIBLE_DEVICES": ""}
         self._actor = (
             _remote(concurrency_groups={"ask": 1})(PartActor)
@@ -194,14 +195,14 @@ class ActorPart:
         self._question = self._actor.silence.remote()
 
     def start_again(self) -> None:
-        """Start the part again after its death."""
+        """Start the worker again after its death."""
         self.kill()
         self.attempt += 1
         self.start()
 
     @property
     def name(self) -> str:
-        return self.placed.part
+        return self.placed.worker
 
     @property
     def _searches(self) -> bool:
@@ -260,7 +261,7 @@ class ActorPart:
             raise DeadlineExceeded(f"{waited}: others may hold them")
 
     def _settle(self) -> None:
-        """Find out how the part ended."""
+        """Find out how the worker ended."""
         try:
             self._error = get(self._done, self.deadline, f"the end of {self.who}")
             self.code = 0 if self._error is None else 1
@@ -271,7 +272,7 @@ class ActorPart:
         ray.kill(self._actor)  # releases what the actor held
 
     def silence(self) -> float:
-        """Returns the seconds since the part's last heartbeat."""
+        """Returns the seconds since the worker's last heartbeat."""
         return time.monotonic() - self._last
 
     def ask_to_stop(self) -> None:
@@ -287,7 +288,7 @@ class ActorPart:
             ray.kill(self._actor)
 
     def end(self) -> None:
-        """End it as a part that hangs."""
+        """End it as a worker that hangs."""
         self.kill()
         self.code, self.how = DIED, "was killed, for it was silent"
 

@@ -31,7 +31,7 @@ def verbs_of(protocol: type) -> frozenset[str]:
 
 
 JOURNAL, RECORDS = verbs_of(Journal), verbs_of(Records)
-PLACES = "places.jsonl"  # where each part runs or ran, and its logs
+PLACES = "places.jsonl"  # where each worker runs or ran, and its logs
 KEPT = 2  # versions whose pieces are kept for the next searcher that asks, besides those of their base
 
 
@@ -84,7 +84,7 @@ class Exchange:
         getattr(self._records, verb)(*arguments, **named)
 
     def place(self, facts: Json) -> int:
-        """Record where a part has begun to run; returns the run's incarnation."""
+        """Record where a worker has begun to run; returns the run's incarnation."""
         note_place(self._run, facts)
         return self._run.incarnation
 
@@ -145,7 +145,7 @@ def _require(verb: str, verbs: frozenset[str]) -> None:
 
 
 def note_place(run: RunDirectory, facts: Json) -> None:
-    """Append a line to the record of where the run's parts are."""
+    """Append a line to the record of where the run's workers are."""
     lines = JsonLines(run.path / "logs" / PLACES)
     lines.append(facts)
     lines.close()

@@ -1,4 +1,4 @@
-"""Where each part of a run on a cluster will run, decided before anything starts.
+"""Where each worker of a run on a cluster will run, decided before anything starts.
 
 Invariant: the trainer (the first of its ranks) and the journal are on the machine of the driver, where the run's
 directory is; its other ranks are there too as far as they fit, then on nodes that have ranks already; each searcher is
@@ -73,43 +73,43 @@ def this_machine() -> Node:
 
 @dataclass(frozen=True)
 class Placed:
-    """A part and its node."""
+    """A worker and its node."""
 
-    part: str
+    worker: str
     node: Node
     asked: Mapping[str, float]  # CPU, GPU
 
 
 def requests(recipe: Recipe, gpus: int, searchers: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns the CPUs and GPUs that each part asks for, where the cluster has `gpus` free.
+    """Returns the CPUs and GPUs that each worker asks for, where the cluster has `gpus` free.
 
     GPUs that no setting names are dealt as on one machine (`devices.placed`). Raises `UserError` where they do not do.
     """
     settings, each = recipe.cluster, recipe.model.gpus_per_searcher
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.ranks)]
-    parts = (*ranks, *searchers)
-    given = {part: settings.trainer_gpus if part in ranks else settings.searcher_gpus for part in parts}
-    dealt = dict.fromkeys(parts, Place())
+    workers = (*ranks, *searchers)
+    given = {worker: settings.trainer_gpus if worker in ranks else settings.searcher_gpus for worker in workers}
+    dealt = dict.fromkeys(workers, Place())
     if each and None in given.values():
         dealt = placed_on_gpus(ranks, searchers, gpus, each, "the Ray cluster has free")
         least = min((dealt[name].share for name in searchers), default=0.0)
         dealt |= {name: replace(dealt[name], share=least) for name in searchers}  # equal parts fill GPUs in any order
     wanted: dict[str, dict[str, float]] = {}
-    for part in parts:
-        amount, place = given[part], dealt[part]
+    for worker in workers:
+        amount, place = given[worker], dealt[worker]
         if amount is None:  # whole GPUs, or a part of one, in Ray's steps of a ten thousandth
             amount = len(place.gpus) * math.floor(1e4 * min(1.0, place.share / USABLE + _SLACK)) / 1e4
-        wanted[part] = {"CPU": settings.trainer_cpus if part in ranks else settings.searcher_cpus, "GPU": amount}
+        wanted[worker] = {"CPU": settings.trainer_cpus if worker in ranks else settings.searcher_cpus, "GPU": amount}
     if getattr(recipe.model, "dtype", None) == "auto" and len({amounts["GPU"] > 0 for amounts in wanted.values()}) > 1:
         raise UserError(
-            "some parts ask for GPUs and others for none, so that trainer and reference would compute in different "
+            "some workers ask for GPUs and others for none, so that trainer and reference would compute in different "
             "precisions: give all of them some (--cluster.trainer-gpus, --cluster.searcher-gpus) or set --model.dtype"
         )
     return wanted
 
 
 def share_of_gpu(gpus: float) -> dict[str, str]:
-    """Returns the environment of a part that was given so much of a GPU: its share of the GPU's memory."""
+    """Returns the environment of a worker that was given so much of a GPU: its share of the GPU's memory."""
     return {GIVEN: f"{gpus * USABLE:.4f}"} if 0 < gpus < 1 else {}
 
 
@@ -117,28 +117,28 @@ def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> lis
     """Assign nodes: the trainer's ranks first, then the searchers. Raises `UserError` when they do not fit."""
     here = next(node for node in nodes if node.here)
     found: list[Placed] = []
-    for part, wanted in requests(recipe, sum(int(n.gpus + _SLACK) for n in nodes), searchers).items():
-        candidates = [here] if part == "trainer" else nodes
+    for worker, wanted in requests(recipe, sum(int(n.gpus + _SLACK) for n in nodes), searchers).items():
+        candidates = [here] if worker == "trainer" else nodes
         free = [node for node in candidates if node.fits(wanted)]
         if not free:
-            raise UserError(_too_much(part, wanted, candidates))
+            raise UserError(_too_much(worker, wanted, candidates))
         kind = "GPU" if wanted["GPU"] > 0 else "CPU"
-        with_ranks = {p.node.key for p in found} if part.startswith("trainer") else set()
+        with_ranks = {p.node.key for p in found} if worker.startswith("trainer") else set()
         node = max(free, key=lambda n: (n.key in with_ranks, n.left[kind], n.here))
         node.take(wanted)
-        found.append(Placed(part, node, wanted))
+        found.append(Placed(worker, node, wanted))
     return found
 
 
-def _too_much(part: str, asked: Mapping[str, float], candidates: Sequence[Node]) -> str:
-    where = f"{candidates[0].name}, where the run is" if part == "trainer" else f"any of {len(candidates)} nodes"
+def _too_much(worker: str, asked: Mapping[str, float], candidates: Sequence[Node]) -> str:
+    where = f"{candidates[0].name}, where the run is" if worker == "trainer" else f"any of {len(candidates)} nodes"
     left = "; ".join(f"{n.name} has {n.left['CPU']:g} CPU and {n.left['GPU']:g} GPU left" for n in candidates)
     less = "use fewer --searchers, let each ask for less (--cluster.searcher-cpus 0.5, --cluster.searcher-gpus 0.5)"
-    if part.startswith("trainer-"):
+    if worker.startswith("trainer-"):
         less = "use fewer --trainer.ranks, let each ask for less (--cluster.trainer-cpus 0.5)"
     return (
-        f"{part} asks for {asked['CPU']:g} CPU and {asked['GPU']:g} GPU, which do not fit on {where} ({left}): {less}, "
-        "or add nodes"
+        f"{worker} asks for {asked['CPU']:g} CPU and {asked['GPU']:g} GPU, which do not fit on {where} ({left}): "
+        f"{less}, or add nodes"
     )
 
 
@@ -153,12 +153,12 @@ def table(placed: Sequence[Placed], trainer_bytes: int, searcher_bytes: int, wei
     `trainer_bytes` is the sum over all ranks (each has about its share), `weights_bytes` the size of one version, of
     which the trainer's node keeps several in its object store, and the other nodes the newest two.
     """
-    lines, all_ranks = [], sum(p.part.startswith("trainer") for p in placed)
+    lines, all_ranks = [], sum(p.worker.startswith("trainer") for p in placed)
     for node in _nodes(placed):
-        parts = [p.part for p in placed if p.node.key == node.key]
-        ranks = sum(part.startswith("trainer") for part in parts)
-        versions = KEPT + 1 if "trainer" in parts else 2
-        needed = (len(parts) - ranks) * searcher_bytes + versions * weights_bytes + trainer_bytes * ranks // all_ranks
+        workers = [p.worker for p in placed if p.node.key == node.key]
+        ranks = sum(worker.startswith("trainer") for worker in workers)
+        versions = KEPT + 1 if "trainer" in workers else 2
+        needed = (len(workers) - ranks) * searcher_bytes + versions * weights_bytes + trainer_bytes * ranks // all_ranks
         lines.append(f"{_line(node, placed)}, about {size(needed)} of {size(int(node.memory_bytes))}")
         if 0 < node.memory_bytes < needed:
             raise UserError(
@@ -172,13 +172,13 @@ def _nodes(placed: Sequence[Placed]) -> list[Node]:
 
 
 def _line(node: Node, placed: Sequence[Placed]) -> str:
-    parts = [p.part for p in placed if p.node.key == node.key]
-    all_ranks = sum(p.part.startswith("trainer") for p in placed)
-    ranks = sum(part.startswith("trainer") for part in parts)
-    searchers = len(parts) - ranks
+    workers = [p.worker for p in placed if p.node.key == node.key]
+    all_ranks = sum(p.worker.startswith("trainer") for p in placed)
+    ranks = sum(worker.startswith("trainer") for worker in workers)
+    searchers = len(workers) - ranks
     several = f" ({ranks} of {all_ranks} ranks)" if all_ranks > 1 else ""
-    what = [f"trainer{several} and journal"] if "trainer" in parts else []
-    what += [f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer"] if ranks and "trainer" not in parts else []
+    what = [f"trainer{several} and journal"] if "trainer" in workers else []
+    what += [f"{ranks} rank{'s' if ranks > 1 else ''} of the trainer"] if ranks and "trainer" not in workers else []
     what += [f"{searchers} searcher{'s' if searchers > 1 else ''}"] if searchers else []
     used = {kind: sum(p.asked[kind] for p in placed if p.node.key == node.key) for kind in ("CPU", "GPU")}
     return (

@@ -44,7 +44,7 @@ _FRESH = 0.05  # seconds for which the newest known version counts as the newest
 
 
 class Contact(Protocol):
-    """How a part calls the gateway, each time within a deadline."""
+    """How a worker calls the gateway, each time within a deadline."""
 
     def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Call this method of the gateway and return its result."""
@@ -128,8 +128,8 @@ def through(contact: Contact, name: str, place: Json) -> Connections:
 
 
 @contextmanager
-def checkpoint_through(contact: Contact, part: str, there: Path, checkpoints: Path) -> Iterator[Path]:
-    """Yields the path of a checkpoint of the trainer's machine where this part can read it.
+def checkpoint_through(contact: Contact, worker: str, there: Path, checkpoints: Path) -> Iterator[Path]:
+    """Yields the path of a checkpoint of the trainer's machine where this worker can read it.
 
     That is the original, if the run's own `checkpoints` can be reached; otherwise it is fetched, and kept while the
     block runs. Raises `UserError` when it does not arrive whole.
@@ -137,7 +137,7 @@ def checkpoint_through(contact: Contact, part: str, there: Path, checkpoints: Pa
     if there.parent == checkpoints:
         yield there
         return
-    here = checkpoints / part / there.name
+    here = checkpoints / worker / there.name
     if here.exists():  # left by an earlier life: it may be a different one of the same step
         remove_folder(here)
     here.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

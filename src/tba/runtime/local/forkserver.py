@@ -1,12 +1,12 @@
-"""How a part of a run, or a run of a study, becomes a process: forked from a *forkserver*, which has loaded the
+"""How a worker of a run, or a run of a study, becomes a process: forked from a *forkserver*, which has loaded the
 libraries.
 
-Importing torch and transformers takes seconds of a core. A forkserver does it once for all parts of a run, including
-those that are restarted after they died; each part then begins in milliseconds. On systems where a process cannot be
-forked safely once it has loaded its libraries (all but Linux) each part is an interpreter of its own.
+Importing torch and transformers takes seconds of a core. A forkserver does it once for all workers of a run, including
+those that are restarted after they died; each worker then begins in milliseconds. On systems where a process cannot be
+forked safely once it has loaded its libraries (all but Linux) each worker is an interpreter of its own.
 
 The first half of this file is the driver's side; the second is what the forkserver itself runs, in one thread: it reaps
-its parts and tells its driver how they ended. It ends when its driver is gone, which its parts then find out by
+its workers and tells its driver how they ended. It ends when its driver is gone, which its workers then find out by
 themselves. Orders and answers are JSON, one to a message:
 
     {"import": [names]}
@@ -40,14 +40,14 @@ from typing import IO, Any, Protocol
 
 from tba.errors import PartFailed
 
-_LIBRARIES = ("tba.runtime.trainer_loop", "tba.runtime.searcher_loop", "tba.record.log")  # what every part imports
+_LIBRARIES = ("tba.runtime.trainer_loop", "tba.runtime.searcher_loop", "tba.record.log")  # what every worker imports
 _CAN_FORK = platform.system() == "Linux"
-_WAIT = 60.0  # seconds for a killed part to be gone: the forkserver may still be importing
+_WAIT = 60.0  # seconds for a killed worker to be gone: the forkserver may still be importing
 _KILLED = -int(signal.SIGKILL)
 
 
 class Child(Protocol):
-    """A part as a process, with the interface of `subprocess.Popen`."""
+    """A worker as a process, with the interface of `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -96,7 +96,7 @@ def start(program: Program, environment: Mapping[str, str], log: int, held: Sequ
 def prepare() -> None:
     """Fork this process's forkserver now, which costs nothing: for a command that still has only one thread.
 
-    Without it, starting the first part starts an interpreter as the forkserver, which imports everything once more.
+    Without it, starting the first worker starts an interpreter as the forkserver, which imports everything once more.
     """
     global _forkserver
     if _CAN_FORK and _forkserver is None and threading.active_count() == 1:
@@ -162,7 +162,7 @@ class Forkserver:
 
     @classmethod
     def executed(cls) -> Forkserver:
-        """Start a forkserver as an interpreter of its own, which loads what its parts need."""
+        """Start a forkserver as an interpreter of its own, which loads what its workers need."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             executed = subprocess.Popen(
@@ -222,7 +222,7 @@ class Forkserver:
             del self._children[number]
 
     def _end(self, driver: int) -> None:
-        """End with a driver that ends: remaining parts find that out by themselves."""
+        """End with a driver that ends: remaining workers find that out by themselves."""
         if os.getpid() == driver:
             with suppress(ProcessLookupError, ChildProcessError):
                 os.kill(self.process, signal.SIGKILL)
@@ -230,7 +230,7 @@ class Forkserver:
             self.channel.close()
 
     def _gone(self) -> None:
-        """The forkserver was killed, so nobody can say how its parts end: they are ended, and treated as killed."""
+        """The forkserver was killed, so nobody can say how its workers end: they are ended, and treated as killed."""
         self.alive = False
         for child in self._children.values():
             with suppress(ProcessLookupError):
@@ -286,7 +286,7 @@ def _end_with(channel: socket.socket) -> None:
 
 
 def _serve(channel: socket.socket) -> int:
-    """Fork what is asked for, until the driver is gone. Returns, in a forked process, the exit code of its part."""
+    """Fork what is asked for, until the driver is gone. Returns, in a forked process, the exit code of its worker."""
     Path("/proc/self/comm").write_text("tba-forge")
     for one in (signal.SIGINT, signal.SIGTERM):  # the driver shuts down in order, and needs this process for that
         signal.signal(one, signal.SIG_IGN)
@@ -328,7 +328,7 @@ def _obey(order: dict[str, Any], children: dict[int, int]) -> None:
     if (number := order.get("kill")) in children:
         os.kill(children[number], signal.SIGKILL)
     for name in order.get("import", ()):
-        with suppress(ImportError):  # a part that needs it reports the error
+        with suppress(ImportError):  # a worker that needs it reports the error
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # pages that are shared stay shared
@@ -348,10 +348,10 @@ def _tell(channel: socket.socket, number: int, process: int, code: int | None) -
 
 
 def _be_one(order: dict[str, Any], descriptors: Sequence[int]) -> int:
-    """Run a part, in the forked process: as `python -m MODULE ARGUMENTS`, with the environment and descriptors of the
+    """Run a worker, in the forked process: as `python -m MODULE ARGUMENTS`, with the environment and descriptors of the
     order.
     """
-    os.setsid()  # Ctrl-C reaches only the driver, which ends the parts in order
+    os.setsid()  # Ctrl-C reaches only the driver, which ends the workers in order
     for one in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(one, signal.SIG_DFL)
     stdin, log, *_ = descriptors

@@ -1,6 +1,6 @@
-"""Each part's heartbeat, and the driver's watch over it: a part that hangs is found, however it hangs.
+"""Each worker's heartbeat, and the driver's watch over it: a worker that hangs is found, however it hangs.
 
-Invariant: a part that is alive asks now and then whether it is to stop, and each time that is its heartbeat (the
+Invariant: a worker that is alive asks now and then whether it is to stop, and each time that is its heartbeat (the
 modification time of a file, updated each time); the driver only compares these times with one another, never with a
 clock, and measures silence by a monotonic clock.
 """
@@ -16,14 +16,14 @@ from pathlib import Path
 _EVERY = 0.5  # seconds between two heartbeats at least
 
 
-def heartbeat_file(run: Path, part: str) -> Path:
-    """Returns the file whose modification time is the part's heartbeat."""
-    return run / "logs" / f"{part}.pulse"
+def heartbeat_file(run: Path, worker: str) -> Path:
+    """Returns the file whose modification time is the worker's heartbeat."""
+    return run / "logs" / f"{worker}.pulse"
 
 
 @dataclass
 class Heartbeat:
-    """The part's side: call `beat` as often as you like."""
+    """The worker's side: call `beat` as often as you like."""
 
     path: Path
     _last: float = -_EVERY
@@ -42,12 +42,12 @@ class Heartbeat:
 
 @dataclass
 class Watch:
-    """The driver's side: how long a part has been silent since it was started or last gave a heartbeat."""
+    """The driver's side: how long a worker has been silent since it was started or last gave a heartbeat."""
 
     path: Path
     _seen: int | None = None
     _since: float = field(default_factory=time.monotonic)
-    _before: int | None = None  # the heartbeat that an earlier life of the part left
+    _before: int | None = None  # the heartbeat that an earlier life of the worker left
 
     def __post_init__(self) -> None:
         self._seen = self._before = self._sign()

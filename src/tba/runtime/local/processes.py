@@ -2,8 +2,8 @@
 
 Trajectories go through the journal, weights through versioned safetensors files; nothing listens on a port except a
 trainer's ranks, if there are several, on the loopback interface. The driver (this process) holds one end of a pipe to
-each part, and a part ends when its driver is gone. How the driver supervises the parts is in `supervisor`; `Process` is
-one part in a process of its own, seen from its driver.
+each worker, and a worker ends when its driver is gone. How the driver supervises the workers is in `supervisor`;
+`Process` is one worker in a process of its own, seen from its driver.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from tba.runtime.leading import STORE
 from tba.runtime.local.forkserver import Child, Program, start
 from tba.runtime.local.heartbeat import Watch, heartbeat_file
 from tba.runtime.local.worker import NO_SPACE
-from tba.runtime.ranked import RankedPart
+from tba.runtime.ranked import RankedWorker
 from tba.runtime.run_dir import RunDirectory
-from tba.runtime.supervisor import Driver, Part, failed
+from tba.runtime.supervisor import Driver, Worker, failed
 from tba.training.ranks import name_of_rank
 
 
 class Processes(Driver):
     """One run on this machine: `go()` until it is finished, stopped or failed."""
 
-    def start(self, name: str) -> Part:
-        """Start a part as a child process; a trainer of several ranks is several."""
+    def start(self, name: str) -> Worker:
+        """Start a worker as a child process; a trainer of several ranks is several."""
         if name == "trainer" and self.recipe.trainer.ranks > 1:
-            return RankedPart(self._ranks, _first_to_fail)
+            return RankedWorker(self._ranks, _first_to_fail)
         return self._process(name)
 
     def _process(self, name: str, attempt: int = 0, environment: dict[str, str] | None = None) -> Process:
-        parts = {type(getattr(self.recipe, f.name)).__module__ for f in fields(self.recipe)}
-        loads = tuple(sorted(module for module in parts if module.startswith("tba.")))
+        components = {type(getattr(self.recipe, f.name)).__module__ for f in fields(self.recipe)}
+        loads = tuple(sorted(module for module in components if module.startswith("tba.")))
         own = {**self.gpus_of(name), **(environment or {})}
         return Process(name, self.run, self.recipe.run.threads, attempt, own, loads)
 
     def gpus_of(self, name: str) -> dict[str, str]:
-        """What a part's environment says of the GPUs that are its own."""
+        """What a worker's environment says of the GPUs that are its own."""
         return environment_of(places_here(self.recipe, self.searchers)[name], visible())
 
     def _ranks(self, attempt: int, ends: ExitStack) -> list[Process]:
@@ -60,20 +60,20 @@ class Processes(Driver):
 
 def _first_to_fail(failed: Sequence[Process], more_to_learn: bool) -> Process:
     """Returns a rank that died; if none did, the first one that left an error."""
-    return min(failed, key=lambda part: ((part.code or 0) >= 0, _when(part)))
+    return min(failed, key=lambda worker: ((worker.code or 0) >= 0, _when(worker)))
 
 
-def _when(part: Process) -> float:
-    """Returns when the part left its error; infinity if it left none."""
+def _when(worker: Process) -> float:
+    """Returns when the worker left its error; infinity if it left none."""
     try:
-        return part.run.error(part.name).stat().st_mtime
+        return worker.run.error(worker.name).stat().st_mtime
     except OSError:
         return float("inf")
 
 
 @dataclass
 class Process:
-    """A part as a child process. It lives at most as long as its driver."""
+    """A worker as a child process. It lives at most as long as its driver."""
 
     name: str
     run: RunDirectory
@@ -90,7 +90,7 @@ class Process:
     def start(self) -> None:
         own = {"TBA_ATTEMPT": str(self.attempt), "OMP_NUM_THREADS": str(self.threads)}
         environment = {**os.environ, **own, **self.environment}
-        # the part holds the run's lock for as long as it can write
+        # the worker holds the run's lock for as long as it can write
         held = () if self.run.lock is None else (self.run.lock,)
         self.watch = Watch(heartbeat_file(self.run.path, self.name))
         with self.run.log(self.name).open("ab") as log:
@@ -135,7 +135,7 @@ class Process:
             self.process.stdin.flush()
 
     def end(self) -> None:
-        """End it as a part that hangs."""
+        """End it as a worker that hangs."""
         self.process.kill()
         self.process.wait()
 

@@ -1,11 +1,11 @@
-"""One part of a run in its own process: `python -m tba.runtime.local.worker searcher-0 RUN`. The driver starts it.
+"""One worker of a run in its own process: `python -m tba.runtime.local.worker searcher-0 RUN`. The driver starts it.
 
-Invariant: a part ends when its driver is gone. The driver holds the other end of this process's standard input: a byte
-from it is a request to stop (which is not lost, however early it comes), and end of file means that the driver has
+Invariant: a worker ends when its driver is gone. The driver holds the other end of this process's standard input: a
+byte from it is a request to stop (which is not lost, however early it comes), and end of file means that the driver has
 died, for whatever reason.
 
-Exit codes: 0 done or asked to stop, 1 an error of its own (left in logs/PART.error.json), 2 input it cannot use, 3 its
-driver is gone, 4 the disk is full (nothing more can be left).
+Exit codes: 0 done or asked to stop, 1 an error of its own (left in logs/WORKER.error.json), 2 input it cannot use, 3
+its driver is gone, 4 the disk is full (nothing more can be left).
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Stop:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a part (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done.
+    """Run a worker (`trainer`, `trainer-N` or `searcher-N`) of the run at a path until it is done.
 
     Returns its exit code.
     """
-    part, path = arguments[0], Path(arguments[1])
-    stop = Stop(heartbeat_file(path, part))
+    worker, path = arguments[0], Path(arguments[1])
+    stop = Stop(heartbeat_file(path, worker))
     stop.listen()
     faulthandler.register(signal.SIGUSR1)  # writes a stack trace to its log
     from tba.record.log import set_up_log
@@ -72,16 +72,16 @@ def run(arguments: Sequence[str]) -> int:
     from tba.runtime.run_dir import RunDirectory
 
     directory = RunDirectory.open(path)
-    set_up_log(path, part)
+    set_up_log(path, worker)
     keep_to_share()
     try:
-        _body(part)(directory, stop)
+        _body(worker)(directory, stop)
     except BaseException as error:  # noqa: BLE001 - the process ends here; the driver shows the error as its own
-        return _left(directory, part, error)
+        return _left(directory, worker, error)
     return 0
 
 
-def _left(run: RunDirectory, part: str, error: BaseException) -> int:
+def _left(run: RunDirectory, worker: str, error: BaseException) -> int:
     """Leave the error for the driver, as far as the disk takes it; returns the exit code."""
     from tba.errors import UserError
     from tba.record.jsonl import write_json
@@ -90,11 +90,11 @@ def _left(run: RunDirectory, part: str, error: BaseException) -> int:
     text = traceback.format_exc()
     full = disk_full(error, run.path) is not None
     with suppress(OSError):
-        print(text, file=sys.stderr)  # noqa: T201 - standard error is the part's log
+        print(text, file=sys.stderr)  # noqa: T201 - standard error is the worker's log
     try:
         if not full:
             facts = {"kind": type(error).__name__, "message": str(error), "traceback": text}
-            write_json(run.error(part), facts)
+            write_json(run.error(worker), facts)
     except OSError as second:
         full = disk_full(second, run.path) is not None
     if full:
@@ -102,33 +102,33 @@ def _left(run: RunDirectory, part: str, error: BaseException) -> int:
     return 2 if isinstance(error, UserError) else 1
 
 
-def _body(part: str) -> Callable[[object, Stop], None]:
-    if part == "trainer":
+def _body(worker: str) -> Callable[[object, Stop], None]:
+    if worker == "trainer":
         return _train
-    if part.startswith("trainer-"):
-        return lambda run, stop: _follow(part, run)
-    return lambda run, stop: _search(part, run, stop)
+    if worker.startswith("trainer-"):
+        return lambda run, stop: _follow(worker, run)
+    return lambda run, stop: _search(worker, run, stop)
 
 
-def _search(part: str, run: object, stop: Stop) -> None:
+def _search(worker: str, run: object, stop: Stop) -> None:
     """Be a searcher, with connections to this disk."""
     from tba.runtime.run_dir import RunDirectory
     from tba.runtime.searcher_loop import NICENESS, search, start_searching
 
     assert isinstance(run, RunDirectory)
     recipe, attempt = run.recipe(), int(os.environ.get("TBA_ATTEMPT", "0"))
-    number = int(part.removeprefix("searcher-"))
+    number = int(worker.removeprefix("searcher-"))
     os.nice(NICENESS)
     search(recipe, lambda: start_searching(recipe, run, number, attempt, stop, background=True), stop)
 
 
-def _follow(part: str, run: object) -> None:
+def _follow(worker: str, run: object) -> None:
     """Be a further rank of the trainer: execute the commands of the first one, until that ends it."""
     from tba.runtime.leading import follow
     from tba.runtime.run_dir import RunDirectory
 
     assert isinstance(run, RunDirectory)
-    follow(run, int(part.removeprefix("trainer-")))
+    follow(run, int(worker.removeprefix("trainer-")))
 
 
 def _train(run: object, stop: Stop) -> None:
