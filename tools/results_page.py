@@ -678,6 +678,9 @@ def red_team_tuning() -> Lines:
     for name, said in names.items():
         runs = [found[f"{name}-{rate}"] for rate in ("0.0003", "0.001", "0.003")]
         rows.append([said, *(f"{accuracy(r)} ({fall(r)})" for r in runs)])
+    later = study("red_team_tuning_by_arrival")
+    runs = [later[f"async-{rate}"] for rate in ("0.0003", "0.001", "0.003")]
+    rows.insert(1, ["the same since recent is by arrival", *(f"{accuracy(r)} ({fall(r)})" for r in runs)])
     return [["succeed, % of 256 (largest fall)", "3e-4", "1e-3", "3e-3"], *rows]
 
 
