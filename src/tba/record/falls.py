@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba.record.faults import read_faults, record_fault
+from tba.record.metrics import ESS, OFF_POLICY
 from tba.record.text import percent
 from tba.types import Evaluation, Version
 
@@ -28,7 +29,8 @@ HELD_OUT, REWARD, STALE = "held_out_falls", "reward_falls", "stale_data"  # kind
 NO_SIGNAL, TRUNCATED = "no_signal", "truncated_answers"
 _NOTED = (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED)
 MOST_TRUNCATED = 0.5  # of the answers of 50 steps
-STEPS, LEAST_ESS = 50, 0.5  # steps that make one mean, and below which mean data count as stale (docs/objectives.md)
+STEPS = 50  # make one mean
+LEAST_ESS, MOST_OFF_POLICY = 0.5, 1.5  # a share, nats: beyond which mean data count as stale (docs/objectives.md)
 _FIGURES = ("pass@1/sampled", "pass@1/greedy")  # by which of them checkpoints are compared
 
 
@@ -113,30 +115,50 @@ class RewardWatch:
 
 @dataclass
 class StalenessWatch:
-    """Watches the effective sample size of batches, and reports when its mean over 50 steps is below a half.
+    """Watches how far batches are from the policy, and reports when the mean over 50 steps of their effective sample
+    size is below a half, or that of log(mu / pi) of whole answers above 1.5 nats.
 
-    Below that no form of the objectives was found to train steadily. It is reported once, and again after it recovered.
+    Beyond these no form of the objectives was found to train steadily. Each is reported once, and again after it
+    recovered.
     """
 
-    _newest: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
-    _stale: bool = False
+    _newest: dict[str, deque[float]] = field(default_factory=dict)
+    _stale: set[str] = field(default_factory=set)
 
-    def see(self, step: int, ess: float | None) -> list[str]:
-        """Takes a step's effective sample size as a share; returns a sentence if the data have become stale with it."""
-        if ess is None or not math.isfinite(ess):
-            return []
-        self._newest.append(ess)
-        if len(self._newest) < STEPS:
-            return []
-        mean = sum(self._newest) / STEPS
-        new, self._stale = mean < LEAST_ESS and not self._stale, mean < (1.1 * LEAST_ESS if self._stale else LEAST_ESS)
-        if not new:
-            return []
+    def see(self, step: int, figures: Mapping[str, float | None]) -> list[str]:
+        """Takes a step's metrics; returns a sentence for each figure with which the data have become stale."""
+        found = []
+        share = self._left(ESS, figures, lambda mean, room: mean < LEAST_ESS * room)
+        nats = self._left(OFF_POLICY, figures, lambda mean, room: mean > MOST_OFF_POLICY / room)
+        if share is not None:
+            found.append(f"the effective sample size was {percent(share)} of a batch")
+        if nats is not None:
+            found.append(f"answers are {nats:.2g} nats likelier under the weights that sampled them than now")
         return [
-            f"data are stale: the effective sample size was {percent(mean)} of a batch over steps "
-            f"{step - STEPS + 1} to {step}. Publish more often (--sync-every), draw newer data (--replay.selection.m), "
-            "lower the rate (--optimizer.lr), or add searchers"
+            f"data are stale: {what} over steps {step - STEPS + 1} to {step}. Publish more often (--sync-every), draw "
+            "newer data (--replay.selection.m), lower the rate (--optimizer.lr), or add searchers"
+            for what in found
         ]
+
+    def _left(
+        self, name: str, figures: Mapping[str, float | None], beyond: Callable[[float, float], bool]
+    ) -> float | None:
+        """Returns the mean of the newest steps if it has just gone beyond its limit; it comes back with a tenth to
+        spare.
+        """
+        value = figures.get(name)
+        if value is None or not math.isfinite(value):
+            return None
+        newest = self._newest.setdefault(name, deque(maxlen=STEPS))
+        newest.append(value)
+        if len(newest) < STEPS:
+            return None
+        mean, was = sum(newest) / STEPS, name in self._stale
+        if not beyond(mean, 1.1 if was else 1.0):
+            self._stale.discard(name)
+            return None
+        self._stale.add(name)
+        return None if was else mean
 
 
 @dataclass

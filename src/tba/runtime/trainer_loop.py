@@ -241,7 +241,7 @@ class TrainerLoop:
             self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
         self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
         step = self.trainer.version.step
-        told = [(STALE, what) for what in self.staleness.see(step, metrics.get("ess"))]
+        told = [(STALE, what) for what in self.staleness.see(step, metrics)]
         for kind, what in (*told, *self.signal.see(step, *_signal(fetched.groups)).items()):
             log.warning("%s", what)
             record_fault(self.run.path, kind, what)

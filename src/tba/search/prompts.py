@@ -26,7 +26,7 @@ LeaseFirst = Callable[[Sequence[int], int], list[int]]
 
 @dataclass(frozen=True)
 class PromptSettings:
-    """How problems become prompts, and which of them are answered next. Raises `UserError` when a field makes no sense."""
+    """How problems become prompts, and which are answered next. Raises `UserError` when a field makes no sense."""
 
     max_tokens: int = 512  # tokens of the longest prompt
     overlong: Literal["drop", "truncate_left", "error"] = "drop"  # of a longer prompt; drops are reported
