@@ -4,12 +4,14 @@ the Hub, no cache but their own.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
 
 import pytest
 
+gc.disable()  # until all is imported: torch and transformers are two million objects, which each collection visits
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 
@@ -35,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("vllm"):
                 item.add_marker(pytest.mark.skip(reason="needs vLLM, in an environment of its own: make test-vllm"))
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have in common is not visited again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
