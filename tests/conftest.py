@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import pytest
 
-gc.disable()  # until all is imported: torch and transformers are two million objects, which each collection visits
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 
@@ -20,6 +19,7 @@ from hypothesis import HealthCheck, settings
 
 from tba.runtime.local import forkserver
 
+gc.disable()  # until all is imported: torch and transformers are two million objects, which each collection visits
 THREADS = int(os.environ["OMP_NUM_THREADS"])
 torch.set_num_threads(THREADS)
 # how long an example takes on a busy machine says nothing about it
