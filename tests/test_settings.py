@@ -120,7 +120,7 @@ WRONG = [
     (["train", "quickstart", "--steps", "0"], "--steps is 0, it must be at least 1"),
     (["train", "quickstart", "--seed", "-1"], "--seed is -1, it must not be negative"),
     (["train", "quickstart", "--group-size", "1"], "log Z needs at least 2 responses"),
-    (["train", "quickstart", "--policy-temperature", "nan"], "it must be positive"),
+    (["train", "quickstart", "--policy-temperature", "nan"], "takes a number, not 'nan'"),
     (
         ["train", "quickstart", "--runtime", "threads"],
         "takes one of processes, inline, cluster, not 'threads'",

@@ -5,6 +5,7 @@ Invariant: bad input ends in one sentence on standard error and exit code 2, wit
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -61,6 +62,8 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
 Wherever fields can be set, `--config FILE.toml` sets those of a file.
 """
 HELP = {"-h", "--help"}
+# errors of a path that was given, whatever command opens it
+UNUSABLE = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 RECIPE = "a recipe's name or a path to a .py file"
 
 
@@ -86,12 +89,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TbaError as error:
         print(f"tba: {printable(str(error), sys.maxsize)}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("tba: stopped", file=sys.stderr)
-        return 130
     except BrokenPipeError:  # the reader has closed the pipe (`tba recipes | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
         return 0
+    except OSError as error:
+        if error.errno not in UNUSABLE or error.filename is None:
+            raise
+        named = printable(str(error.filename), newlines=False)
+        print(f"tba: {named} cannot be read or written ({error.strerror}): give another path", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("tba: stopped", file=sys.stderr)
+        return 130
 
 
 def _asked_for_help(command: str, *arguments: str) -> bool:

@@ -29,6 +29,7 @@ from typing import Any, Literal, Union
 from tba.errors import UserError
 
 BY_CODE = {"by_code": True}  # the metadata of a field that a recipe's code sets, and no command line
+_LARGEST = 2**63  # of a whole number: torch and SQLite take no larger ones
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path"}
 _COMMENT = re.compile(r"#\s*(noqa: [A-Z0-9, ]+ - )?")  # what begins a comment, possibly after a remark to the linter
 _INDENT, _WIDTH = 26, 80  # columns of a help text: before what a field means, and in all
@@ -114,7 +115,9 @@ def is_plain(hint: Any) -> bool:
     if typing.get_origin(hint) is Literal or hint is Ellipsis:
         return True
     inner = typing.get_args(hint)
-    return all(is_plain(option) for option in inner) if inner else hint is type(None) or hint in _KINDS
+    if inner:
+        return typing.get_origin(hint) in (tuple, Union, UnionType) and all(is_plain(option) for option in inner)
+    return hint is type(None) or hint in _KINDS
 
 
 def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool = False) -> list[tuple[Field, Any]]:
@@ -167,8 +170,8 @@ def _value(words: Sequence[str], field: Field, program: str) -> Any:
         if not words:
             raise UserError(f"{program} {field.flag} needs a value: it takes {_kind(field.hint)}") from None
         raise UserError(
-            f"{program} {field.flag} takes {_kind(field.hint)}, not {' '.join(words)!r}; `{program} --help` lists all "
-            "fields"
+            f"{program} {field.flag} takes {_kind(field.hint)}, not {' '.join(words)!r:.80}; `{program} --help` lists "
+            "all fields"
         ) from None
 
 
@@ -184,11 +187,18 @@ def _read(words: Sequence[str], hint: Any) -> Any:
         return _first(words[0], inner)
     few = {type(None): (None,), bool: (True, False)}.get(hint, inner)  # all values of the type, where there are few
     if not few:
-        return hint(words[0])
+        return _finite(hint(words[0]))
     named = {str(value): value for value in few}
     if words[0] not in named:
         raise ValueError
     return named[words[0]]
+
+
+def _finite(value: Any) -> Any:
+    """Returns the value. Raises `ValueError` for a number that nothing can be set to."""
+    if (isinstance(value, int) and abs(value) >= _LARGEST) or value != value:
+        raise ValueError
+    return value
 
 
 def _first(word: str, kinds: Iterable[Any]) -> Any:

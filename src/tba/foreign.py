@@ -1,4 +1,5 @@
-"""Input from outside: JSON whose shape is checked before it is used, and models without code of their own.
+"""Input from outside: JSON whose shape is checked before it is used, models without code of their own, and what a
+user's task gives.
 
 Invariant: whatever a file or a reply holds, reading it here ends in a value of the shape that was asked for or in a
 `ValueError` of one clause; nothing of it is executed or unpickled.
@@ -9,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import traceback
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -21,7 +23,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
 from tba.errors import UserError
-from tba.types import Json, Version
+from tba.types import Json, Problem, Split, Version
 
 DEEPEST = 64  # nesting levels of lists and objects: ours have six
 _LONGEST_NAME = 200  # bytes: names derived from it are a few longer, and file systems allow 255
@@ -166,6 +168,55 @@ def read_json(path: Path, remedy: str, kind: Any = None, /, **fields_there: Any)
         raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from error
     except ValueError as error:
         raise UserError(f"{path} has unexpected contents ({error}): {remedy}") from error
+
+
+def problems_of(task: Any, split: Split) -> Sequence[Problem]:
+    """Returns a task's problems. Raises `UserError` when there are none, or when they are something else."""
+    try:
+        found: object = task.problems(split)
+        if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
+            raise UserError(f"problems({split!r}) of task {task.name} gave {found!r:.80}: return a list of tba.Problem")
+        problems = found if isinstance(found, list | tuple) else list(found)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise failed(f"problems({split!r}) of task {task.name}", error) from error
+    for number, problem in enumerate(problems):
+        if flaw := _flaw(problem):
+            raise UserError(f"problem {number} of problems({split!r}) of task {task.name} {flaw}")
+    if not problems:
+        raise UserError(f"task {task.name} has no problems for {split!r}: return some from problems({split!r})")
+    return problems
+
+
+def failed(what: str, error: BaseException) -> UserError:
+    """Returns what to say of a user's own function that raised: the error, and the line of code."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return UserError(
+        f"{what} failed: {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}: {frame.line}); "
+        "mend that line"
+    )
+
+
+def _flaw(problem: object) -> str:
+    """Returns what is wrong with a problem and what to do about it; empty: nothing."""
+    if not isinstance(problem, Problem):
+        return f"is {problem!r:.80}: make each a tba.Problem(prompt, fields)"
+    prompt: object = problem.prompt
+    fields_given: object = problem.fields
+    taught: object = problem.demonstration
+    chat = isinstance(prompt, list | tuple) and prompt and all(map(_is_message, prompt))
+    if not isinstance(prompt, str) and not chat:
+        return f"has the prompt {prompt!r:.80}: give a text, or chat messages, each with a role and a content"
+    if not isinstance(fields_given, Mapping):
+        return f"has the fields {fields_given!r:.80}: give a dictionary of what the reward needs, by name"
+    if not isinstance(taught, str | None):
+        return f"has the demonstration {taught!r:.80}: give a text, or None"
+    return ""
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
 def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:

@@ -80,8 +80,8 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            if value is not None and not value >= 0:
-                raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}, it must not be negative")
+            if value is not None and not 0 <= value < math.inf:
+                raise UserError(f"--cluster.{f.name.replace('_', '-')} is {value}: give a number that is not negative")
             if f.name.endswith("_gpus") and value is not None and value > 1 and value != int(value):
                 raise UserError(
                     f"--cluster.{f.name.replace('_', '-')} is {value}: give a part of one GPU, or whole ones"
@@ -162,8 +162,8 @@ class Recipe:
             raise UserError(f"--seed is {self.seed}, it must not be negative")
         if self.group_size < 2:
             raise UserError(f"--group-size is {self.group_size}, log Z needs at least 2 responses of a prompt")
-        if not self.policy_temperature > 0:
-            raise UserError(f"--policy-temperature is {self.policy_temperature}, it must be positive")
+        if not 0 < self.policy_temperature < math.inf:
+            raise UserError(f"--policy-temperature is {self.policy_temperature}: give a positive number")
         if self.reference_reset < 0:
             raise UserError(f"--reference-reset is {self.reference_reset}: give a number of updates, or 0 for never")
         if self.offline and self.reference_reset:

@@ -69,7 +69,7 @@ def with_config(arguments: Sequence[str]) -> list[str]:
 def _flags_of(path: Path) -> list[str]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"--config {path} cannot be read ({why}): give a TOML file of fields, such as steps = 200"

@@ -24,6 +24,7 @@ import torch
 from tba.command.needs import Room, needs, refuse_what_cannot_fit, shape_of
 from tba.command.signal import Signal
 from tba.errors import DeadlineExceeded, UserError
+from tba.foreign import problems_of
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
@@ -36,7 +37,7 @@ from tba.replay.selection import RecencyReward
 from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
 from tba.runtime.devices import Place, places_here
 from tba.runtime.local.forkserver import Program, prepare, start
-from tba.runtime.prompting import problems_of
+from tba.runtime.prompting import reward_of
 from tba.settings import find, override
 
 _DEADLINE = 1800.0  # seconds for one probe
@@ -137,7 +138,9 @@ def _on_frequencies(recipe: Recipe) -> list[str]:
 
 
 def notes_on_prompts(recipe: Recipe) -> list[str]:
-    """Returns more warnings, those that need the task's problems."""
+    """Returns more warnings, those that need the task's problems. Raises `UserError` for a task that has none."""
+    problems_of(recipe.task, "eval")
+    reward_of(recipe.task)
     problems, buffer = problems_of(recipe.task, "train")[: recipe.prompts.limit], recipe.replay.buffer
     if buffer.per_prompt < buffer.total and all(p.prompt == problems[0].prompt for p in problems):
         return [
@@ -161,9 +164,9 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
     for warning in validate(recipe):
         console.print(f"warning: {warning}", style="yellow")
-    prepared = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
     for warning in notes_on_prompts(recipe):
         console.print(f"warning: {warning}", style="yellow")
+    prepared = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
     placed = planned(recipe) if recipe.runtime == "cluster" else []
     if recipe.runtime == "processes":
         for part, place in _places(recipe).items():

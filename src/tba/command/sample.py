@@ -60,11 +60,14 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     options.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = options.out.with_name(f".{options.out.name}.{os.getpid()}")
     rewards: list[float] = []
-    with temporary.open("w", encoding="utf-8") as file:
-        for line in _lines(recipe, model.engine(Version()), asked, options.samples):
-            rewards += [] if line["reward"] is None else [line["reward"]]
-            file.write(json.dumps(line) + "\n")
-    os.replace(temporary, options.out)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            for line in _lines(recipe, model.engine(Version()), asked, options.samples):
+                rewards += [] if line["reward"] is None else [line["reward"]]
+                file.write(json.dumps(line) + "\n")
+        os.replace(temporary, options.out)
+    finally:
+        temporary.unlink(missing_ok=True)
     mean, spread = (float(np.mean(rewards)), float(np.std(rewards))) if rewards else (math.nan, math.nan)
     terminal().print(
         f"{options.samples} answers to each of {len(asked):,} prompts in {options.out}: reward {mean:.3f} "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -108,15 +109,20 @@ def carry_out(
     for warning in notes_on_prompts(recipe):
         console.print(f"note: {warning}", style="yellow")
     refuse(recipe, [*recipe.fill.files, *([] if data is None else [data])])
-    if is_prepared(path):
+    if prepared := is_prepared(path):
         take_over(path, recipe)
     run = RunDirectory.create(path, name, overrides, recipe, began, sft_seconds)
     console.print(f"run {run.path}", highlight=False)
     with run.held(0.0) as held:
-        with _failure_recorded(recipe, run):
-            fill(recipe, run, console)
-            if data is not None:
-                take_in(recipe, run, [data], ImportOptions(), console)
+        try:
+            with _failure_recorded(recipe, run):
+                fill(recipe, run, console)
+                if data is not None:
+                    take_in(recipe, run, [data], ImportOptions(), console)
+        except UserError:
+            if not prepared:  # nothing of it is of use
+                shutil.rmtree(run.path)
+            raise
         return run, *go(recipe, held, console)
 
 

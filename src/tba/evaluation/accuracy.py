@@ -9,6 +9,7 @@ same draws. It consumes an engine and a reward, and waits for nothing; `interrup
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -53,8 +54,10 @@ class EvaluationSettings:
             raise UserError(f"evaluation: chunk must be at least 1, but is {self.chunk}.")
         if self.pass_k == 1:
             raise UserError("evaluation: pass_k = 1 is pass@1/sampled; ask for it with samples, or set pass_k to 2.")
-        if self.temperature is not None and self.temperature <= 0:
+        if self.temperature is not None and not 0 < self.temperature < math.inf:
             raise UserError(f"evaluation: temperature must be positive, but is {self.temperature}; greedy is its own.")
+        if not math.isfinite(self.threshold):
+            raise UserError(f"evaluation: threshold is {self.threshold}: give the least reward of a correct answer.")
         if not self.greedy and self.draws == 0:
             raise UserError("evaluation: nothing to measure; set greedy, samples or pass_k.")
 

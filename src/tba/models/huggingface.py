@@ -29,7 +29,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import UserError
 from tba.fields import BY_CODE
-from tba.foreign import SAFE, UNREADABLE, read_json, templated
+from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
 from tba.models.gguf import SUFFIX, converted
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
@@ -49,7 +49,9 @@ from tba.weights.atomic_dir import cache_folder
 FACTS = "warm_start.json"
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
 _CONNECT = 5.0  # seconds to reach the Hub
-_FOUND: dict[tuple[str, str, str], Path] = {}  # found by this process: finding means building and encoding all problems
+# found by this process: finding means building and encoding all problems. The task's class is part of the key, since a
+# notebook defines it again
+_FOUND: dict[tuple[str, type, str, str], Path] = {}
 
 
 def refuse_missing_model(path: str) -> None:
@@ -148,7 +150,7 @@ class HuggingFace:
             return self if not self.path.endswith(SUFFIX) else replace(self, path=str(converted(Path(self.path), log)))
         if self.warm_start is None:
             raise UserError("the recipe has no model: give --model.path a folder or a Hugging Face Hub name")
-        known = (repr(self.warm_start), repr(task), str(_cache()))
+        known = (repr(self.warm_start), type(task), repr(task), str(_cache()))
         if known not in _FOUND or not _FOUND[known].is_dir():
             _FOUND[known] = warm_started(self.warm_start, task, log)
         return replace(self, path=str(_FOUND[known]))
@@ -289,7 +291,7 @@ def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Pa
 
 
 def _demonstrated(task: Task) -> list[Problem]:
-    problems = [p for p in task.problems("train") if p.demonstration is not None]
+    problems = [p for p in problems_of(task, "train") if p.demonstration is not None]
     if not problems:
         raise UserError(f"task {task.name} has no demonstrations to start from: give --model.path a trained model")
     return problems

@@ -35,6 +35,9 @@ class WeightedFunctions:
     deadline_seconds: float = 600.0  # for one batch of answers, when in threads
 
     def __post_init__(self) -> None:
+        for f, _ in self.functions:
+            if not callable(f):
+                raise UserError(f"a reward of functions has {f!r:.80} for one: give ((function, weight), ...)")
         names = [name_of(f) for f, _ in self.functions]
         if not names:
             raise UserError("a reward of functions needs at least one: give ((function, weight), ...)")

@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.foreign import parsed
+from tba.foreign import parsed, problems_of
 from tba.recipe import Recipe
 from tba.record.faults import record_fault
 from tba.replay.journal import JournalWriter
-from tba.runtime.prompting import problems_of
 from tba.runtime.run_dir import RunDirectory, is_held
 
 ASKED = "Ctrl-C"  # why a searcher leaves that a signal asked to

@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 
 from tba.errors import UserError
+from tba.foreign import problems_of
 from tba.intake.encoding import Encoder, Known
 from tba.intake.files import read
 from tba.intake.intake import Entry, Intake
@@ -23,7 +24,7 @@ from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.runtime.prompting import problems_of, reward_of
+from tba.runtime.prompting import reward_of
 from tba.runtime.run_dir import IMPORTS, RunDirectory
 from tba.search.embedding import embedded
 from tba.search.prompts import encode

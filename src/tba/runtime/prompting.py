@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from types import FunctionType
 
 import numpy as np
 
 from tba.errors import UserError
+from tba.foreign import failed, problems_of
 from tba.protocols import Journal, PromptSource, Reward, Task, Tokenizer
 from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
-from tba.types import Problem, Prompt, Split
+from tba.types import Prompt, Split
 
 # a prompt not answered by then is handed out again; this is longer than a round of long answers takes
 LEASE_SECONDS = 1800.0
@@ -36,36 +36,15 @@ def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Promp
     return encoded.prompts
 
 
-def problems_of(task: Task, split: Split) -> Sequence[Problem]:
-    """Returns a task's problems. Raises `UserError` when there are none, or when they are something else."""
-    try:
-        found: object = task.problems(split)
-        if isinstance(found, str) or not isinstance(found, Iterable):
-            raise UserError(f"problems({split!r}) of task {task.name} gave {found!r:.80}: return a list of tba.Problem")
-        problems = found if isinstance(found, list | tuple) else list(found)
-    except UserError:
-        raise
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"problems({split!r}) of task {task.name} failed: {type(error).__name__}: {error} "
-            f"({frame.filename}, line {frame.lineno}: {frame.line})"
-        ) from error
-    for number, problem in enumerate(problems):
-        if not isinstance(problem, Problem):
-            raise UserError(
-                f"problem {number} of problems({split!r}) of task {task.name} is {problem!r:.80}: make each a "
-                "tba.Problem(prompt, fields)"
-            )
-    if not problems:
-        raise UserError(f"task {task.name} has no problems for {split!r}: return some from problems({split!r})")
-    return problems
-
-
 def reward_of(task: Task) -> Reward:
     """Returns a task's reward. Raises `UserError` when it is none, such as the plain function itself."""
-    reward: object = task.reward()
-    if not isinstance(reward, Reward):
+    try:
+        reward: object = task.reward()
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise failed(f"reward() of task {task.name}", error) from error
+    if isinstance(reward, type) or not isinstance(reward, Reward):
         what = f"the function {reward.__name__!r}" if isinstance(reward, FunctionType) else f"{reward!r:.80}"
         raise UserError(
             f"reward() of task {task.name} gave {what}, which has no judge(): for a plain function return "

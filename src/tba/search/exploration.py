@@ -6,6 +6,7 @@ whose one temperature is the recipe's `policy_temperature`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -88,7 +89,7 @@ class RandomPerRound:
 
 
 def _check(low: float, high: float, top_p: float) -> None:
-    if low < 0 or high < low or not 0 < top_p <= 1:
+    if not 0 <= low <= high < math.inf or not 0 < top_p <= 1:
         raise UserError(
             f"exploration got temperature {low}..{high} and top_p {top_p}: "
             "temperatures must not be negative, low <= high, and 0 < top_p <= 1"

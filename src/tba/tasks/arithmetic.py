@@ -50,6 +50,8 @@ class Arithmetic:
                 "give at least 1 of each"
             )
         check_share(self.held_out, "arithmetic's held_out")
+        if self.seed < 0:
+            raise UserError(f"arithmetic's seed is {self.seed}: give a whole number from 0")
         if self.forgotten_carries and (self.operations != "+" or not 0 <= self.forgotten_carries <= 1):
             raise UserError(
                 f"arithmetic has forgotten_carries {self.forgotten_carries} with operations {self.operations!r}: "

@@ -55,6 +55,8 @@ class Countdown:
                 f"least_answers {self.least_answers}: give at least 1 of each"
             )
         check_share(self.held_out, "countdown's held_out")
+        if self.seed < 0:
+            raise UserError(f"countdown's seed is {self.seed}: give a whole number from 0")
         if not 0 <= self.wrong_operations <= 1 or (self.wrong_operations and len(self.operations) < 2):
             raise UserError(
                 f"countdown has wrong_operations {self.wrong_operations} with operations {self.operations!r}: give a "

@@ -50,8 +50,8 @@ class OptimizerSettings:
                 raise UserError(f"the optimizer's {name} is {value}, but it has to be a positive number; give one.")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UserError(f"the optimizer's betas are {self.betas}, but each has to be at least 0 and below 1.")
-        if self.weight_decay < 0:
-            raise UserError(f"the optimizer's weight_decay is {self.weight_decay}, but it cannot be negative.")
+        if not 0 <= self.weight_decay < math.inf:
+            raise UserError(f"the optimizer's weight_decay is {self.weight_decay}: give a number, 0 or more.")
 
     def start(self, parameters: Sequence[Parameter], heads: Sequence[Parameter] = ()) -> Optimizer:
         """Returns an optimizer of `parameters`, of which `heads` (some of them) have a group and a learning rate of

@@ -57,13 +57,16 @@ class SupervisedSettings:
     seed: int = 0  # seed of the order of the pairs, of those held out and of dropout
 
     def __post_init__(self) -> None:
-        if self.epochs <= 0 or (self.steps is not None and self.steps < 1):
+        if not 0 < self.epochs < math.inf or (self.steps is not None and self.steps < 1):
             raise UserError(f"a warm start of {self.epochs} epochs or {self.steps} steps trains nothing; give more")
         for name in ("batch_size", "max_length", "max_tokens_per_pass", "pool"):
             if getattr(self, name) < 1:
                 raise UserError(f"the warm start's {name} is {getattr(self, name)}, it must be at least 1")
+        if self.seed < 0:
+            raise UserError(f"the warm start's seed is {self.seed}: give a whole number from 0")
         if not 0 <= self.held_out < 1 or not 0 <= self.warmup <= 1:
             raise UserError(f"held_out is {self.held_out} and warmup {self.warmup}, but these are shares; give 0 to 1")
+        self.optimizer(1)  # says what it cannot be
 
     @property
     def unused(self) -> Mapping[str, str]:

@@ -36,7 +36,7 @@ class ScratchModel:
 
     def __post_init__(self) -> None:
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
-        if min(self.layers, self.heads, kv_heads, self.ff_size, self.max_positions) < 1:
+        if min(self.hidden_size, self.layers, self.heads, kv_heads, self.ff_size, self.max_positions) < 1:
             raise UserError(f"{self} has a size below 1; give positive sizes")
         if self.hidden_size % (2 * self.heads) or self.heads % kv_heads:
             raise UserError(
