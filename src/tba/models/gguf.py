@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +65,10 @@ def write_folder(path: Path, folder: Path) -> None:
         import gguf  # noqa: F401 - transformers asks only the index of packages
     except ModuleNotFoundError as error:
         raise UserError(f"to read {path.name}, install the package gguf: pip install 'tba-rl[gguf]'") from error
-    model, tokenizer = _read(path)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with redirect_stderr(StringIO()):  # transformers' progress bars: those of a GGUF file cannot be switched off
+        model, tokenizer = _read(path)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def _read(path: Path) -> tuple[Any, Any]:
