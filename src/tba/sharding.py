@@ -40,6 +40,18 @@ def own_rows(tensor: Tensor) -> Tensor:
     return own.detach()
 
 
+def copied(own: Tensor, whole: Tensor) -> tuple[int, Tensor] | None:
+    """Returns (number of the first row, rows), in memory of their own on the host, of this rank's part `own` of what is
+    sharded as `whole` is; None where it has no rows, or another rank has the same tensor and comes first.
+    """
+    if not (own.ndim and is_sharded(whole)):
+        return None if dist.get_rank() else (0, own.detach().to("cpu", copy=True))
+    if not len(own):
+        return None
+    first, _ = rows_of(len(whole), whole.device_mesh.get_local_rank(), whole.device_mesh.size())
+    return first, own.detach().to("cpu", copy=True)
+
+
 def group_of(tensors: Sequence[Tensor]) -> Any:
     """The process group over which they are sharded; None when none is."""
     sharded = next((t for t in tensors if is_sharded(t)), None)

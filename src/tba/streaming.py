@@ -74,11 +74,12 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
     """Write `tensors` as a safetensors file, one after the other; returns its bytes.
 
-    Those of floating point are written as `dtype` (None: as they are). Raises `ValueError` when a tensor does not have
-    its declared shape.
+    Those of floating point are written as `dtype` (None: as they are); the place of one on the meta device is left for
+    `write_rows`. Raises `ValueError` when a tensor does not have its declared shape.
     """
     kinds = {name: (as_written(like.dtype, dtype), tuple(like.shape)) for name, like in shapes_of(tensors).items()}
     header, places = _header(kinds)
+    sizes = list(kinds.values())
     with path.open("wb") as file:
         file.write(header)
         for name, tensor in tensors.items():
@@ -86,10 +87,28 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype 
             if kind is None or shape != tuple(tensor.shape):
                 raise ValueError(f"{name} of shape {tuple(tensor.shape)} was read: expected shape {shape}")
             file.seek(len(header) + places[name])
-            write_flat(file, tensor.detach(), kind)
+            if not tensor.is_meta:
+                write_flat(file, tensor.detach(), kind)
         if kinds:
             raise ValueError(f"{next(iter(kinds))} is missing: the tensors ended before it")
+        file.truncate(len(header) + sum(math.prod(shape) * kind.itemsize for kind, shape in sizes))
         return file.seek(0, os.SEEK_END)
+
+
+def write_rows(path: Path, rows: Mapping[str, tuple[int, Tensor]]) -> None:
+    """Write rows of tensors, each with the number of its first one, into the places that `write_tensors` has left in a
+    file. They are on the disk when this ends; several processes can do it at once.
+    """
+    with path.open("r+b") as file:
+        room = int.from_bytes(file.read(8), "little")
+        entries = json.loads(file.read(room))
+        for name, (first, tensor) in rows.items():
+            begin, _ = entries[name]["data_offsets"]
+            of_a_row = math.prod(tensor.shape[1:]) * tensor.dtype.itemsize
+            file.seek(8 + room + begin + first * of_a_row)
+            write_flat(file, tensor, tensor.dtype)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def as_written(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -8,19 +8,23 @@ runtime: `inline` alternates `step` with a searcher's round.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import cast
 
 import torch
 
 from tba.batch import Fetched
 from tba.errors import UserError
+from tba.protocols import Policy
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
 from tba.record.falls import STALE, SignalWatch, StalenessWatch
@@ -43,6 +47,7 @@ from tba.runtime.watching import Watch, rewards_watched
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
 from tba.training.ranks import Meeting, Ranks
+from tba.training.sharded import LedPolicy
 from tba.training.trainer import Metrics, Trainer
 from tba.types import Group, Json, StopReason, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
@@ -116,6 +121,8 @@ class TrainerLoop:
         cpu, seconds = time.thread_time() - working, time.perf_counter() - began
         metrics |= {"wait_seconds": waited, "seconds": seconds, "cpu_seconds": cpu}
         self.trained += 1
+        if isinstance(trainer.policy, LedPolicy):
+            trainer.policy.saving.look()
         self._record(before, fetched, metrics)
         if self._checkpoint_due():
             self.checkpoint()
@@ -140,8 +147,16 @@ class TrainerLoop:
         self.weights.settle()  # the reference that it was made under is on disk
         self.references.checkpointed()
         at, keep, state = self.trainer, self.recipe.run.checkpoints, self.state()
-        save, kept = partial(self.recipe.model.save, at.policy), self.watch.worth_keeping(self.requests.pending)
-        save_checkpoint(self.run.checkpoints, at.version, save, at.optimizer, state, keep, at.policy.heads, kept)
+        kept = self.watch.worth_keeping(self.requests.pending)
+        folder, version, model, heads = self.run.checkpoints, at.version, self.recipe.model, at.policy.heads
+        laid_out = at.policy.lay_out(at.optimizer, folder) if isinstance(at.policy, LedPolicy) else None
+        if laid_out is None:
+            save_checkpoint(folder, version, partial(model.save, at.policy), at.optimizer, state, keep, heads, kept)
+        else:
+            assert isinstance(at.policy, LedPolicy)
+            save, rows = partial(model.save, cast(Policy, laid_out[0])), laid_out[1]
+            state, heads = json.loads(json.dumps(state)), deepcopy(heads)  # as they are now
+            at.policy.saving.begin(lambda: save_checkpoint(folder, version, save, rows, state, keep, heads, kept))
         self.checkpointed = self.trainer.version
 
     def finish(self) -> None:
@@ -150,6 +165,7 @@ class TrainerLoop:
             self.publish()
         if self.checkpointed != self.trainer.version:
             self.checkpoint()
+        self._checkpoint_written()
         if self.ranks is not None:
             self.ranks.say("end")
 
@@ -229,9 +245,15 @@ class TrainerLoop:
 
     def _reset_reference(self) -> None:
         """Make the policy as it was just published the reference of the steps to come."""
+        self._checkpoint_written()  # until then the one before is what a resume takes, and its reference stays
         self.references.reset(self.trainer.version, self.elapsed())
         if self.recipe.reset_optimizer:
             self.trainer.optimizer.forget()
+
+    def _checkpoint_written(self) -> None:
+        """Wait until the checkpoint that is being written is on the disk."""
+        if isinstance(self.trainer.policy, LedPolicy):
+            self.trainer.policy.saving.settle()
 
     def _record(self, before: Version, fetched: Fetched, metrics: Metrics) -> None:
         """Write a line of metrics. before: the version that the batch was drawn for."""

@@ -6,7 +6,8 @@
 Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there, and the best. `run.json` ties
 all of it to one version: it holds the rest of the run's state at that step, size and checksum of every other file, and
 a digest of all that, so that damage is detected before anything is used. A folder with a file that is not listed there
-is refused, because `from_pretrained` loads whatever is in a folder. One process writes.
+is refused, because `from_pretrained` loads whatever is in a folder. One process writes; of a trainer over several ranks
+each writes its rows into that one's files (`shards`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from tba.training.optimizer import Optimizer
+    from tba.training.shards import AllRows
 
 RUN = "run.json"
 HEADS = "heads.safetensors"
@@ -96,7 +98,7 @@ def save_checkpoint(
     folder: Path,
     version: Version,
     save_model: Callable[[Path], None],
-    optimizer: Optimizer,
+    optimizer: Optimizer | AllRows,
     state: Mapping[str, Json] | None = None,
     keep: int = 2,
     heads: torch.nn.ModuleDict | None = None,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from torch.nn import Parameter
 from tba.errors import UserError
 from tba.foreign import parsed
 from tba.schedules import RateShape, WarmupConstant
-from tba.sharding import gathered, group_of, is_sharded, own_rows, rows_of
+from tba.sharding import copied, gathered, group_of, is_sharded, own_rows, rows_of
 from tba.streaming import Streamed, write_tensors
 from tba.types import Json
 
@@ -119,6 +119,22 @@ class Optimizer:
         write_tensors(folder / STATE, tensors)
         (folder / FACTS).write_text(json.dumps(self._facts()))
 
+    def like(self) -> Mapping[str, Tensor]:
+        """Returns what `save` writes, as whole tensors on the meta device."""
+        return self._streamed().like
+
+    def snapshot(self) -> dict[str, tuple[int, Tensor]]:
+        """Returns copies of this rank's part of it: by name, the number of the first row and the rows. What every rank
+        has as a whole is the first one's part.
+        """
+        whole = self._numbered_parameters()
+        return {name: rows for i, name, own in self._parts() if (rows := copied(own, whole[i])) is not None}
+
+    def save_empty(self, folder: Path, like: Mapping[str, Tensor]) -> None:
+        """Do what `save` does, with room for the tensors of all ranks (`like`, from before) instead of them."""
+        write_tensors(folder / STATE, like)
+        (folder / FACTS).write_text(json.dumps(self._facts()))
+
     def load(self, folder: Path) -> None:
         """The inverse of `save`. Raises `UserError` when it is missing, damaged or of another model."""
         try:
@@ -141,8 +157,7 @@ class Optimizer:
 
     def _streamed(self) -> Streamed:
         """Returns all that is saved, each tensor whole when it is reached."""
-        parts = [(i, f"{i}.{key}", t) for i, s in self._adamw.state_dict()["state"].items() for key, t in s.items()]
-        parts += [(i, f"{i}.master", m.detach()) for i, m in self._numbered_copies()]
+        parts = self._parts()
         whole = self._numbered_parameters()
         like = {
             name: torch.empty(whole[i].shape if t.ndim else (), dtype=t.dtype, device="meta") for i, name, t in parts
@@ -157,6 +172,11 @@ class Optimizer:
                 yield name, own if tensor is None else tensor
 
         return Streamed(like, tensors)
+
+    def _parts(self) -> list[tuple[int, str, Tensor]]:
+        """Returns (number of the parameter, name, this rank's part) of all that is saved."""
+        parts = [(i, f"{i}.{key}", t) for i, s in self._adamw.state_dict()["state"].items() for key, t in s.items()]
+        return parts + [(i, f"{i}.master", m.detach()) for i, m in self._numbered_copies()]
 
     def _own_part(self, path: Path) -> dict[str, Tensor]:
         """Returns this rank's part of the tensors in a file."""

@@ -4,10 +4,10 @@ Invariant: rank 0 sends commands and the others execute them in order, so all of
 order. A message is a word, facts as JSON, and tensors, in one safetensors block: nothing is unpickled. Every wait has a
 deadline; a rank that waits for too long, or for one that is gone, says so and ends.
 
-There are four process groups, each with the deadline of its waits: the default one, in which ranks wait for each other
+There are five process groups, each with the deadline of its waits: the default one, in which ranks wait for each other
 to start; for a step (shards, their gradients, what a pass gives), where ranks are never far apart; for the messages, as
-rank 0 says nothing while it waits for a batch; and for the weights to be published, which are gathered while the next
-step is computed.
+rank 0 says nothing while it waits for a batch; for the weights to be published, which are gathered while the next step
+is computed; and for a checkpoint, whose rows are written meanwhile.
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Ranks:
             self.mesh = DeviceMesh.from_group(self._step, device.type)
             self._messages: Any = dist.new_group(backend="gloo", timeout=patience)
             self.weights: Any = dist.new_group(backend="gloo", timeout=limit)
+            self.saving: Any = dist.new_group(backend="gloo", timeout=patience)
 
     def sharding(self, compute: torch.dtype) -> Sharding:
         return Sharding(self.mesh, compute)
@@ -147,6 +148,23 @@ class Ranks:
         parts = zip(flat.to(self.device).split(sizes), shapes, strict=True)
         return [part.view(tuple(shape)) for part, shape in parts]
 
+    def agree(self, well: bool, what: str) -> list[int]:
+        """Returns the ranks that did not do well in a checkpoint. Every rank calls it, to say how it did."""
+        told = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        with self._waits(what, self.word_deadline):
+            dist.all_gather(told, torch.tensor([int(well)]), group=self.saving)
+        return [rank for rank, one in enumerate(told) if not int(one)]
+
+    def tell(self, text: str) -> str:
+        """Returns what rank 0 says of a checkpoint, beside its messages. Every rank calls it."""
+        block = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        size = torch.tensor([len(block)])
+        with self._waits("for the place of a checkpoint", self.word_deadline):
+            dist.broadcast(size, 0, group=self.saving)
+            block = block if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(block, 0, group=self.saving)
+        return block.numpy().tobytes().decode()
+
     def meet(self) -> None:
         """Wait until all ranks have come here: with their model loaded, after which nobody is late inside a step."""
         with self._waits("for the other ranks to load the model", self.word_deadline):
@@ -166,7 +184,9 @@ class Ranks:
         """Leave, whatever the others do."""
         if dist.is_initialized():
             dist.destroy_process_group()
-        self._messages = self.weights = None  # their connections close with the groups: whoever listens sees it
+        self._messages = self.weights = self.saving = (
+            None  # their connections close with the groups: whoever listens sees it
+        )
 
     @contextmanager
     def _waits(self, what: str, deadline: float) -> Iterator[None]:

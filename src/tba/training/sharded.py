@@ -13,6 +13,7 @@ Shape legend: B rows, T completion positions, G groups.
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +31,7 @@ from tba.streaming import SAFETENSORS_NAMES, Streamed, as_written
 from tba.training.gradients import Slice, put_together
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks import Message, Ranks
+from tba.training.shards import AllRows, ModelWithoutRows, Saving, Shards, lay_out
 
 _PROMPTS = ("prompt_GP", "prompt_length_G")  # these and the answers make a batch that can be evaluated
 _ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_B", "group_B")
@@ -74,11 +76,13 @@ class LedPolicy:
     ranks: Ranks
     max_tokens: int  # of one pass, on each rank
     published: torch.dtype = torch.float32  # in which `weights` are gathered: cast on each rank, before they travel
+    saving: Saving = field(init=False)  # the checkpoint that is being written
     # unset while the weights are being gathered for publication
     reading: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.reading.set()
+        self.saving = Saving(self.ranks)
         self._anchor = torch.zeros((), device=self.ranks.device, requires_grad=True)
 
     @property
@@ -169,6 +173,26 @@ class LedPolicy:
     def save(self, path: Path, tokenizer: Any = None, weights: Mapping[str, Tensor] | None = None) -> None:
         self.own.save(path, tokenizer, self._sent(everything=True) if weights is None else weights)
 
+    def lay_out(self, optimizer: Optimizer, folder: Path) -> tuple[ModelWithoutRows, AllRows] | None:
+        """Have all ranks copy what they hold, for a checkpoint within `folder`, which is then written by `saving`.
+        Waits for the one before.
+
+        None, and nothing is copied, where a rank does not see the folder (it is on another machine), or adapters have
+        to be merged: what is saved has to be gathered then.
+        """
+        self.saving.settle()
+        if self.own.everything().keys() != self.own.weights().keys():
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        seen = folder / f".seen-{uuid.uuid4().hex[:12]}"
+        seen.touch()
+        try:
+            self.ranks.say("checkpoint", seen=str(seen.resolve()))
+            blind = self.ranks.agree(True, "for the other ranks to look for the checkpoints")
+        finally:
+            seen.unlink()
+        return None if blind else lay_out(self.own, optimizer, self.ranks)
+
 
 class LedOptimizer(Optimizer):
     """The `Optimizer` of rank 0: each call is executed by all ranks. Only `load` each rank runs by itself, when it
@@ -208,6 +232,10 @@ class Follower:
     _share: _Share | None = None
     _sending: threading.Thread | None = None
     _failed: list[BaseException] = field(default_factory=list)
+    _saving: Saving = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._saving = Saving(self.ranks)
 
     def follow(self) -> None:
         """Execute the messages of rank 0; it waits for nothing else."""
@@ -218,12 +246,14 @@ class Follower:
             "forget": lambda message: self.optimizer.forget(),
             "save": lambda message: self.optimizer.save(Path()),
             "weights": self._send_weights,
+            "checkpoint": self._checkpoint,
             "load": lambda message: self.own.load(message.tensors),
         }
         while (message := self.ranks.hear()).word != "end":
             with self.ranks.inside(message.word):
                 acts[message.word](message)
         self._settle()
+        self._saving.settle()
 
     def _evaluate(self, message: Message) -> None:
         batch = Batch(**message.tensors)
@@ -244,7 +274,18 @@ class Follower:
 
     def _step(self, message: Message) -> None:
         self._settle()
+        self._saving.look()
         self.optimizer.step(int(message.facts["step"]))
+
+    def _checkpoint(self, message: Message) -> None:
+        """Copy this rank's rows, and write them while the next steps are computed."""
+        self._settle()
+        self._saving.settle()
+        if not self.ranks.agree(
+            Path(message.facts["seen"]).exists(), "for the other ranks to look for the checkpoints"
+        ):
+            shards = Shards.of(self.own, self.optimizer)
+            self._saving.begin(lambda: shards.write(self.ranks, ""))
 
     def _send_weights(self, message: Message) -> None:
         """Send the weights while the next step is computed; this ends before they change."""

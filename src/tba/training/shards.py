@@ -1,0 +1,134 @@
+"""A checkpoint that all ranks write, each its own rows, while the next steps are computed.
+
+Invariant: what is written are copies, made between two steps; the weights may change at once. Rank 0 writes the headers
+of the two files, with room for all rows, and all that is not sharded; then every rank writes its rows in their places.
+The folder gets its name when all of them have said that theirs are on the disk. At most one is under way; what fails in
+it is raised where it is next waited for, or at the next step.
+
+A rank needs the memory of its share once more until its rows are written.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tba.errors import DeadlineExceeded, PartFailed
+from tba.protocols import SavedPolicy
+from tba.sharding import copied, own_rows
+from tba.streaming import write_rows
+from tba.training.optimizer import STATE, Optimizer
+from tba.training.ranks import Ranks, name_of_rank
+
+MODEL = "model.safetensors"
+Rows = Mapping[str, tuple[int, Tensor]]
+
+
+@dataclass
+class Saving:
+    """A rank's side of the checkpoint that is under way."""
+
+    ranks: Ranks
+    _thread: threading.Thread | None = None
+    _failed: list[Exception] = field(default_factory=list)
+
+    def begin(self, act: Callable[[], object]) -> None:
+        """Run `act` in a thread, once the one before has ended."""
+        self.settle()
+
+        def run() -> None:
+            try:
+                act()
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                self._failed.append(error)
+
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Raise what has failed; returns at once."""
+        if self._failed:
+            raise self._failed.pop()
+
+    def settle(self) -> None:
+        """Wait until the checkpoint is on the disk. Raises what failed, and `DeadlineExceeded`."""
+        if self._thread is not None:
+            self._thread.join(2 * self.ranks.word_deadline)  # each wait in it has that of the ranks
+            if self._thread.is_alive():
+                raise DeadlineExceeded(
+                    f"{name_of_rank(self.ranks.rank)} waited {2 * self.ranks.word_deadline:g} s for a checkpoint to be "
+                    "on the disk"
+                )
+            self._thread = None
+        self.look()
+
+
+@dataclass
+class Shards:
+    """Copies of what a rank holds, at one step."""
+
+    model: Rows
+    optimizer: Rows
+
+    @classmethod
+    def of(cls, policy: SavedPolicy, optimizer: Optimizer) -> Shards:
+        own = {name: copied(own_rows(t), t) for name, t in policy.everything().items()}
+        return cls({name: rows for name, rows in own.items() if rows is not None}, optimizer.snapshot())
+
+    def write(self, ranks: Ranks, folder: str) -> None:
+        """Write them into the files that rank 0 has laid out in `folder`. Every rank calls it.
+
+        Raises `PartFailed` where another rank could not write its rows, and what went wrong in this one.
+        """
+        folder, failed = ranks.tell(folder), None
+        try:
+            write_rows(Path(folder) / MODEL, self.model)
+            write_rows(Path(folder) / STATE, self.optimizer)
+        except OSError as error:
+            failed = error
+        others = ranks.agree(failed is None, "for the other ranks to write their rows of a checkpoint")
+        if failed is not None:
+            raise failed
+        if others:
+            raise PartFailed(f"{name_of_rank(others[0])} could not write its rows of a checkpoint: see its log")
+
+
+@dataclass
+class ModelWithoutRows:
+    """Stands for the policy where a checkpoint is saved: writes its folder, with room for the rows of all ranks."""
+
+    policy: SavedPolicy
+    like: Mapping[str, Tensor]
+
+    def save(self, path: Path, tokenizer: Any = None) -> None:
+        self.policy.save(path, tokenizer, self.like)
+
+
+@dataclass
+class AllRows:
+    """Stands for the optimizer, which is saved after the model: writes its files likewise, and then has all ranks write
+    the rows of both.
+    """
+
+    optimizer: Optimizer
+    like: Mapping[str, Tensor]
+    shards: Shards
+    ranks: Ranks
+
+    def save(self, folder: Path) -> None:
+        self.optimizer.save_empty(folder, self.like)
+        self.shards.write(self.ranks, str(folder.resolve()))
+
+
+def lay_out(policy: SavedPolicy, optimizer: Optimizer, ranks: Ranks) -> tuple[ModelWithoutRows, AllRows]:
+    """Returns what stands for rank 0's policy and optimizer, as they are now, in a checkpoint of all ranks."""
+    everything = policy.everything()
+    like = {name: torch.empty(tuple(t.shape), dtype=t.dtype, device="meta") for name, t in everything.items()}
+    rows = AllRows(optimizer, optimizer.like(), Shards.of(policy, optimizer), ranks)
+    return ModelWithoutRows(policy, like), rows

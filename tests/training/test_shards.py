@@ -1,0 +1,152 @@
+"""A checkpoint of several ranks, each of which writes its own rows."""
+
+from __future__ import annotations
+
+import filecmp
+import gc
+import os
+import signal
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import ranks_of
+from test_sharded import WHOLE, alone, checkpoint, follow, spread
+from toys import BETA, ByHand, llama_policy
+
+from tba.errors import PartFailed
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.sharding import own_rows
+from tba.training import shards
+from tba.training.checkpoint import Checkpoint, newest_sound, save_checkpoint
+from tba.training.optimizer import OptimizerSettings
+from tba.training.ranks import Ranks
+from tba.training.sharded import LedPolicy
+from tba.training.shards import Shards
+
+BALANCE = TrajectoryBalance(BETA)
+FILES = ("model.safetensors", "optimizer.safetensors", "optimizer.json", "config.json", "heads.safetensors")
+
+
+def begin(trainer: ByHand, folder: Path) -> None:
+    """Begin a checkpoint of all ranks, as the trainer's loop does."""
+    policy = trainer.policy
+    assert isinstance(policy, LedPolicy)
+    laid_out = policy.lay_out(trainer.optimizer, folder)
+    assert laid_out is not None
+    model, rows = laid_out
+    version, heads = trainer.version, llama_policy(heads=("log_z", "value")).heads
+    heads.load_state_dict(policy.heads.state_dict())
+    policy.saving.begin(lambda: save_checkpoint(folder, version, model.save, rows, heads=heads))
+
+
+def written(trainer: ByHand) -> None:
+    assert isinstance(trainer.policy, LedPolicy)
+    trainer.policy.saving.settle()
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_write_the_bytes_that_gathering_would_though_steps_follow_at_once(count: int, tmp_path: Path) -> None:
+    """And what they wrote goes on with the same losses, on as many ranks and with the same rounding on one."""
+    mine, gathered = tmp_path / "shards", tmp_path / "gathered"
+
+    def life(ranks: Ranks) -> None:
+        follow(ranks, WHOLE)
+        follow(ranks, WHOLE, Checkpoint.load(mine / "step-3"))
+
+    with ranks_of(count, tmp_path / "store", life) as ranks:
+        trainer = spread(ranks, BALANCE, tmp_path, WHOLE)
+        for _ in range(3):
+            trainer.go()
+        checkpoint(trainer, gathered)
+        begin(trainer, mine)
+        batches = trainer.batches
+        asked = batches.replay.asked
+        expected = [trainer.go()["loss"] for _ in range(2)]
+        written(trainer)
+        ranks.say("end")
+        saved = Checkpoint.load(mine / "step-3")
+        saved.verify()
+        assert filecmp.cmpfiles(gathered / "step-3", saved.path, FILES, shallow=False)[0] == list(FILES)
+        assert sorted(path.name for path in mine.iterdir()) == ["step-3"]
+
+        again = spread(ranks, BALANCE, tmp_path, WHOLE, saved)
+        one = alone(BALANCE, tmp_path, saved=saved)
+        for resumed in (again, one):
+            resumed.version = saved.version
+            resumed.batches.replay.asked = asked
+        assert [again.go()["loss"] for _ in range(2)] == expected
+        assert [one.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
+        ranks.say("end")
+
+
+def test_a_rank_copies_its_share_and_nothing_else(tmp_path: Path) -> None:
+    def size(copies: Shards) -> int:
+        return sum(rows.nbytes for part in (copies.model, copies.optimizer) for _, rows in part.values())
+
+    def life(ranks: Ranks) -> None:
+        policy = llama_policy()
+        policy.shard(ranks.sharding(torch.float32))
+        optimizer = OptimizerSettings().start(policy.parameters())
+        assert size(Shards.of(policy, optimizer)) == sum(own_rows(p).nbytes for p in policy.parameters())
+
+    with ranks_of(2, tmp_path / "store", life) as ranks:
+        policy = llama_policy()
+        policy.shard(ranks.sharding(torch.float32))
+
+
+def _killed_while_writing(folder: Path, path: Path) -> None:
+    def killed(self: Shards, ranks: Ranks, place: str) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with ranks_of(1, path / "store", lambda ranks: None) as ranks:
+        trainer = spread(ranks, BALANCE, path, WHOLE)
+        trainer.go()
+        begin(trainer, folder)
+        written(trainer)
+        trainer.go()
+        Shards.write = killed  # type: ignore[method-assign]
+        begin(trainer, folder)
+        written(trainer)
+
+
+def test_a_trainer_killed_while_ranks_write_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    gc.collect()
+    child = os.fork()
+    if child == 0:
+        gc.freeze()
+        torch.set_num_threads(1)
+        try:
+            _killed_while_writing(folder, tmp_path)
+        except BaseException:  # noqa: BLE001 - it ends here
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert [path.name[:15] for path in sorted(folder.iterdir())] == [".writing-step-2", "step-1"]
+    found, damaged = newest_sound(folder)
+    assert found is not None
+    assert found.version.step == 1
+    assert damaged == []
+
+
+def test_a_rank_that_cannot_write_ends_the_checkpoint_in_an_error_that_names_it(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def life(ranks: Ranks) -> None:
+        def full(path: Path, rows: object) -> None:
+            raise OSError("no space left on device")
+
+        shards.write_rows = full  # type: ignore[assignment]
+        with pytest.raises(OSError, match="no space left"):
+            follow(ranks, WHOLE)
+
+    with ranks_of(2, tmp_path / "store", life) as ranks:
+        trainer = spread(ranks, BALANCE, tmp_path, WHOLE)
+        begin(trainer, folder)
+        with pytest.raises(PartFailed, match="trainer-1 could not write its rows of a checkpoint"):
+            written(trainer)
+        ranks.say("end")
+    assert list(folder.iterdir()) == []
