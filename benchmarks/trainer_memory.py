@@ -48,7 +48,7 @@ from tba.schedules import Constant
 from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks import Meeting, Ranks
-from tba.training.sharded import Follower, LedOptimizer, LedPolicy
+from tba.training.sharded import Follower, Rank0Optimizer, Rank0Policy
 
 RANK = 16  # of adapters
 PROMPT = 64  # tokens, those of `batch_of`
@@ -174,7 +174,10 @@ def train(size: str, case: Case, ranks: Ranks | None) -> None:
         if ranks.rank:
             Follower(own, settings.start(own.parameters()), ranks, tokens_of(size)).follow()
             return
-        policy, optimizer = LedPolicy(own, ranks, tokens_of(size)), LedOptimizer(ranks, settings, own.parameters(), [])
+        policy, optimizer = (
+            Rank0Policy(own, ranks, tokens_of(size)),
+            Rank0Optimizer(ranks, settings, own.parameters(), []),
+        )
     batch = batch_of(2 * case.ranks, *SIZES[size][1:])
     for step in (1, 2):
         backward(policy, TrajectoryBalance(Constant(0.05)), batch, step, tokens_of(size), ranks=case.ranks)

@@ -32,7 +32,7 @@ from tba.sharding import gathered
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks import Message, Ranks
-from tba.training.sharded import Follower, LedOptimizer, LedPolicy
+from tba.training.sharded import Follower, Rank0Optimizer, Rank0Policy
 from tba.training.trainer import Trainer
 from tba.types import Version
 from tba.weights.directory import WeightDirectory
@@ -53,7 +53,7 @@ def trainer_of(policy: object, optimizer: Optimizer, objective: Objective, path:
         sync_every=5,
         max_tokens_per_pass=limit,
         directory=path,
-        ranks=policy.ranks.count if isinstance(policy, LedPolicy) else 1,
+        ranks=policy.ranks.count if isinstance(policy, Rank0Policy) else 1,
     )
 
 
@@ -78,10 +78,10 @@ def spread(
 ) -> ByHand:
     """The same over `ranks`, of which this process is the first."""
     policy = shard_of(ranks, saved, compute)
-    optimizer = LedOptimizer(ranks, SETTINGS, policy.parameters(), list(policy.heads.parameters()))
+    optimizer = Rank0Optimizer(ranks, SETTINGS, policy.parameters(), list(policy.heads.parameters()))
     if saved is not None:
         optimizer.load(saved.path)
-    return trainer_of(LedPolicy(policy, ranks, limit), optimizer, objective, path, limit)
+    return trainer_of(Rank0Policy(policy, ranks, limit), optimizer, objective, path, limit)
 
 
 def follow(ranks: Ranks, limit: int, saved: Checkpoint | None = None) -> None:
@@ -201,8 +201,8 @@ def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path:
         one = trainer_of(policy, SETTINGS.start(policy.parameters()), balance, tmp_path, WHOLE)
         own = adapted()
         own.shard(ranks.sharding(torch.float32))
-        optimizer = LedOptimizer(ranks, SETTINGS, own.parameters(), [])
-        two = trainer_of(LedPolicy(own, ranks, WHOLE), optimizer, balance, tmp_path, WHOLE)
+        optimizer = Rank0Optimizer(ranks, SETTINGS, own.parameters(), [])
+        two = trainer_of(Rank0Policy(own, ranks, WHOLE), optimizer, balance, tmp_path, WHOLE)
         step_both(one, two, 3)
         assert difference(one, two) < rounding(one, 3)
         two.policy.save(tmp_path / "two")  # type: ignore[attr-defined]
@@ -235,7 +235,7 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
 
     with ranks_of(2, tmp_path / "store", life) as ranks:
         trained = shard_of(ranks, None)
-        led = LedPolicy(trained, ranks, WHOLE, torch.bfloat16)
+        led = Rank0Policy(trained, ranks, WHOLE, torch.bfloat16)
         directory = WeightDirectory(tmp_path / "weights", dtype=torch.bfloat16)
         directory.publish(led.weights(), Version(), {})
         ranks.say("end")

@@ -22,7 +22,7 @@ from tba.training import shards
 from tba.training.checkpoint import Checkpoint, newest_sound, save_checkpoint
 from tba.training.optimizer import OptimizerSettings
 from tba.training.ranks import Ranks
-from tba.training.sharded import LedPolicy
+from tba.training.sharded import Rank0Policy
 from tba.training.shards import Shards
 
 BALANCE = TrajectoryBalance(BETA)
@@ -32,7 +32,7 @@ FILES = ("model.safetensors", "optimizer.safetensors", "optimizer.json", "config
 def begin(trainer: ByHand, folder: Path) -> None:
     """Begin a checkpoint of all ranks, as the trainer's loop does."""
     policy = trainer.policy
-    assert isinstance(policy, LedPolicy)
+    assert isinstance(policy, Rank0Policy)
     laid_out = policy.lay_out(trainer.optimizer, folder)
     assert laid_out is not None
     model, rows = laid_out
@@ -42,7 +42,7 @@ def begin(trainer: ByHand, folder: Path) -> None:
 
 
 def written(trainer: ByHand) -> None:
-    assert isinstance(trainer.policy, LedPolicy)
+    assert isinstance(trainer.policy, Rank0Policy)
     trainer.policy.saving.settle()
 
 

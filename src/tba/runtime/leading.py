@@ -23,7 +23,7 @@ from tba.recipe import Recipe
 from tba.training.checkpoint import Checkpoint
 from tba.training.optimizer import Optimizer
 from tba.training.ranks import Meeting, Ranks, name_of_rank
-from tba.training.sharded import Follower, LedOptimizer, LedPolicy
+from tba.training.sharded import Follower, Rank0Optimizer, Rank0Policy
 
 if TYPE_CHECKING:
     from tba.runtime.run_dir import RunDirectory
@@ -68,9 +68,9 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
         return policy, recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
     ranks.say("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
     own = _sharded(recipe, ranks, saved)
-    optimizer = LedOptimizer(ranks, recipe.optimizer, own.parameters(), list(own.heads.parameters()))
+    optimizer = Rank0Optimizer(ranks, recipe.optimizer, own.parameters(), list(own.heads.parameters()))
     ranks.meet()
-    return LedPolicy(own, ranks, recipe.max_tokens_per_pass, recipe.model.compute), optimizer
+    return Rank0Policy(own, ranks, recipe.max_tokens_per_pass, recipe.model.compute), optimizer
 
 
 def follow(

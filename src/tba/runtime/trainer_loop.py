@@ -47,7 +47,7 @@ from tba.runtime.watching import Watch, rewards_watched
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.control import Controller
 from tba.training.ranks import Meeting, Ranks
-from tba.training.sharded import LedPolicy
+from tba.training.sharded import Rank0Policy
 from tba.training.trainer import Metrics, Trainer
 from tba.types import Group, Json, StopReason, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
@@ -121,7 +121,7 @@ class TrainerLoop:
         cpu, seconds = time.thread_time() - working, time.perf_counter() - began
         metrics |= {"wait_seconds": waited, "seconds": seconds, "cpu_seconds": cpu}
         self.trained += 1
-        if isinstance(trainer.policy, LedPolicy):
+        if isinstance(trainer.policy, Rank0Policy):
             trainer.policy.saving.look()
         self._record(before, fetched, metrics)
         if self._checkpoint_due():
@@ -149,11 +149,11 @@ class TrainerLoop:
         at, keep, state = self.trainer, self.recipe.run.checkpoints, self.state()
         kept = self.watch.worth_keeping(self.requests.pending)
         folder, version, model, heads = self.run.checkpoints, at.version, self.recipe.model, at.policy.heads
-        laid_out = at.policy.lay_out(at.optimizer, folder) if isinstance(at.policy, LedPolicy) else None
+        laid_out = at.policy.lay_out(at.optimizer, folder) if isinstance(at.policy, Rank0Policy) else None
         if laid_out is None:
             save_checkpoint(folder, version, partial(model.save, at.policy), at.optimizer, state, keep, heads, kept)
         else:
-            assert isinstance(at.policy, LedPolicy)
+            assert isinstance(at.policy, Rank0Policy)
             save, rows = partial(model.save, cast(Policy, laid_out[0])), laid_out[1]
             state, heads = json.loads(json.dumps(state)), deepcopy(heads)  # as they are now
             at.policy.saving.begin(lambda: save_checkpoint(folder, version, save, rows, state, keep, heads, kept))
@@ -252,7 +252,7 @@ class TrainerLoop:
 
     def _checkpoint_written(self) -> None:
         """Wait until the checkpoint that is being written is on the disk."""
-        if isinstance(self.trainer.policy, LedPolicy):
+        if isinstance(self.trainer.policy, Rank0Policy):
             self.trainer.policy.saving.settle()
 
     def _record(self, before: Version, fetched: Fetched, metrics: Metrics) -> None:

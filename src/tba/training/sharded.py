@@ -69,7 +69,7 @@ def _output(tensors: Sequence[Tensor], heads: Sequence[str]) -> PolicyOutput:
 
 
 @dataclass
-class LedPolicy:
+class Rank0Policy:
     """The `Policy` of rank 0: each call is executed by all ranks."""
 
     own: SavedPolicy  # this rank's shards
@@ -194,7 +194,7 @@ class LedPolicy:
         return None if blind else lay_out(self.own, optimizer, self.ranks)
 
 
-class LedOptimizer(Optimizer):
+class Rank0Optimizer(Optimizer):
     """The `Optimizer` of rank 0: each call is executed by all ranks. Only `load` each rank runs by itself, when it
     starts.
     """
