@@ -22,6 +22,7 @@ from tba.types import (
     Completion,
     Evaluation,
     FloatArray,
+    IntArray,
     Json,
     Judgement,
     Outcome,
@@ -30,6 +31,7 @@ from tba.types import (
     Sampling,
     Score,
     Split,
+    StopReason,
     Trajectory,
     Version,
 )
@@ -81,6 +83,44 @@ class Examined(Protocol):
 
     def examination(self) -> Reward:
         """1 for an answer that is counted as right, 0 for one that is not."""
+        ...
+
+
+class Environment(Protocol):
+    """A world to act in, free of tokens. One object lives through one episode: `reset` once, then `step` by turns.
+
+    It may also have `get_reward() -> float`, asked once at the end, and `close()`. Each of these may be `async`.
+    Arguments of `reset` are given by name, and only those that it declares.
+    """
+
+    def reset(self, **fields: Any) -> str | None:
+        """Begin an episode with the problem's fields and `seed`, which must decide everything that is drawn: in a group
+        the same actions meet the same world. Returns what the policy is told first, after the prompt; None: nothing.
+        """
+        ...
+
+    def step(self, text: str) -> Any:
+        """What the world answers to one turn of the policy: a text, which the policy reads before its next turn, or
+        None when the episode is over.
+
+        Or an object with the attributes `observation`, `reward` and `done`, such as OpenEnv's `StepResult`: the reward
+        of an episode is then the sum of these, unless `get_reward` says otherwise.
+        """
+        ...
+
+
+@runtime_checkable
+class Acted(Protocol):
+    """A task whose problems are answered by acting in an environment, in several turns."""
+
+    @property
+    def environment(self) -> Callable[[], Environment]:
+        """Makes the environment of one episode; a class without arguments will do."""
+        ...
+
+    @property
+    def turns(self) -> int:
+        """How many turns an episode has at most."""
         ...
 
 
@@ -170,6 +210,55 @@ class Streaming(Protocol):
         """What `generate` returns, as (i, its completions): each prompt once, as soon as all its answers are there.
 
         Between two of them nothing is computed, and other models may be used.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a request, (prompt, sample), that the policy has ended; `request` is i * count + j."""
+
+    request: int
+    text: str  # decoded, special tokens and a matched stop string removed
+    stop_reason: StopReason  # eos or stop_string
+    room: int  # tokens that its completion may still have
+
+
+class Partner(Protocol):
+    """Who an engine's completions talk with: asked at the end of a turn, it says what is to be read before the next."""
+
+    def hear(self, turns: Sequence[Turn]) -> None:
+        """Takes turns that have ended; the answers may come later."""
+        ...
+
+    def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
+        """By request, what has been answered since the last call: tokens to be read, or None at the end of its
+        completion. With `wait` it returns when there is something, or after a moment all the same.
+        """
+        ...
+
+    def ended(self, request: int, completion: Completion) -> Completion:
+        """Takes a completion that is at its end, for whatever reason; returns what the engine hands out for it."""
+        ...
+
+
+@runtime_checkable
+class Conversing(Protocol):
+    """An engine whose completions may have several turns, between which somebody else speaks."""
+
+    def converse(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        partner: Partner,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """What `Streaming.stream` gives, of completions in turns: their `mask` says which tokens were sampled.
+
+        A completion goes on after an EOS token or a stop string for as long as the partner says something that leaves
+        room for another token. What has been read is not read again, and nobody waits for another's partner.
         """
         ...
 

@@ -86,26 +86,32 @@ class Problem:
 
     prompt: str | tuple[Message, ...]  # text exactly as the model is to see it, or chat messages for its template
     fields: Mapping[str, Json] = field(default_factory=dict)  # what the reward needs, e.g. {"answer": "72"}
-    demonstration: str | None = None  # a worked answer for the supervised warm start (EOS is added later)
+    # a worked answer for the supervised warm start (EOS is added later), or in an environment what is said in each turn
+    demonstration: str | tuple[str, ...] | None = None
+    seed: int | None = None  # of the world that an environment makes for it; another seed is another problem
 
 
 @dataclass(frozen=True)
 class Prompt:
     """A tokenised question with the fields by which its reward grades an answer: what engines answer.
 
-    Two prompts are the same if their `key` is, whatever their text and fields.
+    Two prompts are the same if their `key` is, whatever their text and fields. All answers to one prompt meet the same
+    world, whose seed is therefore part of its key.
     """
 
     task: str  # the name of the task that asked
     tokens: IntArray  # [P], P >= 1
     text: str = ""  # what the tokens were made from, chat template applied
     fields: Mapping[str, Json] = field(default_factory=dict)  # the problem's
+    seed: int | None = None  # the problem's; None: there is no world, or only one
 
     @cached_property
     def key(self) -> str:
-        """A digest of task and tokens (16 hex digits), never an index: it survives reordering and resume."""
+        """A digest of task, tokens and seed (16 hex digits), never an index: it survives reordering and resume."""
         digest = hashlib.blake2b(self.task.encode() + b"\0", digest_size=8)
         digest.update(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes())
+        if self.seed is not None:
+            digest.update(b"seed %d" % self.seed)
         return digest.hexdigest()
 
 
@@ -136,7 +142,9 @@ class StopReason(StrEnum):
 class Completion:
     """One answer to a prompt, as an engine (or somebody else) gave it, before it is judged.
 
-    Arrays are of the T completion tokens, in their order, without the prompt's. Log-probabilities are in nats.
+    Arrays are of the T completion tokens, in their order, without the prompt's. Log-probabilities are in nats. In an
+    environment an answer has several turns, and between them what the environment said: observations, which are no
+    tokens of the policy and whose mask is False.
     """
 
     tokens: IntArray  # [T], T >= 1, EOS included when stop_reason is EOS
@@ -146,11 +154,20 @@ class Completion:
     sampling: Sampling | None = None  # None: it came from elsewhere
     log_behavior: FloatArray | None = None  # [T] under the sampling distribution, renormalised after top-p
     mask: BoolArray | None = None  # [T] which tokens the policy sampled; None = all
+    judgement: Judgement | None = None  # its environment's, which nobody else could give; None: a reward grades it
 
     @cached_property
     def digest(self) -> str:
         """A digest of the tokens (16 hex digits): two completions of one prompt are *the same* if these agree."""
-        return hashlib.blake2b(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes(), digest_size=8).hexdigest()
+        digest = hashlib.blake2b(np.ascontiguousarray(self.tokens, dtype="<i4").tobytes(), digest_size=8)
+        if self.mask is not None:
+            digest.update(np.packbits(self.mask).tobytes())
+        return digest.hexdigest()
+
+    @property
+    def observed(self) -> int:
+        """How many of its tokens are observations."""
+        return 0 if self.mask is None else len(self.mask) - int(np.count_nonzero(self.mask))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ Shape legend: R rows, T completion positions, V vocabulary, K candidates.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,15 @@ from tba.engines.rules import Rules
 from tba.types import Sampling
 
 _FIRST_CANDIDATES = 64  # top-p looks at this many tokens first, then at 8 times as many, ...
+
+
+@dataclass(frozen=True)
+class Heard:
+    """Tokens that rows have read and not sampled: N of them, each at its row and its place in the completion."""
+
+    row_N: Tensor
+    at_N: Tensor
+    token_N: Tensor
 
 
 class Rows:
@@ -60,9 +71,40 @@ class Rows:
         count_R1 += 1
         self.position_R[:n] += 1
 
+    def hear(
+        self, rows: Tensor, count: Tensor, heard: Heard, first: Tensor, logits: Tensor, sampling: Sampling
+    ) -> None:
+        """Go on in `rows` (int64 indices) after they have read `heard`, with a token from the logits after it.
+
+        count: the tokens that each has then; first: its prompt's. Both int64, like `rows`.
+        """
+        self.token_RT[heard.row_N, heard.at_N] = heard.token_N
+        self.log_behavior_RT[heard.row_N, heard.at_N] = 0.0
+        token, log_behavior = draw(self.rules.next(logits, count[:, None]), self.uniform_RT[rows, count], sampling)
+        self.token_RT[rows, count] = token
+        self.log_behavior_RT[rows, count] = log_behavior
+        self.count_R1[rows] = count[:, None] + 1
+        self.position_R[rows] = first + count
+        self.newest_R1[rows] = token[:, None]
+        self.ended_R[rows] = self.eos_V[token]
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the rows `source` to the rows `target` (int64 indices; no row is in both)."""
-        for state in (
+        for state in self._states:
+            state[target] = state[source]
+
+    def take(self, row: int) -> tuple[Tensor, ...]:
+        """A copy of all that is known of a row, for one that is set aside."""
+        return tuple(state[row].clone() for state in self._states)
+
+    def put(self, row: int, taken: tuple[Tensor, ...]) -> None:
+        """Give a row what `take` returned of another."""
+        for state, value in zip(self._states, taken, strict=True):
+            state[row] = value
+
+    @property
+    def _states(self) -> tuple[Tensor, ...]:
+        return (
             self.uniform_RT,
             self.token_RT,
             self.log_behavior_RT,
@@ -70,8 +112,7 @@ class Rows:
             self.position_R,
             self.newest_R1,
             self.ended_R,
-        ):
-            state[target] = state[source]
+        )
 
 
 def draw(logits_RV: Tensor, uniform_R: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

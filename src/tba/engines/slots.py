@@ -3,7 +3,8 @@
 A transformers model calls the attention function that its configuration names and hands it the keyword arguments of
 `model.forward`. Here that function is `tba_slots`, and the argument is the object that holds the keys and values:
 `PackedPrompts` while prompts are read (many prompts in one row without padding, each attending to itself only), then
-`SlotCache` while completions grow (one token per row and step, each row at its own position).
+`SlotCache` while completions grow (one token per row and step, each row at its own position), and `Continuations` where
+several tokens are appended to some rows at once (what an environment has said).
 
 Invariant: row r attends to the keys at positions 0..position_R[r] of slot r (within the layer's sliding window) and to
 nothing else, whatever an earlier occupant left behind.
@@ -189,7 +190,7 @@ class SlotCache:
         self._flat_keys = [k.view(-1, k.shape[-1]) for k in self.keys]
         self._flat_values = [v.view(-1, v.shape[-1]) for v in self.values]
         lanes = torch.arange(slots * heads, device=self.keys.device).view(slots, heads)
-        self._lane_RH = lanes * self.length  # where each (row, head) begins in a flat view
+        self.lanes = lanes * self.length  # [R, H], where each (row, head) begins in a flat view
         self._at = torch.arange(self.length, device=self.keys.device)
         self._position_R = self._at[:0]
         self._index = self._at[:0]
@@ -210,25 +211,39 @@ class SlotCache:
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
+    def take(self, row: int, length: int) -> tuple[Tensor, Tensor]:
+        """A copy of the first `length` keys and values of a row, [L, H, length, D], for a row that is set aside."""
+        return self.keys[:, row, :, :length].clone(), self.values[:, row, :, :length].clone()
+
+    def put(self, row: int, taken: tuple[Tensor, Tensor]) -> None:
+        """Give a row what `take` returned of another."""
+        keys, values = taken
+        self.keys[:, row, :, : keys.shape[2]] = keys
+        self.values[:, row, :, : values.shape[2]] = values
+
     def at(self, position_R: Tensor, width: int) -> SlotCache:
         """This cache for a pass in which row r writes and stands at position_R[r] < `width`."""
         self._position_R = position_R
         self._width = min(-(-width // _ALIGNMENT) * _ALIGNMENT, self.length)
-        self._index = (self._lane_RH[: len(position_R)] + position_R[:, None]).view(-1)
+        self._index = (self.lanes[: len(position_R)] + position_R[:, None]).view(-1)
         self._bias.clear()
         return self
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """One token of each row: [R, H * Q, 1, D] -> [R, H * Q, 1, D]."""
         rows, heads, _, width = key.shape
-        self._flat_keys[layer].index_copy_(0, self._index, key.reshape(-1, width))
-        self._flat_values[layer].index_copy_(0, self._index, value.reshape(-1, value.shape[-1]))
+        self.write(layer, self._index, key, value)
         # The Q query heads of a key head are laid out as Q queries: no key is repeated.
         grouped = query.reshape(rows, heads, -1, width)
         keys = self.keys[layer, :rows, :, : self._width]
         values = self.values[layer, :rows, :, : self._width]
         out = _attention(grouped, keys, values, self._bias_of(kind.window), kind)
         return out.reshape(rows, -1, 1, value.shape[-1])
+
+    def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store keys and values [..., D] at `index`, places in the flat views of `lanes`."""
+        self._flat_keys[layer].index_copy_(0, index, key.reshape(-1, key.shape[-1]))
+        self._flat_values[layer].index_copy_(0, index, value.reshape(-1, value.shape[-1]))
 
     def _bias_of(self, window: int | None) -> Tensor:
         """[R, 1, 1, width]: 0 where a row sees, -inf elsewhere; the same for all layers of one window."""
@@ -239,6 +254,73 @@ class SlotCache:
             bias = self.keys.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
             self._bias[window] = bias
         return bias
+
+
+class Continuations:
+    """One pass that appends several tokens to each of some rows of a cache, which are already there up to `starts`.
+
+    As in `PackedPrompts` they are laid end to end in one row, ordered by length; rows with equally many share a call.
+    """
+
+    def __init__(self, cache: SlotCache, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Tensor]) -> None:
+        """`tokens`: int64 [n] each, n >= 1, on the model's device, for the positions from `starts` on."""
+        self._cache, device = cache, tokens[0].device
+        order = sorted(range(len(rows)), key=lambda i: len(tokens[i]))
+        self._blocks: list[tuple[int, int, Tensor, Tensor]] = []  # (first token, tokens of each, rows, starts)
+        first = begin = 0
+        for i in range(1, len(order) + 1):
+            length = len(tokens[order[begin]])
+            if i == len(order) or len(tokens[order[i]]) != length:
+                part = order[begin:i]
+                of_rows, of_starts = ([values[j] for j in part] for values in (rows, starts))
+                self._blocks.append((first, length, *torch.tensor([of_rows, of_starts], device=device)))
+                first, begin = first + length * len(part), i
+        lengths = [len(tokens[i]) for i in order]
+        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
+        self._last = torch.empty_like(ends)
+        self._last[torch.tensor(order, device=device)] = ends
+        self._tokens_1N = torch.cat([tokens[i] for i in order])[None]
+        self._position_1N = torch.cat([torch.arange(starts[i], starts[i] + len(tokens[i])) for i in order])[None].to(
+            device
+        )
+        row_N = torch.tensor([rows[i] for i in order], device=device).repeat_interleave(
+            torch.tensor(lengths, device=device)
+        )
+        self._index = (cache.lanes[row_N] + self._position_1N[0, :, None]).view(-1)
+
+    def run(self, model: PreTrainedModel) -> Tensor:
+        """Returns the logits after each row's last token, [rows, V], in the order in which they were given."""
+        logits: Tensor = model(
+            input_ids=self._tokens_1N,
+            position_ids=self._position_1N,
+            attention_mask=torch.ones_like(self._tokens_1N),
+            use_cache=False,
+            logits_to_keep=self._last,
+            tba_slots=self,
+        ).logits
+        return logits[0]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """Causal attention of each row's new tokens to all that the row has."""
+        self._cache.write(layer, self._index, key[0].transpose(0, 1), value[0].transpose(0, 1))
+        blocks = [self._attend_block(block, layer, query[0], kind) for block in self._blocks]
+        return (blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1))[None]
+
+    def _attend_block(
+        self, block: tuple[int, int, Tensor, Tensor], layer: int, query: Tensor, kind: AttentionKind
+    ) -> Tensor:
+        """The rows with equally many new tokens: [heads, N, D] -> [heads, rows * length, D]."""
+        first, length, row_R, start_R = block
+        width = int(start_R.max()) + length
+        keys, values = (x[layer, row_R, :, :width] for x in (self._cache.keys, self._cache.values))
+        repeat = query.shape[0] // keys.shape[1]
+        queries = query[:, first : first + len(row_R) * length].unflatten(1, (len(row_R), length)).transpose(0, 1)
+        position_RT = start_R[:, None] + torch.arange(length, device=query.device)
+        behind = position_RT[:, None, :, None] - torch.arange(width, device=query.device)
+        unseen = (behind < 0) if kind.window is None else (behind < 0) | (behind >= kind.window)
+        bias = queries.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)
+        keys, values = keys.repeat_interleave(repeat, 1), values.repeat_interleave(repeat, 1)
+        return _attention(queries, keys, values, bias, kind).transpose(0, 1).flatten(1, 2)
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

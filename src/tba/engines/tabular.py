@@ -8,15 +8,16 @@ Shape legend: Q prompts, N nodes, V next tokens, B rows, T positions (as in `tba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from tba.policy.tabular import EOS, TabularReference, TabularTask, TabularTokenizer, checked
-from tba.protocols import Engine, Reference
-from tba.types import Completion, Group, Prompt, Sampling, Split, StopReason, Trajectory, Version
+from tba.protocols import Engine, Partner, Reference, Turn
+from tba.types import Completion, Group, IntArray, Prompt, Sampling, Split, StopReason, Trajectory, Version
 
 Table = npt.NDArray[np.float64]
 
@@ -84,6 +85,59 @@ class TabularEngine:
             )
         return answers
 
+    def converse(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        partner: Partner,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yields completions of which every sampled symbol is a turn; at an EOS, and at the longest, nothing follows.
+
+        See `protocols.Conversing`. What the partner says are symbols too: nodes of the same tree.
+        """
+        log_behavior_QNV = log_behavior(self._logits_QNV, sampling)
+        growing = [_Growing(i, prompt) for i, prompt in enumerate(p for p in prompts for _ in range(count))]
+        ended: list[list[Completion]] = [[] for _ in prompts]
+        going_on = growing
+        while going_on and not (interrupted is not None and interrupted()):
+            nodes = [self.task.outcome(row.tokens) for row in going_on]
+            questions = [self.task.question(row.prompt) for row in going_on]
+            log_p_RV = log_behavior_QNV[questions, nodes]
+            for row, token, log_p_V in zip(going_on, _draw(np.exp(log_p_RV), rng).tolist(), log_p_RV, strict=True):
+                row.append([token], [log_p_V[token]], True)
+            partner.hear(
+                [
+                    Turn(
+                        row.request,
+                        self._tokenizer.decode(row.tokens[-1:]),
+                        StopReason.EOS if row.tokens[-1] == EOS else StopReason.STOP_STRING,
+                        0 if row.tokens[-1] == EOS else self.task.length - len(row.tokens),
+                    )
+                    for row in going_on
+                ]
+            )
+            heard: dict[int, IntArray | None] = {}
+            while len(heard) < len(going_on):
+                heard |= partner.replies(wait=True)
+            going_on = [row for row in going_on if row.takes(heard[row.request], self.task.length)]
+        for row in growing:
+            if row.tokens:
+                completion = replace(
+                    self._completion(
+                        np.array(row.tokens, np.int32),
+                        np.array(row.log_behavior, np.float32),
+                        self.task.length,
+                        sampling,
+                    ),
+                    stop_reason=row.stop_reason,
+                    mask=np.array(row.mask) if not all(row.mask) else None,
+                )
+                ended[row.request // count].append(partner.ended(row.request, completion))
+        yield from enumerate(ended)
+
     def _completion(
         self, tokens: npt.NDArray[np.int32], log_behavior: npt.NDArray[np.float32], room: int, sampling: Sampling
     ) -> Completion:
@@ -99,6 +153,32 @@ class TabularEngine:
             sampling=sampling,
             log_behavior=log_behavior.copy(),
         )
+
+
+@dataclass
+class _Growing:
+    """A completion in turns, so far."""
+
+    request: int
+    prompt: Prompt
+    tokens: list[int] = field(default_factory=list)
+    log_behavior: list[float] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    stop_reason: StopReason = StopReason.INTERRUPTED
+
+    def append(self, tokens: Sequence[int], log_behavior: Sequence[float], sampled: bool) -> None:
+        self.tokens += tokens
+        self.log_behavior += log_behavior
+        self.mask += [sampled] * len(tokens)
+
+    def takes(self, heard: IntArray | None, length: int) -> bool:
+        """Whether it goes on after what the partner has said."""
+        if heard is not None and self.tokens[-1] != EOS and len(self.tokens) + len(heard) < length:
+            self.append(heard.tolist(), [0.0] * len(heard), False)
+            return True
+        at_its_end = heard is None or self.tokens[-1] == EOS
+        self.stop_reason = StopReason.EOS if at_its_end else StopReason.LENGTH
+        return False
 
 
 def log_behavior(logits: Table, sampling: Sampling) -> Table:

@@ -4,6 +4,10 @@ Each distinct prompt is run once and its keys and values are copied to the rows 
 is given to the next (prompt, sample) at once; when none is left, the rows move together so that the tail is not
 computed at full width.
 
+In a conversation a row that ends its turn is answered by a partner. What it says is appended to the row's keys and
+values in one pass (`Continuations`), so that nothing is read twice. Where the answer takes its time the row is set
+aside, keys and values with it, and its place is given to another until the answer is there.
+
 Invariant: a request, (prompt, sample), draws its uniform numbers from `rng` in the order of requests. Its completion
 therefore does not depend on the number of slots or on its neighbours (but for rounding in the model's matrix products).
 
@@ -13,23 +17,23 @@ Shape legend: R rows, V vocabulary, P tokens of a prompt, T tokens of a completi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tba.engines.rows import Rows
+from tba.engines.rows import Heard, Rows
 from tba.engines.rules import Room, matched, rules_of
-from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
+from tba.engines.slots import Continuations, PackedPrompts, SlotCache, slot_attention
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError
 from tba.policy.lora import has_adapters, is_adapter
-from tba.protocols import Tokenizer
+from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import shapes_of
-from tba.types import Completion, FloatArray, Prompt, Sampling, Version
+from tba.types import BoolArray, Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
 PREFILL_TOKENS = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
 _STEPS_BETWEEN_LOOKS = 4  # where reading the tokens costs more than a step: on an accelerator, and for stop strings
@@ -151,7 +155,23 @@ class TransformersEngine:
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
-        call = self._call(prompts, count, sampling, rng)
+        yield from self._streamed(prompts, self._call(prompts, count, sampling, rng), interrupted)
+
+    def converse(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        partner: Partner,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yields completions in turns, between which `partner` speaks. See `protocols.Conversing`."""
+        yield from self._streamed(prompts, self._call(prompts, count, sampling, rng, partner), interrupted)
+
+    def _streamed(
+        self, prompts: Sequence[Prompt], call: _Call | None, interrupted: Callable[[], bool] | None
+    ) -> Iterator[tuple[int, list[Completion]]]:
         if call is None:
             yield from ((i, []) for i in range(len(prompts)))
             return
@@ -164,12 +184,17 @@ class TransformersEngine:
         yield from ((i, call.of(i)) for i, lacking in enumerate(call.lacking) if lacking)
 
     def _call(
-        self, prompts: Sequence[Prompt], count: int, sampling: Sampling, rng: np.random.Generator
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        partner: Partner | None = None,
     ) -> _Call | None:
         """Returns the call, checked but not begun; None when nothing is asked for."""
         for prompt in prompts:
             self.room.check(prompt)
-        return _Call(self, prompts, count, sampling, rng) if prompts and count > 0 else None
+        return _Call(self, prompts, count, sampling, rng, partner) if prompts and count > 0 else None
 
     def read(self, prompts: Sequence[Prompt]) -> PackedPrompts:
         """Run prompts through the model once, together."""
@@ -190,6 +215,13 @@ class TransformersEngine:
         versions = (self._version, self._version)
         return Completion(np.array(ids[:n], dtype=np.int32), text, reason, versions, sampling, log_behavior[:n].copy())
 
+    def conversation(
+        self, ids: list[int], log_behavior: FloatArray, mask: BoolArray | None, sampling: Sampling, reason: StopReason
+    ) -> Completion:
+        """The completion in a row that had several turns, which were cut where they ended."""
+        text, versions = self._stop.text(ids), (self._version, self._version)
+        return Completion(np.array(ids, dtype=np.int32), text, reason, versions, sampling, log_behavior.copy(), mask)
+
 
 class _Call:
     """One call of `generate`: its queue of requests, and which of them each row holds.
@@ -204,8 +236,10 @@ class _Call:
         count: int,
         sampling: Sampling,
         rng: np.random.Generator,
+        partner: Partner | None = None,
     ) -> None:
         self.engine, self.settings, self.rows = engine, engine.settings, engine._rows
+        self.partner = partner
         self.prompts, self.count, self.sampling, self.rng = prompts, count, sampling, rng
         self.total = len(prompts) * count
         self.results: list[Completion | None] = [None] * self.total
@@ -223,6 +257,9 @@ class _Call:
             self.extent, dtype=np.int64
         )  # completion tokens so far, as in `rows` but known without waiting for the device
         self.limit_R = np.zeros(self.extent, dtype=np.int64)
+        self.begun_R = np.zeros(self.extent, dtype=np.int64)  # where the present turn began in the completion
+        self.observed: dict[int, list[tuple[int, int]]] = {}  # what each request has read, as (begin, end)
+        self.aside: dict[int, _Aside] = {}  # the requests whose partner has not answered yet, or that wait for a row
         self.device = self.rows.eos_V.device
         looks_are_cheap = self.device.type == "cpu" and not self.settings.stop_strings
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
@@ -232,19 +269,23 @@ class _Call:
 
         There is none when no row is left, or when `interrupted` says so.
         """
-        while self.next_request < self.total or len(self.free) < self.extent:
-            self._fill()
+        while self.next_request < self.total or len(self.free) < self.extent or self.aside:
             done = len(self.done)
-            if self._retire(self._finished()):
-                if len(self.done) > done:
-                    return True
+            if self.aside:
+                self._listen()
+            self._fill()
+            retired = self._retire(self._finished())
+            if len(self.done) > done:
+                return True
+            if retired:
                 continue  # a first token can be the last: fill again before computing
             if self.steps >= _STEPS_BETWEEN_ASKING and interrupted is not None:
                 self.steps = 0
                 if interrupted():
                     self._retire(np.arange(self.extent), interrupted=True)
+                    self._give_up()
                     return False
-            self.steps += self._grow()
+            self.steps += self._grow() if self.extent else _STEPS_BETWEEN_ASKING
         return False
 
     def of(self, prompt: int) -> list[Completion]:
@@ -253,6 +294,8 @@ class _Call:
 
     def _fill(self) -> None:
         """Give free rows to the next requests; when there are none, close the gaps."""
+        if self.aside:
+            self._take_back()
         while self.free and self.next_request < self.total:
             if self.next_request >= self.packed_to * self.count:
                 self._read()
@@ -286,6 +329,7 @@ class _Call:
             self.limit_R[mine] = self.engine.room.of(self.prompts[p])
         self.request_R[rows] = requests
         self.count_R[rows] = 1
+        self.begun_R[rows] = 0
         shape = (len(rows), self.settings.max_completion_tokens)
         uniform = np.zeros(shape, np.float32) if self.sampling.temperature == 0 else self.rng.random(shape, np.float32)
         self.rows.admit(
@@ -304,7 +348,7 @@ class _Call:
         self.extent, self.free = extent, []
         if not source:
             return
-        for state in (self.request_R, self.prompt_R, self.count_R, self.limit_R):
+        for state in self._states:
             state[target] = state[source]
         source_R, target_R = torch.tensor([source, target], device=self.device)
         self.rows.move(source_R, target_R)
@@ -334,28 +378,193 @@ class _Call:
         if self.settings.stop_strings:
             tokens = self.rows.token_RT[:n].cpu().numpy()
             for row in np.flatnonzero(~done):
-                done[row] = self.engine._stop.may_be_near(tokens[row, : self.count_R[row]].tolist(), self.stride)
+                said = tokens[row, self.begun_R[row] : self.count_R[row]].tolist()
+                done[row] = self.engine._stop.may_be_near(said, self.stride)
         return np.flatnonzero(done)
 
     def _retire(self, finished: np.ndarray[tuple[int], np.dtype[np.int64]], interrupted: bool = False) -> bool:
         """Take the completions out of rows and free them; returns whether there were any."""
         if not len(finished):
             return False
+        if self.partner is not None:
+            return self._end_turns(finished, self.partner, interrupted)
         rows = torch.from_numpy(finished).to(self.device)
         ids, log_behavior = self.rows.token_RT[rows].tolist(), self.rows.log_behavior_RT[rows].cpu().numpy()
         count = self.count_R[finished]
+        self._require_finite(log_behavior, count)
+        for i, (row, n) in enumerate(zip(finished.tolist(), count.tolist(), strict=True)):
+            completion = self.engine.completion(ids[i][:n], log_behavior[i, :n], self.sampling, interrupted)
+            self._keep(int(self.request_R[row]), completion)
+        self.free = finished.tolist()
+        return True
+
+    def _require_finite(self, log_behavior: FloatArray, count: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
         if not np.isfinite(log_behavior[np.arange(log_behavior.shape[1]) < count[:, None]]).all():
             self.engine._cache = None  # a NaN in a slot would outlive its row
             raise TbaError(f"the weights of version {self.engine.version} give probabilities that are not finite")
-        for i, (row, n) in enumerate(zip(finished.tolist(), count.tolist(), strict=True)):
-            request = int(self.request_R[row])
-            self.results[request] = self.engine.completion(ids[i][:n], log_behavior[i, :n], self.sampling, interrupted)
-            prompt = request // self.count
-            self.lacking[prompt] -= 1
-            if not self.lacking[prompt]:
-                self.done.append(prompt)
-        self.free = finished.tolist()
+
+    def _keep(self, request: int, completion: Completion) -> None:
+        """Take the completion of a request as its result."""
+        self.results[request] = completion
+        prompt = request // self.count
+        self.lacking[prompt] -= 1
+        if not self.lacking[prompt]:
+            self.done.append(prompt)
+
+    @property
+    def _states(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
+        """What is known of each row without waiting for the device."""
+        return (self.request_R, self.prompt_R, self.count_R, self.limit_R, self.begun_R)
+
+    def _end_turns(
+        self, finished: np.ndarray[tuple[int], np.dtype[np.int64]], partner: Partner, interrupted: bool
+    ) -> bool:
+        """Hand the turns that have ended to the partner. Rows that are answered at once go on where they are, those at
+        their end are freed, and the others are set aside. Returns True.
+        """
+        rows = torch.from_numpy(finished).to(self.device)
+        ids, log_behavior = self.rows.token_RT[rows].tolist(), self.rows.log_behavior_RT[rows].cpu().numpy()
+        self._require_finite(log_behavior, self.count_R[finished])
+        asked: dict[int, _Aside] = {}
+        turns: list[Turn] = []
+        for i, row in enumerate(finished.tolist()):
+            request, begun = int(self.request_R[row]), int(self.begun_R[row])
+            said, text, reason = self.engine._stop.ended(
+                ids[i][begun : self.count_R[row]], self.engine._eos, interrupted
+            )
+            n = self.count_R[row] = begun + said
+            mine = _Aside(ids[i][:n], log_behavior[i, :n], reason, row)
+            if interrupted:
+                self._finish(request, replace(mine, reason=StopReason.INTERRUPTED), partner)
+            elif reason is StopReason.LENGTH:
+                self._finish(request, mine, partner)
+            else:
+                asked[request] = mine
+                turns.append(Turn(request, text, reason, int(self.limit_R[row]) - n))
+        if turns:
+            partner.hear(turns)
+        self.aside |= asked
+        going_on = self._listen()
+        for request in going_on:
+            del self.aside[request]
+        for request, mine in asked.items():
+            if request in self.aside:
+                self.aside[request] = replace(mine, state=self._taken(mine.row))
+        kept = [mine.row for mine in going_on.values()]
+        self.free = sorted(set(finished.tolist()).difference(kept))
+        self._go_on(going_on)
         return True
+
+    def _listen(self) -> dict[int, _Aside]:
+        """Take in what the partner has answered: what is at its end is finished. Returns the requests that go on and
+        still have a row, to be removed from those that are aside.
+        """
+        assert self.partner is not None
+        idle = self.extent == len(self.free) and self.next_request == self.total
+        waits = idle and not any(mine.heard is not None for mine in self.aside.values())
+        for request, tokens in self.partner.replies(wait=waits).items():
+            mine = self.aside[request]
+            limit = self.engine.room.of(self.prompts[request // self.count])
+            if tokens is not None and len(mine.ids) + len(tokens) < limit:
+                self.aside[request] = replace(mine, heard=tokens)
+            else:
+                cut = mine if tokens is None else replace(mine, reason=StopReason.LENGTH)
+                self._finish(request, cut, self.partner)
+                del self.aside[request]
+        return {r: mine for r, mine in self.aside.items() if mine.heard is not None and mine.state is None}
+
+    def _finish(self, request: int, mine: _Aside, partner: Partner) -> None:
+        """Take the completion of a request that is at its end."""
+        mask = None
+        if request in self.observed:
+            mask = np.ones(len(mine.ids), dtype=np.bool_)
+            for begin, end in self.observed.pop(request):
+                mask[begin:end] = False
+        completion = self.engine.conversation(mine.ids, mine.log_behavior, mask, self.sampling, mine.reason)
+        self._keep(request, partner.ended(request, completion))
+
+    def _taken(self, row: int) -> _State:
+        """Copy out what a row holds, so that the row can be given to another."""
+        length = int(self.prompt_R[row] + self.count_R[row])
+        numbers = [int(state[row]) for state in self._states]
+        return numbers, self.rows.take(row), self.cache.take(row, length)
+
+    def _take_back(self) -> None:
+        """Give rows to the requests that were set aside and have been answered."""
+        back: dict[int, _Aside] = {}
+        for request, mine in list(self.aside.items()):
+            if mine.heard is None or mine.state is None:
+                continue
+            if not self.free and self.extent < len(self.request_R):
+                self.free, self.extent = [self.extent], self.extent + 1
+            if not self.free:
+                break
+            row, *self.free = self.free
+            numbers, of_row, cached = mine.state
+            for state, number in zip(self._states, numbers, strict=True):
+                state[row] = number
+            self.rows.put(row, of_row)
+            self.cache.put(row, cached)
+            back[request] = replace(mine, row=row, state=None)
+            del self.aside[request]
+        self._go_on(back)
+
+    def _go_on(self, answered: Mapping[int, _Aside]) -> None:
+        """Append what was answered to the rows, in as few passes as `PREFILL_TOKENS` allows, and draw a token."""
+        part: dict[int, _Aside] = {}
+        tokens = 0
+        for request, mine in answered.items():
+            assert mine.heard is not None
+            if part and tokens + len(mine.heard) > PREFILL_TOKENS:
+                self._append(part)
+                part, tokens = {}, 0
+            part[request] = mine
+            tokens += 1 + len(mine.heard)
+        if part:
+            self._append(part)
+
+    def _append(self, answered: Mapping[int, _Aside]) -> None:
+        rows = [mine.row for mine in answered.values()]
+        begin = self.count_R[rows]
+        heard = [np.asarray(mine.heard, dtype=np.int64) for mine in answered.values()]
+        end = begin + [len(tokens) for tokens in heard]
+        # The last token of the turn has been drawn and not read yet.
+        read = [
+            torch.from_numpy(np.append(mine.ids[-1:], new)) for mine, new in zip(answered.values(), heard, strict=True)
+        ]
+        starts = (self.prompt_R[rows] + begin - 1).tolist()
+        logits = Continuations(self.cache, rows, starts, [ids.to(self.device) for ids in read]).run(self.engine.model)
+        row_N = np.repeat(rows, end - begin)
+        at_N = np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)])
+        of_rows = torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])).to(self.device)
+        of_tokens = torch.from_numpy(np.stack([row_N, at_N, np.concatenate(heard)])).to(self.device)
+        self.rows.hear(of_rows[0], of_rows[1], Heard(*of_tokens), of_rows[2], logits, self.sampling)
+        for request, b, e in zip(answered, begin.tolist(), end.tolist(), strict=True):
+            self.observed.setdefault(request, []).append((b, e))
+        self.count_R[rows] = end + 1
+        self.begun_R[rows] = end
+
+    def _give_up(self) -> None:
+        """End what is aside where it is: generation was told to stop."""
+        for request, mine in self.aside.items():
+            assert self.partner is not None
+            self._finish(request, replace(mine, reason=StopReason.INTERRUPTED), self.partner)
+        self.aside.clear()
+
+
+_State: TypeAlias = tuple[list[int], tuple[Tensor, ...], tuple[Tensor, Tensor]]  # of a row: counts, draws, cache
+
+
+@dataclass(frozen=True)
+class _Aside:
+    """A request whose turn has ended: what it has said and read so far, and why it stopped."""
+
+    ids: list[int]
+    log_behavior: FloatArray
+    reason: StopReason
+    row: int
+    heard: IntArray | None = None  # what it is to read next; None: nobody has answered yet
+    state: _State | None = None  # its row's, which it does not have any more; None: it has it
 
 
 def _self_test(model: PreTrainedModel) -> int:

@@ -40,7 +40,7 @@ class FrozenReference:
         return self._version
 
     def log_probabilities(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
-        """One float32 [T] array per completion, at the policy temperature."""
+        """One float32 [T] array per completion, at the policy temperature; 0 where the policy did not sample."""
         return self.log_probabilities_of([(prompt, completions)])[0]
 
     def log_probabilities_of(self, answered: Sequence[Answered]) -> list[list[FloatArray]]:
@@ -76,14 +76,17 @@ def _batch(answered: Sequence[Answered]) -> Batch:
     completion_BT = np.zeros((len(completions), length_B.max()), dtype=np.int64)
     for row, (prompt, _) in zip(prompt_GP, answered, strict=True):
         row[: len(prompt.tokens)] = prompt.tokens
-    for row, completion in zip(completion_BT, completions, strict=True):
+    mask_BT = np.arange(length_B.max()) < length_B[:, None]
+    for row, mask, completion in zip(completion_BT, mask_BT, completions, strict=True):
         row[: len(completion.tokens)] = completion.tokens
+        if completion.mask is not None:
+            mask[: len(completion.tokens)] = completion.mask
     return Batch(
         prompt_GP=torch.from_numpy(prompt_GP),
         prompt_length_G=torch.from_numpy(prompt_length_G),
         completion_BT=torch.from_numpy(completion_BT),
         length_B=torch.from_numpy(length_B),
-        mask_BT=torch.from_numpy(np.arange(length_B.max()) < length_B[:, None]),
+        mask_BT=torch.from_numpy(mask_BT),
         log_reference_BT=torch.zeros(completion_BT.shape),
         reward_B=torch.zeros(len(completions)),
         group_B=torch.from_numpy(np.repeat(np.arange(len(answered)), [len(c) for _, c in answered])),

@@ -148,6 +148,11 @@ class TabularTokenizer:
     def eos_token_id(self) -> int | None:
         return EOS
 
+    @property
+    def end_of_turn(self) -> list[int]:
+        """The tokens that end a turn: none, since every symbol is one."""
+        return []
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; there are no special tokens to add. Raises `ValueError` for a character it does not know."""
         return [self.characters.index(character) for character in text]
@@ -254,13 +259,14 @@ class TabularReference:
         self._version = version
 
     def log_probabilities(self, prompt: Prompt, completions: Sequence[Completion]) -> list[FloatArray]:
-        """One float32 [T] array per completion."""
+        """One float32 [T] array per completion, 0 where the policy did not sample."""
         table_NV, found = self._log_policy_QNV[self.task.question(prompt)], []
         for completion in completions:
             nodes = [0]
             for token in completion.tokens[:-1]:
                 nodes.append(nodes[-1] * self.task.symbols + int(token))
-            found.append(table_NV[nodes, completion.tokens].astype(np.float32))
+            log_T = table_NV[nodes, completion.tokens].astype(np.float32)
+            found.append(log_T if completion.mask is None else np.where(completion.mask, log_T, np.float32(0)))
         return found
 
     def log_probabilities_of(self, answered: Sequence[tuple[Prompt, Sequence[Completion]]]) -> list[list[FloatArray]]:

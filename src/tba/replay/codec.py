@@ -74,6 +74,8 @@ def encode_prompt(prompt: Prompt) -> bytes:
     """Encodes the whole prompt, also what its key leaves out (text and fields)."""
     tokens = np.ascontiguousarray(prompt.tokens, _TOKENS)
     header = {"task": prompt.task, "text": prompt.text, "fields": dict(prompt.fields), "tokens": len(tokens)}
+    if prompt.seed is not None:  # else as it was written before there were environments
+        header["seed"] = prompt.seed
     return _pack(_json(header), [tokens])
 
 
@@ -85,6 +87,7 @@ def decode_prompt(body: bytes) -> Prompt:
         tokens=np.frombuffer(body, _TOKENS, header["tokens"], start),
         text=header["text"],
         fields=header["fields"],
+        seed=header.get("seed"),
     )
 
 

@@ -1,0 +1,161 @@
+"""Completions in several turns: what an engine reads between them, against the plain forward and against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from engine_families import EOS, FAMILIES, WINDOW, Letters, build, plain_log_probabilities, ragged_prompts
+
+from tba.engines import transformers
+from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.protocols import Turn
+from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version
+
+
+@dataclass
+class Talker:
+    """Answers a turn with letters that follow from its text; after `most` turns it says nothing more.
+
+    With `late` an answer comes after so many other calls as its request's number says.
+    """
+
+    most: int = 3
+    late: bool = False
+    turns: dict[int, list[str]] = field(default_factory=dict)
+    reasons: list[StopReason] = field(default_factory=list)
+    waiting: list[tuple[int, int, IntArray | None]] = field(default_factory=list)
+    ends: dict[int, Completion] = field(default_factory=dict)
+
+    def hear(self, turns: Sequence[Turn]) -> None:
+        for turn in turns:
+            said = self.turns.setdefault(turn.request, [])
+            said.append(turn.text)
+            self.reasons.append(turn.stop_reason)
+            answer = None if len(said) == self.most else np.array(self.answer(turn.text), dtype=np.int32)
+            self.waiting.append((7 * turn.request % 5 if self.late else 0, turn.request, answer))
+
+    @staticmethod
+    def answer(text: str) -> list[int]:
+        return [2 + (sum(map(ord, text)) + i) % 26 for i in range(1 + len(text) % 4)]
+
+    def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
+        ready = {request: answer for calls, request, answer in self.waiting if calls <= 0}
+        self.waiting = [(calls - 1, request, answer) for calls, request, answer in self.waiting if calls > 0]
+        return ready
+
+    def ended(self, request: int, completion: Completion) -> Completion:
+        self.ends[request] = completion
+        return completion
+
+
+def converse(
+    family: str, partner: Talker, slots: int = 5, prompts: Sequence[Prompt] = (), stop: tuple[str, ...] = ()
+) -> list[list[Completion]]:
+    prompts = prompts or ragged_prompts(3, 9, 1, 9, 12, 3)
+    settings = EngineSettings(slots=slots, max_completion_tokens=40, stop_strings=stop)
+    engine = TransformersEngine(often_ending(family), Letters(), settings, Version(0, 3))
+    found = dict(engine.converse(prompts, 4, Sampling(0.9), np.random.default_rng(0), partner))
+    return [found[i] for i in range(len(prompts))]
+
+
+def flat(answers: list[list[Completion]]) -> list[Completion]:
+    return list(chain.from_iterable(answers))
+
+
+def often_ending(family: str) -> torch.nn.Module:
+    """A model of a family that gives EOS about one time in eight, so that most completions have several turns."""
+    model = build(family)
+    head = model.get_output_embeddings()
+    bias = torch.zeros(head.weight.shape[0])
+    bias[EOS] = 2.0
+    head.bias = torch.nn.Parameter(bias if head.bias is None else head.bias.detach() + bias)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def _few_are_read_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers, "PREFILL_TOKENS", 16)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_sampled_after_an_observation_has_the_plain_forwards_log_probability_to_1e_4(
+    family: str, late: bool
+) -> None:
+    model, prompts, partner = often_ending(family), ragged_prompts(3, 9, 1, 9, 12, 3), Talker(late=late)
+    several = longest = 0
+    for i, (prompt, group) in enumerate(zip(prompts, converse(family, partner), strict=True)):
+        assert len(group) == 4
+        for j, completion in enumerate(group):
+            mask = np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
+            rows = plain_log_probabilities(model, prompt, completion.tokens, 0.9)
+            expected = rows[torch.arange(len(rows)), torch.from_numpy(completion.tokens.astype(np.int64))].numpy()
+            np.testing.assert_allclose(completion.log_behavior, np.where(mask, expected, 0.0), atol=1e-4)
+            turns = partner.turns.get(4 * i + j, [])
+            heard = [token for text in turns for token in Talker.answer(text)]
+            assert completion.tokens[~mask].tolist() == heard[: completion.observed]
+            several += len(turns) > 1
+            longest = max(longest, len(prompt.tokens) + len(completion.tokens))
+    assert several >= 8
+    assert longest > 4 * WINDOW
+
+
+@pytest.mark.parametrize(("slots", "late"), [(1, False), (3, True), (24, True), (100, False)])
+def test_neither_the_number_of_slots_nor_who_answers_late_changes_a_completion(slots: int, late: bool) -> None:
+    expected = converse("llama", Talker(), slots=7)
+    found = converse("llama", Talker(late=late), slots=slots)
+    for one, other in zip(flat(expected), flat(found), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert one.digest == other.digest
+        assert one.stop_reason is other.stop_reason
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_every_token_is_read_exactly_once(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, prompts, read = often_ending("qwen3"), ragged_prompts(3, 9, 5), []
+    engine = TransformersEngine(model, Letters(), EngineSettings(slots=4, max_completion_tokens=40))
+    model.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    found = dict(engine.converse(prompts, 5, Sampling(), np.random.default_rng(2), Talker(late=late)))
+    answers = [c for row in found.values() for c in row]
+    # The last token of a completion is drawn and never read.
+    assert sum(read) == sum(len(p.tokens) for p in prompts) + sum(len(c.tokens) - 1 for c in answers)
+    assert sum(c.observed for c in answers) > 10
+
+
+def test_a_stop_string_ends_a_turn_and_what_was_generated_behind_it_is_forgotten() -> None:
+    partner = Talker()
+    expected = converse("llama", Talker(), slots=1, stop=("c", "de"))
+    found = converse("llama", partner, slots=9, stop=("c", "de"))
+    assert [c.tokens.tolist() for c in flat(found)] == [c.tokens.tolist() for c in flat(expected)]
+    assert partner.reasons.count(StopReason.STOP_STRING) > 5
+    assert not any("c" in text or "de" in text for turns in partner.turns.values() for text in turns)
+
+
+def test_a_conversation_without_room_for_an_answer_ends_as_truncated_and_is_handed_to_its_partner() -> None:
+    partner = Talker(most=99)
+    found = flat(converse("llama", partner))
+    assert {c.stop_reason for c in found} == {StopReason.LENGTH}
+    assert max(len(c.tokens) for c in found) == 40
+    assert [partner.ends[request] for request in range(24)] == found
+
+
+def test_an_interruption_hands_out_what_is_there_with_its_mask() -> None:
+    calls = 0
+
+    def interrupted() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls > 3
+
+    engine = TransformersEngine(often_ending("llama"), Letters(), EngineSettings(slots=4, max_completion_tokens=40))
+    partner = Talker(most=99, late=True)
+    found = dict(engine.converse(ragged_prompts(3, 4), 4, Sampling(), np.random.default_rng(0), partner, interrupted))
+    answers = [c for row in found.values() for c in row]
+    assert StopReason.INTERRUPTED in {c.stop_reason for c in answers}
+    assert any(c.observed for c in answers)
+    assert all(c.log_behavior is not None and len(c.log_behavior) == len(c.tokens) for c in answers)
