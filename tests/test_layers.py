@@ -20,9 +20,8 @@ SEAMS = GROUND | {"protocols", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"search", "intake", "training", "replay", "weights", "evaluation", "record"}
 
-CORE = (
-    SEAMS | LEAVES | PARTS | TENSORS | {"models", "objectives", "schedules", "recipe", "settings", "shipped", "runtime"}
-)
+CORE = SEAMS | LEAVES | PARTS | TENSORS
+CORE |= {"environments", "models", "objectives", "schedules", "recipe", "settings", "shipped", "runtime"}
 
 # What each part of the package may import of the others, below it. The core is all up to `command`; above it stand the
 # applications, each a folder of its own, then the recipes, and research.
@@ -37,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "streaming": set(),
     "policy": SEAMS | TENSORS,
     "engines": SEAMS | {"policy", "streaming"},
+    "environments": SEAMS,
     "rewards": SEAMS,
     "tasks": SEAMS | {"rewards"},  # a task names the reward that marks it
     "objectives": SEAMS | {"schedules"},
@@ -47,12 +47,13 @@ ALLOWED: dict[str, set[str]] = {
     "search": SEAMS,
     "intake": SEAMS,
     "training": SEAMS | TENSORS | {"schedules", "weights"},  # of weights what writes a folder beside its place
-    "models": SEAMS | LEAVES | TENSORS | {"training", "fields", "weights"},  # the same of weights
+    # the same of weights; of environments how demonstrations of episodes become tokens
+    "models": SEAMS | LEAVES | TENSORS | {"training", "fields", "weights", "environments"},
     "recipe": SEAMS | PARTS | {"fields"},
     "fields": {"errors"},  # of any settings
     "shipped": {"errors"},
     "settings": GROUND | {"recipe", "fields", "shipped"},  # recipes and studies by name, when they are asked for
-    "runtime": SEAMS | PARTS | {"recipe", "settings", "shipped"},
+    "runtime": SEAMS | PARTS | {"environments", "recipe", "settings", "shipped"},
     "command": CORE | {"fields"},
     "apps.preference": CORE | {"command"},
     "apps.red_team": CORE | {"command"},

@@ -43,9 +43,9 @@ def quiet(phase: str, note: str) -> None:
     """Where a run's progress goes."""
 
 
-def inline(path: Path, *overrides: str, **changes: Any) -> Summary:
+def inline(path: Path, *overrides: str, source: Path = TOY, **changes: Any) -> Summary:
     """A whole run in this process."""
-    recipe, run = made(path, *overrides, **changes)
+    recipe, run = made(path, *overrides, source=source, **changes)
     return summarise(recipe, run, ["searcher-0"], Inline(recipe, run, quiet).go(), 0.0)
 
 

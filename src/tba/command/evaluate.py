@@ -23,7 +23,7 @@ from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.record.terminal import terminal
-from tba.runtime.prompting import prompts_of, reward_of
+from tba.runtime.prompting import engine_of, prompts_of, reward_of
 from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import newest_checkpoint
@@ -67,7 +67,7 @@ def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train" if split == "train" else "eval")
-    engine = model.engine(Version())
+    engine = engine_of(recipe, model, Version())
     found = evaluate(
         engine,
         prompts,

@@ -76,7 +76,7 @@ def fill(recipe: Recipe, run: RunDirectory, console: Console) -> None:
     refuse(recipe, files)
     sources = [(str(file), file.name, entries_of(file, run)) for file in files]
     if shown:
-        sources.append(("the task's demonstrations", "demonstrations", demonstrations(recipe.task, shown)))
+        sources.append(("the task's demonstrations", "demonstrations", demonstrations(recipe, shown)))
     if sources:
         _take(recipe, run, sources, ImportOptions(), console)
 

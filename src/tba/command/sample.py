@@ -23,7 +23,7 @@ from tba.errors import UserError
 from tba.protocols import Engine
 from tba.recipe import Recipe
 from tba.record.terminal import terminal
-from tba.runtime.prompting import prompts_of, reward_of
+from tba.runtime.prompting import engine_of, prompts_of, reward_of
 from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
 
@@ -62,7 +62,7 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     rewards: list[float] = []
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            for line in _lines(recipe, model.engine(Version()), asked, options.samples):
+            for line in _lines(recipe, engine_of(recipe, model, Version()), asked, options.samples):
                 rewards += [] if line["reward"] is None else [line["reward"]]
                 file.write(json.dumps(line) + "\n")
         os.replace(temporary, options.out)

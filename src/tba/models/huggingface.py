@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 from weakref import WeakValueDictionary
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import torch
@@ -27,6 +28,8 @@ from transformers.utils import logging
 
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import VllmEngine, VllmSettings
+from tba.environments.scripted import acted, written
+from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
@@ -38,7 +41,7 @@ from tba.policy.loading import load_model, load_unfilled
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
 from tba.policy.reference import FrozenReference
-from tba.protocols import HEADS, Policy, SavedPolicy, Task
+from tba.protocols import HEADS, Acted, Policy, SavedPolicy, Task
 from tba.sharding import Sharding
 from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
@@ -94,8 +97,8 @@ class Lesson:
 
     def pairs(self, task: Task, tokenizer: Any) -> list[Pair]:
         taught = replace(task, **self.task_fields) if self.task_fields else task  # type: ignore[type-var]
-        pairs = list(pairs_of(_demonstrated(taught), tokenizer))
-        return [Pair(p.prompt[:1], [*p.prompt[1:], *p.response]) for p in pairs] if self.prompts else pairs
+        pairs = _taught(taught, tokenizer)
+        return [_with_prompt(pair) for pair in pairs] if self.prompts else pairs
 
 
 @dataclass(frozen=True)
@@ -274,7 +277,7 @@ class HuggingFace:
 
 def warm_started(start: WarmStart, task: Task, log: Callable[[str], None]) -> Path:
     """Returns the folder of the warm start's result for this task: shipped, cached, or made now."""
-    tokenizer = tokenizer_for(start, _demonstrated(task))
+    tokenizer = tokenizer_for(start, _demonstrated(task), task)
     lessons = [(lesson.settings, lesson.pairs(task, tokenizer)) for lesson in (*start.before, Lesson(start.sft))]
     settings = [start.scratch, tokenizer.get_vocab(), *(settings for settings, _ in lessons)]
     key = supervised_key(settings, [pair for _, pairs in lessons for pair in pairs])
@@ -303,7 +306,7 @@ def _cache() -> Path:
 
 def continued(path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None]) -> Path:
     """Returns the model at `path` taught the task's demonstrations: cached, or made now."""
-    return taught(path, settings, lambda tokenizer: list(pairs_of(_demonstrated(task), tokenizer)), log)
+    return taught(path, settings, lambda tokenizer: _taught(task, tokenizer), log)
 
 
 def taught(
@@ -357,9 +360,9 @@ def _loaded(path: str, device: torch.device | str, dtype: torch.dtype) -> tuple[
         return load_model(path, device, dtype)
 
 
-def tokenizer_for(start: WarmStart, problems: list[Problem]) -> Any:
+def tokenizer_for(start: WarmStart, problems: list[Problem], task: Task) -> Any:
     """Returns a tokenizer of the characters that occur, or BPE trained on the texts."""
-    texts = [text for p in problems for text in (str(p.prompt), p.demonstration or "")]
+    texts = [text for p in problems for text in (str(p.prompt), _text_of(p, task))]
     if start.tokenizer == "characters":
         return character_tokenizer("".join(sorted(set("".join(texts)))))
     return train_bpe_tokenizer(texts, start.vocab_size)
@@ -370,12 +373,47 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
     if not problems:
         return
     prompts = [p.prompt if isinstance(p.prompt, str) else templated(tokenizer, p.prompt) for p in problems]
+    answers = [p.demonstration if isinstance(p.demonstration, str) else "" for p in problems]
     encoded = [
         tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        for texts in (prompts, [p.demonstration or "" for p in problems])
+        for texts in (prompts, answers)
     ]
     for prompt, response in zip(*encoded, strict=True):
         yield Pair(prompt, response)
+
+
+def _taught(task: Task, tokenizer: Any) -> list[Pair]:
+    """Returns a task's demonstrations as (prompt, response) token ids; of episodes the policy's turns are learnt."""
+    problems = _demonstrated(task)
+    if not isinstance(task, Acted):
+        return list(pairs_of(problems, tokenizer))
+    speech = Speech(tokenizer, chat=not isinstance(problems[0].prompt, str))
+    pairs = []
+    for problem, asked in zip(problems, pairs_of(problems, tokenizer), strict=True):
+        mask_T = (completion := written(*acted(task, problem, _text(problem, tokenizer)), speech)).mask
+        assert mask_T is not None
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], mask_T, [True]]))).reshape(-1, 2).tolist()
+        pairs.append(Pair(asked.prompt, completion.tokens[:-1].tolist(), tuple((a, b) for a, b in edges)))
+    return pairs
+
+
+def _with_prompt(pair: Pair) -> Pair:
+    """Returns the pair whose prompt is learnt, too, but for its first token."""
+    moved = len(pair.prompt) - 1
+    observed = tuple((begin + moved, end + moved) for begin, end in pair.observed)
+    return Pair(pair.prompt[:1], [*pair.prompt[1:], *pair.response], observed)
+
+
+def _text(problem: Problem, tokenizer: Any) -> str:
+    return problem.prompt if isinstance(problem.prompt, str) else templated(tokenizer, problem.prompt)
+
+
+def _text_of(problem: Problem, task: Task) -> str:
+    """Returns the text of a demonstration; of an episode all that is said in it."""
+    if not isinstance(task, Acted):
+        return problem.demonstration if isinstance(problem.demonstration, str) else ""
+    parts, _ = acted(task, problem, str(problem.prompt))
+    return "".join(part.text for part in parts)
 
 
 def adapters_in(folder: Path) -> dict[str, torch.Tensor]:

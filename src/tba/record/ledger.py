@@ -3,7 +3,7 @@
 Invariant: generated + imported = trained at least once + waiting + evicted + rejected + duplicate + damaged + in flight
 at stop, exactly. Each term is counted where it arises (searcher, journal, replay, trainer) and none by subtraction, so
 `closes` is a check and not a definition. `trained_total` counts every use; `evaluation` and `auxiliary` are reported
-apart and are in neither side.
+apart and are in neither side; `observed` and `failed` are parts of other terms.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ class Ledger:
     damaged: int = 0  # was on the disk and could not be read again
     in_flight_at_stop: int = 0  # unfinished, or finished and not yet written, when the run ended
     evaluation: int = 0  # generated to evaluate; reported apart
+    observed: int = 0  # of those generated, what environments said: read by the policy, not sampled, never trained
+    failed: int = 0  # of those rejected, episodes whose environment failed
     auxiliary: int = 0  # continued from prefixes of answers, for the values of steps; reported apart
 
     @classmethod

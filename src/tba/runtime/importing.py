@@ -14,22 +14,26 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
+from tba.environments.episode import EpisodeFailed
+from tba.environments.scripted import acted, written
 from tba.errors import UserError
 from tba.foreign import problems_of
 from tba.intake.encoding import Encoder, Known
-from tba.intake.files import read
+from tba.intake.files import Refusal, read
 from tba.intake.intake import Entry, Intake
-from tba.protocols import Reference, Task, Tokenizer
+from tba.protocols import Acted, Reference, Tokenizer
 from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
-from tba.runtime.prompting import reward_of
+from tba.runtime.prompting import reward_of, speech_of
 from tba.runtime.run_dir import IMPORTS, RunDirectory
 from tba.search.embedding import embedded
 from tba.search.prompts import encode
 from tba.search.reward_retry import PatientReward
-from tba.types import Prompt, Split, Version
+from tba.types import Prompt, Split, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
 PREPARED = "prepared"  # in recipe.json: the run was made for imports, and has not begun
@@ -85,12 +89,32 @@ def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
     return _trajectories(path) if path.suffix == ".sqlite" else read(path)
 
 
-def demonstrations(task: Task, most: int) -> Iterator[Entry]:
-    """Yields the first `most` of the task's own demonstrations."""
+def demonstrations(recipe: Recipe, most: int) -> Iterator[Entry]:
+    """Yields the first `most` of the task's own demonstrations; in environments they are acted now."""
+    task = recipe.task
+    if isinstance(task, Acted):
+        yield from _acted(recipe, task, most)
+        return
     shown = (problem for problem in problems_of(task, "train") if problem.demonstration is not None)
     for number, problem in enumerate(islice(shown, most), start=1):
         prompt = problem.prompt if isinstance(problem.prompt, str) else [dict(message) for message in problem.prompt]
         yield number, {"prompt": prompt, "response": problem.demonstration}
+
+
+def _acted(recipe: Recipe, task: Acted, most: int) -> Iterator[Entry]:
+    tokenizer = recipe.model.prepared(recipe.task).tokenizer()
+    speech = speech_of(recipe.task, tokenizer)
+    problems = [problem for problem in problems_of(recipe.task, "train") if problem.demonstration is not None]
+    for number, problem in enumerate(problems[:most], start=1):
+        (prompt,) = encode([problem], recipe.task.name, tokenizer, recipe.prompts).prompts
+        try:
+            parts, judgement = acted(task, problem, prompt.text)
+        except EpisodeFailed as error:
+            yield number, Refusal("a demonstration whose environment failed", str(error))
+            continue
+        completion = written(parts, judgement, speech)
+        unscored = np.zeros(len(completion.tokens), dtype=np.float32)
+        yield number, Trajectory("", prompt, completion, judgement.reward, unscored, Version())
 
 
 def _trajectories(path: Path) -> Iterator[Entry]:

@@ -9,12 +9,14 @@ from types import FunctionType
 
 import numpy as np
 
+from tba.environments.engine import EpisodeEngine
+from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
-from tba.protocols import Journal, PromptSource, Reward, Task, Tokenizer
+from tba.protocols import Acted, Conversing, Engine, Journal, Model, PromptSource, Reward, Task, Tokenizer
 from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
-from tba.types import Prompt, Split
+from tba.types import Prompt, Split, Version
 
 # a prompt not answered by then is handed out again; this is longer than a round of long answers takes
 LEASE_SECONDS = 1800.0
@@ -51,6 +53,27 @@ def reward_of(task: Task) -> Reward:
             "tba.WeightedFunctions(((function, 1.0),))"
         )
     return reward
+
+
+def engine_of(recipe: Recipe, model: Model, version: Version) -> Engine:
+    """Returns the engine of a recipe's model; where the task is acted in environments, one whose answers are episodes.
+
+    Raises `UserError` when the engine cannot hold a conversation.
+    """
+    engine = model.engine(version)
+    if not isinstance(recipe.task, Acted):
+        return engine
+    if not isinstance(engine, Conversing):
+        raise UserError(
+            f"task {recipe.task.name} is acted in several turns, which the vllm engine does not do yet: choose "
+            "--model.generation.engine transformers"
+        )
+    return EpisodeEngine(engine, recipe.task, speech_of(recipe.task, model.tokenizer()))
+
+
+def speech_of(task: Task, tokenizer: Tokenizer) -> Speech:
+    """Returns how what an environment says is written for a model."""
+    return Speech(tokenizer, chat=not isinstance(problems_of(task, "train")[0].prompt, str))
 
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:

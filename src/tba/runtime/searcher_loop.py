@@ -25,7 +25,7 @@ from tba.record.clock import ShareClock
 from tba.record.memory import peak_memory_bytes
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
-from tba.runtime.prompting import LEASE_SECONDS, prompt_source, prompts_of, reward_of
+from tba.runtime.prompting import LEASE_SECONDS, engine_of, prompt_source, prompts_of, reward_of
 from tba.runtime.run_dir import RunDirectory
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
@@ -201,7 +201,7 @@ def _loop_of(
 ) -> SearcherLoop:
     name, tokenizer = f"searcher-{index}", model.tokenizer()
     journal, weights = ends.journal, ends.weights
-    engine, reward = model.engine(Version()), _patient(recipe, ends.records, reward_of(recipe.task))
+    engine, reward = engine_of(recipe, model, Version()), _patient(recipe, ends.records, reward_of(recipe.task))
     reference = model.reference(recipe.policy_temperature, Version())
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]

@@ -222,6 +222,8 @@ class Searcher:
             kept = []
             for c in one.completions:
                 _count(counts, "generated", c)
+                if c.mask is not None:
+                    counts["observed_tokens"] += c.observed
                 if c.stop_reason is StopReason.INTERRUPTED:
                     _count(counts, "in_flight", c)
                 else:
@@ -242,6 +244,8 @@ class Searcher:
             known = bool(np.isfinite(log_reference).all())
             if not (known and abs(judgement.reward) <= self.largest_reward):  # NaN fails this comparison too
                 _count(counts, "rejected", completion)
+                if completion.judgement is not None and math.isnan(completion.judgement.reward):
+                    _count(counts, "failed", completion)
                 self.rejected = self._described(prompt, completion, judgement, known)
                 continue
             drawn = self.rng.bytes(16)
@@ -251,7 +255,7 @@ class Searcher:
                 Trajectory(
                     uid=(series + len(trajectories).to_bytes(4, "big")).hex(),
                     prompt=prompt,
-                    completion=completion,
+                    completion=completion if completion.judgement is None else replace(completion, judgement=None),
                     reward=float(judgement.reward),
                     reward_parts=judgement.parts,
                     log_reference=log_reference,

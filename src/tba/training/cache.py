@@ -47,6 +47,8 @@ def supervised_key(
         for ids in (pair.prompt, pair.response):
             digest.update(len(ids).to_bytes(8, "little"))
             digest.update(np.asarray(ids, dtype="<i4").tobytes())
+        if pair.observed:
+            digest.update(repr(pair.observed).encode())
     for name, tensor in sorted((weights or {}).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().contiguous().cpu().float().numpy().tobytes())

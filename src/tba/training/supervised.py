@@ -34,6 +34,7 @@ class Pair:
 
     prompt: Sequence[int]  # at least one token
     response: Sequence[int]
+    observed: tuple[tuple[int, int], ...] = ()  # parts of the response that are read and not learnt, as (begin, end)
 
 
 @dataclass(frozen=True)
@@ -118,8 +119,8 @@ def supervise(
     eos = tokenizer.eos_token_id
     if eos is None:
         raise UserError("the tokenizer has no EOS token, so that no response would ever end; give one that has it")
-    fitting = [(len(p.prompt), [*p.prompt, *p.response, eos]) for p in pairs if p.prompt]
-    rows = [_Row(start, ids) for start, ids in fitting if len(ids) <= settings.max_length]
+    fitting = [(len(p.prompt), [*p.prompt, *p.response, eos], p.observed) for p in pairs if p.prompt]
+    rows = [_Row(*fitted) for fitted in fitting if len(fitted[1]) <= settings.max_length]
     rng = np.random.default_rng(settings.seed)
     order = rng.permutation(len(rows))
     held = [rows[i] for i in order[: round(settings.held_out * len(rows))]]
@@ -141,11 +142,12 @@ def supervise(
 class _Row:
     start: int  # of the response, at least 1
     ids: list[int]  # prompt, response, EOS
+    observed: tuple[tuple[int, int], ...] = ()  # parts of the response that are not trained
 
     @property
     def trained(self) -> int:
         """Tokens that are trained."""
-        return len(self.ids) - self.start
+        return len(self.ids) - self.start - sum(end - begin for begin, end in self.observed)
 
 
 def _train(
@@ -212,6 +214,8 @@ def _summed_loss(model: PreTrainedModel, rows: Sequence[_Row]) -> Tensor:
     for b, row in enumerate(rows):
         ids[b, : len(row.ids)] = row.ids
         labels[b, row.start : len(row.ids)] = row.ids[row.start :]
+        for begin, end in row.observed:
+            labels[b, row.start + begin : row.start + end] = IGNORED
     device = model.device
     input_BT = torch.from_numpy(ids[:, :-1]).to(device)
     label_BK = torch.from_numpy(labels[:, 1 + first :]).to(device)

@@ -1,0 +1,126 @@
+"""One episode: an environment's object from `reset` to its reward, whichever way its author wrote it.
+
+Invariant: the environment sees texts and its problem's fields, never tokens. What it raises becomes `EpisodeFailed`,
+which costs this episode and nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tba.errors import TbaError, UserError
+from tba.protocols import Environment
+from tba.types import Json, Judgement, quoted
+
+
+class EpisodeFailed(TbaError):
+    """Raised for an environment that raised, or gave what cannot be used."""
+
+
+class Episode:
+    """An environment that was made and reset; call `say` by turns, then `judgement`."""
+
+    def __init__(self, make: Callable[[], Environment], fields: Mapping[str, Json], seed: int, turns: int) -> None:
+        """`turns`: after so many turns it is over. Raises `EpisodeFailed`."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._left, self._most = turns, turns
+        self._earned = 0.0
+        self.over = False
+        self._environment = self._called("its making", make)
+        reset = self._method("reset")
+        if reset is None:
+            raise UserError(f"{type(self._environment).__name__} has no reset(): an environment needs reset and step")
+        first = self._called("reset()", reset, **_accepted(reset, {**fields, "seed": seed}))
+        self.first = self._text("reset()", first)  # what the policy is told first
+
+    def say(self, text: str) -> str | None:
+        """Returns what the environment answers to one turn; None when it is over."""
+        self._left -= 1
+        step = self._method("step")
+        if step is None:
+            raise UserError(f"{type(self._environment).__name__} has no step(): give it a method step(self, text)")
+        answer = self._called("step()", step, text)
+        if hasattr(answer, "done"):
+            reward = getattr(answer, "reward", None)
+            self._earned += 0.0 if reward is None else self._number("step()", reward)
+            answer, self.over = getattr(answer, "observation", None), bool(answer.done)
+        answer = self._text("step()", answer)
+        self.over = self.over or answer is None or self._left <= 0
+        return None if self.over else answer
+
+    def judgement(self) -> Judgement:
+        """Returns the reward of the episode as it stands, and how many turns it took."""
+        reward = self._earned
+        if (get_reward := self._method("get_reward")) is not None:
+            reward = self._number("get_reward()", self._called("get_reward()", get_reward))
+        return Judgement(reward, {"turns": float(self._most - self._left)})
+
+    def close(self) -> None:
+        """Let the environment go. An error in its `close()` changes nothing any more."""
+        try:
+            if (close := self._method("close")) is not None:
+                self._called("close()", close)
+        except EpisodeFailed:
+            pass
+        finally:
+            if self._loop is not None:
+                self._loop.close()
+
+    def _method(self, name: str) -> Callable[..., Any] | None:
+        found = getattr(self._environment, name, None)
+        return found if callable(found) else None
+
+    def _called(self, what: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        try:
+            answer = call(*given, **named)
+            if inspect.isawaitable(answer):
+                self._loop = self._loop or asyncio.new_event_loop()  # one for all: what it opens belongs to its loop
+                answer = self._loop.run_until_complete(_awaited(answer))
+        except UserError:
+            raise
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            raise EpisodeFailed(
+                f"{what} raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}: {frame.line})"
+            ) from error
+        return answer
+
+    def _text(self, what: str, answer: object) -> str | None:
+        if answer is None or isinstance(answer, str):
+            return answer
+        raise EpisodeFailed(f"{what} of {type(self._environment).__name__} gave {answer!r:.80}: return a text or None")
+
+    def _number(self, what: str, answer: object) -> float:
+        if isinstance(answer, int | float) and math.isfinite(answer):
+            return float(answer)
+        raise EpisodeFailed(f"{what} of {type(self._environment).__name__} gave the reward {answer!r:.80}")
+
+
+def begun(make: Callable[[], Environment], fields: Mapping[str, Json], seed: int, turns: int, prompt: str) -> Episode:
+    """Returns an episode that the prompt's text belongs to. Raises `UserError` where `reset` says something else than
+    when the prompt was made.
+    """
+    episode = Episode(make, fields, seed, turns)
+    if episode.first is not None and episode.first.strip() not in prompt:
+        raise UserError(
+            f"reset() said {quoted(episode.first)} for seed {seed}, and something else when the prompt was made: "
+            "whatever it draws has to be drawn from its argument `seed`"
+        )
+    return episode
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
+
+
+def _accepted(call: Callable[..., Any], given: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns those arguments that a function declares; all where it takes any."""
+    declared = inspect.signature(call).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in declared):
+        return dict(given)
+    return {p.name: given[p.name] for p in declared if p.name in given}

@@ -1,0 +1,67 @@
+"""Guess a number from 1 to 100, told after each guess in which range it is.
+
+What is best is known: halving the range finds it in 5.8 guesses on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+LAST = 100
+GUESSES = 20  # after so many the number counts as not found
+BEST = 5.8  # mean guesses of halving: (1 + 2 * 2 + 4 * 3 + 8 * 4 + 16 * 5 + 32 * 6 + 37 * 7) / 100
+
+
+class GuessNumber:
+    """Says `51-100?` while the number may be any from 51 to 100. A guess outside of the range, or none, is wasted."""
+
+    def reset(self, seed: int) -> str:
+        """Begin with a number that the seed decides."""
+        self._number = int(np.random.default_rng(seed).integers(1, LAST + 1))
+        self._low, self._high = 1, LAST
+        self._guesses, self._found = 0, False
+        return self._range()
+
+    def step(self, text: str) -> str | None:
+        """Returns the range that is left; None once the number is found, or not after 20 guesses."""
+        self._guesses += 1
+        guess = int(text) if text.isascii() and text.isdigit() and len(text) <= 3 else 0
+        if guess == self._number:
+            self._found = True
+            return None
+        if self._low <= guess <= self._high:
+            self._low, self._high = (guess + 1, self._high) if guess < self._number else (self._low, guess - 1)
+        return None if self._guesses == GUESSES else self._range()
+
+    def get_reward(self) -> float:
+        """1 less a twentieth for each guess but the first, so that every guess counts the same; 0: not found."""
+        return 1 - (self._guesses - 1) / GUESSES if self._found else 0.0
+
+    def _range(self) -> str:
+        return f"{self._low}-{self._high}?"
+
+
+@dataclass(frozen=True)
+class Careless:
+    """A scripted player: half of its guesses are anywhere from 1 to 100, the others anywhere in the range."""
+
+    anywhere: float = 0.5  # share of the guesses that forget the range
+
+    def __call__(self, told: Sequence[str], rng: np.random.Generator) -> str:
+        """Returns the next guess."""
+        low, high = map(int, told[-1].removesuffix("?").split("-"))
+        if rng.random() < self.anywhere:
+            low, high = 1, LAST
+        return str(rng.integers(low, high + 1))
+
+
+class Halving:
+    """The best player: it asks for the middle."""
+
+    def __call__(self, told: Sequence[str], rng: np.random.Generator) -> str:
+        """Returns the next guess."""
+        low, high = map(int, told[-1].removesuffix("?").split("-"))
+        return str((low + high) // 2)

@@ -1,0 +1,95 @@
+"""Environments as a task: one problem per seed, graded by the environment itself.
+
+Invariant: a seed is one world and one prompt. Training and evaluation share no seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tba.environments.episode import Episode, EpisodeFailed
+from tba.errors import UserError
+from tba.protocols import Environment
+from tba.types import Completion, Judgement, Message, Problem, Prompt, Split
+
+_HELD_OUT = 1 << 30  # the first seed of evaluation
+
+
+# What a scripted player says next: (what it was told so far, in order; a generator of its own) -> its turn.
+Player = Callable[[Sequence[str], np.random.Generator], str]
+
+
+@dataclass(frozen=True)
+class EnvironmentTask:
+    """Problems that are answered by acting in an environment, in several turns."""
+
+    environment: Callable[[], Environment]  # makes the environment of one episode: its class, for example
+    name: str = "environment"  # part of each prompt's key
+    prompt: str | tuple[Message, ...] = ""  # what the policy is told first; the text that reset() returns follows
+    turns: int = 8  # turns of an episode at most
+    worlds: int = 1000  # seeds for training
+    held_out: int = 200  # other seeds, for evaluation
+    player: Player | None = None  # plays the demonstrations for a warm start; None: there are none
+
+    def __post_init__(self) -> None:
+        for field in ("turns", "worlds", "held_out"):
+            if getattr(self, field) < 1:
+                raise UserError(f"the environment task's {field} is {getattr(self, field)}, it must be at least 1")
+
+    def problems(self, split: Split) -> list[Problem]:
+        """One problem for each seed. Raises `UserError` when an environment fails at once."""
+        first, count = (0, self.worlds) if split == "train" else (_HELD_OUT, self.held_out)
+        try:
+            return [self._problem(seed, split == "train") for seed in range(first, first + count)]
+        except EpisodeFailed as error:
+            raise UserError(f"the environment of task {self.name} cannot begin an episode: {error}") from error
+
+    def reward(self) -> EnvironmentReward:
+        return EnvironmentReward()
+
+    def _problem(self, seed: int, shown: bool) -> Problem:
+        episode = Episode(self.environment, {}, seed, self.turns)
+        told = "" if episode.first is None else episode.first
+        demonstration = self._played(episode, seed) if shown and self.player is not None else None
+        episode.close()
+        prompt = _with(self.prompt, told)
+        if not prompt:
+            raise UserError(f"task {self.name} has no prompt, and its reset() says nothing: give one of them a text")
+        return Problem(prompt, {}, demonstration, seed)
+
+    def _played(self, episode: Episode, seed: int) -> tuple[str, ...]:
+        """Returns what the player says by turns."""
+        assert self.player is not None
+        rng = np.random.default_rng(seed)
+        told = [] if episode.first is None else [episode.first]
+        said = []
+        while not episode.over:
+            said.append(self.player(told, rng))
+            answer = episode.say(said[-1])
+            told += [] if answer is None else [answer]
+        return tuple(said)
+
+
+def _with(prompt: str | tuple[Message, ...], told: str) -> str | tuple[Message, ...]:
+    """Returns a prompt that ends with what `reset` says; in a chat its last message does."""
+    if isinstance(prompt, str):
+        return prompt + told
+    return (*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + told})
+
+
+@dataclass(frozen=True)
+class EnvironmentReward:
+    """What the environment itself says of an episode."""
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """One judgement for each (prompt, completion), in order. Raises `UserError` for one that was never acted."""
+        judgements = [completion.judgement for _, completion in answered]
+        if None in judgements:
+            raise UserError(
+                "an answer to a problem of an environment is graded by acting, and this one comes from elsewhere: "
+                "import answers of other tasks only"
+            )
+        return [judgement for judgement in judgements if judgement is not None]
