@@ -210,8 +210,9 @@ def _flaw(problem: object) -> str:
         return f"has the prompt {prompt!r:.80}: give a text, or chat messages, each with a role and a content"
     if not isinstance(fields_given, Mapping):
         return f"has the fields {fields_given!r:.80}: give a dictionary of what the reward needs, by name"
-    if not isinstance(taught, str | None):
-        return f"has the demonstration {taught!r:.80}: give a text, or None"
+    turns = isinstance(taught, tuple) and all(isinstance(turn, str) for turn in taught)
+    if not isinstance(taught, str | None) and not turns:
+        return f"has the demonstration {taught!r:.80}: give a text, None, or a tuple of the turns of an episode"
     return ""
 
 

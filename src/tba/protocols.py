@@ -93,8 +93,9 @@ class Environment(Protocol):
     Arguments of `reset` are given by name, and only those that it declares.
     """
 
-    def reset(self, **fields: Any) -> str | None:
-        """Begin an episode with the problem's fields and `seed`, which must decide everything that is drawn: in a group
+    @property
+    def reset(self) -> Callable[..., Any]:
+        """A method that begins an episode with the problem's fields and `seed`, which must decide everything that is drawn: in a group
         the same actions meet the same world. Returns what the policy is told first, after the prompt; None: nothing.
         """
         ...

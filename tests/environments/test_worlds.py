@@ -1,8 +1,8 @@
 """What Trajectory Balance determines where the policy cannot see which world it is in (docs/method.md, worlds).
 
-One question, two worlds: the world of seed 1 pays 1 more than that of seed 0 for whatever is done, and says which of the
-two it is after the first symbol. One policy is the ideal one in both, since what a world pays to everybody is in its own
-log Z.
+One question, two worlds: the world of seed 1 pays 1 more than that of seed 0 for whatever is done, and says which of
+the two it is after the first symbol. One policy is the ideal one in both, since what a world pays to everybody is in
+its own log Z.
 """
 
 from __future__ import annotations

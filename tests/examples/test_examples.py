@@ -25,7 +25,7 @@ from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Completion, Prompt, StopReason, Version
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = ("my_task", "two_rewards", "my_file", "my_judge", "my_data")
+RECIPES = ("my_task", "two_rewards", "my_file", "my_judge", "my_data", "my_environment")
 FEW = ["--runtime", "inline", "--steps", "2", "--replay.pacing.warm-up", "32", "--evaluation.problems", "8"]
 SCRATCH = ["--model.warm-start.sft.steps", "3"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -103,6 +103,18 @@ def test_a_task_with_letters_makes_its_base_and_learns_from_its_reward(tmp_path:
         replace(task, length=1)
     run = trained("my_task", tmp_path, *SCRATCH)
     assert {c for t in run.trajectories() for c in t.prompt.text} <= set("abcdefghijklmnopqrstuvwxyz>")
+
+
+def test_an_environments_episodes_are_trained_turn_by_turn(tmp_path: Path) -> None:
+    episode = find(path("my_environment")).task.environment()
+    assert episode.reset(seed=3) == "1-16?"
+    found = [episode.step(str(n)) for n in (1, "no number", episode.number)]
+    assert found == ["2-16?", "2-16?", None] or episode.number == 1
+    assert episode.get_reward() == pytest.approx(0.8)
+    run = trained("my_environment", tmp_path, "--model.warm-start.sft.steps", "60")
+    assert run.summary is not None
+    assert 0 < run.summary.tokens.observed < run.summary.tokens.generated
+    assert {len(t.completion.mask) == t.length for t in run.trajectories() if t.completion.mask is not None} == {True}
 
 
 def test_two_rewards_are_summed_by_weight_and_seen_apart(tmp_path: Path) -> None:

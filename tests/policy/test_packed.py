@@ -179,6 +179,23 @@ def test_a_pack_gives_the_log_probabilities_and_gradients_of_each_row_alone(fami
     assert_gradients_agree(gradients(model, packed), theirs)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_observations_are_attended_to_and_neither_scored_nor_trained(family: str) -> None:
+    """A row with masked positions has the log-probabilities and the gradients of the others, each row alone."""
+    model, batch = built(family), ragged()
+    mask_BT = batch.mask_BT & (torch.arange(batch.mask_BT.shape[1]) % 5 != 2) & (torch.arange(batch.rows) != 1)[:, None]
+    mask_BT[:, 0] = True
+    mask_BT[1, :4], mask_BT[1, 20:30] = True, True
+    masked = replace(batch, mask_BT=mask_BT & batch.mask_BT)
+    plain = plain_log_policy(model, masked, temperature=0.7)
+    theirs = gradients(model, plain)
+    whole = CausalPolicy(model, temperature=0.7)
+    packed = whole.evaluate(masked).log_policy_BT
+    torch.testing.assert_close(packed, plain, rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(packed, whole.evaluate(batch).log_policy_BT * masked.mask_BT, rtol=1e-6, atol=4e-7)
+    assert_gradients_agree(gradients(model, packed), theirs)
+
+
 def test_a_group_split_over_micro_batches_in_any_row_order_adds_up_to_the_whole() -> None:
     model, batch = built("llama"), ragged()
     policy = CausalPolicy(model)

@@ -527,14 +527,14 @@ class _Call:
         rows = [mine.row for mine in answered.values()]
         begin = self.count_R[rows]
         heard = [np.asarray(mine.heard, dtype=np.int64) for mine in answered.values()]
-        end = begin + [len(tokens) for tokens in heard]
+        end = begin + np.array([len(tokens) for tokens in heard], dtype=np.int64)
         # The last token of the turn has been drawn and not read yet.
         read = [
             torch.from_numpy(np.append(mine.ids[-1:], new)) for mine, new in zip(answered.values(), heard, strict=True)
         ]
         starts = (self.prompt_R[rows] + begin - 1).tolist()
         logits = Continuations(self.cache, rows, starts, [ids.to(self.device) for ids in read]).run(self.engine.model)
-        row_N = np.repeat(rows, end - begin)
+        row_N = np.repeat(np.array(rows, dtype=np.int64), end - begin)
         at_N = np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)])
         of_rows = torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])).to(self.device)
         of_tokens = torch.from_numpy(np.stack([row_N, at_N, np.concatenate(heard)])).to(self.device)

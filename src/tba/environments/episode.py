@@ -44,14 +44,14 @@ class Episode:
         step = self._method("step")
         if step is None:
             raise UserError(f"{type(self._environment).__name__} has no step(): give it a method step(self, text)")
-        answer = self._called("step()", step, text)
+        answer: Any = self._called("step()", step, text)
         if hasattr(answer, "done"):
             reward = getattr(answer, "reward", None)
             self._earned += 0.0 if reward is None else self._number("step()", reward)
             answer, self.over = getattr(answer, "observation", None), bool(answer.done)
-        answer = self._text("step()", answer)
-        self.over = self.over or answer is None or self._left <= 0
-        return None if self.over else answer
+        text = self._text("step()", answer)
+        self.over = self.over or text is None or self._left <= 0
+        return None if self.over else text
 
     def judgement(self) -> Judgement:
         """Returns the reward of the episode as it stands, and how many turns it took."""

@@ -5,10 +5,8 @@ What is best is known: halving the range finds it in 5.8 guesses on average.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
 from dataclasses import dataclass
-
-import numpy as np
 
 LAST = 100
 GUESSES = 20  # after so many the number counts as not found
@@ -20,7 +18,7 @@ class GuessNumber:
 
     def reset(self, seed: int) -> str:
         """Begin with a number that the seed decides."""
-        self._number = int(np.random.default_rng(seed).integers(1, LAST + 1))
+        self._number = random.Random(seed).randint(1, LAST)  # noqa: S311 - a game
         self._low, self._high = 1, LAST
         self._guesses, self._found = 0, False
         return self._range()
@@ -50,18 +48,18 @@ class Careless:
 
     anywhere: float = 0.5  # share of the guesses that forget the range
 
-    def __call__(self, told: Sequence[str], rng: np.random.Generator) -> str:
+    def __call__(self, told: list[str], rng: random.Random) -> str:
         """Returns the next guess."""
         low, high = map(int, told[-1].removesuffix("?").split("-"))
         if rng.random() < self.anywhere:
             low, high = 1, LAST
-        return str(rng.integers(low, high + 1))
+        return str(rng.randint(low, high))
 
 
 class Halving:
     """The best player: it asks for the middle."""
 
-    def __call__(self, told: Sequence[str], rng: np.random.Generator) -> str:
+    def __call__(self, told: list[str], rng: random.Random) -> str:
         """Returns the next guess."""
         low, high = map(int, told[-1].removesuffix("?").split("-"))
         return str((low + high) // 2)

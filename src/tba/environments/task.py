@@ -5,10 +5,10 @@ Invariant: a seed is one world and one prompt. Training and evaluation share no 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from typing import TypeAlias
 
 from tba.environments.episode import Episode, EpisodeFailed
 from tba.errors import UserError
@@ -19,7 +19,7 @@ _HELD_OUT = 1 << 30  # the first seed of evaluation
 
 
 # What a scripted player says next: (what it was told so far, in order; a generator of its own) -> its turn.
-Player = Callable[[Sequence[str], np.random.Generator], str]
+Player: TypeAlias = Callable[[list[str], random.Random], str]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class EnvironmentTask:
     def _played(self, episode: Episode, seed: int) -> tuple[str, ...]:
         """Returns what the player says by turns."""
         assert self.player is not None
-        rng = np.random.default_rng(seed)
+        rng = random.Random(seed)  # noqa: S311 - a player's dice
         told = [] if episode.first is None else [episode.first]
         said = []
         while not episode.over:
