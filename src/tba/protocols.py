@@ -215,6 +215,44 @@ class Streaming(Protocol):
         ...
 
 
+class Flow(Protocol):
+    """Prompts that are being answered, to which more can be added at any time."""
+
+    submitted: int  # prompts so far
+
+    @property
+    def wanted(self) -> int:
+        """How many more prompts could begin to be answered now."""
+        ...
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Adds prompts; they are numbered from 0 in the order of submission."""
+        ...
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """Computes until prompts are finished, or (`until_wanted`) more are wanted; returns the finished ones as
+        (number, completions).
+
+        Once `interrupted()` is true it returns all that is left, as `Engine.generate` does.
+        """
+        ...
+
+
+@runtime_checkable
+class Flowing(Protocol):
+    """An engine that begins to answer further prompts as soon as others are finished, and may load newer weights in
+    between: an answer is then sampled by all those from `Completion.versions[0]` to `[1]`.
+    """
+
+    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator) -> Flow:
+        """Returns an empty flow of `count` completions of each prompt. One at a time: no other call of the engine
+        until all of its prompts are finished.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One turn of a request, (prompt, sample), that the policy has ended; `request` is i * count + j."""

@@ -138,13 +138,8 @@ class TransformersEngine:
 
         Raises `UserError` for a prompt that is too long or empty, before anything is generated.
         """
-        call = self._call(prompts, count, sampling, rng)
-        if call is None:
-            return [[] for _ in prompts]
-        with torch.inference_mode(), slot_attention(self.model):
-            while call.run(interrupted):
-                pass
-        return [call.of(i) for i in range(len(prompts))]
+        found: dict[int, list[Completion]] = dict(self.stream(prompts, count, sampling, rng, interrupted))
+        return [found[i] for i in range(len(prompts))]
 
     def stream(
         self,
@@ -155,7 +150,11 @@ class TransformersEngine:
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
-        yield from self._streamed(prompts, self._call(prompts, count, sampling, rng), interrupted)
+        yield from self._streamed(prompts, Flow(self, count, sampling, rng), interrupted)
+
+    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator) -> Flow:
+        """Returns what answers prompts for as long as some are submitted. See `protocols.Flowing`."""
+        return Flow(self, count, sampling, rng)
 
     def converse(
         self,
@@ -167,34 +166,14 @@ class TransformersEngine:
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yields completions in turns, between which `partner` speaks. See `protocols.Conversing`."""
-        yield from self._streamed(prompts, self._call(prompts, count, sampling, rng, partner), interrupted)
+        yield from self._streamed(prompts, Flow(self, count, sampling, rng, partner), interrupted)
 
     def _streamed(
-        self, prompts: Sequence[Prompt], call: _Call | None, interrupted: Callable[[], bool] | None
+        self, prompts: Sequence[Prompt], flow: Flow, interrupted: Callable[[], bool] | None
     ) -> Iterator[tuple[int, list[Completion]]]:
-        if call is None:
-            yield from ((i, []) for i in range(len(prompts)))
-            return
-        going_on = True
-        while going_on:
-            with torch.inference_mode(), slot_attention(self.model):
-                going_on = call.run(interrupted)
-            done, call.done = call.done, []
-            yield from ((i, call.of(i)) for i in done)
-        yield from ((i, call.of(i)) for i, lacking in enumerate(call.lacking) if lacking)
-
-    def _call(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        partner: Partner | None = None,
-    ) -> _Call | None:
-        """Returns the call, checked but not begun; None when nothing is asked for."""
-        for prompt in prompts:
-            self.room.check(prompt)
-        return _Call(self, prompts, count, sampling, rng, partner) if prompts and count > 0 else None
+        flow.submit(prompts)
+        while flow.prompts:
+            yield from flow.next(interrupted, until_wanted=False)
 
     def read(self, prompts: Sequence[Prompt]) -> PackedPrompts:
         """Run prompts through the model once, together."""
@@ -202,37 +181,52 @@ class TransformersEngine:
         packed.run(self.model)
         return packed
 
-    def cache(self, like: PackedPrompts, length: int) -> SlotCache:
-        """The slots, with room for `length` positions in each; allocated again only to grow."""
+    def cache(self, like: PackedPrompts, length: int, rows: int) -> SlotCache:
+        """The slots, with room for `length` positions in each; allocated again only to grow, when what the first
+        `rows` hold is kept.
+        """
         if self._cache is None or self._cache.length < length:
+            before = self._cache if rows else None
             self._cache = None  # before its successor is allocated
             self._cache = SlotCache(like, self.settings.slots, length)
+            if before is not None:
+                self._cache.keys[:, :rows, :, : before.length] = before.keys[:, :rows]
+                self._cache.values[:, :rows, :, : before.length] = before.values[:, :rows]
         return self._cache
 
-    def completion(self, ids: list[int], log_behavior: FloatArray, sampling: Sampling, interrupted: bool) -> Completion:
-        """The completion in a row: its tokens and their log-probabilities [T], cut where it ended."""
+    def completion(
+        self, ids: list[int], log_behavior: FloatArray, sampling: Sampling, interrupted: bool, began: Version
+    ) -> Completion:
+        """The completion in a row that weights `began`: its tokens and their log-probabilities [T], cut where it ended."""
         n, text, reason = self._stop.ended(ids, self._eos, interrupted)
-        versions = (self._version, self._version)
+        versions = (began, self._version)
         return Completion(np.array(ids[:n], dtype=np.int32), text, reason, versions, sampling, log_behavior[:n].copy())
 
     def conversation(
-        self, ids: list[int], log_behavior: FloatArray, mask: BoolArray | None, sampling: Sampling, reason: StopReason
+        self,
+        ids: list[int],
+        log_behavior: FloatArray,
+        mask: BoolArray | None,
+        sampling: Sampling,
+        reason: StopReason,
+        began: Version,
     ) -> Completion:
         """The completion in a row that had several turns, which were cut where they ended."""
-        text, versions = self._stop.text(ids), (self._version, self._version)
+        text, versions = self._stop.text(ids), (began, self._version)
         return Completion(np.array(ids, dtype=np.int32), text, reason, versions, sampling, log_behavior.copy(), mask)
 
 
-class _Call:
-    """One call of `generate`: its queue of requests, and which of them each row holds.
+class Flow:
+    """A queue of requests, and which of them each row of the engine holds.
 
-    Rows 0 .. extent - 1 are in use, but for those in `free`. Request i is sample i % count of prompt i // count.
+    Rows 0 .. extent - 1 are in use, but for those in `free`. Request i is sample i % count of prompt i // count, in the
+    order in which prompts were submitted. The engine has one flow at a time. Rows that are growing when it loads newer
+    weights keep the keys and values of the older ones.
     """
 
     def __init__(
         self,
         engine: TransformersEngine,
-        prompts: Sequence[Prompt],
         count: int,
         sampling: Sampling,
         rng: np.random.Generator,
@@ -240,42 +234,82 @@ class _Call:
     ) -> None:
         self.engine, self.settings, self.rows = engine, engine.settings, engine._rows
         self.partner = partner
-        self.prompts, self.count, self.sampling, self.rng = prompts, count, sampling, rng
-        self.total = len(prompts) * count
-        self.results: list[Completion | None] = [None] * self.total
-        self.lacking = [count] * len(prompts)  # of each prompt's completions
+        self.count, self.sampling, self.rng = count, sampling, rng
+        self.submitted = 0  # prompts
+        self.prompts: dict[int, Prompt] = {}  # those that have not been handed out
+        self.results: dict[int, Completion] = {}  # by request
+        self.lacking: dict[int, int] = {}  # of each prompt's completions
         self.done: list[int] = []  # prompts that lack none, until they are handed out
         self.next_request = 0
         self.steps = _STEPS_BETWEEN_ASKING  # since `interrupted` was asked
-        self.positions = max(len(p.tokens) + engine.room.of(p) for p in prompts)
+        self.positions = 0  # of the longest prompt with the longest completion
         self.packed_from = self.packed_to = 0  # the prompts that `packed` holds
-        self.extent = min(self.settings.slots, self.total)
-        self.free = list(range(self.extent))
-        self.request_R = np.zeros(self.extent, dtype=np.int64)
-        self.prompt_R = np.zeros(self.extent, dtype=np.int64)  # prompt tokens
-        self.count_R = np.zeros(
-            self.extent, dtype=np.int64
-        )  # completion tokens so far, as in `rows` but known without waiting for the device
-        self.limit_R = np.zeros(self.extent, dtype=np.int64)
-        self.begun_R = np.zeros(self.extent, dtype=np.int64)  # where the present turn began in the completion
+        self.extent = 0
+        self.free: list[int] = []
+        slots = self.settings.slots
+        self.request_R = np.zeros(slots, dtype=np.int64)
+        self.prompt_R = np.zeros(slots, dtype=np.int64)  # prompt tokens
+        # completion tokens so far, as in `rows` but known without waiting for the device
+        self.count_R = np.zeros(slots, dtype=np.int64)
+        self.limit_R = np.zeros(slots, dtype=np.int64)
+        self.begun_R = np.zeros(slots, dtype=np.int64)  # where the present turn began in the completion
+        self.began: dict[int, Version] = {}  # the weights that began each request
         self.observed: dict[int, list[tuple[int, int]]] = {}  # what each request has read, as (begin, end)
         self.aside: dict[int, _Aside] = {}  # the requests whose partner has not answered yet, or that wait for a row
         self.device = self.rows.eos_V.device
         looks_are_cheap = self.device.type == "cpu" and not self.settings.stop_strings
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
 
-    def run(self, interrupted: Callable[[], bool] | None) -> bool:
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Adds prompts to the queue. Raises `UserError` for one that is too long or empty, and then adds none."""
+        for prompt in prompts:
+            self.engine.room.check(prompt)
+        for prompt in prompts:
+            self.prompts[self.submitted] = prompt
+            self.lacking[self.submitted] = self.count
+            if self.count <= 0:
+                self.done.append(self.submitted)
+            self.positions = max(self.positions, len(prompt.tokens) + self.engine.room.of(prompt))
+            self.submitted += 1
+
+    @property
+    def wanted(self) -> int:
+        """How many more prompts could begin to be answered now: none before an eighth of the slots is free."""
+        slots = self.settings.slots
+        free = slots - (self.extent - len(self.free)) - (self.total - self.next_request) - len(self.aside)
+        return -(-free // self.count) if free >= max(1, slots // 8) else 0
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """Computes until prompts are finished, or (`until_wanted`) more are wanted; returns the finished ones, by number
+        in the order of submission. Once `interrupted()` they are all of them, with what they had.
+        """
+        with torch.inference_mode(), slot_attention(self.engine.model):
+            going_on = not self.prompts or self.run(interrupted, until_wanted)
+        done, self.done = self.done, []
+        if not going_on:
+            done += [i for i, lacking in self.lacking.items() if lacking]
+        return [(i, self.of(i)) for i in done]
+
+    @property
+    def total(self) -> int:
+        return self.submitted * self.count
+
+    def run(self, interrupted: Callable[[], bool] | None, until_wanted: bool) -> bool:
         """Consumes the queue until further prompts are finished; returns whether there is more to do.
 
         There is none when no row is left, or when `interrupted` says so.
         """
+        if self.done:
+            return True
         while self.next_request < self.total or len(self.free) < self.extent or self.aside:
             done = len(self.done)
             if self.aside:
                 self._listen()
             self._fill()
             retired = self._retire(self._finished())
-            if len(self.done) > done:
+            if len(self.done) > done or (until_wanted and self.wanted):
                 return True
             if retired:
                 continue  # a first token can be the last: fill again before computing
@@ -289,13 +323,18 @@ class _Call:
         return False
 
     def of(self, prompt: int) -> list[Completion]:
-        """Returns the completions that a prompt has so far."""
-        return [c for c in self.results[prompt * self.count : (prompt + 1) * self.count] if c is not None]
+        """Returns the completions that a prompt has so far, and forgets it."""
+        del self.prompts[prompt], self.lacking[prompt]
+        requests = range(prompt * self.count, (prompt + 1) * self.count)
+        return [c for request in requests if (c := self.results.pop(request, None)) is not None]
 
     def _fill(self) -> None:
         """Give free rows to the next requests; when there are none, close the gaps."""
         if self.aside:
             self._take_back()
+        if (more := self.total - self.next_request - len(self.free)) > 0 and self.extent < self.settings.slots:
+            more = min(more, self.settings.slots - self.extent)
+            self.free, self.extent = [*self.free, *range(self.extent, self.extent + more)], self.extent + more
         while self.free and self.next_request < self.total:
             if self.next_request >= self.packed_to * self.count:
                 self._read()
@@ -308,14 +347,15 @@ class _Call:
     def _read(self) -> None:
         """Run the next prompts through the model."""
         start, tokens = self.packed_to, 0
-        while self.packed_to < len(self.prompts):
+        while self.packed_to < self.submitted:
             tokens += len(self.prompts[self.packed_to].tokens)
             if tokens > PREFILL_TOKENS and self.packed_to > start:
                 break
             self.packed_to += 1
         self.packed_from = start
-        self.packed = self.engine.read(self.prompts[start : self.packed_to])
-        self.cache = self.engine.cache(self.packed, self.positions)
+        self.packed = self.engine.read([self.prompts[i] for i in range(start, self.packed_to)])
+        in_use = self.extent if len(self.free) < self.extent else 0
+        self.cache = self.engine.cache(self.packed, self.positions, in_use)
 
     def _admit(self, rows: list[int]) -> None:
         """Start the next requests in `rows` (ascending), all of prompts that are packed."""
@@ -328,6 +368,7 @@ class _Call:
             self.prompt_R[mine] = len(self.prompts[p].tokens)
             self.limit_R[mine] = self.engine.room.of(self.prompts[p])
         self.request_R[rows] = requests
+        self.began.update(dict.fromkeys(requests.tolist(), self.engine.version))
         self.count_R[rows] = 1
         self.begun_R[rows] = 0
         shape = (len(rows), self.settings.max_completion_tokens)
@@ -393,8 +434,11 @@ class _Call:
         count = self.count_R[finished]
         self._require_finite(log_behavior, count)
         for i, (row, n) in enumerate(zip(finished.tolist(), count.tolist(), strict=True)):
-            completion = self.engine.completion(ids[i][:n], log_behavior[i, :n], self.sampling, interrupted)
-            self._keep(int(self.request_R[row]), completion)
+            request = int(self.request_R[row])
+            began = self.began.pop(request)
+            self._keep(
+                request, self.engine.completion(ids[i][:n], log_behavior[i, :n], self.sampling, interrupted, began)
+            )
         self.free = finished.tolist()
         return True
 
@@ -480,7 +524,8 @@ class _Call:
             mask = np.ones(len(mine.ids), dtype=np.bool_)
             for begin, end in self.observed.pop(request):
                 mask[begin:end] = False
-        completion = self.engine.conversation(mine.ids, mine.log_behavior, mask, self.sampling, mine.reason)
+        began = self.began.pop(request)
+        completion = self.engine.conversation(mine.ids, mine.log_behavior, mask, self.sampling, mine.reason, began)
         self._keep(request, partner.ended(request, completion))
 
     def _taken(self, row: int) -> _State:

@@ -101,15 +101,19 @@ class Examiner:
     interrupted: Callable[[], bool] | None = None
     done: set[str] = field(default_factory=set)
 
-    def answer(self, manifest: Mapping[str, Json], between: Callable[[], None] | None = None) -> None:
+    def answer(
+        self, manifest: Mapping[str, Json], before: Callable[[], None], between: Callable[[], None] | None = None
+    ) -> None:
         """Evaluate the versions that `manifest` requests and nobody has claimed.
 
-        between: what to do between two chunks; it counts as busy on the searcher's clock.
+        before: what to do before the engine is used; between: between two chunks. Both count as busy on the searcher's
+        clock.
         """
         for request in manifest.get("evaluate", ()):
             name = request["version"]
             version = Version.parse(name)
             if name not in self.done and self.journal.claim(_job(version), self.claim_seconds):
+                before()
                 with self.clock.state("eval"):
                     settings = self.settings.during() if request["during"] else self.settings
                     self.evaluate(version, float(request["wall_seconds"]), settings, between)

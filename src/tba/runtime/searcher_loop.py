@@ -75,7 +75,7 @@ class SearcherLoop:
         stop. `between`: what to do between two chunks of an evaluation.
         """
         asked = self.told()
-        self.examiner.answer(asked, between)
+        self.examiner.answer(asked, self.searcher.drain, between)
         return bool(asked.get("stop"))
 
     def told(self) -> Mapping[str, Json]:
@@ -120,7 +120,7 @@ class SearcherLoop:
     def round_between(self) -> None:
         """Make a round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
         if not self.told().get("stop") and not self.ahead():
-            self.searcher.round()
+            self.searcher.round(whole=True)
 
     def state(self) -> Json:
         """Returns what `restore` takes: the generators and the count of rounds."""
@@ -139,7 +139,8 @@ class SearcherLoop:
         self.searcher.rounds = state["rounds"]
 
     def close(self) -> None:
-        """Leave what the summary needs."""
+        """Count what is in flight, and leave what the summary needs."""
+        self.searcher.drain(stop=True)
         self.journal.close()
         result = {
             "clock": self.clock.seconds(),
@@ -223,7 +224,8 @@ def _loop_of(
         rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,
         hide_text=recipe.record.hide_text,
-        hand_down_seconds=math.inf if recipe.runtime == "inline" else HAND_DOWN,
+        hand_down_seconds=math.inf if recipe.runtime == "inline" or recipe.vine else HAND_DOWN,
+        flows=recipe.runtime != "inline" and recipe.run.continuous and recipe.vine is None,
     )
     examiner = Examiner(
         engine=engine,

@@ -1,6 +1,8 @@
 """The searcher: one `round()` draws prompts, samples answers, judges them and sends them to the journal.
 
-A long round is sent in parts, each prompt with all its answers, so that answers are young when they arrive.
+A long round is sent in parts, each prompt with all its answers, so that answers are young when they arrive. Where the
+engine can, rounds flow into one another: the next prompts are begun as soon as answers are finished, newer weights are
+loaded in between, and what a round has not finished is left to the next.
 
 Invariant: it never waits for the trainer. Newer weights, if there are any, are loaded between rounds (or while it
 generates, by an engine that supports it), and between rounds the reference that they name; what is generated is either
@@ -24,6 +26,8 @@ from tba.protocols import (
     Embedder,
     Engine,
     Exploration,
+    Flow,
+    Flowing,
     InFlight,
     Journal,
     PromptSource,
@@ -62,6 +66,7 @@ class Answered:
     position: int
     prompt: Prompt
     completions: Sequence[Completion]
+    began: float  # when it was asked, by a monotonic clock
 
     def is_whole(self, count: int) -> bool:
         """Whether the lease is given back: `count` completions are finished. Otherwise it runs out, and is leased
@@ -96,54 +101,99 @@ class Searcher:
     rejected: str = ""  # why the last rejected answer was rejected
     rounds_without_use: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
     manifest: Mapping[str, Json] = field(default_factory=dict)  # of the newest weights seen
+    flows: bool = False  # rounds flow into one another, where the engine can
+    _flow: tuple[Flow, Sampling] | None = None  # what goes on between rounds, and how it samples
+    _asked_for: dict[int, tuple[int, Prompt, float]] = field(default_factory=dict)  # its position, prompt, when it began
 
-    def round(self) -> int:
+    def round(self, whole: bool = False) -> int:
         """Make one round; returns the number of trajectories sent. What a new reference requires to be rescored comes
         first.
+
+        whole: all that is begun is finished in it, also where rounds flow into one another.
         """
-        began = since = time.perf_counter()
+        since = time.perf_counter()
         self.pull()
         if self.rescorer is not None:
             self.rescorer.round()
-        positions, prompts = self.prompts.take(self.prompts_per_round)
         sampling = self.exploration.draw(self.rng)
+        flows = self.flows and not whole and isinstance(self.engine, Flowing)
         kept = rejected = 0
-        for answered in self._parts(positions, prompts, sampling):
-            down, counts = self._hand_down(answered, sampling, began, since)
+        hold = self.hand_down_seconds if flows or isinstance(self.engine, Streaming) else math.inf
+        for answered in _due(self._flowing(sampling) if flows else self._answered(sampling), hold):
+            down, counts = self._hand_down(answered, sampling, since)
             kept, rejected = kept + down, rejected + counts["rejected_trajectories"]
+            if flows:
+                self.pull()
             since = time.perf_counter()
         self.rounds += 1
         self._require_use(kept, rejected)
         return kept
 
-    def _parts(
-        self, positions: Sequence[int], prompts: Sequence[Prompt], sampling: Sampling
-    ) -> Iterator[list[Answered]]:
-        """Yields a round's prompts with their completions: all at the end, or those that are finished from time to
-        time.
+    def drain(self, stop: bool = False) -> None:
+        """Finish what flows from one round into the next, and send it; afterwards the engine can be used otherwise.
+
+        stop: leave it as it is, counted as in flight.
         """
-        engine, asked = self.engine, (prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
-        if self.vine is not None or self.hand_down_seconds == math.inf or not isinstance(engine, Streaming):
-            yield [Answered(*a) for a in zip(positions, prompts, engine.generate(*asked), strict=True)]
+        since = time.perf_counter()
+        for answered in _due(self._drained(stop), self.hand_down_seconds):
+            self._hand_down(answered, Sampling(), since)
+            since = time.perf_counter()
+
+    def _answered(self, sampling: Sampling) -> Iterator[Answered]:
+        """Yields a round's prompts with their completions, as they are finished or all at the end."""
+        began, engine = time.perf_counter(), self.engine
+        positions, prompts = self.prompts.take(self.prompts_per_round)
+        asked = (prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
+        streams = self.hand_down_seconds < math.inf and isinstance(engine, Streaming)
+        found = engine.stream(*asked) if streams else enumerate(engine.generate(*asked))
+        for i, completions in found:
+            yield Answered(positions[i], prompts[i], completions, began)
+
+    def _flowing(self, sampling: Sampling) -> Iterator[Answered]:
+        """Yields as many prompts as a round has, with their completions, as they are finished; others are begun in
+        their place.
+        """
+        if self._flow is not None and self._flow[1] != sampling:
+            yield from self._drained()
+        if self._flow is None:
+            assert isinstance(self.engine, Flowing)
+            self._flow = self.engine.flow(self.samples_per_prompt, sampling, self.rng), sampling
+        flow, left = self._flow[0], self.prompts_per_round
+        while left > 0:
+            wanted, number, began = flow.wanted, flow.submitted, time.perf_counter()
+            positions, prompts = self.prompts.take(wanted) if wanted else ([], [])
+            flow.submit(prompts)
+            for i, asked in enumerate(zip(positions, prompts, strict=True)):
+                self._asked_for[number + i] = (*asked, began)
+            # where others hold the rest of the prompts, no more will be wanted than those that are begun
+            found = self._finished(flow.next(self.interrupted, until_wanted=len(prompts) == wanted))
+            yield from found
+            left -= len(found)
+            if not self._asked_for:  # nobody has prompts left to give, or generation was told to stop
+                return
+
+    def _drained(self, stop: bool = False) -> Iterator[Answered]:
+        """Yields what is left of the flow, and closes it."""
+        if self._flow is None:
             return
-        done: list[Answered] = []
-        since, took = time.perf_counter(), 0.0
-        for i, completions in engine.stream(*asked):
-            done.append(Answered(positions[i], prompts[i], completions))
-            reached = time.perf_counter()
-            if reached - since >= max(self.hand_down_seconds, _GENERATING * took):
-                yield done
-                done, since = [], time.perf_counter()
-                took = since - reached
-        if done:
-            yield done
+        interrupted = (lambda: True) if stop else self.interrupted
+        while self._asked_for:
+            yield from self._finished(self._flow[0].next(interrupted, until_wanted=False))
+        self._flow = None
+
+    def _finished(self, found: Sequence[tuple[int, list[Completion]]]) -> list[Answered]:
+        answered = []
+        for number, completions in found:
+            position, prompt, began = self._asked_for.pop(number)
+            answered.append(Answered(position, prompt, completions, began))
+        return answered
 
     def _hand_down(
-        self, answered: Sequence[Answered], sampling: Sampling, began: float, since: float
+        self, answered: Sequence[Answered], sampling: Sampling, since: float
     ) -> tuple[int, Counter[str]]:
         """Judge the answers and send them, in one transaction; returns how many, and what was counted.
 
-        began: when the round began; since: when this part of it did.
+        since: when this part of the round began.
         """
         finished, counts = self._sort(answered)
         trajectories = self._judge(finished, counts)
@@ -154,7 +204,7 @@ class Searcher:
             leases = leases if counts["in_flight_trajectories"] == in_flight else []
         counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - since))
         outcomes = self._outcomes({a.position: a.prompt for a in answered}, leases, trajectories)
-        trajectories = _stamped(trajectories, time.perf_counter() - began)
+        trajectories = _stamped(trajectories, time.perf_counter() - min(a.began for a in answered))
         self.journal.put(embedded(trajectories, self.embedder), leases, counts, outcomes)
         return len(trajectories), counts
 
@@ -292,8 +342,25 @@ class Searcher:
         return [by[c.digest] for by, (_, completions) in zip(by_digest, finished, strict=True) for c in completions]
 
 
+def _due(answered: Iterator[Answered], hold: float) -> Iterator[list[Answered]]:
+    """Yields prompts with their completions in parts: what is finished after so many seconds, and later if handing it
+    down takes long.
+    """
+    done: list[Answered] = []
+    since, took = time.perf_counter(), 0.0
+    for one in answered:
+        done.append(one)
+        reached = time.perf_counter()
+        if reached - since >= max(hold, _GENERATING * took):
+            yield done
+            done, since = [], time.perf_counter()
+            took = since - reached
+    if done:
+        yield done
+
+
 def _stamped(trajectories: Sequence[Trajectory], seconds: float) -> list[Trajectory]:
-    """Returns the same with the time of sending, and the seconds since their round began by a monotonic clock."""
+    """Returns the same with the time of sending, and the seconds since the first was asked by a monotonic clock."""
     now, seconds = time.time(), round(seconds, 3)
     stamped = {id(t.provenance): {**t.provenance, "seconds": seconds} for t in trajectories}  # shared, as before
     return [replace(t, created=now, provenance=stamped[id(t.provenance)]) for t in trajectories]
