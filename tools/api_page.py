@@ -38,7 +38,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {  # by what a module's name begins with;
         *("tba.recipe", "tba.models", "tba.engines", "tba.policy", "tba.training"),
         *("tba.replay", "tba.search", "tba.evaluation", "tba.record"),
     ),
-    "Tasks and rewards": ("tba.tasks", "tba.rewards"),
+    "Tasks and rewards": ("tba.tasks", "tba.rewards", "tba.environments"),
     "Objectives": ("tba.objectives",),
     "Schedules": ("tba.schedules",),
 }

@@ -95,8 +95,9 @@ class Environment(Protocol):
 
     @property
     def reset(self) -> Callable[..., Any]:
-        """A method that begins an episode with the problem's fields and `seed`, which must decide everything that is drawn: in a group
-        the same actions meet the same world. Returns what the policy is told first, after the prompt; None: nothing.
+        """A method that begins an episode with the problem's fields and `seed`, which must decide everything that is
+        drawn: in a group the same actions meet the same world. It returns what the policy is told first, after the
+        prompt; None: nothing.
         """
         ...
 

@@ -197,7 +197,9 @@ class TransformersEngine:
     def completion(
         self, ids: list[int], log_behavior: FloatArray, sampling: Sampling, interrupted: bool, began: Version
     ) -> Completion:
-        """The completion in a row that weights `began`: its tokens and their log-probabilities [T], cut where it ended."""
+        """The completion in a row, which the weights `began` began: its tokens and their log-probabilities [T], cut where
+        it ended.
+        """
         n, text, reason = self._stop.ended(ids, self._eos, interrupted)
         versions = (began, self._version)
         return Completion(np.array(ids[:n], dtype=np.int32), text, reason, versions, sampling, log_behavior[:n].copy())
@@ -282,8 +284,8 @@ class Flow:
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
     ) -> list[tuple[int, list[Completion]]]:
-        """Computes until prompts are finished, or (`until_wanted`) more are wanted; returns the finished ones, by number
-        in the order of submission. Once `interrupted()` they are all of them, with what they had.
+        """Computes until prompts are finished, or (`until_wanted`) more are wanted; returns the finished ones, by
+        number in the order of submission. Once `interrupted()` they are all of them, with what they had.
         """
         with torch.inference_mode(), slot_attention(self.engine.model):
             going_on = not self.prompts or self.run(interrupted, until_wanted)

@@ -49,9 +49,9 @@ class Episode:
             reward = getattr(answer, "reward", None)
             self._earned += 0.0 if reward is None else self._number("step()", reward)
             answer, self.over = getattr(answer, "observation", None), bool(answer.done)
-        text = self._text("step()", answer)
-        self.over = self.over or text is None or self._left <= 0
-        return None if self.over else text
+        told = self._text("step()", answer)
+        self.over = self.over or told is None or self._left <= 0
+        return None if self.over else told
 
     def judgement(self) -> Judgement:
         """Returns the reward of the episode as it stands, and how many turns it took."""

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -103,7 +103,9 @@ class Searcher:
     manifest: Mapping[str, Json] = field(default_factory=dict)  # of the newest weights seen
     flows: bool = False  # rounds flow into one another, where the engine can
     _flow: tuple[Flow, Sampling] | None = None  # what goes on between rounds, and how it samples
-    _asked_for: dict[int, tuple[int, Prompt, float]] = field(default_factory=dict)  # its position, prompt, when it began
+    _asked_for: dict[int, tuple[int, Prompt, float]] = field(
+        default_factory=dict
+    )  # its position, prompt, when it began
 
     def round(self, whole: bool = False) -> int:
         """Make one round; returns the number of trajectories sent. What a new reference requires to be rescored comes
@@ -144,8 +146,11 @@ class Searcher:
         began, engine = time.perf_counter(), self.engine
         positions, prompts = self.prompts.take(self.prompts_per_round)
         asked = (prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
-        streams = self.hand_down_seconds < math.inf and isinstance(engine, Streaming)
-        found = engine.stream(*asked) if streams else enumerate(engine.generate(*asked))
+        found: Iterable[tuple[int, Sequence[Completion]]]
+        if self.hand_down_seconds < math.inf and isinstance(engine, Streaming):
+            found = engine.stream(*asked)
+        else:
+            found = enumerate(engine.generate(*asked))
         for i, completions in found:
             yield Answered(positions[i], prompts[i], completions, began)
 
@@ -188,9 +193,7 @@ class Searcher:
             answered.append(Answered(position, prompt, completions, began))
         return answered
 
-    def _hand_down(
-        self, answered: Sequence[Answered], sampling: Sampling, since: float
-    ) -> tuple[int, Counter[str]]:
+    def _hand_down(self, answered: Sequence[Answered], sampling: Sampling, since: float) -> tuple[int, Counter[str]]:
         """Judge the answers and send them, in one transaction; returns how many, and what was counted.
 
         since: when this part of the round began.
