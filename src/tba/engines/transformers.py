@@ -197,8 +197,8 @@ class TransformersEngine:
     def completion(
         self, ids: list[int], log_behavior: FloatArray, sampling: Sampling, interrupted: bool, began: Version
     ) -> Completion:
-        """The completion in a row, which the weights `began` began: its tokens and their log-probabilities [T], cut where
-        it ended.
+        """The completion in a row that was begun by the weights `began`: its tokens and their log-probabilities [T], cut
+        where it ended.
         """
         n, text, reason = self._stop.ended(ids, self._eos, interrupted)
         versions = (began, self._version)
@@ -255,7 +255,7 @@ class Flow:
         self.count_R = np.zeros(slots, dtype=np.int64)
         self.limit_R = np.zeros(slots, dtype=np.int64)
         self.begun_R = np.zeros(slots, dtype=np.int64)  # where the present turn began in the completion
-        self.began: dict[int, Version] = {}  # the weights that began each request
+        self.began: dict[int, Version] = {}  # the weights that read the prompt of each request
         self.observed: dict[int, list[tuple[int, int]]] = {}  # what each request has read, as (begin, end)
         self.aside: dict[int, _Aside] = {}  # the requests whose partner has not answered yet, or that wait for a row
         self.device = self.rows.eos_V.device
@@ -356,6 +356,7 @@ class Flow:
             self.packed_to += 1
         self.packed_from = start
         self.packed = self.engine.read([self.prompts[i] for i in range(start, self.packed_to)])
+        self.packed_by = self.engine.version
         in_use = self.extent if len(self.free) < self.extent else 0
         self.cache = self.engine.cache(self.packed, self.positions, in_use)
 
@@ -370,7 +371,7 @@ class Flow:
             self.prompt_R[mine] = len(self.prompts[p].tokens)
             self.limit_R[mine] = self.engine.room.of(self.prompts[p])
         self.request_R[rows] = requests
-        self.began.update(dict.fromkeys(requests.tolist(), self.engine.version))
+        self.began.update(dict.fromkeys(requests.tolist(), self.packed_by))
         self.count_R[rows] = 1
         self.begun_R[rows] = 0
         shape = (len(rows), self.settings.max_completion_tokens)
