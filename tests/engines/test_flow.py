@@ -1,4 +1,4 @@
-"""Prompts that are submitted while others are answered: the same answers, fuller rows, weights that change in between."""
+"""Prompts that are submitted while others are answered: equal answers, fuller rows, weights that change in between."""
 
 from __future__ import annotations
 
@@ -94,4 +94,5 @@ def test_a_flow_that_is_told_to_stop_hands_out_all_it_has() -> None:
     found = dict(flow.next(lambda: True))
     assert sorted(found) == [0, 1]
     assert {c.stop_reason for completions in found.values() for c in completions} == {StopReason.INTERRUPTED}
-    assert not flow.prompts and flow.next() == []
+    assert not flow.prompts
+    assert flow.next() == []

