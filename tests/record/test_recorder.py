@@ -1,11 +1,13 @@
 """Everything a run records, step by step."""
 
+import json
 import logging
 import platform
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,6 +83,35 @@ def test_wandb_that_is_not_installed_is_said_in_one_sentence(tmp_path: Path, mon
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UserError, match=r"wandb is not installed; run `pip install wandb`"):
         RecordSettings(wandb="my-project").start(tmp_path)
+
+
+def wandb_tables(directory: Path) -> list[dict[str, Any]]:
+    """The tables that a run without a network has left for `wandb sync`, in the order written."""
+    files = directory.glob("wandb/offline-run-*/files/media/table/*.json")
+    return [json.loads(path.read_text()) for path in sorted(files, key=lambda path: int(path.name.split("_")[1]))]
+
+
+def test_wandb_gets_a_bounded_table_of_samples_and_none_of_hidden_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    trajectories = batch()
+    for name, hidden in (("seen", False), ("hidden", True)):
+        (tmp_path / name).mkdir()
+        settings = RecordSettings(samples_every=2, samples=12, tensorboard=False, wandb="tried", hide_text=hidden)
+        with settings.start(tmp_path / name) as recorder:
+            for step in range(1, 45):
+                recorder.step(Version(0, step), float(step), {"reward": 0.5}, trajectories)
+    tables = wandb_tables(tmp_path / "seen")
+    # samples of step 1 and of each second one, 23 times: tables at the first time, each tenth later one, and the end
+    assert [table["data"][-1][0] for table in tables] == [1, 20, 40, 44]
+    assert [len(table["data"]) for table in tables] == [12, 11 * 12, 200, 200]
+    assert tables[0]["columns"] == ["step", "prompt", "completion", "reward", "parts"]
+    t = trajectories[0]
+    assert tables[0]["data"][0] == [1, t.prompt.text, t.completion.text, t.reward, json.dumps(t.reward_parts)]
+    assert wandb_tables(tmp_path / "hidden") == []
 
 
 @pytest.mark.parametrize("fields", [{"samples": -1}, {"samples_every": -2}])

@@ -1,15 +1,18 @@
 """What a run records step by step: `metrics.jsonl`, `samples.jsonl`, TensorBoard events and, if asked for, W&B.
 
 Invariant: `metrics.jsonl` is always written, and first; TensorBoard and W&B get the same numbers under the same names,
-by optimizer step, and no text. A sample is what was trained on, unedited; with `hide_text` it has no prompt and no
-answer, only keys, lengths and numbers; nor has a message about a rejected answer. The results of an evaluation are
-written by the part that evaluates (`evaluations`).
+by optimizer step, W&B also a table of the samples, of at most `TABLE_ROWS` rows. A sample is what was trained on,
+unedited; with `hide_text` it has no prompt and no answer, only keys, lengths and numbers; nor has a message about a
+rejected answer, and there is no table. The results of an evaluation are written by the part that evaluates
+(`evaluations`).
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,9 @@ from tba.record.metrics import MetricsWriter
 from tba.types import Evaluation, Json, Trajectory, Version
 
 SAMPLES = "samples.jsonl"
+TABLE = "trajectories"  # its key in W&B
+TABLE_ROWS = 200  # the newest: what W&B stores each time, and shows without a search
+TABLE_EVERY = 10  # times that samples are taken: by default, 200 steps
 # of each token of some trajectories of the step's batch, the policy's log-probability before the update
 LogPolicy: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Sequence[float]]]
 
@@ -34,7 +40,7 @@ class RecordSettings:
     samples: int = 4  # trajectories of the batch each time
     curves: bool = True  # draw curves.png at the end (a second); `tba show` draws it at any time
     tensorboard: bool = True  # TensorBoard events in tensorboard/
-    wandb: str | None = None  # W&B project to send the metrics to; None: none
+    wandb: str | None = None  # W&B project to send the metrics and a table of the samples to; None: none
     hide_text: bool = False  # keep prompts and answers out of samples.jsonl, answers.jsonl, logs and the terminal
 
     def __post_init__(self) -> None:
@@ -86,7 +92,9 @@ class Recorder:
         """
         self.metrics.write(version, wall_seconds, metrics)
         if self.samples is not None:
-            self.samples.write(version.step, trajectories, log_policy)
+            lines = self.samples.write(version.step, trajectories, log_policy)
+            if self.wandb is not None:
+                self.wandb.samples(version.step, lines)
         self._copy(version.step, metrics)
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -120,16 +128,24 @@ class SampleWriter:
         self.count = count
         self.text = text
 
-    def write(self, step: int, trajectories: Sequence[Trajectory], log_policy: LogPolicy | None = None) -> None:
-        """The chosen ones of `trajectories`, the batch of optimizer step `step` (from 1), if it is its turn."""
+    def write(
+        self, step: int, trajectories: Sequence[Trajectory], log_policy: LogPolicy | None = None
+    ) -> Sequence[Mapping[str, Json]]:
+        """The chosen ones of `trajectories`, the batch of optimizer step `step` (from 1), if it is its turn.
+
+        Gives the lines written.
+        """
         if step != 1 and step % self.every:
-            return
+            return []
         count = min(self.count, len(trajectories))
         chosen = [trajectories[i * len(trajectories) // count] for i in range(count)]
         known = {} if log_policy is None else dict(zip(range(count), log_policy(chosen), strict=True))
+        lines = []
         for i, trajectory in enumerate(chosen):
             logs = {"log_policy": [round(x, 4) for x in known[i]]} if i in known else {}
-            self._lines.append({**self._line(step, trajectory), **logs})
+            lines.append({**self._line(step, trajectory), **logs})
+            self._lines.append(lines[-1])
+        return lines
 
     def close(self) -> None:
         self._lines.close()
@@ -201,10 +217,38 @@ class WandbRun:
         # its own axis: an evaluation comes later than the step of the weights it measured, and W&B's own
         # counter refuses to go back
         self._run.define_metric("*", step_metric="step")
+        self._table: Any = wandb.Table
+        self._rows: deque[list[Json]] = deque(maxlen=TABLE_ROWS)
+        self._taken = 0  # samplings, and the step of the newest that is in no table yet
+        self._unsent: int | None = None
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """`metrics` at an optimizer step."""
         self._run.log({**metrics, "step": step})
 
+    def samples(self, step: int, lines: Sequence[Mapping[str, Json]]) -> None:
+        """Lines of `samples.jsonl`: the first make a table at once, later ones with others. Without text: none."""
+        rows = [_row(line) for line in lines if "completion" in line]
+        if not rows:
+            return
+        self._rows.extend(rows)
+        self._unsent = step
+        if self._taken % TABLE_EVERY == 0:
+            self._send_table()
+        self._taken += 1
+
+    def _send_table(self) -> None:
+        if self._unsent is not None:
+            columns = ["step", "prompt", "completion", "reward", "parts"]
+            self.write(self._unsent, {TABLE: self._table(columns=columns, data=list(self._rows))})
+        self._unsent = None
+
     def close(self) -> None:
+        self._send_table()
         self._run.finish()
+
+
+def _row(line: Mapping[str, Json]) -> list[Json]:
+    """A column has one type in W&B, and parts may differ from prompt to prompt: they are one text."""
+    parts = json.dumps(line["reward_parts"])
+    return [line["step"], line["prompt"], line["completion"], line["reward"], parts]
