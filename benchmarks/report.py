@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from tba.command.report import ReportOptions, report_runs
+from tba.command.options import ReportOptions
+from tba.command.report import report_runs
 from tba.record.evaluations import EvaluationWriter
 from tba.record.ledger import Ledger
 from tba.record.metrics import MetricsWriter

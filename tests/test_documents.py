@@ -15,19 +15,24 @@ from tba.apps.red_team.evaluation import RedTeamEvalOptions
 from tba.apps.red_team.toxicity_classifier import ClassifierOptions
 from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
-from tba.command.importing import ImportOptions
-from tba.command.options import EvalOptions, OutOptions, ResumeOptions, TrainOptions
-from tba.command.push import PushOptions
-from tba.command.replay import ReplayOptions
-from tba.command.report import ReportOptions
-from tba.command.sample import SampleOptions
-from tba.command.search import SearchOptions
+from tba.command.options import (
+    EvalOptions,
+    ImportOptions,
+    OutOptions,
+    PushOptions,
+    ReplayOptions,
+    ReportOptions,
+    ResumeOptions,
+    SampleOptions,
+    SearchOptions,
+    StudyOptions,
+    TrainOptions,
+)
 from tba.command.sft import SftOptions
 from tba.fields import fields_of
 from tba.record import metrics
 from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
-from tba.research.command import StudyOptions
 from tba.research.study import find_study
 from tba.settings import find, override, split_options
 from tba.shipped import names

@@ -495,3 +495,15 @@ assert main(["recipes"]) == main(["studies"]) == 0 and main(["train", "quickstrt
 print(sorted({"torch", "numpy", "transformers", "tba.recipe"} & set(sys.modules)))"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("[]\n")
+
+
+def test_the_help_of_a_command_loads_nothing_heavy() -> None:
+    code = """
+import sys
+from tba.__main__ import main
+for command in ("train", "search", "import", "sample", "eval", "study", "push", "report", "replay", "sft", "model"):
+    assert main([command, "--help"]) == 0
+print(sorted({"torch", "numpy", "transformers", "tba.recipe"} & set(sys.modules)))"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--out" in done.stdout

@@ -26,16 +26,19 @@ from tba.apps.red_team.evaluation import RedTeamEvalOptions
 from tba.apps.red_team.toxicity_classifier import ClassifierOptions
 from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
-from tba.command.importing import ImportOptions
-from tba.command.options import EvalOptions, TrainOptions
-from tba.command.push import PushOptions
-from tba.command.replay import ReplayOptions
-from tba.command.sample import SampleOptions
-from tba.command.search import SearchOptions
+from tba.command.options import (
+    EvalOptions,
+    ImportOptions,
+    PushOptions,
+    ReplayOptions,
+    SampleOptions,
+    SearchOptions,
+    StudyOptions,
+    TrainOptions,
+)
 from tba.command.sft import SftOptions
 from tba.fields import comments, is_plain
 from tba.recipe import Recipe
-from tba.research.command import StudyOptions
 from tba.settings import FIRST
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"

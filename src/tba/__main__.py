@@ -184,7 +184,8 @@ def resume(arguments: list[str]) -> int:
 
 def search(arguments: list[str]) -> int:
     """`tba search --run RUN`."""
-    from tba.command.search import SearchOptions, join_run, visit_run
+    from tba.command.options import SearchOptions
+    from tba.command.search import join_run, visit_run
     from tba.errors import UserError
     from tba.settings import split_options
 
@@ -197,7 +198,8 @@ def search(arguments: list[str]) -> int:
 
 def import_(arguments: list[str]) -> int:
     """`tba import RUN FILE...`."""
-    from tba.command.importing import ImportOptions, import_files
+    from tba.command.importing import import_files
+    from tba.command.options import ImportOptions
     from tba.errors import UserError
     from tba.settings import split_options
 
@@ -238,7 +240,8 @@ def model(arguments: list[str]) -> int:
 def sample(arguments: list[str]) -> int:
     """`tba sample RECIPE --out FILE`."""
     name, rest = _named(arguments, "tba sample RECIPE --out FILE", RECIPE)
-    from tba.command.sample import SampleOptions, sample_answers
+    from tba.command.options import SampleOptions
+    from tba.command.sample import sample_answers
     from tba.settings import split_options
 
     options, overrides = split_options(SampleOptions(), rest, "tba sample")
@@ -285,7 +288,8 @@ def evaluate(arguments: list[str]) -> int:
 
 def study(arguments: list[str]) -> int:
     """`tba study STUDY`: run the variants of a study over seeds and compare them."""
-    from tba.research.command import StudyOptions, run_study
+    from tba.command.options import StudyOptions
+    from tba.research.command import run_study
     from tba.settings import split_options
 
     name, rest = _named(arguments, "tba study STUDY", "a study's name or a path to a .py file")
@@ -323,7 +327,8 @@ def show(arguments: list[str]) -> int:
 
 def report(arguments: list[str]) -> int:
     """`tba report RUN [RUN ...]`: write what runs did as one HTML page."""
-    from tba.command.report import ReportOptions, report_runs
+    from tba.command.options import ReportOptions
+    from tba.command.report import report_runs
     from tba.errors import UserError
     from tba.settings import split_options
 
@@ -337,7 +342,8 @@ def report(arguments: list[str]) -> int:
 
 def push(arguments: list[str]) -> int:
     """`tba push RUN OWNER/NAME`: share a run's model on the Hugging Face Hub."""
-    from tba.command.push import PushOptions, push_run
+    from tba.command.options import PushOptions
+    from tba.command.push import push_run
     from tba.settings import split_options
 
     name, rest = _named(arguments, "tba push RUN OWNER/NAME", "a run's directory, such as runs/NAME")
@@ -349,7 +355,8 @@ def push(arguments: list[str]) -> int:
 
 def replay(arguments: list[str]) -> int:
     """`tba replay RUN`: count, query or export a run's trajectories."""
-    from tba.command.replay import ReplayOptions, show_replay
+    from tba.command.options import ReplayOptions
+    from tba.command.replay import show_replay
     from tba.settings import split_options
 
     name, rest = _named(arguments, "tba replay RUN", "a run's directory, such as runs/NAME")

@@ -18,6 +18,7 @@ from PIL import Image
 from tests.runtime.runs import command
 
 from tba.__main__ import main
+from tba.command.options import StudyOptions
 from tba.command.weights import with_weights
 from tba.errors import UserError
 from tba.evaluation.estimators import bootstrap_interval
@@ -25,7 +26,7 @@ from tba.recipe import ClusterSettings, Recipe
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
 from tba.research import trial_process
-from tba.research.command import StudyOptions, run_study
+from tba.research.command import run_study
 from tba.research.study import Study, Variant, find_study, positions, varying
 from tba.research.trial import Trial
 from tba.runtime.run_dir import RunDirectory

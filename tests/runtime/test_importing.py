@@ -14,7 +14,8 @@ from rich.console import Console
 from runs import TASK, TOY, final_weights, inline, made, quiet
 
 from tba.__main__ import main
-from tba.command.importing import ImportOptions, import_files, take_in
+from tba.command.importing import import_files, take_in
+from tba.command.options import ImportOptions
 from tba.errors import DeadlineExceeded, UserError
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer, distribution, ideal, total_variation
 from tba.recipe import Recipe, RuntimeSettings

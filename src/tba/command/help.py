@@ -10,11 +10,11 @@ from tba.fields import fields_of, rows
 # The options of each command that has some, by where they are defined.
 OPTIONS: dict[str, tuple[str, ...]] = {
     "train": ("command.options.TrainOptions", "command.options.ResumeOptions"),
-    "search": ("command.search.SearchOptions",),
-    "import": ("command.importing.ImportOptions",),
+    "search": ("command.options.SearchOptions",),
+    "import": ("command.options.ImportOptions",),
     "sft": ("command.options.OutOptions",),
     "model": ("command.options.OutOptions",),
-    "sample": ("command.sample.SampleOptions",),
+    "sample": ("command.options.SampleOptions",),
     "reward-model": ("command.options.OutOptions", "apps.preference.command.RewardModelOptions"),
     "red-team world": ("apps.red_team.command.WorldPlaces", "apps.red_team.world.WorldOptions"),
     "red-team classifier": (
@@ -24,10 +24,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "red-team eval": ("apps.red_team.evaluation.RedTeamEvalOptions",),
     "red-team plot": ("apps.red_team.command.PlotOptions",),
     "eval": ("command.options.EvalOptions",),
-    "study": ("research.command.StudyOptions",),
-    "push": ("command.push.PushOptions",),
-    "report": ("command.report.ReportOptions",),
-    "replay": ("command.replay.ReplayOptions",),
+    "study": ("command.options.StudyOptions",),
+    "push": ("command.options.PushOptions",),
+    "report": ("command.options.ReportOptions",),
+    "replay": ("command.options.ReplayOptions",),
 }
 
 

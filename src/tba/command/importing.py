@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rich.console import Console
 from rich.text import Text
 
+from tba.command.options import ImportOptions
 from tba.command.weights import with_weights
 from tba.errors import UserError
 from tba.intake.intake import Entry
@@ -24,17 +24,6 @@ from tba.settings import find, override
 
 FILE = "imports.jsonl"  # in the run's folder: one line for each source
 _LOUD = 20_000  # lines between two progress messages
-
-
-@dataclass(frozen=True)
-class ImportOptions:
-    """How files are imported."""
-
-    recipe: str | None = None  # the recipe of a new run that is made for the import
-    source: str | None = None  # the source that the trajectories are recorded under; none: the file's name
-    rewards: Literal["task", "claimed"] = "task"  # the task's own reward, or the one in the line (recorded as claimed)
-    max_tokens: int | None = None  # longest answer that is imported; none: the longest that the run's engine samples
-    trust: bool = False  # execute the recipe file that the run names
 
 
 def import_files(path: Path, files: Sequence[Path], options: ImportOptions, overrides: list[str]) -> int:

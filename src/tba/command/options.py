@@ -1,9 +1,15 @@
-"""Options of commands that are not settings of a recipe and belong to no other module."""
+"""Options of commands that are not settings of a recipe. They stand apart from what the commands load.
+
+Invariant: nothing heavy is imported here, so that `tba COMMAND --help` answers at once.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+from tba.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -39,3 +45,79 @@ class EvalOptions:
     out: Path | None = None  # file for the scores of each problem, as JSON
     texts: Path | None = None  # file for the answers, as JSON Lines: prompt, response, score
     distance: int = 0  # prompts on which KL and perplexity to the recipe's own model are measured; 0: none
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Which run the searcher joins, and how it reaches it."""
+
+    run: Path | None = None  # the folder of a run in progress on this machine; with --address, its name
+    address: str | None = None  # HOST:PORT of the Ray cluster that the run is in
+
+
+@dataclass(frozen=True)
+class ImportOptions:
+    """How files are imported."""
+
+    recipe: str | None = None  # the recipe of a new run that is made for the import
+    source: str | None = None  # the source that the trajectories are recorded under; none: the file's name
+    rewards: Literal["task", "claimed"] = "task"  # the task's own reward, or the one in the line (recorded as claimed)
+    max_tokens: int | None = None  # longest answer that is imported; none: the longest that the run's engine samples
+    trust: bool = False  # execute the recipe file that the run names
+
+
+@dataclass(frozen=True)
+class SampleOptions:
+    """What is sampled, and where it is written."""
+
+    out: Path | None = None  # the file to write answers to, as JSON Lines
+    samples: int = 4  # answers to each prompt
+    prompts: int = 0  # how many prompts of the split, from its beginning; 0: all
+    split: str = "train"  # the prompts' split, train or eval
+    checkpoint: str | None = None  # the model that answers: a folder, a run or a Hub name; none: the recipe's own
+
+    def __post_init__(self) -> None:
+        if self.samples < 1 or self.prompts < 0 or self.split not in ("train", "eval"):
+            raise UserError(
+                f"--samples is {self.samples}, --prompts {self.prompts}, --split {self.split!r}: give at least 1, "
+                "0 (all) or more, and train or eval"
+            )
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Which runs of a study are made, and where they are stored."""
+
+    seeds: str = ""  # seeds such as 0,1,2; empty: the study's own
+    only: str = ""  # names or patterns of variants, such as 'tb-*,grpo-k4'; empty: all
+    out: Path | None = None  # the study's folder; none: studies/NAME
+    again: Literal["none", "changed", "failed", "all"] = "none"  # which existing runs are made again
+    jobs: int = 1  # simultaneous runs; with more than one, times are those of a busy machine
+    keep: Literal["records", "all"] = "records"  # what is kept of ended runs; all: also journals and published weights
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """Which checkpoint is shared, how, and what its model card says of the base."""
+
+    out: Path | None = None  # write the folder that would be uploaded here, and upload nothing
+    best: bool = False  # the evaluated checkpoint with the highest held-out accuracy, instead of the newest
+    private: bool = False  # a new repository can be seen by its owner only
+    base: str | None = None  # the base's name on the Hub; none: as the run knows it
+    licence: str | None = None  # the model's licence, by the Hub's name for it, such as apache-2.0; none: the base's
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Where the report is written; the same data as JSON are written beside it."""
+
+    out: Path = Path("report.html")  # the page; its data are written beside it, with the ending .json
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What to do with a run's journal; without options its contents are counted."""
+
+    sql: str | None = None  # a SELECT over its tables; `facts(body)` returns the contents of a body as JSON
+    export: Path | None = None  # a .jsonl or .parquet file to write all trajectories to
+    seconds: float = 60.0  # time limit of a query

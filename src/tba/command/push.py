@@ -11,13 +11,13 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 
 from tba.command.model_card import LICENCE, base_of, card, require_repo
+from tba.command.options import PushOptions
 from tba.errors import UserError
 from tba.policy.lora import FILE as ADAPTERS
 from tba.record.report import FILE as CURVES
@@ -39,17 +39,6 @@ _UPLOAD_S = 12 * 3600.0  # for an upload: 140 GB at 3 MB/s
 _NOT_MODEL = {optimizer.STATE, optimizer.FACTS, checkpoint.RUN, checkpoint.HEADS, ADAPTERS}
 _ENDINGS = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 _LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
-
-
-@dataclass(frozen=True)
-class PushOptions:
-    """Which checkpoint is shared, how, and what its model card says of the base."""
-
-    out: Path | None = None  # write the folder that would be uploaded here, and upload nothing
-    best: bool = False  # the evaluated checkpoint with the highest held-out accuracy, instead of the newest
-    private: bool = False  # a new repository can be seen by its owner only
-    base: str | None = None  # the base's name on the Hub; none: as the run knows it
-    licence: str | None = None  # the model's licence, by the Hub's name for it, such as apache-2.0; none: the base's
 
 
 def push_run(path: Path, repo: str, options: PushOptions) -> int:

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
+from tba.command.options import ReplayOptions
 from tba.errors import UserError
 from tba.record.jsonl import plain
 from tba.record.terminal import terminal
@@ -27,15 +27,6 @@ from tba.training.checkpoint import newest_sound
 from tba.types import Json
 
 _JSON = ("fields", "reward_parts", "provenance")  # columns that are text in Parquet: their shape is the task's own
-
-
-@dataclass(frozen=True)
-class ReplayOptions:
-    """What to do with a run's journal; without options its contents are counted."""
-
-    sql: str | None = None  # a SELECT over its tables; `facts(body)` returns the contents of a body as JSON
-    export: Path | None = None  # a .jsonl or .parquet file to write all trajectories to
-    seconds: float = 60.0  # time limit of a query
 
 
 def show_replay(path: Path, options: ReplayOptions) -> int:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+from tba.command.options import ReportOptions
 from tba.command.run_data import different, run_data
 from tba.errors import UserError
 from tba.record.page import page, write_beside
@@ -17,13 +17,6 @@ from tba.types import Json
 
 MOST = 50_000  # trajectories of all runs together; of more a sample is shown
 LARGEST = 20_000_000  # bytes of the page
-
-
-@dataclass(frozen=True)
-class ReportOptions:
-    """Where the report is written; the same data as JSON are written beside it."""
-
-    out: Path = Path("report.html")  # the page; its data are written beside it, with the ending .json
 
 
 def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:

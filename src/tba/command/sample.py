@@ -12,13 +12,12 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from tba.command.evaluate import with_checkpoint
+from tba.command.options import SampleOptions
 from tba.errors import UserError
 from tba.protocols import Engine
 from tba.recipe import Recipe
@@ -26,24 +25,6 @@ from tba.record.terminal import terminal
 from tba.runtime.prompting import engine_of, prompts_of, reward_of
 from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
-
-
-@dataclass(frozen=True)
-class SampleOptions:
-    """What is sampled, and where it is written."""
-
-    out: Path | None = None  # the file to write answers to, as JSON Lines
-    samples: int = 4  # answers to each prompt
-    prompts: int = 0  # how many prompts of the split, from its beginning; 0: all
-    split: str = "train"  # the prompts' split, train or eval
-    checkpoint: str | None = None  # the model that answers: a folder, a run or a Hub name; none: the recipe's own
-
-    def __post_init__(self) -> None:
-        if self.samples < 1 or self.prompts < 0 or self.split not in ("train", "eval"):
-            raise UserError(
-                f"--samples is {self.samples}, --prompts {self.prompts}, --split {self.split!r}: give at least 1, "
-                "0 (all) or more, and train or eval"
-            )
 
 
 def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -24,14 +23,6 @@ from tba.runtime.searcher_loop import NICENESS, SearcherLoop, searcher_loop_at, 
 from tba.runtime.supervisor import stop_requests
 
 _PATIENCE = 60.0  # seconds that the gateway may take to answer
-
-
-@dataclass(frozen=True)
-class SearchOptions:
-    """Which run the searcher joins, and how it reaches it."""
-
-    run: Path | None = None  # the folder of a run in progress on this machine; with --address, its name
-    address: str | None = None  # HOST:PORT of the Ray cluster that the run is in
 
 
 def join_run(path: Path) -> int:

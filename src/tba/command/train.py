@@ -14,7 +14,8 @@ from pathlib import Path
 from rich.console import Console
 
 from tba.command.check import notes_on_prompts, validate
-from tba.command.importing import ImportOptions, fill, refuse, take_in
+from tba.command.importing import fill, refuse, take_in
+from tba.command.options import ImportOptions
 from tba.command.weights import with_weights
 from tba.errors import TbaError, UserError
 from tba.recipe import InitialFill, Recipe

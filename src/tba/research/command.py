@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from rich.console import Console
 
 from tba.command.check import validate
+from tba.command.options import StudyOptions
 from tba.errors import UserError
 from tba.record.run import RunRecord
 from tba.record.terminal import terminal
@@ -44,18 +44,6 @@ from tba.runtime.local.forkserver import prepare
 from tba.runtime.supervisor import stop_requests
 from tba.settings import override
 from tba.shipped import MARK
-
-
-@dataclass(frozen=True)
-class StudyOptions:
-    """Which runs of a study are made, and where they are stored."""
-
-    seeds: str = ""  # seeds such as 0,1,2; empty: the study's own
-    only: str = ""  # names or patterns of variants, such as 'tb-*,grpo-k4'; empty: all
-    out: Path | None = None  # the study's folder; none: studies/NAME
-    again: Literal["none", "changed", "failed", "all"] = "none"  # which existing runs are made again
-    jobs: int = 1  # simultaneous runs; with more than one, times are those of a busy machine
-    keep: Literal["records", "all"] = "records"  # what is kept of ended runs; all: also journals and published weights
 
 
 def run_study(name: str, options: StudyOptions, fields: Sequence[str], runner: Runner = in_child) -> int:
