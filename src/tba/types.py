@@ -86,8 +86,7 @@ class Problem:
 
     prompt: str | tuple[Message, ...]  # text exactly as the model is to see it, or chat messages for its template
     fields: Mapping[str, Json] = field(default_factory=dict)  # what the reward needs, e.g. {"answer": "72"}
-    # a worked answer for the supervised warm start (EOS is added later), or in an environment what is said in each turn
-    demonstration: str | tuple[str, ...] | None = None
+    demonstration: str | tuple[str, ...] | None = None  # a worked answer for a warm start; in an environment by turns
     seed: int | None = None  # of the world that an environment makes for it; another seed is another problem
 
 
