@@ -117,11 +117,12 @@ class Searcher:
         self.pull()
         if self.rescorer is not None:
             self.rescorer.round()
-        sampling = self.exploration.draw(self.rng)
         flows = self.flows and not whole and isinstance(self.engine, Flowing)
+        taken = ([], []) if flows else self.prompts.take(self.prompts_per_round)
+        sampling = self.exploration.draw(self.rng)
         kept = rejected = 0
         hold = self.hand_down_seconds if flows or isinstance(self.engine, Streaming) else math.inf
-        for answered in _due(self._flowing(sampling) if flows else self._answered(sampling), hold):
+        for answered in _due(self._flowing(sampling) if flows else self._answered(*taken, sampling, since), hold):
             down, counts = self._hand_down(answered, sampling, since)
             kept, rejected = kept + down, rejected + counts["rejected_trajectories"]
             if flows:
@@ -141,10 +142,11 @@ class Searcher:
             self._hand_down(answered, Sampling(), since)
             since = time.perf_counter()
 
-    def _answered(self, sampling: Sampling) -> Iterator[Answered]:
+    def _answered(
+        self, positions: Sequence[int], prompts: Sequence[Prompt], sampling: Sampling, began: float
+    ) -> Iterator[Answered]:
         """Yields a round's prompts with their completions, as they are finished or all at the end."""
-        began, engine = time.perf_counter(), self.engine
-        positions, prompts = self.prompts.take(self.prompts_per_round)
+        engine = self.engine
         asked = (prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
         found: Iterable[tuple[int, Sequence[Completion]]]
         if self.hand_down_seconds < math.inf and isinstance(engine, Streaming):

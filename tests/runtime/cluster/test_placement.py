@@ -39,7 +39,7 @@ def there(cpus: float = 8, gpus: float = 0) -> Node:
 
 def test_the_trainer_is_where_the_run_is_and_searchers_where_most_is_left() -> None:
     placed = plan(recipe(trainer_cpus=2), [here(), there()], searchers(7))
-    assert (placed[0].part, placed[0].node.key) == ("trainer", "a")
+    assert (placed[0].worker, placed[0].node.key) == ("trainer", "a")
     assert Counter(p.node.key for p in placed[1:]) == {"b": 6, "a": 1}
 
 
@@ -50,7 +50,7 @@ def ranks(count: int, **settings: float) -> Recipe:
 def test_ranks_fill_the_trainers_node_first_and_then_nodes_that_have_ranks() -> None:
     three = [here(gpus=2), there(gpus=8), Node("c", "10.0.0.3", 8, 8, 64 * GB, here=False)]
     placed = plan(ranks(5, trainer_gpus=1, searcher_gpus=1), three, searchers(2))
-    assert [p.part for p in placed[:5]] == ["trainer", "trainer-1", "trainer-2", "trainer-3", "trainer-4"]
+    assert [p.worker for p in placed[:5]] == ["trainer", "trainer-1", "trainer-2", "trainer-3", "trainer-4"]
     assert [p.node.key for p in placed] == ["a", "a", "b", "b", "b", "c", "c"]
     first, second, third = table(placed, 10 * GB, 2 * GB, GB)
     assert first.startswith(
@@ -110,7 +110,7 @@ def test_the_table_says_what_each_node_needs_and_refuses_more_than_it_has() -> N
 def test_an_address_wants_the_cluster_runtime(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--address is .*, but the runtime is processes: add --runtime cluster"):
         replace(find(str(TOY)), address="10.0.0.1:6379")
-    with pytest.raises(UserError, match=r"--cluster\.searcher-gpus is -1, it must not be negative"):
+    with pytest.raises(UserError, match=r"--cluster\.searcher-gpus is -1: give a number that is not negative"):
         ClusterSettings(searcher_gpus=-1)
 
 
@@ -147,7 +147,7 @@ def test_by_default_parts_ask_for_the_gpus_that_they_would_have_on_one_machine(
     names = [f"searcher-{i}" for i in range(searchers)]
     found = plan(on_gpus(ranks, each), [here(16, own), there(16, others)], names)
     assert [p.asked["GPU"] for p in found] == expected
-    assert all(p.node.key == "a" for p in found if p.part == "trainer")
+    assert all(p.node.key == "a" for p in found if p.worker == "trainer")
     for share in (p.asked["GPU"] for p in found):
         assert share_of_gpu(share) == ({} if share >= 1 else {"TBA_GPU_SHARE": f"{share * 0.95:.4f}"})
 
