@@ -18,9 +18,14 @@ from tba.training.ranks import Meeting, Ranks
 
 @contextmanager
 def ranks_of(
-    count: int, store: Path, life: Callable[[Ranks], None], patience: float = 60.0, word: float = 60.0
+    count: int,
+    store: Path,
+    life: Callable[[Ranks], None],
+    patience: float = 60.0,
+    word: float = 60.0,
+    code: int = 0,
 ) -> Iterator[Ranks]:
-    """Rank 0 of `count`; the others live in forked processes and have ended well when this ends.
+    """Rank 0 of `count`; the others live in forked processes and have ended with `code` when this ends.
 
     patience: seconds that each waits inside a step. word: that the others wait for what rank 0 says.
     """
@@ -36,16 +41,16 @@ def ranks_of(
         if child == 0:
             gc.freeze()
             torch.set_num_threads(1)  # those of OpenMP that this process has started are not in its copy
-            code = 1
+            failed = 1
             try:
                 ranks = started(rank)
                 life(ranks)
                 ranks.close()
-                code = 0
+                failed = 0
             except BaseException:  # noqa: BLE001 - it ends here
                 traceback.print_exc()
             finally:
-                os._exit(code)
+                os._exit(failed)
         children.append(child)
     ended = False
     try:
@@ -59,4 +64,4 @@ def ranks_of(
         for child in () if ended else children:  # rank 0 has failed: nobody says the word for which they wait
             os.kill(child, signal.SIGKILL)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert codes == [0] * (count - 1)
+    assert codes == [code] * (count - 1)

@@ -53,6 +53,7 @@ def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[],
                 time.sleep(_LOOK)
             else:
                 loop.round()
+        loop.searcher.drain(stop=True)
     finally:
         loop.close()
 
@@ -139,8 +140,7 @@ class SearcherLoop:
         self.searcher.rounds = state["rounds"]
 
     def close(self) -> None:
-        """Count what is in flight, and leave what the summary needs."""
-        self.searcher.drain(stop=True)
+        """Leave what the summary needs."""
         self.journal.close()
         result = {
             "clock": self.clock.seconds(),

@@ -149,14 +149,12 @@ class TrainerLoop:
         at, keep, state = self.trainer, self.recipe.run.checkpoints, self.state()
         kept = self.watch.worth_keeping(self.requests.pending)
         folder, version, model, heads = self.run.checkpoints, at.version, self.recipe.model, at.policy.heads
-        laid_out = at.policy.lay_out(at.optimizer, folder) if isinstance(at.policy, Rank0Policy) else None
-        if laid_out is None:
-            save_checkpoint(folder, version, partial(model.save, at.policy), at.optimizer, state, keep, heads, kept)
-        else:
-            assert isinstance(at.policy, Rank0Policy)
+        if isinstance(at.policy, Rank0Policy) and (laid_out := at.policy.lay_out(at.optimizer, folder)) is not None:
             save, rows = partial(model.save, cast(Policy, laid_out[0])), laid_out[1]
             state, heads = json.loads(json.dumps(state)), deepcopy(heads)  # as they are now
             at.policy.saving.begin(lambda: save_checkpoint(folder, version, save, rows, state, keep, heads, kept))
+        else:
+            save_checkpoint(folder, version, partial(model.save, at.policy), at.optimizer, state, keep, heads, kept)
         self.checkpointed = self.trainer.version
 
     def finish(self) -> None:
