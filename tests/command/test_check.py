@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from tba.__main__ import main
 from tba.command.check import estimate, validate
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
+from tba.models.memory import Shape
 from tba.objectives.grpo import dr_grpo
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.tba_prime import TbaPrime
@@ -27,9 +28,28 @@ from tba.training.ranks import RankSettings
 RECIPE = str(Path(__file__).parents[1] / "tiny_sums.py")
 
 
+def shape_with(**sizes: Any) -> Shape:
+    """A shape that has these sizes, and nothing else."""
+    return Shape(**{field.name: 0 for field in fields(Shape)} | sizes)
+
+
+def test_the_operations_of_a_forward_are_two_for_each_weight_that_a_token_meets() -> None:
+    assert shape_with(layers=3, layer=100, vocabulary=7, width=5).operations(read=10, scored=4) == 2 * (3000 + 140)
+
+
 def test_an_estimate_is_measured_on_both_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TBA_CACHE", str(tmp_path))  # other tests look at what their own warm start took
-    e = estimate(find(RECIPE), RECIPE, ["--steps", "10"])
+    recipe = find(RECIPE)
+    counting = shape_with(layers=1, layer=1)  # two operations are a token of a forward
+    e = estimate(recipe, RECIPE, ["--steps", "10"], counting)
+    assert e.generation_operations is not None
+    assert e.step_operations is not None
+    prompt, answers = len("1+1="), recipe.samples_per_prompt
+    for operations, prompts in ((e.generation_operations / 2, recipe.prompts_per_round), (e.step_operations / 6, 2)):
+        assert prompts * (prompt + answers) <= operations <= prompts * (prompt + 3 * answers)
+    assert 0 < e.generation_seconds < e.round_seconds
+    assert e.product_rates.keys() == {"float32"}
+    assert e.step_operations / e.step_seconds < e.product_rates["float32"]
     assert 0 < e.step_seconds < e.total_seconds
     assert 0 < e.round_seconds < e.total_seconds
     assert e.tokens_per_round > 0

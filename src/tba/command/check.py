@@ -25,9 +25,11 @@ from tba.command.needs import Room, needs, refuse_what_cannot_fit, shape_of
 from tba.command.signal import Signal
 from tba.errors import DeadlineExceeded, UserError
 from tba.foreign import problems_of
+from tba.models.memory import Shape
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.lora import LoraSettings
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.terminal import terminal
@@ -179,7 +181,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         refuse_what_cannot_fit(recipe, shape, _room(recipe))
     console.print("sampling a few rounds of answers, then timing rounds and steps ...", style="dim")
     try:
-        e = estimate(recipe, name, overrides)
+        e = estimate(recipe, name, overrides, shape)
     except UserError:
         for line in whereabouts(placed):
             console.print(f"on {line}", highlight=False)
@@ -201,6 +203,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         ("" if recipe.offline else generated)
         + f"a step takes {e.step_seconds:.3f} s\n"
         + (uses and f"{uses}(limit {recipe.replay.pacing.max_mean_uses:g})\n")
+        + _of_products(recipe, e)
         + f"time: {duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
         f"and evaluations before and after {duration(e.evaluation_seconds)}\n"
         + _on_disk(recipe, e)
@@ -222,6 +225,21 @@ def check_recipe(name: str, overrides: list[str]) -> int:
             "use a smaller model, fewer searchers or a smaller --max-tokens-per-pass"
         )
     return 0
+
+
+def _of_products(recipe: Recipe, e: Estimate) -> str:
+    """Returns a line on how near both halves are to what the processor does at best; none for a model of unknown
+    shape.
+    """
+    if e.step_operations is None:
+        return ""
+    compute = str(recipe.model.compute).removeprefix("torch.")
+    most = e.product_rates[compute]
+    rates = ", ".join(f"{rate / 1e9:,.0f} in {name}" for name, rate in e.product_rates.items())
+    shares = f"a step {e.step_operations / e.step_seconds / most:.0%}"
+    if e.generation_operations is not None:
+        shares = f"generation {e.generation_operations / e.generation_seconds / most:.0%}, {shares}"
+    return f"of a plain product of matrices in {compute} ({rates}, in GFLOP/s): {shares}\n"
 
 
 def _on_gpus(e: Estimate) -> str:
@@ -277,6 +295,10 @@ class Estimate:
     trajectories_per_second: float  # of all searchers together
     evaluation_seconds: float  # before and after; those in between overlap training
     total_seconds: float
+    product_rates: dict[str, float]  # operations a second of a product of matrices, by precision
+    generation_seconds: float  # of a round, without its judgement and the reference
+    generation_operations: float | None  # of a round; None offline, or where the model's shape is unknown
+    step_operations: float | None  # of a step, forward and backward
     uses: float | None  # None offline: what was imported decides
     trainer_bytes: int
     searcher_bytes: int
@@ -287,7 +309,7 @@ class Estimate:
     searcher_gpu_bytes: int | None
 
 
-def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
+def estimate(recipe: Recipe, name: str, overrides: list[str], shape: Shape | None = None) -> Estimate:
     """Probes searcher and trainer at the same time, after a first probe of how long answers are."""
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
@@ -320,10 +342,22 @@ def estimate(recipe: Recipe, name: str, overrides: list[str]) -> Estimate:
     kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
     lengths = [len(tokens) for _, rows in first["answers"] for tokens, _ in rows]
     length = sum(lengths) / len(lengths)
+    generation_operations = step_operations = None
+    if shape is not None:
+        (read, generated), (asked, answered) = searcher["tokens"], trainer["tokens"]
+        if not recipe.offline:
+            generation_operations = shape.operations(read + generated, generated)
+        # backward, weights and inputs have a gradient each, which costs as much as the forward; a frozen base has one
+        passes = 2 if getattr(recipe.model, "lora", LoraSettings()).rank else 3
+        step_operations = passes * shape.operations(asked + answered, answered)
     return Estimate(
         start_seconds=start,
         round_seconds=round_seconds,
         step_seconds=step_seconds,
+        product_rates=trainer["product_rates"],
+        generation_seconds=searcher["generation_seconds"],
+        generation_operations=generation_operations,
+        step_operations=step_operations,
         tokens_per_round=per_round * length,
         tokens_per_trajectory=length,
         trajectories_per_second=rate,

@@ -7,6 +7,7 @@ peak memory.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import sys
 import tempfile
@@ -35,6 +36,8 @@ from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Judgement, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
+_SIDES = {"cpu": 1024}  # of the matrices whose product is timed
+_SIDE = 8192  # of those on other devices
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
 _Answer: TypeAlias = tuple[list[int], list[float]]  # its tokens, and their log-probabilities under the reference
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
@@ -53,6 +56,7 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
     rng = np.random.default_rng(0)
     seconds: list[float] = []
     generating: list[float] = []
+    tokens: list[tuple[int, int]] = []  # of the prompts and the answers of each round
     answers: list[_Answers] = []
     groups: list[list[float]] = []  # rewards of each prompt's answers
     stopped: Counter[str] = Counter()
@@ -62,6 +66,7 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
         began, sampling = time.perf_counter(), recipe.exploration.draw(rng)
         answered = engine.generate(asked, recipe.samples_per_prompt, sampling, rng)
         generating.append(time.perf_counter() - began)
+        tokens.append((sum(len(p.tokens) for p in asked), sum(len(c.tokens) for row in answered for c in row)))
         pairs = [(p, c) for p, row in zip(asked, answered, strict=True) for c in row]
         marks = reward.judge(pairs)
         of_prompt = iter(marks)
@@ -82,6 +87,7 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
     return {
         "round_seconds": statistics.mean(seconds[1:]),
         "generation_seconds": statistics.mean(generating[1:]),
+        "tokens": [statistics.mean(each) for each in zip(*tokens[1:], strict=True)],
         "timed_seconds": sum(seconds[1:]),
         "answers": answers,
         "problems": {"train": len(prompts), "eval": len(held_out), "both": _shared(prompts, held_out)},
@@ -127,6 +133,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
     source = _Answered(recipe, prompts, answers, np.random.default_rng(0))
     log_ratio = max(_log_ratio(policy, group) for group in source.groups())
     seconds: list[float] = []
+    tokens: list[tuple[int, int]] = []
     with tempfile.TemporaryDirectory() as scratch:
         weights = WeightDirectory(Path(scratch) / "weights", dtype=model.compute)
         trainer = Trainer(
@@ -147,15 +154,33 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
             if trainer.due:  # to publish is part of every k-th step
                 trainer.publish()
             seconds.append(time.perf_counter() - began)
+            tokens.append((int(fetched.batch.prompt_length_G.sum()), int(fetched.batch.length_B.sum())))
     peak = peak_memory_bytes()
+    device, precisions = next(iter(policy.parameters())).device, (torch.float32, model.compute)
     return {
         "step_seconds": statistics.mean(seconds[1:]),
+        "tokens": [statistics.mean(each) for each in zip(*tokens[1:], strict=True)],
+        "product_rates": {str(t).removeprefix("torch."): product_rate(t, device) for t in precisions},
         "peak_memory_bytes": peak,
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
         "trajectory_bytes": _trajectory_bytes(recipe, prompts, answers),
         "weights_bytes": weights_bytes,
         "log_ratio": log_ratio,
     }
+
+
+def product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the operations a second of a product of two square matrices: what this processor, with as many threads,
+    does at best.
+    """
+    side = _SIDES.get(device.type, _SIDE)
+    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
+    best = math.inf
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        float((a @ b)[0, 0])  # waits for it
+        best = min(best, time.perf_counter() - began)
+    return 2 * side**3 / best
 
 
 def _log_ratio(policy: Policy, group: Group) -> float:

@@ -89,6 +89,12 @@ class Shape:
     def parameters(self) -> int:
         return self.layers * self.layer + self.outside
 
+    def operations(self, read: float, scored: float) -> float:
+        """Returns the floating-point operations of a forward over `read` tokens, of which `scored` go through the head:
+        two for each weight of a matrix. Attention to other tokens is left out, which for long ones is not little.
+        """
+        return 2 * (self.layers * self.layer * read + self.vocabulary * self.width * scored)
+
     def adapters(self, rank: int, targets: tuple[str, ...] = ()) -> int:
         """Returns the parameters of adapters of this rank on each layer's linear layers, or those in `targets`."""
         adapted = [size for name, size in self.linear.items() if not targets or name in targets]

@@ -10,10 +10,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from tba.errors import UserError
@@ -69,7 +71,59 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dt
         parameter.requires_grad_(is_adapter(name))
         if is_adapter(name) and dtype is not None:
             parameter.data = parameter.data.to(dtype)
+    _fuse(model)
     return model.eval()
+
+
+def _fuse(model: PreTrainedModel) -> None:
+    """Give plain linear layers with an adapter a forward of few kernels, in the precision of what goes in.
+
+    peft's makes three tensors as large as the layer's output (B A x, its multiple, the sum), each in the adapters'
+    float32: a third of a training step on a CPU, and half of one in bfloat16.
+    """
+    from peft.tuners.lora import Linear
+
+    for module in model.modules():
+        if type(module) is Linear and type(module.base_layer) is torch.nn.Linear:
+            module.forward = partial(_adapted_linear, module)
+
+
+def _adapted_linear(layer: Any, x: Tensor) -> Tensor:
+    """[..., in] -> [..., out]."""
+    base = layer.base_layer
+    if layer.disable_adapters:
+        out: Tensor = base(x)
+        return out
+    a, b = (matrices[_NAME].weight for matrices in (layer.lora_A, layer.lora_B))
+    out = _AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, a, b, layer.scaling[_NAME])
+    return out.view(*x.shape[:-1], -1)
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """y = W x + bias + scale B A x, and its gradient; products in the precision of x, sums of them in float32.
+
+    Shape legend: N rows, I width in, O width out, R rank.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+    ) -> Tensor:
+        a, b = a_RI.to(x_NI.dtype), b_OR.to(x_NI.dtype)
+        inner_NR = x_NI @ a.T
+        ctx.save_for_backward(x_NI, weight_OI, a, b, inner_NR)
+        ctx.scale, ctx.dtype = scale, a_RI.dtype
+        return torch.nn.functional.linear(x_NI, weight_OI, bias_O).addmm_(inner_NR, b.T, alpha=scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
+        x_NI, weight_OI, a, b, inner_NR = ctx.saved_tensors
+        grad_inner_NR = (grad_NO @ b).mul_(ctx.scale)
+        grad_b = (grad_NO.T @ inner_NR).to(ctx.dtype).mul_(ctx.scale)
+        grad_a = (grad_inner_NR.T @ x_NI).to(ctx.dtype)
+        grad_x = (grad_NO @ weight_OI).addmm_(grad_inner_NR, a) if ctx.needs_input_grad[0] else None
+        return grad_x, None, None, grad_a, grad_b, None
 
 
 def _make_adapters(model: PreTrainedModel) -> None:
