@@ -40,6 +40,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch, Fetched, collate
 from tba.command.needs import needs
+from tba.command.probe import product_rate
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Pass, Shape, total, trainer
 from tba.recipe import Recipe
@@ -91,13 +92,6 @@ def seconds_of(act: Callable[[], object], device: str) -> float:
     return time.perf_counter() - began
 
 
-def product_rate(device: str, dtype: torch.dtype, small: bool) -> float:
-    """FLOP a second of a large matrix product."""
-    n = 512 if small else 8192
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return max(2 * n**3 / seconds_of(lambda: a @ b, device) for _ in range(10))
-
-
 def batch_of(small: bool, vocabulary: int) -> Fetched:
     """Answers of random tokens."""
     _, groups, size, length, prompt = SMALL if small else LARGE
@@ -133,7 +127,7 @@ def trainer_half(recipe: Recipe, device: str, small: bool) -> dict[str, Any]:
         engine = model.engine(Version())
         loaded = seconds_of(lambda: engine.load(weights.at(own.version).read(), own.version), device)
     tokens = tokens_of(fetched.batch)
-    rate = product_rate(device, model.compute, small)
+    rate = product_rate(model.compute, torch.device(device))
     of = Pass(tokens, model.precision, device, checkpointed=True)
     return {
         "seconds_per_step": step,

@@ -37,6 +37,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.batch import Batch, collate, micro_batches
+from tba.command.probe import product_rate
 from tba.policy.causal import CausalPolicy
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 
@@ -180,12 +181,6 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def gemm_rate() -> float:
-    """FLOP/s of a float32 matrix product that is large enough to run at the machine's rate."""
-    a, b = torch.randn(2048, 1024), torch.randn(1024, 1024)
-    return 2 * a.numel() * b.shape[1] / min(seconds(lambda: a @ b) for _ in range(5))
-
-
 def peak_mebibytes() -> float:
     """The most memory this process has held (Linux; `ru_maxrss` would be inherited from the parent)."""
     status = Path("/proc/self/status").read_text()
@@ -224,7 +219,7 @@ def compare(shape: Shape, vocabulary: int, repeats: int) -> bool:
     for _ in range(repeats):
         for side, step in steps.items():
             times[side].append(seconds(step))
-        rates.append(gemm_rate())
+        rates.append(product_rate(torch.float32, torch.device("cpu")))
     ratios = [a / b for a, b in zip(times["padded"], times["packed"], strict=True)]
     cells = [f"{shape.name:6} {vocabulary:6}"]
     tokens = tokens_run(batch, best)

@@ -1,10 +1,11 @@
-"""Adapters on the quickstart's base: nothing at first, alone in what is published, and gone when merged."""
+"""Adapters on the quickstart's base: nothing at first, alone in what is published, gone when merged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
-from tba.policy.lora import LoraSettings, is_adapter
+from tba.policy.lora import LoraSettings, copy_on_same_base, is_adapter
 from tba.schedules import Constant
 from tba.training.gradients import backward
 from tba.training.optimizer import OptimizerSettings
@@ -125,6 +126,71 @@ def test_a_reference_shares_the_engines_base_and_takes_adapters_of_its_own_at_a_
 
     with pytest.raises(KeyError, match="missing"):
         engine.load(dict(list(adapters.items())[1:]), Version(0, 2))
+
+
+def adapted_layers(model: torch.nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def input_of(layer: Any, dtype: torch.dtype) -> torch.Tensor:
+    """[2, 10, in], values that bfloat16 has too."""
+    width = layer.in_features
+    return torch.linspace(-1, 1, 20 * width).view(2, 10, width).cos().bfloat16().to(dtype).requires_grad_()
+
+
+def out_and_gradients(layer: Any, forward: Callable[..., torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    """The output, and the gradients of x, A and B."""
+    layer.zero_grad()
+    out = forward(x)
+    out.square().sum().backward()
+    found = [out.detach(), x.grad, layer.lora_A.default.weight.grad, layer.lora_B.default.weight.grad]
+    assert layer.base_layer.weight.grad is None
+    return [tensor for tensor in found if tensor is not None]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_every_layer_computes_what_peft_computes_and_its_gradient(bias: bool) -> None:
+    policy = MODEL.policy(1.0)
+    changed(policy)
+    layers = adapted_layers(policy.model.double())
+    assert len(layers) == policy.model.config.num_hidden_layers * 7
+    for name, layer in layers.items():
+        if bias:
+            width = layer.out_features
+            layer.base_layer.bias = torch.nn.Parameter(torch.linspace(0, 1, width).double(), requires_grad=False)
+        ours = out_and_gradients(layer, layer, input_of(layer, torch.float64))
+        theirs = out_and_gradients(layer, lambda x, at=layer: type(at).forward(at, x), input_of(layer, torch.float64))
+        assert len(ours) == len(theirs) == 4, name
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12 * float(other.abs().max()))
+
+
+def test_in_bfloat16_gradients_of_adapters_are_float32_and_exact_but_for_rounding() -> None:
+    policy = MODEL.policy(1.0)
+    changed(policy)
+    for layer in adapted_layers(policy.model).values():
+        layer.base_layer.to(torch.bfloat16)
+        rounded = out_and_gradients(layer, layer, input_of(layer, torch.bfloat16))
+        layer.base_layer.to(torch.float32)
+        exact = out_and_gradients(layer, layer, input_of(layer, torch.float32))
+        assert [t.dtype for t in rounded] == [torch.bfloat16] * 2 + [torch.float32] * 2
+        for one, other in zip(rounded, exact, strict=True):
+            # 2^-9 of a value for each of: A, B, A x, the output, its gradient and the result
+            assert 0 < float((one.float() - other).norm()) <= 6 * 2**-9 * float(other.norm())
+
+
+def test_a_copy_on_the_same_base_computes_with_adapters_of_its_own() -> None:
+    policy = MODEL.policy(1.0)
+    changed(policy)
+    copies = adapted_layers(copy_on_same_base(policy.model))
+    for name, layer in adapted_layers(policy.model).items():
+        x = input_of(layer, torch.float32).detach()
+        before = layer(x).detach()
+        torch.testing.assert_close(copies[name](x), before, rtol=0, atol=0)
+        torch.nn.init.zeros_(copies[name].lora_B.default.weight)
+        torch.testing.assert_close(copies[name](x), layer.base_layer(x), rtol=0, atol=0)
+        torch.testing.assert_close(layer(x), before, rtol=0, atol=0)
+        assert float((before - layer.base_layer(x).detach()).abs().max()) > 0.01
 
 
 def test_targets_that_are_not_there_are_refused() -> None:

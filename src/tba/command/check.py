@@ -25,11 +25,11 @@ from tba.command.needs import Room, needs, refuse_what_cannot_fit, shape_of
 from tba.command.signal import Signal
 from tba.errors import DeadlineExceeded, UserError
 from tba.foreign import problems_of
+from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.lora import LoraSettings
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.terminal import terminal
@@ -235,11 +235,11 @@ def _of_products(recipe: Recipe, e: Estimate) -> str:
         return ""
     compute = str(recipe.model.compute).removeprefix("torch.")
     most = e.product_rates[compute]
-    rates = ", ".join(f"{rate / 1e9:,.0f} in {name}" for name, rate in e.product_rates.items())
-    shares = f"a step {e.step_operations / e.step_seconds / most:.0%}"
+    rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {name}" for name, rate in e.product_rates.items())
+    shares = f"a step {100 * e.step_operations / e.step_seconds / most:.0f} %"
     if e.generation_operations is not None:
-        shares = f"generation {e.generation_operations / e.generation_seconds / most:.0%}, {shares}"
-    return f"of a plain product of matrices in {compute} ({rates}, in GFLOP/s): {shares}\n"
+        shares = f"generation {100 * e.generation_operations / e.generation_seconds / most:.0f} %, {shares}"
+    return f"a product of matrices runs at {rates}; of that in {compute} reach: {shares}\n"
 
 
 def _on_gpus(e: Estimate) -> str:
@@ -348,7 +348,8 @@ def estimate(recipe: Recipe, name: str, overrides: list[str], shape: Shape | Non
         if not recipe.offline:
             generation_operations = shape.operations(read + generated, generated)
         # backward, weights and inputs have a gradient each, which costs as much as the forward; a frozen base has one
-        passes = 2 if getattr(recipe.model, "lora", LoraSettings()).rank else 3
+        assert isinstance(recipe.model, HuggingFace)  # other models have no shape
+        passes = 2 if recipe.model.lora.rank else 3
         step_operations = passes * shape.operations(asked + answered, answered)
     return Estimate(
         start_seconds=start,

@@ -36,8 +36,6 @@ from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Judgement, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
-_SIDES = {"cpu": 1024}  # of the matrices whose product is timed
-_SIDE = 8192  # of those on other devices
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
 _Answer: TypeAlias = tuple[list[int], list[float]]  # its tokens, and their log-probabilities under the reference
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
@@ -156,7 +154,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
             seconds.append(time.perf_counter() - began)
             tokens.append((int(fetched.batch.prompt_length_G.sum()), int(fetched.batch.length_B.sum())))
     peak = peak_memory_bytes()
-    device, precisions = next(iter(policy.parameters())).device, (torch.float32, model.compute)
+    device, precisions = next(iter(policy.parameters())).device, dict.fromkeys((torch.float32, model.compute))
     return {
         "step_seconds": statistics.mean(seconds[1:]),
         "tokens": [statistics.mean(each) for each in zip(*tokens[1:], strict=True)],
@@ -170,10 +168,8 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the operations a second of a product of two square matrices: what this processor, with as many threads,
-    does at best.
-    """
-    side = _SIDES.get(device.type, _SIDE)
+    """Returns the operations a second of a large product of matrices: what the device does at best."""
+    side = 1024 if device.type == "cpu" else 8192
     a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
     best = math.inf
     for _ in range(ROUNDS):

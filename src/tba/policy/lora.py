@@ -78,8 +78,8 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dt
 def _fuse(model: PreTrainedModel) -> None:
     """Give plain linear layers with an adapter a forward of few kernels, in the precision of what goes in.
 
-    peft's makes three tensors as large as the layer's output (B A x, its multiple, the sum), each in the adapters'
-    float32: a third of a training step on a CPU, and half of one in bfloat16.
+    peft's makes three tensors as large as the layer's output (B A x, its multiple, the sum), and all in the adapters'
+    float32, whatever the layer computes in (`benchmarks/adapters.py`).
     """
     from peft.tuners.lora import Linear
 
