@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tba.apps.preference.command import RewardModelOptions
+from tba.apps.preference.options import RewardModelOptions
 from tba.apps.red_team.command import PlotOptions, WorldPlaces
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.apps.red_team.evaluation import RedTeamEvalOptions

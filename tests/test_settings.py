@@ -16,9 +16,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tba.__main__ import main
+from tba.__main__ import OPTIONS, main
 from tba.apps.red_team.endpoint import EndpointVictim
-from tba.command.help import OPTIONS
 from tba.errors import UserError
 from tba.fields import comments, fields_of, flags, without_effect
 from tba.recipe import GONE, Recipe, differences, resolved
@@ -501,7 +500,8 @@ def test_the_help_of_a_command_loads_nothing_heavy() -> None:
     code = """
 import sys
 from tba.__main__ import main
-for command in ("train", "search", "import", "sample", "eval", "study", "push", "report", "replay", "sft", "model"):
+for command in ("train", "search", "import", "sample", "eval", "study", "push", "report", "replay", "sft", "model",
+                "reward-model"):
     assert main([command, "--help"]) == 0
 print(sorted({"torch", "numpy", "transformers", "tba.recipe"} & set(sys.modules)))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Literal
 
-from tba.apps.preference.command import RewardModelOptions
+from tba.apps.preference.options import RewardModelOptions
 from tba.apps.red_team.evaluation import RedTeamEvalOptions
 from tba.apps.red_team.toxicity_classifier import ClassifierOptions
 from tba.apps.red_team.world import WorldOptions

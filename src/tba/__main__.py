@@ -62,6 +62,28 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
 Wherever fields can be set, `--config FILE.toml` sets those of a file.
 """
 HELP = {"-h", "--help"}
+# the options of each command that has some, by where they are defined: only `tba COMMAND --help` loads them
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "train": ("command.options.TrainOptions", "command.options.ResumeOptions"),
+    "search": ("command.options.SearchOptions",),
+    "import": ("command.options.ImportOptions",),
+    "sft": ("command.options.OutOptions",),
+    "model": ("command.options.OutOptions",),
+    "sample": ("command.options.SampleOptions",),
+    "reward-model": ("command.options.OutOptions", "apps.preference.options.RewardModelOptions"),
+    "red-team world": ("apps.red_team.command.WorldPlaces", "apps.red_team.world.WorldOptions"),
+    "red-team classifier": (
+        "apps.red_team.command.ClassifierPlaces",
+        "apps.red_team.toxicity_classifier.ClassifierOptions",
+    ),
+    "red-team eval": ("apps.red_team.evaluation.RedTeamEvalOptions",),
+    "red-team plot": ("apps.red_team.command.PlotOptions",),
+    "eval": ("command.options.EvalOptions",),
+    "study": ("command.options.StudyOptions",),
+    "push": ("command.options.PushOptions",),
+    "report": ("command.options.ReportOptions",),
+    "replay": ("command.options.ReplayOptions",),
+}
 # errors of a path that was given, whatever command opens it
 UNUSABLE = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 RECIPE = "a recipe's name or a path to a .py file"
@@ -110,7 +132,7 @@ def _asked_for_help(command: str, *arguments: str) -> bool:
     _command(command)  # says that there is no such command
     from tba.command.help import help_of
 
-    print(help_of(command, USAGE), end="\n\n")
+    print(help_of(command, USAGE, OPTIONS), end="\n\n")
     named = arguments[1:2] if command == "red-team" else arguments[:1]
     takes_recipe = command in ("train", "check", "sft", "sample", "eval") or arguments[0] == "eval"
     return not (takes_recipe and named and not named[0].startswith("-"))

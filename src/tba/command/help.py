@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from tba.fields import fields_of, rows
 
-# The options of each command that has some, by where they are defined.
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "train": ("command.options.TrainOptions", "command.options.ResumeOptions"),
-    "search": ("command.options.SearchOptions",),
-    "import": ("command.options.ImportOptions",),
-    "sft": ("command.options.OutOptions",),
-    "model": ("command.options.OutOptions",),
-    "sample": ("command.options.SampleOptions",),
-    "reward-model": ("command.options.OutOptions", "apps.preference.command.RewardModelOptions"),
-    "red-team world": ("apps.red_team.command.WorldPlaces", "apps.red_team.world.WorldOptions"),
-    "red-team classifier": (
-        "apps.red_team.command.ClassifierPlaces",
-        "apps.red_team.toxicity_classifier.ClassifierOptions",
-    ),
-    "red-team eval": ("apps.red_team.evaluation.RedTeamEvalOptions",),
-    "red-team plot": ("apps.red_team.command.PlotOptions",),
-    "eval": ("command.options.EvalOptions",),
-    "study": ("command.options.StudyOptions",),
-    "push": ("command.options.PushOptions",),
-    "report": ("command.options.ReportOptions",),
-    "replay": ("command.options.ReplayOptions",),
-}
 
+def help_of(command: str, usage: str, options: Mapping[str, Sequence[str]]) -> str:
+    """Returns the lines of `usage` about a command (or all of `red-team`), and its options with their defaults.
 
-def help_of(command: str, usage: str) -> str:
-    """The lines of `usage` about a command (`train`, or all of `red-team`), and its options with their defaults."""
+    `options` names the classes of every command's options by the modules that define them.
+    """
     lines = list(about(command, usage))
-    for name, places in OPTIONS.items():
+    for name, places in options.items():
         if name != command and not name.startswith(f"{command} "):
             continue
-        options = [field for place in places for field in fields_of(_options(place)())]
-        lines += ["", f"options of `tba {name}`:", *rows(options)]
+        found = [field for place in places for field in fields_of(_options(place)())]
+        lines += ["", f"options of `tba {name}`:", *rows(found)]
     return "\n".join(lines)
 
 

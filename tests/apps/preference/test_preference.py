@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tba.apps.preference.training import PreferenceSettings, ReadPair, bradley_terry, fit
+from tba.apps.preference.options import PreferenceSettings
+from tba.apps.preference.training import ReadPair, bradley_terry, fit
 from tba.errors import NonFiniteLoss, UserError
 
 

@@ -11,46 +11,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 import numpy as np
 from rich.console import Console
 
 from tba.apps.preference.agreement import NEAR, Agreement, agreement
 from tba.apps.preference.frozen import FrozenRewardModel, SentenceEncoder, loaded
+from tba.apps.preference.options import RewardModelOptions
 from tba.apps.preference.pairs import PairReport, PreferencePair, folds, pairs_of, read_pairs, share
 from tba.apps.preference.scoring import REPORT, RewardModel, S, Scorable
-from tba.apps.preference.training import PreferenceSettings, ReadPair, fit
+from tba.apps.preference.training import ReadPair, fit
 from tba.errors import UserError
 from tba.record.terminal import terminal
 from tba.settings import override
 from tba.tasks.hub import rows_from_hub
 from tba.weights.atomic_dir import atomic_folder
-
-
-@dataclass(frozen=True)
-class RewardModelOptions:
-    """Which backbone is used, and how it is trained and measured."""
-
-    model: str = ""  # the backbone: a folder or a Hub name, causal or for sequence classification
-    held_out: float = 0.1  # share of the documents that is held out to measure the model
-    folds: int = 0  # cross-validation with so many folds; 0: one held-out share
-    score_field: str = "score"  # field of the score, if answers are scored one by one: two different scores are a pair
-    label_with: Path | None = None  # a reward model that decides which answer is better, instead of the file
-    frozen: bool = False  # do not train the backbone: train a linear head on its sentence similarities
-    max_tokens: int = 640  # tokens of prompt and answer together; longer texts lose tokens of the prompt
-    keep: Literal["beginning", "end"] = "end"  # which part of a longer prompt is kept
-    device: str = "cpu"
-    train: PreferenceSettings = field(default_factory=PreferenceSettings)
-
-    def __post_init__(self) -> None:
-        if self.folds < 0 or self.folds == 1 or not 0 < self.held_out < 1:
-            raise UserError(
-                f"--folds is {self.folds} and --held-out {self.held_out}: give 0 or at least 2 folds, and a share "
-                "between 0 and 1"
-            )
 
 
 def make_reward_model(file: str, overrides: Sequence[str], out: Path) -> int:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tba.apps.preference.options import PreferenceSettings
 from tba.errors import NonFiniteLoss, UserError
 from tba.schedules import WarmupLinear
 from tba.training.optimizer import OptimizerSettings
@@ -33,30 +34,6 @@ class Scorer(Protocol[R]):
     def scores(self, texts: Sequence[R]) -> Tensor:
         """Returns scores [N] of answers, with gradients."""
         ...
-
-
-@dataclass(frozen=True)
-class PreferenceSettings:
-    """How a reward model is trained. Raises `UserError` when a field makes no sense."""
-
-    epochs: float = 1.0  # passes over the pairs
-    batch_size: int = 64  # pairs
-    lr: float = 1e-5  # peak learning rate; linear to 0 after the warm-up
-    warmup: float = 0.03  # share of the updates in which the learning rate rises
-    weight_decay: float = 0.0  # weight decay of AdamW
-    clip_norm: float = 1.0  # largest norm of the gradient
-    max_tokens_per_pass: int = 16384  # padded tokens of one forward and backward; larger batches go in parts
-    seed: int = 0  # seed of the order of the pairs
-
-    def __post_init__(self) -> None:
-        if self.epochs <= 0 or self.batch_size < 1 or self.max_tokens_per_pass < 1 or not 0 <= self.warmup <= 1:
-            raise UserError(
-                f"a reward model of {self.epochs} epochs, {self.batch_size} pairs a batch, {self.max_tokens_per_pass} "
-                f"tokens a pass and warmup {self.warmup} cannot be trained: give positive numbers, a share from 0 to 1"
-            )
-
-    def updates(self, pairs: int) -> int:
-        return max(1, round(self.epochs * pairs / self.batch_size))
 
 
 @dataclass(frozen=True, slots=True)
