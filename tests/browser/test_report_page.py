@@ -121,6 +121,15 @@ def test_curves_zoom_together_and_the_zoom_is_in_the_link(browser: Browser, page
     nothing_but(browser, pages["one"])
 
 
+def test_the_last_curve_is_of_the_metric_that_its_menu_names(browser: Browser, pages: dict[str, str]) -> None:
+    opened(browser, f"{pages['one']}#view=curves")
+    menu = "document.querySelector('select[name=metric]')"
+    for metric in browser.run(f"[{menu}.value, ...[...{menu}.options].map(o => o.value).reverse()]"):
+        browser.run(f"{menu}.value = {json.dumps(metric)}; {menu}.dispatchEvent(new Event('change'))")
+        assert metric in text(browser, ".chart:last-child .u-legend")
+        assert browser.run(f"{menu}.value") == metric
+
+
 def test_a_curve_names_its_values_and_a_click_shows_that_steps_trajectories(
     browser: Browser, pages: dict[str, str]
 ) -> None:

@@ -157,15 +157,23 @@ def _draw_series(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int,
         if not len(x):
             continue
         drawn = True
-        x = x / seconds_per_unit
-        y = y * 100 if panel.percent else y
-        look = _look(index, i, runs)
-        if len(y) >= FEWEST_TO_SMOOTH and not panel.percent:  # shares are running means already
-            if runs == 1:
-                axes.plot(x, y, color=look["color"], lw=0.7, alpha=0.28)
-            y = smooth(y)
-        axes.plot(x, y, lw=1.8, marker="" if len(y) > 2 else "o", label=label if index == 0 else None, **look)
+        look = _look(index, i, runs) | {"label": label if index == 0 else None}
+        if panel.percent:  # shares are running means already
+            axes.plot(x / seconds_per_unit, y * 100, lw=1.8, marker="" if len(y) > 2 else "o", **look)
+        else:
+            _draw_means(axes, x / seconds_per_unit, y, runs, look)
     return drawn
+
+
+def _draw_means(
+    axes: Any, x: npt.NDArray[np.float64], y: npt.NDArray[np.float64], runs: int, look: dict[str, Any]
+) -> None:
+    """Draws the running mean of a series, of one run faintly the series too; few points are drawn as they are."""
+    if len(y) >= FEWEST_TO_SMOOTH:
+        if runs == 1:
+            axes.plot(x, y, color=look["color"], lw=0.7, alpha=0.28)
+        y = smooth(y)
+    axes.plot(x, y, lw=1.8, marker="" if len(y) > 2 else "o", **look)
 
 
 def _parts(run: RunRecord) -> list[tuple[str, str]]:
@@ -179,8 +187,8 @@ def _draw_rates(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int, 
     for i, (label, (x, y)) in enumerate(metrics.rates(run.metrics).items()):
         if len(x):
             drawn = True
-            look = _look(index, i, runs)
-            axes.plot(x / seconds_per_unit, y, lw=1.8, label=label if index == 0 else None, **look)
+            look = _look(index, i, runs) | {"label": label if index == 0 else None}
+            _draw_means(axes, x / seconds_per_unit, y, runs, look)
     return drawn
 
 

@@ -101,8 +101,8 @@
     return h("div", { className: "scroll" },
       h("table", { className: kind }, h("thead", null, h("tr", null, head)), h("tbody", null, rows)));
   }
-  function choice(name, pairs, change = (value) => go({ [name]: value })) {
-    const options = pairs.map(([value, text]) => h("option", { value, selected: String(state[name]) === String(value) }, text));
+  function choice(name, pairs, change = (value) => go({ [name]: value }), chosen = state[name]) {
+    const options = pairs.map(([value, text]) => h("option", { value, selected: String(chosen) === String(value) }, text));
     return h("select", { name, title: name, onchange: (event) => change(event.target.value) }, options);
   }
 
@@ -385,6 +385,12 @@
         ...(look.faint ? { stroke: stroke + "55", width: 1, class: "quiet" } : {}),
       }));
     };
+    // The running mean, and of one run faintly what was recorded; few points as they are
+    const addMeans = (run, x, label, i, y) => {
+      if (x.length < 20) add(run, x, label, i, [[y, { points: { show: x.length < 2 } }]]);
+      else if (one) add(run, x, label, i, [[y, { faint: true }], [smoothed(y), { raw: true }]]);
+      else add(run, x, label, i, [[smoothed(y), {}]]);
+    };
     for (const run of data.runs) {
       if (panel.kind === "accuracy") {
         const names = [...new Set(run.evaluations.map((e) => e.metric))];
@@ -393,12 +399,13 @@
           const found = run.evaluations.filter((e) => e.metric === name);
           const x = found.map((e) => (state.axis === "time" ? e.wall : Number(e.version.split(".")[1])));
           const bound = (side) => found.map((e) => (e[side] === undefined ? null : 100 * e[side]));
-          add(run, x, name, i, [[bound("high"), { class: "quiet", width: 0, bandTop: true }], [bound("low"), { class: "quiet", width: 0 }],
-            [found.map((e) => 100 * e.value), { points: { show: true, size: 7 } }]]);
+          const line = found.length > 2; // two points are not joined
+          add(run, x, name, i, [[bound("high"), { class: "quiet", width: 0, bandTop: line }], [bound("low"), { class: "quiet", width: 0 }],
+            [found.map((e) => 100 * e.value), { points: { show: true, size: 7 }, ...(line ? {} : { paths: () => null }) }]]);
         });
       } else if (panel.kind === "rates") {
         Object.entries(run.rates).forEach(([name, [walls, y]], i) => {
-          if (walls.length) add(run, walls.map((wall) => xOf(run, wall)), name, i, [[y, {}]]);
+          if (walls.length) addMeans(run, walls.map((wall) => xOf(run, wall)), name, i, y);
         });
       } else {
         panel.series.forEach(([name, label], i) => {
@@ -406,9 +413,8 @@
           if (!all) return;
           const rows = all.map((_, row) => row).filter((row) => all[row] !== null);
           const [x, y] = ordered(rows.map((row) => xs[row]), rows.map((row) => all[row] * (panel.percent ? 100 : 1)));
-          if (x.length < 20 || panel.percent) add(run, x, label, i, [[y, { points: { show: x.length < 2 } }]]);
-          else if (one) add(run, x, label, i, [[y, { faint: true }], [smoothed(y), { raw: true }]]);
-          else add(run, x, label, i, [[smoothed(y), {}]]);
+          if (panel.percent) add(run, x, label, i, [[y, { points: { show: x.length < 2 } }]]);
+          else addMeans(run, x, label, i, y);
         });
       }
     }
@@ -417,7 +423,7 @@
 
   function draw(grid, panel, tell) {
     const place = h("div");
-    const title = panel.choose ? choice("metric", panel.choose.map((name) => [name, name])) : panel.title;
+    const title = panel.choose ? choice("metric", panel.choose.map((name) => [name, name]), undefined, panel.title) : panel.title;
     const [tables, looks] = seriesOf(panel);
     grid.append(h("div", { className: "chart" }, h("h3", null, title, h("small", null, panel.note)), place));
     if (!tables.length) {
