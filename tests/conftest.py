@@ -53,9 +53,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Warm starts are cached for this session only, also by processes that tests start."""
+    """Warm starts are cached for this session only: for all of its workers, and the processes that tests start."""
+    own = tmp_path_factory.getbasetemp()
+    session = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TBA_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TBA_CACHE", str(session / "cache"))
         yield
 
 

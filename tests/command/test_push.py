@@ -59,7 +59,7 @@ def shared(run: Path) -> Path:
 
 def test_the_folder_opens_in_transformers_and_has_no_state_of_the_optimizer(shared: Path) -> None:
     files = {file.name for file in shared.iterdir()}
-    assert files == {file.name for file in BASE.iterdir()} | {"README.md", "curves.png"}
+    assert files == {file.name for file in BASE.iterdir()} | {"model.safetensors.index.json", "README.md", "curves.png"}
     model, base = (AutoModelForCausalLM.from_pretrained(folder) for folder in (shared, BASE))
     asked = AutoTokenizer.from_pretrained(shared)("123+456=", return_tensors="pt").input_ids
     assert torch.equal(model(asked).logits, base(asked).logits)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from runs import final_weights, processes
 from safetensors.torch import load_file
 
-from tba.models.huggingface import WarmStart, warm_started
+from tba.engines.transformers import EngineSettings
+from tba.models.huggingface import HuggingFace, WarmStart, warm_started
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.tasks.gsm8k import Gsm8k
 from tba.training.supervised import SupervisedSettings
 from tba.training.tiny_models import ScratchModel
-from tba.types import Trajectory, Version
+from tba.types import Sampling, Trajectory, Version
 
 pytestmark = pytest.mark.vllm
 DATA = Path(__file__).parents[1] / "fixtures" / "gsm8k"
@@ -98,6 +100,21 @@ def test_groups_are_whole_and_all_is_accounted_for(ran: Ran) -> None:
     assert len(whole) >= len(rounds) - 3  # the last round may have been cut short
     for ledger in (ran.summary.tokens, ran.summary.trajectories):
         assert ledger.closes(), ledger
+
+
+def test_its_checkpoint_is_a_model_that_vllm_loads_as_transformers_does(ran: Ran) -> None:
+    """Next to the model lie the optimizer's state, and the adapters where there are any."""
+    model = HuggingFace(
+        path=str(ran.path / f"checkpoints/step-{STEPS}"),
+        device="cpu",
+        generation=EngineSettings(engine="vllm", slots=4, max_completion_tokens=12),
+    )
+    theirs = replace(model, generation=replace(model.generation, engine="transformers"))
+    prompts = [t.prompt for t in ran.trajectories[:: len(ran.trajectories) // 4]]
+    found, expected = (
+        m.engine(Version()).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0)) for m in (model, theirs)
+    )
+    assert [c.tokens.tolist() for (c,) in found] == [c.tokens.tolist() for (c,) in expected]
 
 
 def test_its_logs_are_clean(ran: Ran) -> None:

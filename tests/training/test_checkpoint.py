@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from toys import BETA, Recycled, Sampled, groups_of, llama_policy, trainer_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -98,6 +100,16 @@ def test_a_step_reached_again_after_a_resume_replaces_the_old_one(tmp_path: Path
     save(trainer, tmp_path, note="after")
     (path,) = tmp_path.iterdir()
     assert Checkpoint.load(path) == Checkpoint(tmp_path / "step-0", Version(1, 0), {"note": "after"})
+
+
+def test_it_is_said_which_of_its_files_is_the_model(tmp_path: Path) -> None:
+    path = save(trainer_of(llama_policy(), TrajectoryBalance(BETA), tmp_path), tmp_path).path
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    model = load_file(path / "model.safetensors")
+    assert index["weight_map"] == dict.fromkeys(model, "model.safetensors")
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in model.values())}
+    assert len(list(path.glob("*.safetensors"))) == 2  # the optimizer's too: vLLM would load both without the index
+    AutoModelForCausalLM.from_pretrained(path)
 
 
 def test_a_save_that_fails_leaves_the_older_checkpoint_and_nothing_else(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.lora import LoraSettings
-from tba.recipe import Recipe
+from tba.recipe import Recipe, RuntimeSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
@@ -41,6 +41,7 @@ recipe = Recipe(
     replay=ReplaySettings(selection=RecencyReward(m=0.95), pacing=Pacing(warm_up=32, max_mean_uses=2.0)),
     evaluation=EvaluationSettings(every=40, problems=100, problems_during=60, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=192),
+    run=RuntimeSettings(checkpoint_every=20),  # some four minutes of work
     steps=110,
     max_tokens_per_pass=1024,  # a group of eight at a time: less memory, at the same speed
     groups_per_step=4,

@@ -1,6 +1,7 @@
 """Checkpoints: the model in the Hugging Face layout, the optimizer's state, and the state of the run.
 
-    checkpoints/step-N/   config.json model.safetensors (tokenizer)   (heads.safetensors)
+    checkpoints/step-N/   config.json model.safetensors model.safetensors.index.json (tokenizer)
+                          (adapters.safetensors) (heads.safetensors)
                           optimizer.safetensors optimizer.json   run.json (the manifest)
 
 Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there, and the best. `run.json` ties
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 RUN = "run.json"
 HEADS = "heads.safetensors"
+MODEL = "model.safetensors"
 STEP = re.compile(r"step-\d+")
 _BLOCK = 1 << 22  # bytes read at a time
 _MANIFEST = {  # `digest`: of the other fields, if there is one
@@ -123,6 +125,7 @@ def save_checkpoint(
             import safetensors.torch
 
             safetensors.torch.save_file(heads.state_dict(), temporary / HEADS)
+        _list_model(temporary)
         files = {name: _measured(file) for name, file in _files(temporary).items()}
         manifest = json.dumps({"version": str(version), "state": dict(state or {}), "files": files})
         (temporary / RUN).write_text(json.dumps({**json.loads(manifest), "digest": _digest(json.loads(manifest))}))
@@ -132,6 +135,19 @@ def save_checkpoint(
         if version not in kept:
             remove_folder(old)
     return Checkpoint.load(path)
+
+
+def _list_model(folder: Path) -> None:
+    """Write which file has the model's tensors: without that vLLM takes those of every safetensors file for its own."""
+    file = folder / MODEL
+    if not file.exists():
+        return
+    with file.open("rb") as opened:  # of the format: the header's length, and the header as JSON
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    header.pop("__metadata__", None)
+    size = sum(end - start for start, end in (tensor["data_offsets"] for tensor in header.values()))
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(sorted(header), MODEL)}
+    (folder / f"{MODEL}.index.json").write_text(json.dumps(index, indent=2))
 
 
 def checkpoints_in(folder: Path) -> list[tuple[Path, Version]]:
