@@ -34,19 +34,19 @@ recipe = Recipe(
         generation=EngineSettings(slots=64, max_completion_tokens=64),
         lora=LoraSettings(rank=16),
     ),
-    objective=TrajectoryBalance(beta=Constant(0.05)),
+    objective=TrajectoryBalance(beta=Constant(0.02)),
     policy_temperature=0.7,  # at 1 this base writes partly nonsense
     exploration=Fixed(temperature=0.7),
-    optimizer=OptimizerSettings(lr=4e-4, schedule=WarmupStableDecay(5, 45, 60, final=0.1)),
+    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 120, 55, final=0.1)),
     replay=ReplaySettings(selection=RecencyReward(m=0.95), pacing=Pacing(warm_up=32, max_mean_uses=2.0)),
-    evaluation=EvaluationSettings(every=40, problems=100, problems_during=60, greedy=False, chunk=64, shown=1000),
+    evaluation=EvaluationSettings(every=40, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=192),
-    run=RuntimeSettings(checkpoint_every=20),  # some four minutes of work
-    steps=110,
+    run=RuntimeSettings(checkpoint_every=20, continuous=True),  # 20 steps take some four minutes
+    steps=180,
     max_tokens_per_pass=1024,  # a group of eight at a time: less memory, at the same speed
-    groups_per_step=4,
+    groups_per_step=8,
     group_size=8,
     samples_per_prompt=8,
-    prompts_per_round=4,
+    prompts_per_round=8,
     sync_every=1,
 )
