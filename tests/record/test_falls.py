@@ -121,7 +121,7 @@ def test_versions_are_compared_by_sampled_accuracy_and_by_greedy_where_that_was_
 
 
 def test_stale_data_are_reported_once_and_again_after_they_recovered() -> None:
-    watch = StalenessWatch()
+    watch = StalenessWatch(sync_every=2)
     reports = {}
     values = [0.9] * 60 + [0.2] * 200 + [0.52] * 100 + [0.9] * 60 + [0.2] * 60 + [math.nan] * 5
     for step, ess in enumerate(values, start=1):
@@ -130,11 +130,12 @@ def test_stale_data_are_reported_once_and_again_after_they_recovered() -> None:
     # 50 steps of which n have 0.2 and the others 0.9 are below a half from n = 29 on
     assert list(reports) == [60 + 29, 420 + 29]
     assert "was 49.4 % of a batch over steps 40 to 89" in reports[89]
+    assert reports[89].endswith("weights are published every 2 updates (--sync-every)")
     assert watch.see(1, {"ess": None}) == []
 
 
 def test_data_that_drifted_all_the_same_way_are_stale_though_their_weights_are_equal() -> None:
-    watch = StalenessWatch()
+    watch = StalenessWatch(sync_every=1)
     reports = {}
     for step, nats in enumerate([0.1] * 50 + [2.0] * 100 + [1.4] * 100 + [0.1] * 100 + [2.0] * 50, start=1):
         for what in watch.see(step, {"ess": 1.0, "off_policy": nats}):
@@ -142,6 +143,7 @@ def test_data_that_drifted_all_the_same_way_are_stale_though_their_weights_are_e
     # 50 steps of which n have 2 nats and the others 0.1 are above 1.5 from n = 37 on; 1.4 is no recovery
     assert list(reports) == [50 + 37, 350 + 37]
     assert "1.5 nats likelier under the weights that sampled them than now over steps 38 to 87" in reports[87]
+    assert "--sync-every" not in reports[87]  # nobody can publish more often than after every update
 
 
 def test_steps_that_teach_nothing_are_reported_once_and_answers_that_are_cut_off() -> None:

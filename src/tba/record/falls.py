@@ -122,6 +122,7 @@ class StalenessWatch:
     recovered.
     """
 
+    sync_every: int  # updates between two published weights
     _newest: dict[str, deque[float]] = field(default_factory=dict)
     _stale: set[str] = field(default_factory=set)
 
@@ -134,11 +135,10 @@ class StalenessWatch:
             found.append(f"the effective sample size was {percent(share)} of a batch")
         if nats is not None:
             found.append(f"answers are {nats:.2g} nats likelier under the weights that sampled them than now")
-        return [
-            f"data are stale: {what} over steps {step - STEPS + 1} to {step}. Publish more often (--sync-every), draw "
-            "newer data (--replay.selection.m), lower the rate (--optimizer.lr), or add searchers"
-            for what in found
-        ]
+        remedies = "Lower the rate (--optimizer.lr), draw newer data (--replay.selection.m) or make the answers shorter"
+        if self.sync_every > 1:
+            remedies += f"; weights are published every {self.sync_every} updates (--sync-every)"
+        return [f"data are stale: {what} over steps {step - STEPS + 1} to {step}. {remedies}" for what in found]
 
     def _left(
         self, name: str, figures: Mapping[str, float | None], beyond: Callable[[float, float], bool]

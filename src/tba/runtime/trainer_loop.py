@@ -86,6 +86,7 @@ class TrainerLoop:
     recorder: Recorder
     watch: Watch
     clock: ShareClock
+    staleness: StalenessWatch
     elapsed: Callable[[], float]  # seconds since the run began, without evaluation
     resumed: Mapping[str, Json] | None = None  # the state of the checkpoint that it resumes from
     turn_taker: TurnTaker | None = None  # the searcher that takes turns with it, saved at the same step
@@ -93,7 +94,6 @@ class TrainerLoop:
     trained: int = 0  # batches, by this process
     checkpointed: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
-    staleness: StalenessWatch = field(default_factory=StalenessWatch)
     signal: SignalWatch = field(default_factory=SignalWatch)
     began_training: float | None = None
     ended_training: float = 0.0
@@ -401,6 +401,7 @@ def start_training(
         references=References(recipe.reference_reset, recipe.steps, recipe.run.checkpoints, replay, weights),
         requests=Requests(recipe.evaluation.every, recipe.steps, weights, journal.job_done),
         controller=recipe.control.start(recipe.sync_every, m),
+        staleness=StalenessWatch(recipe.sync_every),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),
         watch=Watch(run),
         clock=clock,
