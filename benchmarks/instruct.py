@@ -4,9 +4,11 @@
     python benchmarks/instruct.py kinds BEFORE.jsonl AFTER.jsonl [AFTER.jsonl ...] [--kinds held_out] [--csv FILE]
     python benchmarks/instruct.py ifeval BEFORE.jsonl [AFTER.jsonl] --data input_data.jsonl
     python benchmarks/instruct.py samples RUN [--count 10]
+    python benchmarks/instruct.py perplexity RUN
 
 A RUN has the answers of its first and its last evaluation; the files are what `tba eval ... --texts FILE` wrote;
-each AFTER has columns of its own. Every answer is graded again, instruction by instruction.
+each AFTER has columns of its own. Every answer is graded again, instruction by instruction. The perplexity is that of
+the first and the last 512 answers of a run's journal under its reference, at the temperature of the policy.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+import tba
 from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.rewards.ifeval import fulfils, loose_forms
 from tba.rewards.instructions import fulfilled
@@ -34,13 +37,16 @@ Rows = list[tuple[Any, ...]]  # kind, n, before, after, the interval of the diff
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kinds", "ifeval", "samples"])
+    parser.add_argument("what", choices=["kinds", "ifeval", "samples", "perplexity"])
     parser.add_argument("answers", nargs="+", type=Path)
     parser.add_argument("--kinds", default="trained", choices=["trained", "held_out"])
     parser.add_argument("--data", type=Path, help="IFEval's input_data.jsonl")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--count", type=int, default=10)
     given = parser.parse_args()
+    if given.what == "perplexity":
+        perplexity(given.answers[0])
+        return
     pair = of_run(given.answers[0]) if given.answers[0].is_dir() else [of_file(path) for path in given.answers]
     if given.what == "ifeval":
         ifeval(pair, IfEval(str(given.data)).problems("eval"))
@@ -65,6 +71,14 @@ def kinds(names: Sequence[str], found: Sequence[Rows], table: Path | None) -> No
             lines = [(name, *row) for name, rows in zip(names, found, strict=True) for row in rows]
             head = ("run", "kind", "n", "before", "after", "low", "high")
             csv.writer(file, lineterminator="\n").writerows([head, *lines])
+
+
+def perplexity(run: Path, count: int = 512) -> None:
+    """exp of the mean over tokens of -log p under the reference, of the first and the last answers that arrived."""
+    scores = [t.log_reference for t in tba.open_run(run).trajectories()]
+    for name, part in (("first", scores[:count]), ("last", scores[-count:])):
+        log_N = np.concatenate(part)
+        print(f"{name:5} {len(part)} answers, {len(log_N):,} tokens: perplexity {np.exp(-log_N.mean()):.2f}")
 
 
 def of_file(path: Path) -> Answers:
