@@ -28,7 +28,7 @@ from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
 from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
-from tba.runtime.leading import start_policy, start_ranks
+from tba.runtime.leading import prepare_process, start_policy, start_ranks
 from tba.runtime.prompting import engine_of, prompts_of, reward_of
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
@@ -242,10 +242,11 @@ def run(arguments: Sequence[str]) -> int:
     """
     half, name, overrides, at_least, answers = arguments
     recipe = override(find(name), json.loads(overrides), f"tba check {name}", recorded=True)
-    torch.set_num_threads(recipe.run.threads)
     if half == "searcher":
+        torch.set_num_threads(recipe.run.threads)
         found = search(recipe, float(at_least))
     else:
+        prepare_process(recipe.run.threads)
         found = train(recipe, float(at_least), json.loads(Path(answers).read_text()))
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

@@ -32,6 +32,16 @@ _BEGINNING = 1 << 24  # bytes of a file that its fingerprint reads
 STORE = "TBA_RANKS"  # names the file through which the ranks of this machine find each other
 
 
+def prepare_process(threads: int) -> None:
+    """Set how many threads torch has in a process that trains, and how many kernels oneDNN keeps in it.
+
+    oneDNN keeps the last 1,024, a few megabytes each, one for every shape of a product; the shapes of a trainer's
+    batches are others in every step. A pass uses some 30 of them, in each of its layers.
+    """
+    torch.set_num_threads(threads)
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first product
+
+
 def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ranks | None:
     """Returns this process's place among the trainer's ranks; None where the trainer is one plain process.
 
@@ -84,7 +94,7 @@ def follow(
     Raises `UserError` where the recipe's model is not rank 0's.
     """
     recipe = run.recipe()
-    torch.set_num_threads(recipe.run.threads)
+    prepare_process(recipe.run.threads)
     ranks = start_ranks(recipe, rank, meeting)
     assert ranks is not None
     try:

@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
@@ -22,7 +22,7 @@ import torch
 from tba.protocols import Examined, Journal, Model, Records, Reward, WeightSource
 from tba.recipe import Recipe
 from tba.record.clock import ShareClock
-from tba.record.memory import peak_memory_bytes
+from tba.record.memory import FreedMemory, peak_memory_bytes
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.prompting import LEASE_SECONDS, engine_of, prompt_source, prompts_of, reward_of
@@ -69,6 +69,7 @@ class SearcherLoop:
     clock: ShareClock
     records: Records
     incarnation: int = 0  # in which it was started
+    memory: FreedMemory = field(default_factory=FreedMemory)
     held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
 
     def evaluate(self, between: Callable[[], None] | None = None) -> bool:
@@ -103,6 +104,7 @@ class SearcherLoop:
         if not self.ahead() or held_back > LONGEST_HELD_BACK:
             self.held_back_since = None
             self.searcher.round()
+            self.memory.give_back()
             return
         if self.held_back_since is None:
             self.held_back_since = time.monotonic()

@@ -20,8 +20,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import cast
 
-import torch
-
 from tba.batch import Fetched
 from tba.errors import UserError
 from tba.protocols import Policy
@@ -30,7 +28,7 @@ from tba.record.clock import ShareClock
 from tba.record.falls import STALE, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
-from tba.record.memory import peak_memory_bytes
+from tba.record.memory import FreedMemory, peak_memory_bytes
 from tba.record.metrics import EVALUATING, GENERATED_TOKENS, PART, SEARCHER_EVALUATING
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
@@ -40,7 +38,7 @@ from tba.replay.selection import SMALLEST_GROUP
 from tba.runtime.batch_queue import BatchQueue, Stopped, nothing_more, pause
 from tba.runtime.checkpointing import TurnTaker, beginning, generators, set_generators
 from tba.runtime.evaluation import Requests
-from tba.runtime.leading import start_policy, start_ranks
+from tba.runtime.leading import prepare_process, start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch, rewards_watched
@@ -59,7 +57,7 @@ _COUNTERS = 1.0  # seconds between two reads of the searchers' counts
 
 def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
     """Run a trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
-    torch.set_num_threads(recipe.run.threads)
+    prepare_process(recipe.run.threads)
     loop = start_training(recipe, run, stop, ahead=True, background=True, meeting=meeting)
     try:
         while not loop.finished and not stop():
@@ -95,6 +93,7 @@ class TrainerLoop:
     checkpointed: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
     signal: SignalWatch = field(default_factory=SignalWatch)
+    memory: FreedMemory = field(default_factory=FreedMemory)
     began_training: float | None = None
     ended_training: float = 0.0
     _searched: dict[str, float] = field(default_factory=dict)
@@ -126,6 +125,7 @@ class TrainerLoop:
         self._record(before, fetched, metrics)
         if self._checkpoint_due():
             self.checkpoint()
+        self.memory.give_back()
 
     def publish(self, reset: bool = False) -> None:
         """Publish the weights as they are; with `reset` they are the reference from here on."""
