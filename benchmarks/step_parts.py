@@ -33,7 +33,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from tba.batch import Fetched, collate
-from tba.policy.causal import CausalPolicy
+from tba.command.needs import shape_of
 from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override
@@ -115,8 +115,9 @@ def main() -> None:
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task), trainer=RankSettings())
     prompts = prompts_of(recipe, recipe.model.tokenizer(), "train")
     policy, optimizer = start_policy(recipe, start_ranks(recipe, 0), None)
-    assert isinstance(policy, CausalPolicy)
-    vocabulary = policy.model.config.get_text_config().vocab_size
+    shape = shape_of(recipe.model)
+    assert shape is not None
+    vocabulary = shape.vocabulary
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as scratch:
         trainer = Trainer(
