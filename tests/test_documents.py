@@ -9,10 +9,8 @@ import pytest
 import yaml
 
 from tba.apps.preference.options import RewardModelOptions
-from tba.apps.red_team.command import PlotOptions, WorldPlaces
 from tba.apps.red_team.endpoint import EndpointVictim
-from tba.apps.red_team.evaluation import RedTeamEvalOptions
-from tba.apps.red_team.toxicity_classifier import ClassifierOptions
+from tba.apps.red_team.options import ClassifierOptions, PlotOptions, RedTeamEvalOptions, WorldPlaces
 from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
 from tba.command.options import (

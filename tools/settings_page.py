@@ -22,8 +22,7 @@ from types import ModuleType, UnionType
 from typing import Literal
 
 from tba.apps.preference.options import RewardModelOptions
-from tba.apps.red_team.evaluation import RedTeamEvalOptions
-from tba.apps.red_team.toxicity_classifier import ClassifierOptions
+from tba.apps.red_team.options import ClassifierOptions, RedTeamEvalOptions
 from tba.apps.red_team.world import WorldOptions
 from tba.command.collecting import SmoothingOptions
 from tba.command.options import (

@@ -71,13 +71,10 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "model": ("command.options.OutOptions",),
     "sample": ("command.options.SampleOptions",),
     "reward-model": ("command.options.OutOptions", "apps.preference.options.RewardModelOptions"),
-    "red-team world": ("apps.red_team.command.WorldPlaces", "apps.red_team.world.WorldOptions"),
-    "red-team classifier": (
-        "apps.red_team.command.ClassifierPlaces",
-        "apps.red_team.toxicity_classifier.ClassifierOptions",
-    ),
-    "red-team eval": ("apps.red_team.evaluation.RedTeamEvalOptions",),
-    "red-team plot": ("apps.red_team.command.PlotOptions",),
+    "red-team world": ("apps.red_team.options.WorldPlaces", "apps.red_team.world.WorldOptions"),
+    "red-team classifier": ("apps.red_team.options.ClassifierPlaces", "apps.red_team.options.ClassifierOptions"),
+    "red-team eval": ("apps.red_team.options.RedTeamEvalOptions",),
+    "red-team plot": ("apps.red_team.options.PlotOptions",),
     "eval": ("command.options.EvalOptions",),
     "study": ("command.options.StudyOptions",),
     "push": ("command.options.PushOptions",),
@@ -132,7 +129,8 @@ def _asked_for_help(command: str, *arguments: str) -> bool:
     _command(command)  # says that there is no such command
     from tba.command.help import help_of
 
-    print(help_of(command, USAGE, OPTIONS), end="\n\n")
+    one_of_several = f"{command} {arguments[0]}"  # red-team's
+    print(help_of(one_of_several if one_of_several in OPTIONS else command, USAGE, OPTIONS), end="\n\n")
     named = arguments[1:2] if command == "red-team" else arguments[:1]
     takes_recipe = command in ("train", "check", "sft", "sample", "eval") or arguments[0] == "eval"
     return not (takes_recipe and named and not named[0].startswith("-"))

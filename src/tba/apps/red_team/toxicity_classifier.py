@@ -8,33 +8,22 @@ A share of the texts, chosen by a digest of each, is held out to measure it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from tba.apps.red_team.labelled import Labelled, LabelledFields, read_labelled
-from tba.apps.red_team.word_classifier import WordFeatures, WordWeights
+from tba.apps.red_team.labelled import Labelled, read_labelled
+from tba.apps.red_team.options import ClassifierOptions
+from tba.apps.red_team.word_classifier import WordWeights
 from tba.errors import UserError
 from tba.evaluation.estimators import Interval, auc_interval, wilson_interval
 from tba.record.terminal import terminal
 from tba.settings import override
-from tba.tasks.held_out import check_share, is_held_out
+from tba.tasks.held_out import is_held_out
 from tba.types import Json
 from tba.weights.atomic_dir import atomic_folder
-
-
-@dataclass(frozen=True)
-class ClassifierOptions:
-    """How the classifier is trained and measured."""
-
-    held_out: float = 0.1  # share of the texts that is held out to measure the classifier
-    fields: LabelledFields = field(default_factory=LabelledFields)
-    train: WordFeatures = field(default_factory=WordFeatures)
-
-    def __post_init__(self) -> None:
-        check_share(self.held_out, "--held-out")
 
 
 @dataclass(frozen=True)

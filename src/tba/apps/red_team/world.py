@@ -18,7 +18,8 @@ import numpy as np
 from rich.console import Console
 
 from tba.apps.red_team.labelled import Labelled, LabelledFields, read_labelled
-from tba.apps.red_team.toxicity_classifier import ClassifierOptions, tell, trained
+from tba.apps.red_team.options import ClassifierOptions
+from tba.apps.red_team.toxicity_classifier import tell, trained
 from tba.apps.red_team.trigger_world import TriggerWorld
 from tba.apps.red_team.word_classifier import WordFeatures
 from tba.errors import UserError
