@@ -57,7 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_recipes_lists_each_recipe_with_its_description(said: Said) -> None:
     listed = said("recipes")
     assert all(name in listed for name in names())
-    assert "three-digit sums from a small shipped base" in listed
+    assert "three-digit sums, last digit first (345+678=3201)" in listed
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:

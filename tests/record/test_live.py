@@ -32,7 +32,7 @@ STATUS = Status(
     trained_rate=15_234.0,
     trainer_idle=0.021,
     trainer_paced=0.004,
-    evaluated="0.100",
+    evaluated=100,
     evaluating=1,
     searcher_evaluating=0.263,
     note="searcher-0 was started again",
@@ -89,7 +89,7 @@ def test_the_view_of_a_terminal_of_80_columns_shows_every_field_whole() -> None:
     text = said(console)
     for part in (
         "quickstart", "step 120/400", "0.712", "greedy 61.0 %", "sampled 55.2 %", "pass@8/sampled 90.0 %",
-        "at 0.100", "right 0.700", "brief 0.012", "log-ratio 1.23", "lag 9.4", "ESS 62.5 %",
+        "at step 100", "right 0.700", "brief 0.012", "log-ratio 1.23", "lag 9.4", "ESS 62.5 %",
         "2100 tok/s", "15.2k tok/s", "idle 2.1 %", "paced 0.4 %",
         "evaluating 26.3 % of the time, now too", "ETA 2:20 min", "started again",
     ):  # fmt: skip

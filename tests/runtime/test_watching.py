@@ -65,7 +65,7 @@ def test_the_best_checkpoint_and_those_still_to_be_evaluated_stay_beside_the_new
     assert best[40] == best[50] == best[60] == "step-20"
     assert Checkpoint.load(run.path / "best").version == Version(0, 20)
     shown = RunRecord.read(run.path)
-    assert shown.best == "checkpoints/step-20 (pass@1/sampled 90.0 %), also as best"
+    assert shown.best == "checkpoints/step-20 (pass@1/sampled 90.0 %); the link `best` leads to it"
     fallen = [what for what in shown.falls if "cut off" not in what]  # the toy's answers are
     assert fallen == ["pass@1/sampled is 20.0 % at version 0.40: it was 90.0 % at 0.20"]
 

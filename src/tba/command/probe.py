@@ -37,7 +37,7 @@ from tba.types import Completion, Group, Json, Judgement, Prompt, StopReason, Tr
 from tba.weights.directory import WeightDirectory
 
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
-LONG = 30.0  # seconds after which fewer are enough: whoever checks a large model waits for them
+LONG = 15.0  # seconds after which fewer are enough: whoever checks a large model waits for them
 _Answer: TypeAlias = tuple[list[int], list[float]]  # its tokens, and their log-probabilities under the reference
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
 _PROMPTS_SHOWN, _ANSWERS_SHOWN = 3, 2

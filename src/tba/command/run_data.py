@@ -27,6 +27,7 @@ from tba.record.jsonl import plain, read_lines
 from tba.record.recorder import read_samples
 from tba.record.run import RunRecord
 from tba.record.show import facts_of
+from tba.record.text import frame_of
 from tba.replay.buffer import LEFT
 from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
 from tba.replay.reading import JournalReader
@@ -50,6 +51,9 @@ def run_data(path: Path, most: int, budget: int) -> dict[str, Json]:
     facts = run.facts
     hidden = _field(facts["resolved"], "record", "hide_text") is True
     clock = _Clock(facts, record, path)
+    answers = [] if hidden else _answers(record)
+    journal = _journal(run, record, clock, hidden, most, budget)
+    prompts = (journal["trajectories"] or {"prompts": []})["prompts"]
     return {
         "name": record.name,
         "recipe": facts["recipe"],
@@ -59,10 +63,11 @@ def run_data(path: Path, most: int, budget: int) -> dict[str, Json]:
         "started": facts["started"],
         "hide_text": hidden,
         "figures": _figures(record),
-        "answers": [] if hidden else _answers(record),
+        "answers": answers,
+        "frame": frame_of([a["prompt"] for a in answers] + [p["text"] for p in prompts if "text" in p]),
         "account": _account(record),
         "facts": [] if record.summary is None else list(facts_of(record.summary).items()),
-        "notes": [] if hidden else [*record.falls, *record.unreadable, *([record.best] if record.best else [])],
+        "notes": [] if hidden else _notes(record),
         "metrics": _curves(record.metrics),
         "rates": {name: [_short(x), _short(y)] for name, (x, y) in metrics.rates(record.metrics).items()},
         "evaluations": [_evaluation(e) for e in record.evaluations],
@@ -70,7 +75,7 @@ def run_data(path: Path, most: int, budget: int) -> dict[str, Json]:
         "settings": settings_of(facts["resolved"]),
         "rejected": [] if hidden else _rejected(path),
         "imports": _imports(path, hidden),
-        **_journal(run, record, clock, hidden, most, budget),
+        **journal,
     }
 
 
@@ -125,6 +130,11 @@ def _evaluation(e: Evaluation) -> dict[str, Json]:
     interval = wilson_interval(e.value * e.n, e.n) if share else None
     bounds = {"low": round(interval.low, 4), "high": round(interval.high, 4)} if interval else {}
     return found | {"value": round(e.value, 5), "n": e.n, **bounds}
+
+
+def _notes(record: RunRecord) -> list[str]:
+    best = [] if record.best is None else [f"best: {record.best}"]
+    return [*record.falls, *record.unreadable, *best]
 
 
 def _answers(record: RunRecord) -> list[dict[str, Json]]:

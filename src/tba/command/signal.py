@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.recipe import Recipe
-from tba.record.text import percent, printable
+from tba.record.text import frame_of, percent, printable, within
 from tba.types import Json, StopReason
 
 FEW, MANY = 0.1, 0.3  # shares of prompts whose rewards vary below which, of answers cut off above which, it is said
@@ -55,8 +55,12 @@ class Signal:
             f"{self.answers:,} answers sampled: mean reward {self.reward:.3g}; rewards differ in "
             f"{percent(self.varied)} of the groups; {percent(self.truncated)} cut off, {percent(self.empty)} empty",
         ]
+        frame = frame_of(prompt["prompt"] for prompt in self.shown)
+        if any(frame) and not hide_text:
+            around = "{prompt}".join(printable(part, 400, newlines=False) for part in frame)
+            found.append(f"each prompt below stands in: {around}")
         for prompt in () if hide_text else self.shown:
-            found.append(f"  {printable(prompt['prompt'][-160:].strip(), 160, newlines=False)}")
+            found.append(f"  {printable(within(frame, prompt['prompt']).strip()[-400:], 400, newlines=False)}")
             for answer in prompt["answers"]:
                 text = printable(answer["text"].strip(), 120, newlines=False) or "(nothing)"
                 found.append(f"    reward {answer['mark']}: {text}")

@@ -32,7 +32,7 @@ BASE = Path(__file__).parent / "quickstart_base"  # the shipped base, a folder i
 
 recipe = Recipe(
     name="quickstart",
-    description="three-digit sums from a small shipped base, two CPU processes, minutes",
+    description="three-digit sums, last digit first (345+678=3201), a small shipped base, two CPU processes, a minute",
     task=Arithmetic(digits=3, forgotten_carries=0.55),
     model=HuggingFace(
         device="cpu",

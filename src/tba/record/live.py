@@ -39,7 +39,7 @@ class Status:
     lag: float | None = None  # trainer updates since sampling
     ess: float | None = None  # effective sample size, as a share of a batch's rows
     accuracy: Mapping[str, float] = field(default_factory=dict)  # held-out figures of `evaluated`, by metric
-    evaluated: str = ""  # the newest version that has such figures
+    evaluated: int | None = None  # the step of the newest version that has such figures
     evaluating: int = 0  # versions that a searcher evaluates, or is to
     generated_rate: float | None = None  # completion tokens per second, all searchers
     trained_rate: float | None = None  # completion tokens per second, every use counted
@@ -135,7 +135,7 @@ def table(status: Status, title: str = "") -> Group:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     ratio, lag = f"log-ratio {_number(status.log_ratio, 2)}", f"lag {_number(status.lag, 1)}"
-    version = Text(f"   at {status.evaluated}" if status.evaluated else "", style="dim")
+    version = Text("" if status.evaluated is None else f"   at step {status.evaluated}", style="dim")
     grid.add_row("accuracy", Text.assemble((_accuracy(status, "   "), "bold"), version))
     grid.add_row("reward", _reward(status, "   "))
     grid.add_row("batches", f"{ratio}   {lag}   ESS {_share(status.ess)}")

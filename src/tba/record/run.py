@@ -116,4 +116,4 @@ def _best(directory: Path, found: Sequence[Evaluation]) -> str | None:
     best = max((e for e in figures.values() if str(e.version.step) == step), key=lambda e: e.version, default=None)
     if best is None or best.version == max(figures):
         return None
-    return f"checkpoints/step-{step} ({best.metric} {percent(best.value)}), also as best"
+    return f"checkpoints/step-{step} ({best.metric} {percent(best.value)}); the link `best` leads to it"

@@ -20,7 +20,7 @@ from tba.record.evaluations import RecordedAnswer
 from tba.record.ledger import TERMS, Ledger
 from tba.record.run import RunRecord
 from tba.record.summary import WAITED, Summary
-from tba.record.text import count, duration, named, percent, printable, size
+from tba.record.text import count, duration, frame_of, named, percent, printable, size, within
 from tba.types import Evaluation, Json
 
 ANSWERS_SHOWN = 5
@@ -104,8 +104,9 @@ def accuracy(run: RunRecord) -> RenderableType:
 def answers(pairs: Sequence[tuple[RecordedAnswer, RecordedAnswer]]) -> RenderableType:
     """Returns a row per problem: the question, the answer before and the answer after, each with its grade."""
     table = _table("problem", "before", "after", justify="left")
+    frame = frame_of(before.prompt for before, _ in pairs)
     for before, after in pairs:
-        table.add_row(Text(printable(before.prompt, 300).strip()), _marked(before), _marked(after))
+        table.add_row(Text(printable(within(frame, before.prompt), 300).strip()), _marked(before), _marked(after))
     return table
 
 
@@ -126,7 +127,7 @@ def _fallen(run: RunRecord) -> list[RenderableType]:
     """Returns what fell far below its best, and where the best checkpoint is if that is not the newest."""
     lines = [Text(printable(what, 300), style="yellow") for what in run.falls]
     if run.best is not None:
-        lines.append(Text(f"the best checkpoint is {run.best}"))
+        lines.append(Text(f"best: {run.best}" if run.falls else run.best))
     return [_section("Warnings" if run.falls else "The best checkpoint", Group(*lines))] if lines else []
 
 

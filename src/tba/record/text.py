@@ -6,7 +6,7 @@ Invariant: what a model said cannot command a terminal: control characters are s
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 def duration(seconds: float) -> str:
@@ -43,6 +43,31 @@ def printable(text: str, longest: int = 2000, newlines: bool = True) -> str:
     """`text` with control characters spelt out, cut to at most `longest` characters; `...` says that it was cut."""
     kept = text if len(text) <= longest else f"{text[: longest - 3]}..."
     return "".join(c if _harmless(c, newlines) else c.encode("unicode_escape").decode("ascii") for c in kept)
+
+
+def frame_of(texts: Iterable[str]) -> tuple[str, str]:
+    """Returns how all the texts begin and how they end: what a chat template writes around each question.
+
+    The beginning goes to the end of a line or of a tag, the end begins with one; both are empty if texts are all equal.
+    """
+    known = set(texts)
+    if len(known) < 2:
+        return "", ""
+    begins = _beginning(known)
+    ends = _beginning({text[::-1] for text in known})[::-1]
+    first = min((i for i in (ends.find("\n"), ends.find("<")) if i >= 0), default=len(ends))
+    return begins[: max(begins.rfind("\n"), begins.rfind(">")) + 1], ends[first:]
+
+
+def _beginning(texts: set[str]) -> str:
+    first, last = min(texts), max(texts)  # those between them in the alphabet begin like both
+    same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    return first[:same]
+
+
+def within(frame: tuple[str, str], text: str) -> str:
+    """Returns the text without its frame."""
+    return text.removeprefix(frame[0]).removesuffix(frame[1])
 
 
 def literal(text: str, longest: int = 120) -> str:

@@ -63,7 +63,7 @@ class Progress:
             lag=mean(metrics.LAG),
             ess=mean(metrics.ESS),
             accuracy=dict(self.evaluations.newest),
-            evaluated=str(self.evaluations.version or ""),
+            evaluated=self.evaluations.version.step if self.evaluations.version else None,
             evaluating=int(row.get(metrics.EVALUATING, 0)),
             generated_rate=self.metrics.rate("generated"),
             trained_rate=self.metrics.rate("trained"),

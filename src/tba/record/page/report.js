@@ -151,6 +151,16 @@
     const { text, key } = run.trajectories.prompts[prompt];
     return text === undefined ? key : visible(text);
   }
+  // Without what all prompts of the run begin and end with (a chat template)
+  function question(run, text) {
+    const [begins, ends] = run.frame;
+    const rest = text.startsWith(begins) ? text.slice(begins.length) : text;
+    return visible(rest.endsWith(ends) ? rest.slice(0, rest.length - ends.length) : rest);
+  }
+  function questionOf(run, prompt) {
+    const { text, key } = run.trajectories.prompts[prompt];
+    return text === undefined ? key : question(run, text);
+  }
 
   // Frame
 
@@ -287,7 +297,7 @@
   function heldOut(run) {
     const versions = [...new Set(run.answers.flatMap((one) => one.answers.map((answer) => answer.version)))];
     return table([["problem"], ...versions.map((version) => [`version ${version}`])], run.answers.map((one) =>
-      h("tr", null, h("td", { className: "text" }, visible(one.prompt)), versions.map((version) => {
+      h("tr", null, h("td", { className: "text" }, question(run, one.prompt)), versions.map((version) => {
         const answer = one.answers.find((candidate) => candidate.version === version);
         if (!answer) return h("td", null, "–");
         return h("td", { className: "text" }, h("b", { className: answer.correct ? "good" : "bad" }, answer.correct ? "✓ " : "✗ "), visible(answer.text) || "(empty)");
@@ -350,6 +360,7 @@
   function lastX() {
     return Math.max(1e-9, ...data.runs.map((run) => (state.axis === "time" ? run.wall_seconds : run.steps)));
   }
+  const TICKS = [0.01, 0.02, 0.05, 0.1, 0.2, 0.5].concat(...[1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((ten) => [ten, 2 * ten, 5 * ten])); // of the axis' unit
   function timeUnit() {
     const last = lastX();
     return state.axis === "step" ? [1, "step"] : last <= 240 ? [1, "s"] : last <= 14400 ? [60, "min"] : [3600, "h"];
@@ -447,7 +458,7 @@
         y: { range: (u, low, high) => bounds(low, high, panel) },
       },
       axes: [
-        { stroke: "#66707d", grid: { show: false }, ticks: { stroke: "#c9d0d8", size: 5 }, size: 30, values: (u, all) => all.map((v) => `${number(v / per)}${state.axis === "time" ? " " + unit : ""}`) },
+        { stroke: "#66707d", grid: { show: false }, ticks: { stroke: "#c9d0d8", size: 5 }, size: 30, incrs: TICKS.map((tick) => tick * per), values: (u, all) => all.map((v) => `${number(v / per)}${state.axis === "time" ? " " + unit : ""}`) },
         { stroke: "#66707d", grid: { stroke: "#e3e7ec", width: 1 }, ticks: { show: false }, size: 56, values: (u, all) => all.map((v) => number(v) + percentage) },
       ],
       cursor: {
@@ -644,7 +655,7 @@
       } else items = rows.sort((ORDERS[state.sort] || ORDERS.newest)[1](run));
       counted.textContent = `${number(items.length)} ${prompts ? "prompts of" : "of"} ${number(run.size)} trajectories${run.size < run.trajectories.of ? ` shown, a sample of ${number(run.trajectories.of)}` : ""}`;
       counted.title = sampleOf(run);
-      const only = state.prompt === null ? "" : ` Only the prompt ${promptOf(run, state.prompt)}`;
+      const only = state.prompt === null ? "" : ` Only the prompt ${questionOf(run, state.prompt)}`;
       banner.replaceChildren(...(said || only ? [h("div", { className: "banner" }, said + only, " ", h("button", { onclick: () => go({ step: null, prompt: null }) }, "show all"))] : []));
       show();
       const selected = position();
@@ -675,12 +686,12 @@
       return h("div", { className: "item" + (run.t.place[row] === state.t ? " on" : "") },
         h("div", null, h("span", { className: "reward", colour: rewardColour(run, reward) }, number(reward, 3))),
         h("div", { className: "one" }, textOf(run, row)),
-        h("div", { className: "two" }, `${promptOf(run, run.t.prompt[row])}  ·  v${run.t.version[row]}  ·  ${run.t.length[row]} tokens  ·  ${uses === null ? run.t.stop[row] : uses === 1 ? "1 use" : `${uses} uses`}`));
+        h("div", { className: "two" }, `${questionOf(run, run.t.prompt[row])}  ·  v${run.t.version[row]}  ·  ${run.t.length[row]} tokens  ·  ${uses === null ? run.t.stop[row] : uses === 1 ? "1 use" : `${uses} uses`}`));
     }
     function promptItem(p) {
       return h("div", { className: "item" + (run.t.prompt[run.byPlace.get(state.t)] === p.prompt ? " on" : "") },
         h("div", null, h("span", { className: "reward", colour: rewardColour(run, p.mean) }, number(p.mean, 3))),
-        h("div", { className: "one" }, promptOf(run, p.prompt)),
+        h("div", { className: "one" }, questionOf(run, p.prompt)),
         h("div", { className: "two" }, `${p.rows.length} answers in ${p.rounds} ${p.rounds === 1 ? "round" : "rounds"}${p.rounds > 1 ? `: reward ${number(p.first, 3)} → ${number(p.last, 3)}` : ""}`));
     }
     function position() {
@@ -858,7 +869,7 @@
     main.append(h("h2", null, "The newest of them ", h("small", null, `${number(Math.min(100, rows.length))} of ${number(rows.length)} in this file`)),
       table([["", ""], ["reward", "number"], ["answer"], ["prompt"], ["version"], ["at", "number"]], rows.slice(0, 100).map((row) => h("tr", null,
         h("td", null, run.t.fate[row]), cell(number(run.t.reward[row])), h("td", { className: "text" }, textOf(run, row).slice(0, 300)),
-        h("td", { className: "text" }, promptOf(run, run.t.prompt[row]).slice(0, 200)), h("td", null, run.t.version[row]),
+        h("td", { className: "text" }, questionOf(run, run.t.prompt[row]).slice(0, 200)), h("td", null, run.t.version[row]),
         cell(h("a", { href: hashOf({ ...DEFAULTS, view: "read", run: state.run, t: run.t.place[row] }) }, seconds(run.t.wall[row])))))));
   }
 
