@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import tba.recipes
-from tba.batch import Batch, collate
+from tba.batch import Batch, _copying, collate, moved
 from tba.engines.transformers import EngineSettings
 from tba.models.huggingface import HuggingFace
 from tba.policy.packed import PackedLayout
@@ -98,3 +98,20 @@ def test_the_attention_kernel_is_the_definition_up_to_its_precision() -> None:
         found = attention.backward(grad[rows].to(DEVICE, torch.bfloat16), *half, low, low_lse, ours)
         for one, other in zip(found, wanted, strict=True):
             assert float((one.float().cpu() - other).norm() / other.norm()) < 0.03
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU has no streams")
+def test_a_copy_from_the_host_does_not_wait_for_what_the_gpu_computes_and_what_follows_waits_for_it() -> None:
+    busy, host = torch.cuda.Event(), torch.arange(1 << 20)
+    expected = host + 1
+    moved(host, DEVICE)  # pinned memory that is new may be waited for
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**9)  # cycles: half a second
+    busy.record()
+    there = moved(host, DEVICE)
+    copied = torch.cuda.Event()
+    copied.record(_copying(there.device))
+    copied.synchronize()
+    assert not busy.query()  # the copy is there while the sleep goes on
+    host.zero_()  # the pinned copy is what was read
+    assert torch.equal((there + 1).cpu(), expected)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -83,10 +84,24 @@ class Fetched:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. To a GPU it goes through pinned memory: the host does not wait for the copy."""
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    """The tensor on `device`. To a GPU it is copied from pinned memory on a stream of its own: neither the host waits for
+    the copy nor what the GPU has been given to compute before, only what is launched from here on.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    computing = torch.cuda.current_stream(device)
+    copying = _copying(computing.device)
+    with torch.cuda.stream(copying):
+        there = tensor.pin_memory().to(device, non_blocking=True)
+    computing.wait_stream(copying)
+    there.record_stream(computing)  # its memory is the other stream's, which may give it away only after this one's use
+    return there
+
+
+@cache
+def _copying(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which a GPU takes what comes from the host."""
+    return torch.cuda.Stream(device)
 
 
 def distinct_rows(batch: Batch) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""A step waits for the policy's device once. On the meta device nothing can be read: code that would wait raises.
+"""A step waits for the policy's device once, and all that it copies there goes through `moved`, which on a GPU pins it
+and copies it on a stream of its own. On the meta device nothing can be read: code that would wait raises.
 
 Of prompts that are shared: transformers' own mask, which the plain forward makes, is looked at on the host.
 """
@@ -6,14 +7,19 @@ Of prompts that are shared: transformers' own mask, which the plain forward make
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from toys import BETA, groups_of, llama, trainer_of
 
-from tba.batch import Fetched, collate
+from tba.batch import Fetched, collate, moved
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.protocols import HEADS, Objective
@@ -78,3 +84,39 @@ def test_a_batch_of_which_some_rows_have_no_behaviour_is_not_waited_for_either(t
     measured = trainer_on_meta(TrajectoryBalance(BETA), 10**6, tmp_path).backward(changed)
     assert measured["behavior_share"] == 11 / 12
     assert all(value.is_meta for value in measured.values() if isinstance(value, torch.Tensor))
+
+
+class Copies(TorchDispatchMode):
+    """While it is entered: the operations on tensors of both host and device, and whether `moved` was at work. An
+    operation given a number as a tensor of the host's passes it on; any other would be copied from pageable memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, torch.Tensor)]
+        if any(x.is_meta for x in tensors) and any(not x.is_meta and x.ndim for x in tensors):
+            frame: Any = sys._getframe()
+            while frame is not None and frame.f_code is not moved.__code__:
+                frame = frame.f_back
+            self.seen.append((str(func), frame is not None))
+        return result
+
+
+@pytest.mark.parametrize("limit", [10**6, 60, 12], ids=["whole", "by groups", "by slices"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_all_that_a_step_copies_to_the_device_goes_one_way(objective: str, limit: int, tmp_path: Path) -> None:
+    trainer = trainer_on_meta(OBJECTIVES[objective], limit, tmp_path)
+    batch = fetched().batch
+    with Copies() as copies:
+        trainer.backward(batch)
+    assert [name for name, through_moved in copies.seen if not through_moved] == []
+    assert len(copies.seen) > 10
+    with Copies() as copies:
+        batch.reward_B.to("meta")  # is seen
+    assert copies.seen == [("aten._to_copy.default", False)]

@@ -70,7 +70,9 @@ def needs(recipe: Recipe, shape: Shape) -> list[Need]:
     of_pass = Pass(
         tokens, model.precision, device, lora.rank, lora.targets, model.gradient_checkpointing, recipe.trainer.ranks
     )
-    of_searcher = Sampling(model.precision, model.generation.slots, prompt + answer, device, lora.rank, lora.targets)
+    of_searcher = Sampling(
+        model.precision, model.generation.slots, prompt + answer, prompt, device, lora.rank, lora.targets
+    )
     found = [Need("trainer", device, trainer(shape, of_pass))]
     if model.generation.engine == "transformers":
         found.append(Need("searcher", device, engine(shape, of_searcher)))

@@ -355,6 +355,8 @@ class Flow:
                 break
             self.packed_to += 1
         self.packed_from = start
+        if start:
+            del self.packed  # whose prompts have all been taken: before its successor is made
         self.packed = self.engine.read([self.prompts[i] for i in range(start, self.packed_to)])
         self.packed_by = self.engine.version
         in_use = self.extent if len(self.free) < self.extent else 0

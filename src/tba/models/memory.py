@@ -148,6 +148,7 @@ class Sampling:
     precision: Precision
     slots: int  # completions that grow at the same time
     positions: int  # tokens of the longest prompt and completion
+    prompt: int = 0  # and of the longest prompt
     device: str = "cpu"
     rank: int = 0  # of adapters: the reference shares the engine's base
     targets: tuple[str, ...] = ()
@@ -156,12 +157,16 @@ class Sampling:
 def engine(shape: Shape, of: Sampling) -> Bytes:
     """Bytes of the transformers engine, by part."""
     i = of.precision.compute.itemsize
-    prefill = PREFILL_TOKENS * (shape.layers * 4 * shape.keys + 3 * shape.ff + 4 * shape.width) * i
-    logits = of.slots * shape.vocabulary * (i + 4 * 4)  # as they come; in float32, tempered, as shares and summed up
+    prompts = max(PREFILL_TOKENS, of.prompt)  # tokens read together, whose keys and values stay until all is taken
+    kept = prompts * shape.layers * 2 * shape.keys * i
+    # its last layer, or, when all keys are put together, a second copy of them
+    prefill = kept + prompts * max(3 * shape.ff + 4 * shape.width, shape.layers * shape.keys) * i
+    # logits as they come, then in float32 tempered, as probabilities and summed up
+    step = kept + of.slots * shape.vocabulary * (i + 3 * 4)
     return {
         "weights": i * (shape.parameters + (shape.adapters(of.rank, of.targets) if of.rank else 0)),
         "keys and values": of.slots * -(-of.positions // 16) * 16 * shape.layers * 2 * shape.keys * i,
-        "a step": max(prefill, logits),
+        "a step": max(prefill, step),
     }
 
 
