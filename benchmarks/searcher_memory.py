@@ -2,11 +2,10 @@
 
     python benchmarks/searcher_memory.py [--quick]
 
-Each case is a process of its own on one thread, with random weights in float32; measured as in `trainer_memory.py`, in
-sizes from there. *Engine*: 64 slots answer 32 prompts of 64 tokens twice, with 64 tokens at
-temperature 0.7, in two rounds. *Reference*: one pass of 8,192
-tokens, those of a prompt of 64 tokens and answers of 64. With adapters (LoRA, rank 16) the reference shares the base of
-the engine, which is there before: its own memory is what comes on top.
+Each case is a process of its own on one thread, with random weights in float32, in the sizes of `trainer_memory.py` and
+measured as there. *Engine*: 64 slots answer 32 prompts of 64 tokens twice at temperature 0.7, in two rounds. *Reference*:
+one pass of 8,192 tokens, a prompt and its answers. With adapters (LoRA, rank 16) the reference shares the base of the
+engine, which is there before: what is measured is what comes on top.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import gc
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
@@ -35,7 +34,7 @@ from tba.policy.reference import FrozenReference
 from tba.record.memory import peak_memory_bytes, resident_memory_bytes
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
-SLOTS, PROMPT, ANSWER = 64, 64, 64
+SLOTS, PROMPT = 64, 64
 CASES = {  # part, whether there are adapters
     "engine": ("engine", False),
     "engine, adapters": ("engine", True),
@@ -59,7 +58,7 @@ class Numbers:
 def computed(size: str, case: str) -> memory.Bytes:
     part, adapters = CASES[case]
     low = precision("float32", "cpu", adapters)
-    of = memory.Sampling(low, SLOTS, PROMPT + ANSWER, PROMPT, "cpu", RANK * adapters)
+    of = memory.Sampling(low, SLOTS, PROMPT + SIZES[size][2], PROMPT, "cpu", RANK * adapters)
     shape = memory.Shape.of(config_of(size))
     return memory.engine(shape, of) if part == "engine" else memory.reference(shape, of)
 
@@ -69,7 +68,7 @@ def measured(size: str, case: str) -> int:
     torch.set_num_threads(1)
     part, adapters = CASES[case]
     act = sampled if part == "engine" else scored
-    act(model_of("tiny", adapters))
+    act(model_of("tiny", adapters), SIZES["tiny"][2])
     base = model_of(size, adapters) if part == "reference" and adapters else None
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -80,7 +79,7 @@ def measured(size: str, case: str) -> int:
     else:
         own = model_of(size, adapters)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again: see `trainer_memory.train`
-    act(own)
+    act(own, SIZES[size][2])
     return peak_memory_bytes() - before
 
 
@@ -95,49 +94,44 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt("random", rng.integers(1, 500, PROMPT).astype(np.int32), str(i)) for i in range(count)]
 
 
-def sampled(model: PreTrainedModel) -> None:
-    settings = EngineSettings(slots=SLOTS, max_completion_tokens=ANSWER)
+def sampled(model: PreTrainedModel, length: int) -> None:
+    settings = EngineSettings(slots=SLOTS, max_completion_tokens=length)
     engine = TransformersEngine(model, Numbers(), settings, Version())
     for _ in range(2):  # the second round has the cache of the first beside it while it reads prompts
         engine.generate(prompts(SLOTS // 2), 2, Sampling(0.7, 1.0), np.random.default_rng(0))
 
 
-def scored(model: PreTrainedModel) -> None:
-    rng, answers = np.random.default_rng(1), (memory.SCORED - PROMPT) // ANSWER
+def scored(model: PreTrainedModel, length: int) -> None:
+    rng, answers = np.random.default_rng(1), (memory.SCORED - PROMPT) // length
     made = [
-        Completion(rng.integers(1, 500, ANSWER).astype(np.int32), "", StopReason.LENGTH, (Version(), Version()))
+        Completion(rng.integers(1, 500, length).astype(np.int32), "", StopReason.LENGTH, (Version(), Version()))
         for _ in range(answers)
     ]
     FrozenReference(model, Version()).log_probabilities(prompts(1)[0], made)
 
 
-def in_a_process(size: str, case: str, environment: dict[str, str]) -> int:
+def in_a_process(size: str, case: str) -> int:
     command = [sys.executable, __file__, "--one", size, case]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | environment)
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | RETURNED)
     return int(done.stdout.split()[-1])
-
-
-def table(sizes: Sequence[str], wanted: Callable[[str, str], memory.Bytes]) -> None:
-    print("| model | case | computed, MB | measured, MB | computed / measured | as a run has it, MB |")
-    print("|---|---|---|---|---|---|")
-    for size in sizes:
-        for case in CASES:
-            needed = memory.total(wanted(size, case))
-            live, resident = (in_a_process(size, case, environment) for environment in (RETURNED, {}))
-            cells = (size, case, f"{needed / 1e6:,.0f}", f"{live / 1e6:,.0f}", f"{needed / live:.2f}")
-            print(f"| {' | '.join(cells)} | {resident / 1e6:,.0f} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="the smallest model only")
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES)[1:], default=list(SIZES)[1:])
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--one", nargs=2, metavar=("SIZE", "CASE"), help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         print(measured(*given.one))
         return
-    table(given.sizes[: 1 if given.quick else None], computed)
+    print("| model | case | computed, MB | measured, MB | computed / measured |\n|---|---|---|---|---|")
+    for size in given.sizes[: 1 if given.quick else None]:
+        for case in given.cases:
+            needed, live = memory.total(computed(size, case)), in_a_process(size, case)
+            cells = (size, case, f"{needed / 1e6:,.0f}", f"{live / 1e6:,.0f}", f"{needed / live:.2f}")
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

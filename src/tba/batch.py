@@ -84,8 +84,8 @@ class Fetched:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`. To a GPU it is copied from pinned memory on a stream of its own: neither the host waits for
-    the copy nor what the GPU has been given to compute before, only what is launched from here on.
+    """The tensor on `device`. To a GPU it is copied from pinned memory on a stream of its own: the host does not wait
+    for it, nor does what the GPU has been given to compute before, only what is launched from here on.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)

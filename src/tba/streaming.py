@@ -13,6 +13,7 @@ import json
 import math
 import os
 from collections.abc import Callable, ItemsView, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,14 +33,36 @@ SAFETENSORS_NAMES = {
     torch.bool: "BOOL",
 }
 BLOCK = 1 << 24  # bytes that are written at a time
+EVEN = 8  # elements of a tensor, or a multiple of them, are written: whatever follows is aligned
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer types by their number of bytes
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one tensor has become: all of it, or the elements that are other ones. It is cast when it is written."""
+
+    name: str
+    values: Tensor
+    at: Tensor | None = None  # int32 or int64, ascending, into the flat tensor; None: all
 
 
 class Streamed(Mapping[str, Tensor]):
-    """Tensors by name, each made when it is reached. `like` has their names, types and shapes, as meta tensors."""
+    """Tensors by name, each made when it is reached. `like` has their names, types and shapes, as meta tensors.
 
-    def __init__(self, like: Mapping[str, Tensor], tensors: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+    `changes`, of tensors that lie on several ranks: reads what has changed since those in a file, in place of `items`.
+    """
+
+    def __init__(
+        self,
+        like: Mapping[str, Tensor],
+        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
+        changes: Callable[[Path], Iterator[Change]] | None = None,
+    ) -> None:
         self.like = like
         self._tensors = tensors
+        self.changes = changes
 
     def __getitem__(self, name: str) -> Tensor:
         raise TypeError(f"{name} is not the next tensor: read these tensors by items(), in order and to the end")
@@ -109,6 +132,53 @@ def write_rows(path: Path, rows: Mapping[str, tuple[int, Tensor]]) -> None:
             write_flat(file, tensor, tensor.dtype)
         file.flush()
         os.fsync(file.fileno())
+
+
+def changes_since(
+    base: Callable[[str], Tensor], tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> Iterator[Change]:
+    """Yields what differs from `base` (a tensor by its name) once both are of type `dtype`, one after the other.
+
+    Raises `ValueError` when a tensor does not have the declared shape.
+    """
+    shapes = {name: tuple(like.shape) for name, like in shapes_of(tensors).items()}
+    for name, tensor in tensors.items():
+        if shapes.pop(name, None) != tuple(tensor.shape):
+            raise ValueError(f"{name} of shape {tuple(tensor.shape)} was read, which is not its declared shape")
+        new, kind = tensor.detach().contiguous().view(-1), as_written(tensor.dtype, dtype)
+        at = differing(new, base(name).contiguous().view(-1), kind)
+        if not len(at):
+            continue
+        if smaller_whole(len(at), new.numel(), kind):
+            yield Change(name, new)
+        else:
+            yield Change(name, new[at.to(new.device)], at.to(index_type(new.numel())))
+    if shapes:
+        raise ValueError(f"{next(iter(shapes))} is missing: the tensors ended before it")
+
+
+def differing(new: Tensor, old: Tensor, kind: torch.dtype) -> Tensor:
+    """Returns which elements of flat tensors have other bits when both are of type `kind`: int64, on the host. A block
+    is compared at a time.
+    """
+    bits, size = _BITS[kind.itemsize], BLOCK // kind.itemsize
+    found = [torch.empty(0, dtype=torch.int64)]
+    for begin in range(0, new.numel(), size):
+        one, other = new[begin : begin + size].to("cpu", kind), old[begin : begin + size]
+        found.append(begin + (one.view(bits) != other.view(bits)).nonzero().view(-1))
+    return torch.cat(found)
+
+
+def index_type(numbers: int) -> torch.dtype:
+    """Returns the type of the indices of the changes in so many."""
+    return torch.int32 if numbers <= torch.iinfo(torch.int32).max else torch.int64
+
+
+def smaller_whole(changed: int, numbers: int, kind: torch.dtype) -> bool:
+    """Whether so many changes, with their indices, take as many bytes as the whole tensor does, which can be written if
+    what follows it is aligned.
+    """
+    return numbers % EVEN == 0 and changed * (index_type(numbers).itemsize + kind.itemsize) >= numbers * kind.itemsize
 
 
 def as_written(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -5,10 +5,12 @@ The other ranks are forked from this process, which is rank 0: nothing is import
 
 from __future__ import annotations
 
+import filecmp
 import gc
+import os
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +30,14 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters
 from tba.protocols import Objective
-from tba.sharding import gathered
+from tba.sharding import gathered, rows_of
 from tba.training.checkpoint import Checkpoint, save_checkpoint
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks import Message, Ranks
 from tba.training.sharded import Follower, Rank0Optimizer, Rank0Policy
 from tba.training.trainer import Trainer
 from tba.types import Version
-from tba.weights.directory import WeightDirectory
+from tba.weights.directory import PublishSettings, WeightDirectory
 
 WHOLE, BY_GROUPS, BY_SLICES = 10**6, 30, 25  # tokens of a pass; the groups below have up to 40
 SETTINGS = OptimizerSettings(lr=1e-3)
@@ -245,6 +247,93 @@ def test_weights_are_cast_before_they_are_gathered_and_have_the_bits_of_casting_
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     whole = sum(tensor.nbytes for tensor in expected.values())
     assert whole / 2 <= sum(sent) <= whole / 2 + max(t[:1].nbytes for t in expected.values())  # this rank's half
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize(("share", "whole"), [(0.01, False), (0.9, True)], ids=["few", "most"])
+def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gathering_all_gave(
+    count: int, share: float, whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    send = dist.send
+
+    def counted(tensor: torch.Tensor, *given: Any, **named: Any) -> None:
+        sent.append(tensor.nbytes)
+        send(tensor, *given, **named)
+
+    def counted_rows(own: torch.Tensor, shape: Sequence[int], group: Any) -> torch.Tensor | None:
+        sent.append(own.nbytes)
+        return gathered(own, shape, group)
+
+    monkeypatch.setattr("torch.distributed.send", counted)
+    monkeypatch.setattr("tba.training.sharded.gathered", counted_rows)
+
+    def life(ranks: Ranks) -> None:
+        follow(ranks, WHOLE)
+        (tmp_path / f"sent-{ranks.rank}").write_text(str(sum(sent)))
+
+    def published(weights: Callable[[], Mapping[str, torch.Tensor]], to: str, step: int) -> dict[str, torch.Tensor]:
+        directories[to].publish(weights(), Version(0, step), {})
+        return load_file(directories[to].file(Version(0, step)))
+
+    kinds = {"dtype": torch.bfloat16, "settings": PublishSettings(full_every=2)}
+    directories = {to: WeightDirectory(tmp_path / to, **kinds) for to in ("ranks", "one")}  # type: ignore[arg-type]
+    before = llama_policy().weights()
+    torch.manual_seed(1)
+    after = {name: torch.where(torch.rand(t.shape) < share, t + 1, t) for name, t in before.items()}
+    with ranks_of(count, tmp_path / "store", life) as ranks:
+        led = Rank0Policy(shard_of(ranks, None), ranks, WHOLE, torch.bfloat16)
+        first = published(led.weights, "ranks", 0)
+        led.load(after)
+        changes = published(led.weights, "ranks", 1)
+        ranks.say("end")
+    published(lambda: before, "one", 0)
+    published(lambda: after, "one", 1)
+    one, several = (directories[to].file(Version(0, 1)) for to in ("one", "ranks"))
+    assert filecmp.cmp(one, several, shallow=False)
+
+    rows = {name: len(tensor) for name, tensor in before.items()}
+    for rank in range(1, count):
+        mine = {name: slice(*rows_of(n, rank, count)) for name, n in rows.items()}
+        expected = 0
+        for name, tensor in first.items():
+            own = tensor[mine[name]]
+            changed = int((own != after[name].bfloat16()[mine[name]]).sum())
+            # the whole version, and then rows of a whole tensor, or an index and a number for each that has changed
+            expected += own.nbytes + (own.nbytes if name in changes else changed * (4 + 2))
+        assert int((tmp_path / f"sent-{rank}").read_text()) == expected
+    assert sum(name in changes for name in rows) == (len(rows) if whole else 0)
+    written = sum(tensor.nbytes for tensor in changes.values())
+    assert written < 0.1 * sum(tensor.nbytes for tensor in first.values()) or whole
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another root folder")
+def test_changes_since_a_file_that_another_rank_does_not_see_are_found_by_rank_0(tmp_path: Path) -> None:
+    """A rank on another machine is simulated by one that sees another file system."""
+    (tmp_path / "another").mkdir()
+
+    def life(ranks: Ranks) -> None:
+        policy = shard_of(ranks, None)
+        follower = Follower(policy, SETTINGS.start(policy.parameters()), ranks, WHOLE)
+        os.chroot(tmp_path / "another")  # nothing more is imported
+        follower.follow()
+
+    before = llama_policy().weights()
+    after = {name: tensor.clone() for name, tensor in before.items()}
+    for tensor in after.values():
+        tensor.view(-1)[-1] += 1
+    with ranks_of(2, tmp_path / "store", life) as ranks:
+        led = Rank0Policy(shard_of(ranks, None), ranks, WHOLE)
+        directory = WeightDirectory(tmp_path / "weights", settings=PublishSettings(full_every=2))
+        directory.publish(led.weights(), Version(0, 0), {})
+        led.load(after)
+        directory.publish(led.weights(), Version(0, 1), {})
+        assert led.lay_out(Rank0Optimizer(ranks, SETTINGS, led.parameters(), []), tmp_path / "checkpoints") is None
+        ranks.say("end")
+    changes = load_file(directory.file(Version(0, 1)))
+    assert {name for name in changes if name.endswith("@at")} == {f"{name}@at" for name in after}
+    found = directory.at(Version(0, 1)).read()
+    assert all(torch.equal(found[name], tensor) for name, tensor in after.items())
 
 
 def test_a_rank_lets_go_of_what_is_sharded(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.policy.causal import CausalPolicy
 from tba.policy.reference import FrozenReference
-from tba.streaming import Streamed
+from tba.streaming import Streamed, changes_since, shapes_of
 from tba.types import Version
 from tba.weights.deltas import Restored, _changed, write_changes
 from tba.weights.directory import PublishSettings, WeightDirectory
@@ -54,6 +54,12 @@ def moved(weights: dict[str, torch.Tensor], share: float, seed: int) -> dict[str
     return changed
 
 
+def written(
+    path: Path, new: Mapping[str, torch.Tensor], old: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None
+) -> int:
+    return write_changes(path, shapes_of(new), changes_since(old.__getitem__, new, dtype), dtype)
+
+
 def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(
         one[n].dtype == other[n].dtype
@@ -68,7 +74,7 @@ def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 def test_base_and_changes_are_what_was_published_bit_for_bit(tmp_path: Path, dtype: torch.dtype, share: float) -> None:
     old = tensors(0, dtype)
     new = moved(old, share, 1)
-    size = write_changes(tmp_path / "changes.safetensors", new, old.__getitem__)
+    size = written(tmp_path / "changes.safetensors", new, old)
     assert size == (tmp_path / "changes.safetensors").stat().st_size
     changes = load_file(tmp_path / "changes.safetensors")
     assert same_bits(Restored(old, changes), new)
@@ -117,9 +123,9 @@ def test_whoever_takes_an_update_holds_one_tensor_of_it_at_a_time(
 def test_numbers_are_the_same_when_their_bits_are(tmp_path: Path) -> None:
     old = {"a": torch.tensor([0.0, torch.nan, torch.inf, 1.0] * 4)}
     new = {"a": torch.tensor([-0.0, torch.nan, -torch.inf, 1.0] * 4)}
-    write_changes(tmp_path / "changes.safetensors", new, old.__getitem__)
+    written(tmp_path / "changes.safetensors", new, old)
     assert same_bits(Restored(old, load_file(tmp_path / "changes.safetensors")), new)
-    write_changes(tmp_path / "nothing.safetensors", old, old.__getitem__)
+    written(tmp_path / "nothing.safetensors", old, old)
     assert not load_file(tmp_path / "nothing.safetensors")
 
 
@@ -129,7 +135,7 @@ def test_what_is_compared_is_what_would_have_been_written(tmp_path: Path) -> Non
     base = {"a": trained["a"].bfloat16()}
     trained["a"] += 1e-4
     trained["a"][:64] += 0.5
-    size = write_changes(tmp_path / "changes.safetensors", trained, base.__getitem__, torch.bfloat16)
+    size = written(tmp_path / "changes.safetensors", trained, base, torch.bfloat16)
     changes = load_file(tmp_path / "changes.safetensors")
     assert len(changes["a@at"]) == 64
     assert changes["a@at"].dtype == torch.int32
@@ -145,11 +151,11 @@ def test_tensors_may_come_one_after_the_other(tmp_path: Path) -> None:
         yield from new.items()
 
     streamed = Streamed({name: t.to("meta") for name, t in new.items()}, come)
-    write_changes(tmp_path / "changes.safetensors", streamed, old.__getitem__)
+    written(tmp_path / "changes.safetensors", streamed, old)
     assert same_bits(Restored(old, load_file(tmp_path / "changes.safetensors")), new)
     few = Streamed({name: t.to("meta") for name, t in new.items()}, lambda: iter(list(new.items())[:2]))
     with pytest.raises(ValueError, match="ended before"):
-        write_changes(tmp_path / "few.safetensors", few, old.__getitem__)
+        written(tmp_path / "few.safetensors", few, old)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.float32])

@@ -17,10 +17,12 @@ import os
 import socket
 import struct
 import traceback
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -148,22 +150,61 @@ class Ranks:
         parts = zip(flat.to(self.device).split(sizes), shapes, strict=True)
         return [part.view(tuple(shape)) for part, shape in parts]
 
-    def agree(self, well: bool, what: str) -> list[int]:
-        """Returns the ranks that did not do well in a checkpoint. Every rank calls it, to say how it did."""
-        told = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
-        with self._waits(what, self.word_deadline):
-            dist.all_gather(told, torch.tensor([int(well)]), group=self.saving)
-        return [rank for rank, one in enumerate(told) if not int(one)]
+    def agree(self, well: bool, what: str, group: Any) -> list[int]:
+        """Returns the ranks that did not do well. Every rank calls it, to say how it did."""
+        return [rank for rank, one in enumerate(self.counts(int(well), what, group)) if not one]
 
-    def tell(self, text: str) -> str:
-        """Returns what rank 0 says of a checkpoint, beside its messages. Every rank calls it."""
+    def counts(self, count: int, what: str, group: Any) -> list[int]:
+        """Returns what each rank counted. Every rank calls it."""
+        told = [torch.zeros(1, dtype=torch.int64) for _ in range(self.count)]
+        with self._waits(what, self._patience(group)):
+            dist.all_gather(told, torch.tensor([count]), group=group)
+        return [int(one) for one in told]
+
+    def brought(self, own: Tensor, counts: Sequence[int], what: str, group: Any) -> Tensor | None:
+        """Returns the flat tensors of all ranks, one after the other, on rank 0, None on the others. Every rank calls
+        it, with its own on the host, and how many elements each has.
+        """
+        with self._waits(what, self._patience(group)):
+            if self.rank:
+                if len(own):
+                    dist.send(own.view(torch.uint8), 0, group=group)
+                return None
+            parts = [own, *(own.new_empty(count) for count in counts[1:])]
+            for rank, part in enumerate(parts):
+                if rank and len(part):
+                    dist.recv(part.view(torch.uint8), rank, group=group)
+            return torch.cat(parts)
+
+    def tell(self, text: str, what: str, group: Any) -> str:
+        """Returns what rank 0 says beside its messages, which is not empty. Every rank calls it."""
         block = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         size = torch.tensor([len(block)])
-        with self._waits("for the place of a checkpoint", self.word_deadline):
-            dist.broadcast(size, 0, group=self.saving)
+        with self._waits(what, self._patience(group)):
+            dist.broadcast(size, 0, group=group)
             block = block if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(block, 0, group=self.saving)
+            dist.broadcast(block, 0, group=group)
         return block.numpy().tobytes().decode()
+
+    def shared(self, folder: Path | None, what: str, group: Any) -> Path | None:
+        """Returns a folder of rank 0, None where another rank does not see it: it is on another machine. Every rank
+        calls it, those without it with None.
+        """
+        seen = None
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            seen = folder.resolve() / f".seen-{uuid.uuid4().hex[:12]}"
+            seen.touch()
+        try:
+            told = Path(self.tell(str(seen), what, group))
+            blind = self.agree(told.exists(), what, group)
+        finally:
+            if seen is not None:
+                seen.unlink()
+        return None if blind else told.parent
+
+    def _patience(self, group: Any) -> float:
+        return self.deadline if group is self.weights else self.word_deadline
 
     def meet(self) -> None:
         """Wait until all ranks have come here: with their model loaded, after which nobody is late inside a step."""

@@ -13,12 +13,12 @@ Shape legend: B rows, T completion positions, G groups.
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -26,13 +26,24 @@ from torch.nn import Parameter
 from tba.batch import Batch, deal, moved, shortest_row
 from tba.errors import DeadlineExceeded
 from tba.protocols import PolicyOutput, SavedPolicy
-from tba.sharding import gathered, is_sharded, own_rows
-from tba.streaming import SAFETENSORS_NAMES, Streamed, as_written
+from tba.sharding import gathered, is_sharded, own_rows, rows_of
+from tba.streaming import (
+    SAFETENSORS_NAMES,
+    Change,
+    Streamed,
+    as_written,
+    changes_since,
+    differing,
+    index_type,
+    smaller_whole,
+)
 from tba.training.gradients import Slice, put_together
 from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks import Message, Ranks
 from tba.training.shards import AllRows, ModelWithoutRows, Saving, Shards, lay_out
 
+_LOOKS = "for the other ranks to look for the checkpoints"
+_PUBLISHES = "for the other ranks' part of the weights"
 _PROMPTS = ("prompt_GP", "prompt_length_G")  # these and the answers make a batch that can be evaluated
 _ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_B", "group_B")
 
@@ -160,11 +171,24 @@ class Rank0Policy:
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             try:
+                _since(self.ranks, None)
                 yield from _streamed(shards, self.ranks, dtype)
             finally:
                 self.reading.set()
 
-        return Streamed(like, tensors)
+        def changes(base: Path) -> Iterator[Change]:
+            try:
+                since = _since(self.ranks, base)
+                with safetensors.safe_open(base, framework="pt") as old:
+                    if since is None:
+                        whole = Streamed(like, lambda: _streamed(shards, self.ranks, dtype))
+                        yield from changes_since(old.get_tensor, whole)
+                    else:
+                        yield from _changes(shards, self.ranks, dtype, old)
+            finally:
+                self.reading.set()
+
+        return Streamed(like, tensors, changes)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.ranks.say("load", weights)
@@ -183,15 +207,9 @@ class Rank0Policy:
         self.saving.settle()
         if self.own.everything().keys() != self.own.weights().keys():
             return None
-        folder.mkdir(parents=True, exist_ok=True)
-        seen = folder / f".seen-{uuid.uuid4().hex[:12]}"
-        seen.touch()
-        try:
-            self.ranks.say("checkpoint", seen=str(seen.resolve()))
-            blind = self.ranks.agree(True, "for the other ranks to look for the checkpoints")
-        finally:
-            seen.unlink()
-        return None if blind else lay_out(self.own, optimizer, self.ranks)
+        self.ranks.say("checkpoint")
+        seen = self.ranks.shared(folder, _LOOKS, self.ranks.saving)
+        return None if seen is None else lay_out(self.own, optimizer, self.ranks)
 
 
 class Rank0Optimizer(Optimizer):
@@ -281,9 +299,7 @@ class Follower:
         """Copy this rank's rows, and write them while the next steps are computed."""
         self._settle()
         self._saving.settle()
-        if not self.ranks.agree(
-            Path(message.facts["seen"]).exists(), "for the other ranks to look for the checkpoints"
-        ):
+        if self.ranks.shared(None, _LOOKS, self.ranks.saving) is not None:
             shards = Shards.of(self.own, self.optimizer)
             self._saving.begin(lambda: shards.write(self.ranks, ""))
 
@@ -295,8 +311,14 @@ class Follower:
 
         def send() -> None:
             try:
-                for _ in _streamed(shards, self.ranks, dtype):
-                    pass
+                since = _since(self.ranks, None)
+                if since is None:
+                    for _ in _streamed(shards, self.ranks, dtype):
+                        pass
+                else:
+                    with safetensors.safe_open(since, framework="pt") as old:
+                        for _ in _changes(shards, self.ranks, dtype, old):
+                            pass
             except Exception as error:  # noqa: BLE001 - raised where it is waited for
                 self._failed.append(error)
 
@@ -350,3 +372,41 @@ def _streamed(shards: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | N
         whole = gathered(own.cpu(), tensor.shape, ranks.weights)
         if whole is not None:
             yield name, whole
+
+
+def _since(ranks: Ranks, base: Path | None) -> Path | None:
+    """Returns the file of the weights since which only changes are sent, None where everything is. Every rank calls it;
+    what rank 0 gives counts, and a file that another rank does not see is none.
+    """
+    name = ranks.tell("" if base is None else base.name, _PUBLISHES, ranks.weights).strip()
+    if not name:
+        return None
+    folder = ranks.shared(None if base is None else base.parent, _PUBLISHES, ranks.weights)
+    return None if folder is None else folder / name
+
+
+def _changes(shards: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None, old: Any) -> Iterator[Change]:
+    """Yields what differs from an open file on rank 0; the others send what differs in their rows, which each rank
+    compares by itself. Where many differ, the whole tensor travels and is written.
+    """
+    for name, tensor in shards.items():
+        own = own_rows(tensor)
+        if not is_sharded(tensor):
+            if ranks.rank == 0:
+                yield from changes_since(old.get_tensor, {name: own}, dtype)
+            continue
+        kind, numbers = as_written(own.dtype, dtype), tensor.numel()
+        first, last = rows_of(len(tensor), ranks.rank, ranks.count)
+        flat = own.reshape(-1)
+        at = differing(flat, old.get_slice(name)[first:last].reshape(-1), kind)
+        counts = ranks.counts(len(at), _PUBLISHES, ranks.weights)
+        if smaller_whole(sum(counts), numbers, kind):
+            whole = gathered(own.to(kind).cpu(), tensor.shape, ranks.weights)
+            if whole is not None:
+                yield Change(name, whole)
+        elif any(counts):
+            values = flat[at.to(flat.device)].to("cpu", kind)
+            at = (at + first * (numbers // len(tensor))).to(index_type(numbers))
+            all_at, all_values = (ranks.brought(part, counts, _PUBLISHES, ranks.weights) for part in (at, values))
+            if all_values is not None:
+                yield Change(name, all_values, all_at)

@@ -86,13 +86,14 @@ class Shards:
 
         Raises `PartFailed` where another rank could not write its rows, and what went wrong in this one.
         """
-        folder, failed = ranks.tell(folder), None
+        what, failed = "for the other ranks to write their rows of a checkpoint", None
+        folder = ranks.tell(folder, "for the place of a checkpoint", ranks.saving)
         try:
             write_rows(Path(folder) / MODEL, self.model)
             write_rows(Path(folder) / STATE, self.optimizer)
         except OSError as error:
             failed = error
-        others = ranks.agree(failed is None, "for the other ranks to write their rows of a checkpoint")
+        others = ranks.agree(failed is None, what, ranks.saving)
         if failed is not None:
             raise failed
         if others:

@@ -12,76 +12,54 @@ last.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
-from tba.streaming import BLOCK, SAFETENSORS_NAMES, Streamed, as_written, shapes_of, write_flat
+from tba.streaming import EVEN, SAFETENSORS_NAMES, Change, Streamed, as_written, write_flat
 
 _AT, _IS = "@at", "@is"
-_EVEN = 8  # elements that are written at a time: whatever follows is aligned
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer types by their number of bytes
 
 
 def write_changes(
-    path: Path, tensors: Mapping[str, Tensor], base: Callable[[str], Tensor], dtype: torch.dtype | None = None
+    path: Path, like: Mapping[str, Tensor], changes: Iterable[Change], dtype: torch.dtype | None = None
 ) -> int:
-    """Write what differs from `base` (a tensor by its name) as a safetensors file; returns its bytes.
-
-    Raises `ValueError` when a tensor does not have the declared shape.
+    """Write the changes of tensors with the names, types and shapes of `like` as a safetensors file, those of floating
+    point as `dtype` (None: as they are); returns its bytes.
     """
-    shapes = {name: tuple(like.shape) for name, like in shapes_of(tensors).items()}
     entries: dict[str, object] = {}
     with path.open("wb") as file:
-        room = 8 + sum(2 * len(json.dumps(name)) + 300 for name in shapes) + 64
+        room = 8 + sum(2 * len(json.dumps(name)) + 300 for name in like) + 64
         room += -room % 8
         file.seek(room)
-        for name, tensor in tensors.items():
-            if shapes.pop(name, None) != tuple(tensor.shape):
-                raise ValueError(f"{name} of shape {tuple(tensor.shape)} was read, which is not its declared shape")
-            kind = as_written(tensor.dtype, dtype)
-            for key, written, shape in _changes(name, tensor.detach().contiguous().view(-1), base(name), kind):
+        for change in changes:
+            own = like[change.name]
+            for key, written, shape in _written(change, tuple(own.shape)):
                 begin = file.tell() - room
-                of = written.dtype if key.endswith(_AT) else kind
-                write_flat(file, written, of)
+                kind = written.dtype if key.endswith(_AT) else as_written(own.dtype, dtype)
+                write_flat(file, written, kind)
                 entries[key] = {
-                    "dtype": SAFETENSORS_NAMES[of],
-                    "shape": list(tensor.shape if shape is None else shape),
+                    "dtype": SAFETENSORS_NAMES[kind],
+                    "shape": list(shape),
                     "data_offsets": [begin, file.tell() - room],
                 }
-        if shapes:
-            raise ValueError(f"{next(iter(shapes))} is missing: the tensors ended before it")
         end = file.tell()
         _write_header(file, entries, room)
         return end
 
 
-def _changes(name: str, new: Tensor, old: Tensor, kind: torch.dtype) -> Iterator[tuple[str, Tensor, tuple[int] | None]]:
-    """Yields what is to be written of a flat tensor: (name, values, their shape if that is not the tensor's own)."""
-    old = old.contiguous().view(-1)
-    places = [begin + at for begin, at in _differing(new, old, kind)]
-    at = torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
-    if not len(at):
+def _written(change: Change, shape: tuple[int, ...]) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+    """Yields what is to be written of a tensor: (name, values, their shape)."""
+    values, at = change.values, change.at
+    if at is None:
+        yield change.name, values, shape
         return
-    index = torch.int32 if new.numel() <= torch.iinfo(torch.int32).max else torch.int64
-    if new.numel() % _EVEN == 0 and len(at) * (index.itemsize + kind.itemsize) >= new.numel() * kind.itemsize:
-        yield name, new, None
-        return
-    at = torch.cat([at, at[-1:].expand(-len(at) % _EVEN)])  # repeats the last index, which changes nothing
-    yield name + _AT, at.to(index), (len(at),)
-    yield name + _IS, new[at.to(new.device)], (len(at),)
-
-
-def _differing(new: Tensor, old: Tensor, kind: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Yields (where a block begins, which of its elements have other bits)."""
-    bits = _BITS[kind.itemsize]
-    size = BLOCK // kind.itemsize
-    for begin in range(0, new.numel(), size):
-        one, other = new[begin : begin + size].to("cpu", kind), old[begin : begin + size]
-        yield begin, (one.view(bits) != other.view(bits)).nonzero().view(-1)
+    more = -len(at) % EVEN  # repeats the last element, which changes nothing
+    yield change.name + _AT, torch.cat([at, at[-1:].expand(more)]), (len(at) + more,)
+    yield change.name + _IS, torch.cat([values, values[-1:].expand(more)]), (len(at) + more,)
 
 
 def _write_header(file: BinaryIO, entries: Mapping[str, object], room: int) -> None:

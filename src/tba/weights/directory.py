@@ -29,7 +29,7 @@ import torch
 from tba.errors import UserError
 from tba.foreign import parsed
 from tba.protocols import PublishedWeights
-from tba.streaming import write_tensors
+from tba.streaming import Streamed, changes_since, shapes_of, write_tensors
 from tba.types import Json, Version
 from tba.weights.atomic_dir import sync
 from tba.weights.deltas import Restored, write_changes
@@ -106,7 +106,13 @@ class WeightDirectory:
         with safetensors.safe_open(self.file(self._base), framework="pt") as base:
             if sorted(base.keys()) != sorted(weights):
                 raise ValueError(f"these weights have other names than those of version {self._base}")
-            write_changes(temporary, weights, base.get_tensor, self._dtype)
+            of_ranks = weights.changes if isinstance(weights, Streamed) else None
+            changes = (
+                changes_since(base.get_tensor, weights, self._dtype)
+                if of_ranks is None
+                else of_ranks(self.file(self._base))
+            )
+            write_changes(temporary, shapes_of(weights), changes, self._dtype)
         return self._base
 
     def settle(self) -> None:
