@@ -2,10 +2,10 @@
 
     python benchmarks/searcher_memory.py [--quick]
 
-Each case is a process of its own on one thread, with random weights in float32, in the sizes of `trainer_memory.py` and
-measured as there. *Engine*: 64 slots answer 32 prompts of 64 tokens twice at temperature 0.7, in two rounds. *Reference*:
-one pass of 8,192 tokens, a prompt and its answers. With adapters (LoRA, rank 16) the reference shares the base of the
-engine, which is there before: what is measured is what comes on top.
+Each case is a process of its own on one thread, with random weights in float32, in the sizes of `trainer_memory.py`
+and measured as there. *Engine*: 64 slots answer 32 prompts of 64 tokens twice at temperature 0.7, in two rounds.
+*Reference*: one pass of 8,192 tokens, a prompt and its answers. With adapters (LoRA, rank 16) the reference shares
+the base of the engine, which is there before: what is measured is what comes on top.
 """
 
 from __future__ import annotations

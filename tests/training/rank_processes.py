@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tba.record.memory import peak_memory_bytes, resident_memory_bytes
 from tba.training.ranks import Meeting, Ranks
 
 
@@ -65,3 +67,14 @@ def ranks_of(
             os.kill(child, signal.SIGKILL)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert codes == [code] * (count - 1)
+
+
+def risen(act: Callable[[], object]) -> int:
+    """By how many bytes the largest resident memory of this process is above what it has now, after `act`."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed counts if it is used again
+    Path("/proc/self/clear_refs").write_text("5")  # the largest so far is what there is now
+    before = resident_memory_bytes()
+    assert before is not None
+    act()
+    return peak_memory_bytes() - before

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import ranks_of
+from rank_processes import ranks_of, risen
 from torch import Tensor
 from toys import VOCABULARY, groups_of
 from transformers import (
@@ -37,7 +35,6 @@ from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_unfilled
 from tba.policy.lora import LoraSettings, add_adapters, is_adapter
 from tba.policy.sharded import ShardedModel
-from tba.record.memory import peak_memory_bytes, resident_memory_bytes
 from tba.sharding import is_sharded, own_rows
 from tba.training.ranks import Ranks
 from tba.training.sharded import _streamed
@@ -174,15 +171,6 @@ def test_a_rank_never_holds_more_than_its_share_and_one_layer(count: int, tmp_pa
     model.bfloat16().save_pretrained(tmp_path / "large")
     del model
     small = saved(LlamaForCausalLM(LlamaConfig(**GROUPED)), tmp_path / "small")
-
-    def risen(load: Callable[[], object]) -> int:
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what earlier tests have freed counts if it is used again
-        Path("/proc/self/clear_refs").write_text("5")  # the largest so far is what there is now
-        before = resident_memory_bytes()
-        assert before is not None
-        load()
-        return peak_memory_bytes() - before
 
     def load(path: Path, ranks: Ranks) -> object:
         model, files = load_unfilled(path, torch.float32)

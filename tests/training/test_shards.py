@@ -9,18 +9,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_processes import ranks_of
+from rank_processes import ranks_of, risen
+from safetensors.torch import load_file
 from test_sharded import WHOLE, alone, checkpoint, follow, spread
 from toys import BETA, ByHand, llama_policy
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.errors import PartFailed
 from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.causal import CausalPolicy
 from tba.sharding import own_rows
 from tba.training.checkpoint import Checkpoint, newest_sound, save_checkpoint
-from tba.training.optimizer import OptimizerSettings
+from tba.training.optimizer import Optimizer, OptimizerSettings
 from tba.training.ranks import Ranks
-from tba.training.sharded import Rank0Policy
+from tba.training.sharded import Follower, Rank0Policy
 from tba.training.shards import Shards
+from tba.types import Version
 
 BALANCE = TrajectoryBalance(BETA)
 FILES = ("model.safetensors", "optimizer.safetensors", "optimizer.json", "config.json", "heads.safetensors")
@@ -76,6 +80,85 @@ def test_ranks_write_the_bytes_that_gathering_would_though_steps_follow_at_once(
         assert [again.go()["loss"] for _ in range(2)] == expected
         assert [one.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
         ranks.say("end")
+
+
+@pytest.mark.parametrize(("wrote", "goes_on"), [(2, 4), (4, 2)])
+def test_a_checkpoint_of_some_ranks_goes_on_with_more_or_fewer(wrote: int, goes_on: int, tmp_path: Path) -> None:
+    """They hold the same bits, and have the same losses up to the order of sums."""
+    mine, again = tmp_path / "mine", tmp_path / "again"
+    with ranks_of(wrote, tmp_path / "store", lambda ranks: follow(ranks, WHOLE)) as ranks:
+        trainer = spread(ranks, BALANCE, tmp_path, WHOLE)
+        for _ in range(2):
+            trainer.go()
+        begin(trainer, mine)
+        asked = trainer.batches.replay.asked
+        expected = [trainer.go()["loss"] for _ in range(2)]
+        written(trainer)
+        ranks.say("end")
+    saved = Checkpoint.load(mine / "step-2")
+    with ranks_of(goes_on, tmp_path / "another", lambda ranks: follow(ranks, WHOLE, saved)) as ranks:
+        trainer = spread(ranks, BALANCE, tmp_path, WHOLE, saved)
+        trainer.version = saved.version
+        trainer.batches.replay.asked = asked
+        checkpoint(trainer, again)
+        held, there = (load_file(path / "optimizer.safetensors") for path in (again / "step-2", saved.path))
+        assert held.keys() == there.keys()
+        assert all(torch.equal(held[name], tensor) for name, tensor in there.items())
+        same = [name for name in FILES if name != "optimizer.safetensors"]  # whose tensors are in another order
+        assert filecmp.cmpfiles(again / "step-2", saved.path, same, shallow=False)[0] == same
+        assert [trainer.go()["loss"] for _ in range(2)] == pytest.approx(expected, rel=1e-5)
+        ranks.say("end")
+
+
+LARGE = {  # 14 M parameters: 56 MB, and 167 MB with two moments; 13 MB of it are a layer's weights
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_checkpoint_raises_a_rank_by_its_share_and_at_most_a_layer(count: int, tmp_path: Path) -> None:
+    """The rise of the largest resident memory of each forked rank, until its rows are on the disk."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**LARGE))
+    sizes = {name: p.nbytes for name, p in model.named_parameters()}
+    weights, layer = sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers.0." in name)
+
+    def stepped(ranks: Ranks) -> tuple[CausalPolicy, Optimizer]:
+        policy = CausalPolicy(model)
+        policy.shard(ranks.sharding(torch.float32))
+        optimizer = OptimizerSettings().start(policy.parameters())
+        for parameter in policy.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step(1)
+        return policy, optimizer
+
+    def life(ranks: Ranks) -> None:
+        follower = Follower(*stepped(ranks), ranks, WHOLE)
+
+        def checkpoint_of_all() -> None:
+            follower._checkpoint(ranks.hear())
+            follower._saving.settle()
+
+        found = risen(checkpoint_of_all)
+        copies = Shards.of(follower.own, follower.optimizer)
+        own = sum(rows.nbytes for part in (copies.model, copies.optimizer) for _, rows in part.values())
+        assert own < found < own + layer
+
+    with ranks_of(count, tmp_path / "store", life) as ranks:
+        policy, optimizer = stepped(ranks)
+        led = Rank0Policy(policy, ranks, WHOLE)
+        laid_out = led.lay_out(optimizer, tmp_path / "checkpoints")
+        assert laid_out is not None
+        whole, rows = laid_out
+        save_checkpoint(tmp_path / "checkpoints", Version(0, 1), whole.save, rows, heads=policy.heads)
+    moments = (tmp_path / "checkpoints" / "step-1" / "optimizer.safetensors").stat().st_size
+    assert moments > 2 * weights
 
 
 def test_a_rank_copies_its_share_and_nothing_else(tmp_path: Path) -> None:
