@@ -182,6 +182,11 @@ class Recipe:
                 "as `embedding=HashedNgrams()`, or choose edit"
             )
         share = self.cluster.trainer_gpus
+        if self.trainer.ranks > 1 and getattr(self.model, "dtype", "") == "4-bit":
+            raise UserError(
+                f"--trainer.ranks is {self.trainer.ranks}, but a base in 4 bits (--model.dtype 4-bit) is not sharded: "
+                "train it with one rank, or with another dtype"
+            )
         if self.runtime == "cluster" and self.trainer.ranks > 1 and share is not None and 0 < share < 1:
             raise UserError(
                 f"--cluster.trainer-gpus is {share:g}, but each of {self.trainer.ranks} ranks "

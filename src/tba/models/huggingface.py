@@ -128,7 +128,8 @@ class HuggingFace:
     path: str = ""  # a folder, a GGUF file, or a name on the Hub; empty: the warm start's result
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Wanted = "auto"  # in which trainer, reference and engine compute, and weights are published; auto: bfloat16
-    # on CUDA, else float32. What is trained, its gradients and moments are float32 in any case
+    # on CUDA, else float32; 4-bit: bfloat16, on a base under adapters in NF4. What is trained, its gradients and
+    # moments are float32 in any case
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
     share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
@@ -136,6 +137,13 @@ class HuggingFace:
     compiled: bool = False  # torch.compile of the policy's layers except attention (docs/scaling.md)
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype == "4-bit" and (not self.lora.rank or self.generation.engine == "vllm"):
+            raise UserError(
+                "--model.dtype 4-bit is for the frozen base of adapters in the transformers engine: give "
+                "--model.lora.rank and --model.generation.engine transformers, or another dtype"
+            )
 
     @property
     def unused(self) -> Mapping[str, str]:
@@ -226,7 +234,7 @@ class HuggingFace:
         else:  # vLLM has its own copy; on the other engine's, adapters are merged
             model, tokenizer = None, self.tokenizer()
         if self.lora.rank:
-            add_adapters(model, self.lora)
+            add_adapters(model, self.lora, self.compute)
             _ENGINES[repr(self)] = model
         if not served:
             return TransformersEngine(model, tokenizer, self.generation, version)
@@ -241,7 +249,7 @@ class HuggingFace:
         engines = _ENGINES.get(repr(self))
         model = self._load(self.path, self._device, self.compute)[0] if engines is None else copy_on_same_base(engines)
         if engines is None:
-            add_adapters(model, self.lora)
+            add_adapters(model, self.lora, self.compute)
         switch_adapters(model, on=False)
         return FrozenReference(model, version, temperature, share_prompt=self.share_prompt)
 
@@ -259,7 +267,7 @@ class HuggingFace:
 
     def _load(self, path: str, device: torch.device, dtype: torch.dtype) -> tuple[Any, Any]:
         self._allow_tf32()
-        return _loaded(path, device, dtype)
+        return _loaded(path, device, dtype, self.precision.four_bit)
 
     def _allow_tf32(self) -> None:
         if self.precision.tf32:
@@ -354,10 +362,10 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _loaded(path: str, device: torch.device | str, dtype: torch.dtype) -> tuple[Any, Any]:
+def _loaded(path: str, device: torch.device | str, dtype: torch.dtype, four_bit: bool = False) -> tuple[Any, Any]:
     """Returns a model and its tokenizer; a download from the Hub shows its progress."""
     with _no_bars() if Path(path).is_dir() else nullcontext():
-        return load_model(path, device, dtype)
+        return load_model(path, device, dtype, four_bit=four_bit)
 
 
 def tokenizer_for(start: WarmStart, problems: list[Problem], task: Task) -> Any:

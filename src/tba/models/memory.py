@@ -89,6 +89,11 @@ class Shape:
     def parameters(self) -> int:
         return self.layers * self.layer + self.outside
 
+    @property
+    def matrices(self) -> int:
+        """Parameters of the layers' linear layers, without biases."""
+        return self.layers * sum(n * m for n, m in self.linear.values())
+
     def operations(self, read: float, scored: float) -> float:
         """Returns the floating-point operations of a forward over `read` tokens, of which `scored` go through the head:
         two for each weight of a matrix. Attention to other tokens is left out, which for long ones is not little.
@@ -117,10 +122,10 @@ class Pass:
 def trainer(shape: Shape, of: Pass) -> Bytes:
     """Bytes of each rank of the trainer at the worst moment of a step of several passes, by part."""
     i, tokens = of.precision.compute.itemsize, of.tokens
-    base, trained = shape.parameters, shape.adapters(of.rank, of.targets) if of.rank else shape.parameters
-    frozen = base if of.rank else 0
+    trained = shape.adapters(of.rank, of.targets) if of.rank else shape.parameters
+    frozen = _base(shape, of.precision) if of.rank else 0
     found = {
-        "weights": (of.precision.held.itemsize * frozen + 4 * trained) // of.ranks,
+        "weights": (frozen + 4 * trained) // of.ranks,
         "gradients": 4 * trained // of.ranks,
         "moments": 8 * trained // of.ranks,
         "probabilities kept": _kept(shape, tokens, i),
@@ -138,7 +143,7 @@ def trainer(shape: Shape, of: Pass) -> Bytes:
         kept + layer * of.checkpointed + 2 * tokens * (shape.ff + shape.width) * i + matrix * shape.tied,
         matrix * (1 + shape.tied),  # the embedding's
     )
-    return found | _gathered(shape, of)
+    return found | (_made_whole(shape, of.precision) if of.precision.four_bit else _gathered(shape, of))
 
 
 @dataclass(frozen=True)
@@ -164,10 +169,10 @@ def engine(shape: Shape, of: Sampling) -> Bytes:
     # logits as they come, then in float32 tempered, as probabilities and summed up
     step = kept + of.slots * shape.vocabulary * (i + 3 * 4)
     return {
-        "weights": i * (shape.parameters + (shape.adapters(of.rank, of.targets) if of.rank else 0)),
+        "weights": _base(shape, of.precision) + i * (shape.adapters(of.rank, of.targets) if of.rank else 0),
         "keys and values": of.slots * -(-of.positions // 16) * 16 * shape.layers * 2 * shape.keys * i,
         "a step": max(prefill, step),
-    }
+    } | _made_whole(shape, of.precision)
 
 
 def reference(shape: Shape, of: Sampling) -> Bytes:
@@ -179,6 +184,18 @@ def reference(shape: Shape, of: Sampling) -> Bytes:
         "weights": i * (shape.adapters(of.rank, of.targets) if of.rank else shape.parameters),
         "a pass": SCORED * (3 * shape.ff + 4 * shape.width) * i + first,
     }
+
+
+def _base(shape: Shape, of: Precision) -> int:
+    """Bytes of the weights that are not trained: of engine, reference and adapters' base."""
+    in_4_bits = shape.matrices if of.four_bit else 0  # half a byte each, and a float32 for 64 of them
+    return of.compute.itemsize * (shape.parameters - in_4_bits) + in_4_bits * 9 // 16
+
+
+def _made_whole(shape: Shape, of: Precision) -> Bytes:
+    """The largest matrix in 4 bits as it is computed with."""
+    largest = max((n * m for n, m in shape.linear.values()), default=0)
+    return {"a matrix made whole": largest * of.compute.itemsize} if of.four_bit else {}
 
 
 def _layer(shape: Shape, of: Pass) -> int:

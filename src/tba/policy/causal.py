@@ -267,6 +267,7 @@ class CausalPolicy:
         """Write what `save_pretrained` writes, with the tensors one after the other."""
         folder.mkdir()
         config = copy(self.model.config)
+        vars(config).pop("quantization_config", None)  # what is written is whole
         config.architectures = [type(self.model).__name__.removeprefix("FSDP")]
         config.dtype = str(next(iter(shapes_of(weights).values())).dtype).removeprefix("torch.")
         config.save_pretrained(folder)

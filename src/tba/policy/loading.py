@@ -8,17 +8,26 @@ tensors otherwise (transformers converts them as it loads) is read whole by each
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -32,22 +41,37 @@ log = logging.getLogger(__name__)
 
 
 def load_model(
-    path: str | Path, device: torch.device | str, dtype: torch.dtype, seed: int | None = None
+    path: str | Path,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    seed: int | None = None,
+    four_bit: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Loads a causal language model and its tokenizer from a local folder or a Hub name, in evaluation mode.
 
-    With a `seed` the weights are drawn at random from the configuration, whatever weights are there.
+    With a `seed` the weights are drawn at random from the configuration, whatever weights are there. With `four_bit`
+    the matrices of its layers are held in NF4.
     Raises `UserError` when the model or its tokenizer is missing or unreadable.
     """
     with _readable(path):
-        if seed is None:
+        if four_bit:
+            placed = {"quantization_config": _nf4(dtype), "device_map": {"": device}}
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **placed, **SAFE_MODEL)
+        elif seed is None:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
         else:
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **SAFE), dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
-    return model.to(device).eval(), tokenizer
+    return (model if four_bit else model.to(device)).eval(), tokenizer
+
+
+def _nf4(dtype: torch.dtype) -> Any:
+    """Returns how bitsandbytes holds matrices in 4 bits, and computes with them in `dtype`."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("--model.dtype 4-bit needs the library bitsandbytes: pip install -e '.[four-bit]'")
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
 @dataclass(frozen=True)

@@ -81,21 +81,22 @@ def _fuse(model: PreTrainedModel) -> None:
     peft's makes three tensors as large as the layer's output (B A x, its multiple, the sum), and all in the adapters'
     float32, whatever the layer computes in (`benchmarks/adapters.py`).
     """
-    from peft.tuners.lora import Linear
+    from peft.tuners.lora import Linear, LoraLayer
 
     for module in model.modules():
-        if type(module) is Linear and type(module.base_layer) is torch.nn.Linear:
+        plain = type(module) is Linear and type(module.base_layer) is torch.nn.Linear
+        if plain or (isinstance(module, LoraLayer) and _four_bit(module.base_layer.weight) is not None):
             module.forward = partial(_adapted_linear, module)
 
 
 def _adapted_linear(layer: Any, x: Tensor) -> Tensor:
     """[..., in] -> [..., out]."""
-    base = layer.base_layer
+    base, four_bit = layer.base_layer, _four_bit(layer.base_layer.weight)
     if layer.disable_adapters:
-        out: Tensor = base(x)
+        out: Tensor = base(x) if four_bit is None else torch.nn.functional.linear(x, whole(base.weight), base.bias)
         return out
     a, b = (matrices[_NAME].weight for matrices in (layer.lora_A, layer.lora_B))
-    out = _AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, a, b, layer.scaling[_NAME])
+    out = _AdaptedLinear.apply(x.flatten(0, -2), base.weight, base.bias, a, b, layer.scaling[_NAME], four_bit)
     return out.view(*x.shape[:-1], -1)
 
 
@@ -107,23 +108,49 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, a_RI: Tensor, b_OR: Tensor, scale: float
+        ctx: Any,
+        x_NI: Tensor,
+        weight: Tensor,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scale: float,
+        four_bit: Any,
     ) -> Tensor:
+        """[N, O]. `weight` is [O, I], or in 4 bits, and then made whole again for the backward."""
         a, b = a_RI.to(x_NI.dtype), b_OR.to(x_NI.dtype)
         inner_NR = x_NI @ a.T
-        ctx.save_for_backward(x_NI, weight_OI, a, b, inner_NR)
-        ctx.scale, ctx.dtype = scale, a_RI.dtype
-        return torch.nn.functional.linear(x_NI, weight_OI, bias_O).addmm_(inner_NR, b.T, alpha=scale)
+        ctx.save_for_backward(x_NI, weight, a, b, inner_NR)
+        ctx.scale, ctx.dtype, ctx.four_bit = scale, a_RI.dtype, four_bit
+        return torch.nn.functional.linear(x_NI, whole(weight, four_bit), bias_O).addmm_(inner_NR, b.T, alpha=scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, ...]:
-        x_NI, weight_OI, a, b, inner_NR = ctx.saved_tensors
+        x_NI, weight, a, b, inner_NR = ctx.saved_tensors
         grad_inner_NR = (grad_NO @ b).mul_(ctx.scale)
         grad_b = (grad_NO.T @ inner_NR).to(ctx.dtype).mul_(ctx.scale)
         grad_a = (grad_inner_NR.T @ x_NI).to(ctx.dtype)
-        grad_x = (grad_NO @ weight_OI).addmm_(grad_inner_NR, a) if ctx.needs_input_grad[0] else None
-        return grad_x, None, None, grad_a, grad_b, None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad_NO @ whole(weight, ctx.four_bit)).addmm_(grad_inner_NR, a)
+        return grad_x, None, None, grad_a, grad_b, None, None
+
+
+def _four_bit(weight: Tensor) -> Any:
+    """Returns what makes a matrix in 4 bits (of bitsandbytes) whole again; None where it is whole."""
+    return getattr(weight, "quant_state", None)
+
+
+def whole(weight: Tensor, four_bit: Any = None) -> Tensor:
+    """Returns a matrix that may be held in 4 bits in the type that is computed with."""
+    four_bit = _four_bit(weight) if four_bit is None else four_bit
+    if four_bit is None:
+        return weight
+    from bitsandbytes.functional import dequantize_4bit
+
+    found: Tensor = dequantize_4bit(weight, four_bit)
+    return found
 
 
 def _make_adapters(model: PreTrainedModel) -> None:
@@ -171,17 +198,20 @@ def merged_with(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Strea
 
 
 def untied(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns all weights by name, detached; of tied ones only one."""
+    """Returns all weights by name, detached; of tied ones only one. Those in 4 bits are as they are held."""
     tied = model.all_tied_weights_keys
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
+    own = {name: p for name, p in model.named_parameters() if _four_bit(p) is not None}
+    kept = {name: own.get(name, tensor) for name, tensor in model.state_dict().items() if name not in tied}
+    return {name: t for name, t in kept.items() if name.partition(".weight.")[0] + ".weight" not in own or name in own}
 
 
 def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict[str, Tensor]) -> Streamed:
     """Yields `model` without adapters: plain weights by the names of its base, one after the other.
 
-    `weights` are all of its own, the base's before its adapter's; those of adapters are put into `adapters`.
+    `weights` are all of its own, the base's before its adapter's; those of adapters are put into `adapters`. What is
+    held in 4 bits is made whole, a matrix at a time.
     """
-    like = {plain_name(name): t for name, t in shapes_of(weights).items() if not is_adapter(name)}
+    like = {plain_name(name): _like(t) for name, t in shapes_of(weights).items() if not is_adapter(name)}
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         waiting: dict[str, Tensor] = {}  # of the layer that is being read: its base, until its adapter has come
@@ -191,14 +221,20 @@ def merged(model: PreTrainedModel, weights: Mapping[str, Tensor], adapters: dict
                 waiting[layer] = tensor
                 continue
             if not is_adapter(name):
-                yield plain_name(name), tensor
+                yield plain_name(name), whole(tensor)
                 continue
             adapters[name] = tensor
             if ".lora_B." in name:
                 a, b = adapters[f"{layer}.lora_A.{_NAME}.weight"], tensor
-                yield f"{layer}.weight", _with_change(model.get_submodule(layer), waiting.pop(layer), a, b)
+                yield f"{layer}.weight", _with_change(model.get_submodule(layer), whole(waiting.pop(layer)), a, b)
 
     return Streamed(like, tensors)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the type and shape that `whole` gives."""
+    four_bit = _four_bit(tensor)
+    return tensor if four_bit is None else torch.empty(four_bit.shape, dtype=four_bit.dtype, device="meta")
 
 
 def plain_name(name: str) -> str:

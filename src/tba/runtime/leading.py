@@ -46,10 +46,11 @@ def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ra
     """Returns this process's place among the trainer's ranks; None where the trainer is one plain process.
 
     A single rank that computes in less than float32 has one too: shards are float32 and are cast as they are gathered.
+    A base in 4 bits is not sharded: its adapters are cast as they are used.
     Without a `meeting` they find each other through the file that the environment names.
     """
     ranks = recipe.trainer.ranks
-    if ranks == 1 and recipe.model.compute == torch.float32:
+    if ranks == 1 and (recipe.model.compute == torch.float32 or getattr(recipe.model, "dtype", "") == "4-bit"):
         return None
     device = recipe.model.trainer_device
     meeting = meeting or Meeting(_store_here(ranks))
