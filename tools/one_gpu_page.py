@@ -8,9 +8,10 @@ run. A test keeps the page up to date.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from transformers import Qwen2Config
 
@@ -35,6 +36,11 @@ MODELS = {  # Qwen2.5's: width, layers, feed-forward width, heads, key-value hea
 TOKENS = (16_384, 8192, 4096, 2048)  # of a pass, the most that fit
 SLOTS = (64, 32, 16, 8)  # completions at a time
 RANK = 16
+KINDS: dict[str, dict[str, Any]] = {  # what is trained: fields of the model
+    "all weights": {},
+    f"LoRA, rank {RANK}": {"lora": LoraSettings(rank=RANK)},
+    "the same, 4-bit": {"lora": LoraSettings(rank=RANK), "dtype": "4-bit"},
+}
 
 PLAIN = 4096  # tokens of a pass for which no checkpointing is preferred
 
@@ -56,7 +62,7 @@ TAIL = """\
 *No*: not even `--max-tokens-per-pass {fewest}` with checkpointing, or `--model.generation.slots {slots}`, fits.
 Allocators lose some of what is left over: torch's keeps freed blocks, and fewer with
 `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. `--model.lora.rank {rank}` trains {share} of 7 B's parameters, on a
-base that either half holds once, in bfloat16.
+base that either half holds once, in bfloat16; *4-bit*: with `--model.dtype 4-bit`, its layers' matrices in NF4.
 
 - *Longer answers* need more for their keys and values (a searcher), and nothing more for the trainer, whose passes are
   bounded by `--max-tokens-per-pass`, as long as one prompt and answer are no more than that.
@@ -104,28 +110,27 @@ def table(shares: dict[str, float]) -> Iterator[str]:
     for gpu in GPUS:
         for name in MODELS:
             made = shape(name)
-            for rank in (0, RANK):
-                found = trainer_of(made, rank, int(gpu * GB * shares["trainer"]))
-                slots = searcher_of(made, rank, int(gpu * GB * shares["searcher"]))
-                trained = f"LoRA, rank {rank}" if rank else "all weights"
+            for trained, model in KINDS.items():
+                found = trainer_of(made, model, int(gpu * GB * shares["trainer"]))
+                slots = searcher_of(made, model, int(gpu * GB * shares["searcher"]))
                 cells = (f"{gpu} GB", name, trained, *found, *slots)
                 yield f"| {' | '.join(cells)} |"
 
 
-def trainer_of(made: Shape, rank: int, room: int) -> tuple[str, str, str]:
+def trainer_of(made: Shape, model: Mapping[str, Any], room: int) -> tuple[str, str, str]:
     """Tokens of a pass, whether it is checkpointed, and memory."""
     for checkpointed in (False, True):
         for tokens in TOKENS:
-            tried = replace(recipe(rank, checkpointed), max_tokens_per_pass=tokens)
+            tried = replace(recipe(model, checkpointed), max_tokens_per_pass=tokens)
             if (checkpointed or tokens >= PLAIN) and fits(tried, made, Room(trainer_gpu=room)):
                 return f"{tokens:,}", "on" if checkpointed else "off", of(tried, made, ("trainer",), room)
     return "no", "", ""
 
 
-def searcher_of(made: Shape, rank: int, room: int) -> tuple[str, str]:
+def searcher_of(made: Shape, model: Mapping[str, Any], room: int) -> tuple[str, str]:
     """Slots, and memory."""
     for slots in SLOTS:
-        tried = recipe(rank, True)
+        tried = recipe(model, True)
         assert isinstance(tried.model, HuggingFace)
         tried = replace(tried, model=replace(tried.model, generation=replace(tried.model.generation, slots=slots)))
         if fits(tried, made, Room(searcher_gpu=room)):
@@ -133,11 +138,11 @@ def searcher_of(made: Shape, rank: int, room: int) -> tuple[str, str]:
     return "no", ""
 
 
-def recipe(rank: int, checkpointed: bool) -> Recipe:
+def recipe(model: Mapping[str, Any], checkpointed: bool) -> Recipe:
     gsm8k = find("gsm8k")
     assert isinstance(gsm8k.model, HuggingFace)
-    model = replace(gsm8k.model, device="cuda", lora=LoraSettings(rank=rank), gradient_checkpointing=checkpointed)
-    return replace(gsm8k, model=model, searchers=1)
+    changed = replace(gsm8k.model, device="cuda", gradient_checkpointing=checkpointed, **model)
+    return replace(gsm8k, model=changed, searchers=1)
 
 
 def fits(tried: Recipe, made: Shape, room: Room) -> bool:

@@ -140,6 +140,10 @@ def _smaller(recipe: Recipe, half: str) -> Iterator[tuple[str, Recipe]]:
     if not model.lora.rank:
         adapted = with_model(gradient_checkpointing=True, lora=replace(model.lora, rank=_RANK))
         yield f"--model.lora.rank {_RANK} --model.gradient-checkpointing", adapted
+    if model.generation.engine == "transformers" and recipe.trainer.ranks == 1:
+        lora = replace(model.lora, rank=model.lora.rank or _RANK)
+        flags_of_4_bit = f"--model.dtype 4-bit --model.lora.rank {lora.rank} --model.gradient-checkpointing"
+        yield flags_of_4_bit, with_model(gradient_checkpointing=True, lora=lora, dtype="4-bit")
     if recipe.runtime != "inline" and recipe.model.gpus_per_searcher:
         for ranks in (2, 4, 8):
             if ranks > recipe.trainer.ranks:

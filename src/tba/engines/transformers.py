@@ -226,6 +226,8 @@ class Flow:
     weights keep the keys and values of the older ones.
     """
 
+    packed: PackedPrompts  # the prompts packed_from .. packed_to - 1, once some were read
+
     def __init__(
         self,
         engine: TransformersEngine,
