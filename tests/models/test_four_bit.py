@@ -139,7 +139,9 @@ def test_without_bitsandbytes_it_is_named() -> None:
         model().policy(1.0)
 
 
-def test_it_needs_adapters_the_own_engine_and_one_rank() -> None:
+def test_it_needs_adapters_the_own_engine_one_rank_and_a_device_that_can() -> None:
+    with pytest.raises(UserError, match="4-bit is for CPUs and CUDA, but the model's device is mps"):
+        replace(model(), device="mps").policy(1.0)
     with pytest.raises(UserError, match=r"4-bit is for the frozen base of adapters"):
         replace(model(), lora=LoraSettings())
     with pytest.raises(UserError, match=r"4-bit is for the frozen base of adapters"):

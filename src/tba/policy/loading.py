@@ -55,7 +55,7 @@ def load_model(
     """
     with _readable(path):
         if four_bit:
-            placed = {"quantization_config": _nf4(dtype), "device_map": {"": device}}
+            placed = {"quantization_config": _nf4(torch.device(device), dtype), "device_map": {"": device}}
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **placed, **SAFE_MODEL)
         elif seed is None:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
@@ -67,8 +67,10 @@ def load_model(
     return (model if four_bit else model.to(device)).eval(), tokenizer
 
 
-def _nf4(dtype: torch.dtype) -> Any:
+def _nf4(device: torch.device, dtype: torch.dtype) -> Any:
     """Returns how bitsandbytes holds matrices in 4 bits, and computes with them in `dtype`."""
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"--model.dtype 4-bit is for CPUs and CUDA, but the model's device is {device.type}")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("--model.dtype 4-bit needs the library bitsandbytes: pip install -e '.[four-bit]'")
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)

@@ -177,7 +177,7 @@ class Ranks:
             return torch.cat(parts)
 
     def tell(self, text: str, what: str, group: Any) -> str:
-        """Returns what rank 0 says beside its messages, which is not empty. Every rank calls it."""
+        """Returns what rank 0 says beside its messages; nothing comes as a blank. Every rank calls it."""
         block = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         size = torch.tensor([len(block)])
         with self._waits(what, self._patience(group)):
