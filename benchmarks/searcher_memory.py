@@ -4,8 +4,8 @@
 
 Each case is a process of its own on one thread, with random weights in float32, in the sizes of `trainer_memory.py`
 and measured as there. *Engine*: 64 slots answer 32 prompts of 64 tokens twice at temperature 0.7, in two rounds.
-*Reference*: one pass of 8,192 tokens, a prompt and its answers. With adapters (LoRA, rank 16) the reference shares
-the base of the engine, which is there before: what is measured is what comes on top.
+*Reference*: one pass of 8,192 tokens (0.5 B: 1,024), a prompt and its answers. With adapters (LoRA, rank 16) the
+reference shares the base of the engine, which is there before: what is measured is what comes on top.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from tba.record.memory import peak_memory_bytes, resident_memory_bytes
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 SLOTS, PROMPT = 64, 64
+WORK = {"tiny": (8, 512), "9 M": (128, 8192), "50 M": (64, 8192), "0.5 B": (8, 1024)}  # tokens of an answer, of a pass
 CASES = {  # part, whether there are adapters
     "engine": ("engine", False),
     "engine, adapters": ("engine", True),
@@ -58,7 +59,7 @@ class Numbers:
 def computed(size: str, case: str) -> memory.Bytes:
     part, adapters = CASES[case]
     low = precision("float32", "cpu", adapters)
-    of = memory.Sampling(low, SLOTS, PROMPT + SIZES[size][2], PROMPT, "cpu", RANK * adapters)
+    of = memory.Sampling(low, SLOTS, PROMPT + WORK[size][0], PROMPT, WORK[size][1], "cpu", RANK * adapters)
     shape = memory.Shape.of(config_of(size))
     return memory.engine(shape, of) if part == "engine" else memory.reference(shape, of)
 
@@ -68,7 +69,7 @@ def measured(size: str, case: str) -> int:
     torch.set_num_threads(1)
     part, adapters = CASES[case]
     act = sampled if part == "engine" else scored
-    act(model_of("tiny", adapters), SIZES["tiny"][2])
+    act(model_of("tiny", adapters), "tiny")
     base = model_of(size, adapters) if part == "reference" and adapters else None
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -79,7 +80,7 @@ def measured(size: str, case: str) -> int:
     else:
         own = model_of(size, adapters)
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again: see `trainer_memory.train`
-    act(own, SIZES[size][2])
+    act(own, size)
     return peak_memory_bytes() - before
 
 
@@ -94,20 +95,20 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt("random", rng.integers(1, 500, PROMPT).astype(np.int32), str(i)) for i in range(count)]
 
 
-def sampled(model: PreTrainedModel, length: int) -> None:
-    settings = EngineSettings(slots=SLOTS, max_completion_tokens=length)
+def sampled(model: PreTrainedModel, size: str) -> None:
+    settings = EngineSettings(slots=SLOTS, max_completion_tokens=WORK[size][0])
     engine = TransformersEngine(model, Numbers(), settings, Version())
     for _ in range(2):  # the second round has the cache of the first beside it while it reads prompts
         engine.generate(prompts(SLOTS // 2), 2, Sampling(0.7, 1.0), np.random.default_rng(0))
 
 
-def scored(model: PreTrainedModel, length: int) -> None:
-    rng, answers = np.random.default_rng(1), (memory.SCORED - PROMPT) // length
+def scored(model: PreTrainedModel, size: str) -> None:
+    rng, (length, tokens) = np.random.default_rng(1), WORK[size]
     made = [
         Completion(rng.integers(1, 500, length).astype(np.int32), "", StopReason.LENGTH, (Version(), Version()))
-        for _ in range(answers)
+        for _ in range((tokens - PROMPT) // length)
     ]
-    FrozenReference(model, Version()).log_probabilities(prompts(1)[0], made)
+    FrozenReference(model, Version(), tokens_per_pass=tokens).log_probabilities(prompts(1)[0], made)
 
 
 def in_a_process(size: str, case: str) -> int:

@@ -71,7 +71,13 @@ def needs(recipe: Recipe, shape: Shape) -> list[Need]:
         tokens, model.precision, device, lora.rank, lora.targets, model.gradient_checkpointing, recipe.trainer.ranks
     )
     of_searcher = Sampling(
-        model.precision, model.generation.slots, prompt + answer, prompt, device, lora.rank, lora.targets
+        model.precision,
+        model.generation.slots,
+        prompt + answer,
+        prompt,
+        device=device,
+        rank=lora.rank,
+        targets=lora.targets,
     )
     found = [Need("trainer", device, trainer(shape, of_pass))]
     if model.generation.engine == "transformers":

@@ -154,6 +154,7 @@ class Sampling:
     slots: int  # completions that grow at the same time
     positions: int  # tokens of the longest prompt and completion
     prompt: int = 0  # and of the longest prompt
+    scored: int = SCORED  # of a pass of the reference
     device: str = "cpu"
     rank: int = 0  # of adapters: the reference shares the engine's base
     targets: tuple[str, ...] = ()
@@ -178,11 +179,11 @@ def engine(shape: Shape, of: Sampling) -> Bytes:
 def reference(shape: Shape, of: Sampling) -> Bytes:
     """Bytes of the reference that scores what the engine samples, by part."""
     i = of.precision.compute.itemsize
-    scored = Pass(SCORED, of.precision, of.device)
+    scored = Pass(of.scored, of.precision, of.device)
     first, _ = _logits(shape, scored, kept=0)
     return {
         "weights": i * (shape.adapters(of.rank, of.targets) if of.rank else shape.parameters),
-        "a pass": SCORED * (3 * shape.ff + 4 * shape.width) * i + first,
+        "a pass": of.scored * (3 * shape.ff + 4 * shape.width) * i + first,
     }
 
 
