@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tba.command.signal import Signal
+from tba.record.terminal import terminal
 from tba.settings import find
 
 QUICKSTART = find("quickstart")
@@ -19,14 +20,19 @@ def probe(groups: list[list[float]], both: int = 0, **stopped: int) -> dict[str,
 
 
 def test_the_figures_are_those_of_the_answers() -> None:
-    signal = Signal.of(probe([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.0]], length=2, eos=6, empty=1))
+    signal = Signal.of([probe([[0.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.5, 0.0]], length=2, eos=6, empty=1)])
     assert (signal.answers, signal.reward, signal.varied, signal.best) == (8, 3.5 / 8, 0.5, 0.25)
     assert (signal.truncated, signal.empty) == (0.25, 0.125)
     assert signal.advice(QUICKSTART) == []
-    shown = "\n".join(signal.lines(hide_text=False))
-    assert "1+1=" in shown
-    assert "2\\x1b[2J" in shown
-    assert "1+1=" not in "\n".join(signal.lines(hide_text=True))
+    console = terminal()
+    with console.capture() as captured:
+        console.print(signal.examples())
+    assert captured.get().splitlines() == ["1+1=", r"  2\x1b[2J  reward 1"]
+
+
+def test_what_several_looks_saw_is_added_up() -> None:
+    signal = Signal.of([probe([[0.0, 1.0]], length=1, eos=1), probe([[1.0, 1.0]], eos=2)])
+    assert (signal.train, signal.answers, signal.reward, signal.varied, signal.truncated) == (10, 4, 0.75, 0.5, 0.25)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +52,7 @@ def test_the_figures_are_those_of_the_answers() -> None:
     ],
 )
 def test_what_stands_in_the_way_of_learning_is_said_with_what_to_change(found: dict[str, Any], said: list[str]) -> None:
-    advice = Signal.of(found).advice(QUICKSTART)
+    advice = Signal.of([found]).advice(QUICKSTART)
     assert len(advice) == len(said)
     for line, beginning in zip(advice, said, strict=True):
         assert line.startswith(beginning)

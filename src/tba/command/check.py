@@ -15,11 +15,14 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import torch
+from rich.console import Group
+from rich.text import Text
 
 from tba.command.needs import Room, needs, refuse_what_cannot_fit, shape_of
 from tba.command.signal import Signal
@@ -32,8 +35,9 @@ from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
+from tba.record.show import pairs, section
 from tba.record.terminal import terminal
-from tba.record.text import duration, size
+from tba.record.text import count, duration, printable, size
 from tba.replay.buffer import OF_BODY, OF_TOKEN
 from tba.replay.selection import RecencyReward
 from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
@@ -159,67 +163,47 @@ def require_ray() -> None:
 
 
 def check_recipe(name: str, overrides: list[str]) -> int:
-    """Prints the recipe, warnings and the estimate."""
+    """Prints the recipe, what there is to learn from, the estimate, and what to change."""
     prepare()  # while there is one thread
     recipe = override(find(name), overrides, f"tba check {name}")
     console = terminal()
     console.print(f"{recipe.name}: {recipe.description}", highlight=False)
-    for warning in validate(recipe):
-        console.print(f"warning: {warning}", style="yellow")
-    for warning in notes_on_prompts(recipe):
-        console.print(f"warning: {warning}", style="yellow")
+    warnings = [*validate(recipe), *notes_on_prompts(recipe)]
     prepared = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
     placed = planned(recipe) if recipe.runtime == "cluster" else []
     if recipe.runtime == "processes":
-        for part, place in _places(recipe).items():
-            console.print(f"{part}: {place}", highlight=False)
+        where = {part: str(place) for part, place in _places(recipe).items()}
+        console.print(section("Where it runs", pairs(where)))
     shape = shape_of(prepared)
     if shape is not None:
-        console.print("needed at most, computed (docs/scaling.md):", highlight=False)
-        for need in needs(recipe, shape):
-            console.print(f"  {need}", highlight=False)
+        computed = {need.part: str(need) for need in needs(recipe, shape)}
+        console.print(section("Needed at most, computed (docs/scaling.md)", pairs(computed)))
         refuse_what_cannot_fit(recipe, shape, _room(recipe))
-    console.print("sampling a few rounds of answers, then timing rounds and steps ...", style="dim")
+    console.print()
     try:
-        e = estimate(recipe, name, overrides, shape)
+        e = estimate(recipe, name, overrides, shape, lambda line: console.print(f"{line} ...", style="dim"))
     except UserError:
         for line in whereabouts(placed):
             console.print(f"on {line}", highlight=False)
         raise
-    for line in e.signal.lines(recipe.record.hide_text):
-        console.print(line, highlight=False)
-    for line in e.signal.advice(recipe):
-        console.print(f"warning: {line}", style="yellow")
-    if e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
-        console.print(
-            f"warning: at the same weights the trainer's log-probabilities differ by {e.log_ratio:.1g} from those of "
-            "the searchers' reference: log-ratios begin with noise",
-            style="yellow",
-        )
+    console.print(section("What there is to learn from", pairs(e.signal.facts())))
+    if not recipe.record.hide_text:
+        console.print(section("Prompts and answers", e.signal.examples()))
     own = machine_memory_bytes()
-    generated = f"a round generates {e.tokens_per_round:.0f} tokens in {e.round_seconds:.3f} s, "
-    uses = "" if e.uses is None else f"mean uses per trajectory at these speeds: {e.uses:.1f} "
-    console.print(
-        ("" if recipe.offline else generated)
-        + f"a step takes {e.step_seconds:.3f} s\n"
-        + (uses and f"{uses}(limit {recipe.replay.pacing.max_mean_uses:g})\n")
-        + _of_products(recipe, e)
-        + f"time: {duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
-        f"and evaluations before and after {duration(e.evaluation_seconds)}\n"
-        + _on_disk(recipe, e)
-        + f"peak memory, measured: trainer {size(e.trainer_bytes)}, each searcher {size(e.searcher_bytes)}"
-        + (f"; this machine has {size(own)}" if own else "")
-        + _on_gpus(e)
-        + f"\nat version 0 the largest log-ratio of a token, trainer to reference, is {e.log_ratio:.1g} "
-        + f"({str(recipe.model.compute).removeprefix('torch.')})",
-        highlight=False,
-    )
-    if recipe.runtime == "cluster":
-        for line in table(placed, e.trainer_bytes, e.searcher_bytes, e.weights_bytes):
-            console.print(f"on {line}", highlight=False)
-        return 0
+    console.print(section("What a run takes", pairs(_figures(recipe, e, own))))
+    for line in table(placed, e.trainer_bytes, e.searcher_bytes, e.weights_bytes) if placed else ():
+        console.print(f"on {line}", highlight=False)
+    if e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
+        warnings.append(
+            f"at the same weights the trainer's log-probabilities differ by {e.log_ratio:.1g} from those of the "
+            "searchers' reference: log-ratios begin with noise"
+        )
+    advice = [*warnings, *e.signal.advice(recipe)]
+    good = "Nothing stands in the way: answers to a prompt get different rewards, and whole ones."
+    told = Group(*(Text(f"warning: {printable(line)}", style="yellow") for line in advice)) if advice else Text(good)
+    console.print(section("Will it learn?", told))
     total = e.trainer_bytes + recipe.searchers * e.searcher_bytes
-    if own and total > own:
+    if own and total > own and not placed:
         raise UserError(
             f"the run needs about {size(total)} of memory and this machine has {size(own)}: "
             "use a smaller model, fewer searchers or a smaller --max-tokens-per-pass"
@@ -227,26 +211,48 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     return 0
 
 
-def _of_products(recipe: Recipe, e: Estimate) -> str:
-    """Returns a line on how near both halves are to what the processor does at best; none for a model of unknown
-    shape.
-    """
+def _figures(recipe: Recipe, e: Estimate, own: int | None) -> dict[str, str]:
+    """Returns what was measured, and what follows from it for a run, by name; own: the machine's memory."""
+    answered = e.tokens_per_round / e.round_seconds
+    trained = e.tokens_per_trajectory * recipe.groups_per_step * recipe.group_size / e.step_seconds
+    compute = str(recipe.model.compute).removeprefix("torch.")
+    found = {
+        "searcher": f"{e.tokens_per_round:,.0f} tokens of answers in a round of {e.round_seconds:.3g} s: "
+        f"{count(answered)} tokens/s each",
+        "trainer": f"a step takes {e.step_seconds:.3g} s: {count(trained)} tokens/s",
+        "processor": _of_products(e, compute),
+        "uses": f"{e.uses or 0:.1f} per trajectory on average (limit {recipe.replay.pacing.max_mean_uses:g})",
+        "time": f"{duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
+        f"and evaluations before and after {duration(e.evaluation_seconds)}",
+        "disk": _on_disk(recipe, e),
+        "memory": f"at its peak: trainer {size(e.trainer_bytes)}, each searcher {size(e.searcher_bytes)}"
+        + (f"; this machine has {size(own)}" if own else ""),
+        "GPU memory": _on_gpus(e),
+        "precision": f"before any update the trainer and the reference differ by at most {e.log_ratio:.1g} in a "
+        f"token's log-probability ({compute})",
+    }
+    if recipe.offline:
+        del found["searcher"], found["uses"]
+    return {name: value for name, value in found.items() if value}
+
+
+def _of_products(e: Estimate, compute: str) -> str:
+    """Returns how near both halves are to what the processor does at best; nothing for a model of unknown shape."""
     if e.step_operations is None:
         return ""
-    compute = str(recipe.model.compute).removeprefix("torch.")
     most = e.product_rates[compute]
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {name}" for name, rate in e.product_rates.items())
     shares = f"a step {100 * e.step_operations / e.step_seconds / most:.0f} %"
     if e.generation_operations is not None:
         shares = f"generation {100 * e.generation_operations / e.generation_seconds / most:.0f} %, {shares}"
-    return f"a product of matrices runs at {rates}; of that in {compute} reach: {shares}\n"
+    return f"a product of matrices runs at {rates}; of that in {compute} reach: {shares}"
 
 
 def _on_gpus(e: Estimate) -> str:
-    """Returns a line on the GPU memory that the searcher and the trainer use, if any."""
+    """Returns the GPU memory that the searcher and the trainer use, if any."""
     halves = {"trainer": e.trainer_gpu_bytes, "each searcher": e.searcher_gpu_bytes}
     held = ", ".join(f"{half} {size(held)}" for half, held in halves.items() if held is not None)
-    return f"\nGPU memory at its peak: {held}" if held else ""
+    return held and f"at its peak: {held}"
 
 
 def _room(recipe: Recipe) -> Room:
@@ -260,13 +266,13 @@ def _room(recipe: Recipe) -> Room:
 
 
 def _on_disk(recipe: Recipe, e: Estimate) -> str:
-    """Returns a line on how long the journal's limit lasts at these speeds."""
+    """Returns how long the journal's limit lasts at these speeds."""
     a_day = 86_400 * e.trajectories_per_second * (OF_BODY + e.tokens_per_trajectory * OF_TOKEN) / 1e9
     keep = recipe.replay.keep_gb
     if not a_day:
         return ""
-    lasts = "all of it is kept" if keep is None else f"--replay.keep-gb {keep:g} holds {keep / a_day:.1f} days of it"
-    return f"disk: the journal grows by {a_day:.2g} GB a day; {lasts}\n"
+    lasts = "all of it is kept" if keep is None else f"--replay.keep-gb {keep:g} holds {keep / a_day:,.3g} days of it"
+    return f"the journal grows by {a_day:.2g} GB a day; {lasts}"
 
 
 def planned(recipe: Recipe) -> list[Placed]:
@@ -309,16 +315,27 @@ class Estimate:
     searcher_gpu_bytes: int | None
 
 
-def estimate(recipe: Recipe, name: str, overrides: list[str], shape: Shape | None = None) -> Estimate:
-    """Probes searcher and trainer at the same time, after a first probe of how long answers are."""
+def estimate(
+    recipe: Recipe,
+    name: str,
+    overrides: list[str],
+    shape: Shape | None = None,
+    say: Callable[[str], object] = lambda line: None,
+) -> Estimate:
+    """Probes searcher and trainer at the same time, after a first probe of how long answers are.
+
+    say: is told what is being done.
+    """
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
-        with _Probe("searcher", name, overrides, answers, 0.0) as looking:
+        say("sampling answers")
+        with _Probe("searcher", name, overrides, answers, at_least=0.0, seed=0) as looking:
             first = looking.result()
         answers.write_text(json.dumps(first["answers"]))
+        say("timing rounds of the searcher and steps of the trainer, at the same time")
         with (
-            _Probe("searcher", name, overrides, answers, _SECONDS) as searching,
-            _Probe("trainer", name, overrides, answers, _SECONDS) as training,
+            _Probe("searcher", name, overrides, answers, at_least=_SECONDS, seed=1) as searching,
+            _Probe("trainer", name, overrides, answers, at_least=_SECONDS) as training,
         ):
             searcher, trainer = searching.result(), training.result()
     per_round = recipe.prompts_per_round * recipe.samples_per_prompt
@@ -369,7 +386,7 @@ def estimate(recipe: Recipe, name: str, overrides: list[str], shape: Shape | Non
         searcher_bytes=searcher["peak_memory_bytes"],
         weights_bytes=trainer["weights_bytes"],
         log_ratio=trainer["log_ratio"],
-        signal=Signal.of(searcher),
+        signal=Signal.of([first, searcher]),
         trainer_gpu_bytes=trainer["peak_gpu_bytes"],
         searcher_gpu_bytes=searcher["peak_gpu_bytes"],
     )
@@ -381,11 +398,13 @@ class _Probe:
     at_least: seconds for which it is timed, so that probes that are started together overlap.
     """
 
-    def __init__(self, half: str, name: str, overrides: list[str], answers: Path, at_least: float) -> None:
+    def __init__(
+        self, half: str, name: str, overrides: list[str], answers: Path, at_least: float, seed: int = 0
+    ) -> None:
         self.half, self.name = half, name
         self.began = time.perf_counter()
         self.log = answers.with_name(f"{half}.log")
-        arguments = (half, name, json.dumps(overrides), str(at_least), str(answers))
+        arguments = (half, name, json.dumps(overrides), str(at_least), str(seed), str(answers))
         with self.log.open("wb") as log:
             program = Program(half, "tba.command.probe", arguments, ("tba.command.probe",))
             self.process = start(program, os.environ, log.fileno())

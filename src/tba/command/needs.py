@@ -32,8 +32,8 @@ class Need:
 
     def __str__(self) -> str:
         largest = sorted(self.parts.items(), key=lambda item: -item[1])
-        named = ", ".join(f"{name} {size(n)}" for name, n in largest if n)
-        return f"{self.part} {size(total(self.parts))} of {_MEMORY[self.device]} ({named})"
+        named = ", ".join(f"{name} {size(n)}" for name, n in largest if n >= 2**19)  # what reads as 0 MiB is left out
+        return f"{size(total(self.parts))} of {_MEMORY[self.device]} ({named})"
 
 
 _MEMORY = {"cpu": "the machine's memory", "cuda": "its GPU's memory", "mps": "the machine's memory"}

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +37,17 @@ from tba.types import Completion, Group, Json, Judgement, Prompt, StopReason, Tr
 from tba.weights.directory import WeightDirectory
 
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
-LONG = 15.0  # seconds after which fewer are enough: whoever checks a large model waits for them
+# seconds after which fewer are enough, for whoever checks a large model waits for them: then a single round or step is
+# timed, of which what a first one does besides is a small part
+LONG = 15.0
+_T = TypeVar("_T")
 _Answer: TypeAlias = tuple[list[int], list[float]]  # its tokens, and their log-probabilities under the reference
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
 _PROMPTS_SHOWN, _ANSWERS_SHOWN = 3, 2
 _KEPT = 10_000  # trajectories of which the memory is measured
 
 
-def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
+def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
     """Time rounds: generate, grade, score under the reference, and VinePPO's rollouts if the recipe has them."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
@@ -52,7 +55,7 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
     engine, reward = engine_of(recipe, model, Version()), reward_of(recipe.task)
     vine = recipe.vine.start(engine, reward, model.tokenizer()) if recipe.vine else None
     reference = model.reference(recipe.policy_temperature, Version())
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     seconds: list[float] = []
     generating: list[float] = []
     tokens: list[tuple[int, int]] = []  # of the prompts and the answers of each round
@@ -84,10 +87,10 @@ def search(recipe: Recipe, at_least: float) -> dict[str, Json]:
                 pairs_of_row = zip(row, scores, strict=True)
                 answers.append((int(j), [(c.tokens.tolist(), s.tolist()) for c, s in pairs_of_row]))
     return {
-        "round_seconds": statistics.mean(seconds[1:]),
-        "generation_seconds": statistics.mean(generating[1:]),
-        "tokens": [statistics.mean(each) for each in zip(*tokens[1:], strict=True)],
-        "timed_seconds": sum(seconds[1:]),
+        "round_seconds": statistics.mean(_timed(seconds)),
+        "generation_seconds": statistics.mean(_timed(generating)),
+        "tokens": [statistics.mean(each) for each in zip(*_timed(tokens), strict=True)],
+        "timed_seconds": sum(_timed(seconds)),
         "answers": answers,
         "problems": {"train": len(prompts), "eval": len(held_out), "both": _shared(prompts, held_out)},
         "held_out": len(held_out),
@@ -118,10 +121,14 @@ def _shown(
     return found[:_PROMPTS_SHOWN]
 
 
+def _timed(rounds: list[_T]) -> list[_T]:
+    """Returns all but the first, which warms up, or the only one."""
+    return rounds[1:] or rounds
+
+
 def _enough(seconds: list[float], at_least: float) -> bool:
-    """Whether enough rounds or steps were timed, not counting the first."""
-    timed = sum(seconds[1:])
-    return timed > at_least and (len(seconds) > ROUNDS or timed > LONG)
+    """Whether enough rounds or steps were timed."""
+    return sum(seconds) > LONG or (len(seconds) > ROUNDS and sum(_timed(seconds)) > at_least)
 
 
 def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str, Json]:
@@ -158,8 +165,8 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
     peak = peak_memory_bytes()
     device, precisions = next(iter(policy.parameters())).device, dict.fromkeys((torch.float32, model.compute))
     return {
-        "step_seconds": statistics.mean(seconds[1:]),
-        "tokens": [statistics.mean(each) for each in zip(*tokens[1:], strict=True)],
+        "step_seconds": statistics.mean(_timed(seconds)),
+        "tokens": [statistics.mean(each) for each in zip(*_timed(tokens), strict=True)],
         "product_rates": {str(t).removeprefix("torch."): product_rate(t, device) for t in precisions},
         "peak_memory_bytes": peak,
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
@@ -239,14 +246,14 @@ class _Answered:
 def run(arguments: Sequence[str]) -> int:
     """Print the figures of one half of the run, searcher or trainer, as a line of JSON.
 
-    arguments: searcher or trainer, the recipe's name, its overrides as JSON, how many seconds are timed at least, and
-    a file with answers for the trainer.
+    arguments: searcher or trainer, the recipe's name, its overrides as JSON, how many seconds are timed at least (no
+    fewer than `ROUNDS`, unless they are long), the searcher's seed, and a file with answers for the trainer.
     """
-    half, name, overrides, at_least, answers = arguments
+    half, name, overrides, at_least, seed, answers = arguments
     recipe = override(find(name), json.loads(overrides), f"tba check {name}", recorded=True)
     if half == "searcher":
         torch.set_num_threads(recipe.run.threads)
-        found = search(recipe, float(at_least))
+        found = search(recipe, float(at_least), int(seed))
     else:
         prepare_process(recipe.run.threads)
         found = train(recipe, float(at_least), json.loads(Path(answers).read_text()))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.text import Text
 
 from tba.recipe import Recipe
 from tba.record.text import frame_of, percent, printable, within
@@ -30,41 +34,49 @@ class Signal:
     shown: Sequence[Json]  # a few prompts, each with a few answers and their marks
 
     @classmethod
-    def of(cls, probe: Json) -> Signal:
-        """From what a searcher's probe found."""
-        groups = [np.array(rewards) for rewards in probe["groups"]]
-        rewards, stopped = np.concatenate(groups), probe["stopped"]
+    def of(cls, probes: Sequence[Json]) -> Signal:
+        """From what a searcher's probes found."""
+        groups = [np.array(rewards) for probe in probes for rewards in probe["groups"]]
+        rewards, stopped, problems = np.concatenate(groups), Counter[str](), probes[0]["problems"]
+        for probe in probes:
+            stopped.update(probe["stopped"])
         return cls(
-            train=probe["problems"]["train"],
-            held_out=probe["problems"]["eval"],
-            both=probe["problems"]["both"],
+            train=problems["train"],
+            held_out=problems["eval"],
+            both=problems["both"],
             answers=len(rewards),
             reward=float(rewards.mean()),
             varied=float(np.mean([np.ptp(own) > 0 for own in groups])),
             best=float(np.mean([own.min() == rewards.max() for own in groups])),
-            truncated=stopped.get(StopReason.LENGTH.value, 0) / len(rewards),
-            empty=stopped.get("empty", 0) / len(rewards),
-            shown=probe["shown"],
+            truncated=stopped[StopReason.LENGTH.value] / len(rewards),
+            empty=stopped["empty"] / len(rewards),
+            shown=probes[0]["shown"],
         )
 
-    def lines(self, hide_text: bool) -> list[str]:
-        """Returns what was seen, for people; hide_text: without prompts and answers."""
+    def facts(self) -> dict[str, str]:
+        """Returns what was seen, by name."""
         shared = f", of which {self.both:,} are among the former" if self.both else ""
-        found = [
-            f"problems: {self.train:,} to train on, {self.held_out:,} held out{shared}",
-            f"{self.answers:,} answers sampled: mean reward {self.reward:.3g}; rewards differ in "
-            f"{percent(self.varied)} of the groups; {percent(self.truncated)} cut off, {percent(self.empty)} empty",
-        ]
+        return {
+            "problems": f"{self.train:,} to train on, {self.held_out:,} held out{shared}",
+            "answers": f"{self.answers:,} sampled: mean reward {self.reward:.3g}, {percent(self.truncated)} cut off, "
+            f"{percent(self.empty)} empty",
+            "groups": f"in {percent(self.varied)} of them rewards differ; only these teach something",
+        }
+
+    def examples(self) -> RenderableType:
+        """Returns a few prompts as the model sees them, each with its first answers and their rewards."""
         frame = frame_of(prompt["prompt"] for prompt in self.shown)
-        if any(frame) and not hide_text:
+        found: list[RenderableType] = []
+        if any(frame):
             around = "{prompt}".join(printable(part, 400, newlines=False) for part in frame)
-            found.append(f"each prompt below stands in: {around}")
-        for prompt in () if hide_text else self.shown:
-            found.append(f"  {printable(within(frame, prompt['prompt']).strip()[-400:], 400, newlines=False)}")
+            found.append(Text(f"each prompt stands in: {around}", style="dim"))
+        for prompt in self.shown:
+            found.append(Text(printable(within(frame, prompt["prompt"]).strip()[-400:], 400, newlines=False)))
             for answer in prompt["answers"]:
-                text = printable(answer["text"].strip(), 120, newlines=False) or "(nothing)"
-                found.append(f"    reward {answer['mark']}: {text}")
-        return found
+                said = printable(answer["text"].strip(), 120, newlines=False) or "(nothing)"
+                mark = printable(answer["mark"], 200, newlines=False)
+                found.append(Padding(Text.assemble(said, ("  reward " + mark, "dim")), (0, 0, 0, 2)))
+        return Group(*found)
 
     def advice(self, recipe: Recipe) -> list[str]:
         """Returns the one or two things to change before the run, the most important first; none if it can learn."""

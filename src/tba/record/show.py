@@ -28,12 +28,12 @@ ANSWERS_SHOWN = 5
 
 def show(run: RunRecord) -> RenderableType:
     """Returns all results of a run; so far, when it has not ended."""
-    parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run)), *_fallen(run)]
+    parts: list[RenderableType] = [_heading(run), section("Held-out accuracy", accuracy(run)), *_fallen(run)]
     if run.summary is None:
-        parts.append(_section("So far", _so_far(run)))
+        parts.append(section("So far", _so_far(run)))
     else:
-        parts.append(_section("What became of what was generated", ledger(run.summary)))
-        parts.append(_section("The run", _pairs(facts_of(run.summary))))
+        parts.append(section("What became of what was generated", ledger(run.summary)))
+        parts.append(section("The run", pairs(facts_of(run.summary))))
     parts += [Text(sentence, style="yellow") for sentence in run.unreadable]
     return Group(*parts)
 
@@ -58,7 +58,7 @@ def comparison(runs: Sequence[RunRecord], settings: Mapping[str, Sequence[str]])
         "falls": [str(len(run.falls)) for run in runs],
     }
     differs = _columns(runs, settings) if settings else Text("no setting")
-    return Group(_section("What differs", differs), _section("How they did", _columns(runs, figures)))
+    return Group(section("What differs", differs), section("How they did", _columns(runs, figures)))
 
 
 def _columns(runs: Sequence[RunRecord], rows: Mapping[str, Sequence[str]]) -> Table:
@@ -74,12 +74,12 @@ def _short(evaluation: Evaluation | None) -> str:
 
 def closing_page(run: RunRecord) -> RenderableType:
     """Returns accuracy and answers before and after, what was trained, and where it is."""
-    parts: list[RenderableType] = [_heading(run), _section("Held-out accuracy", accuracy(run)), *_fallen(run)]
-    pairs = run.answers_before_after()[:ANSWERS_SHOWN]
-    if pairs:
-        parts.append(_section("The same held-out problems, before and after", answers(pairs)))
+    parts: list[RenderableType] = [_heading(run), section("Held-out accuracy", accuracy(run)), *_fallen(run)]
+    both = run.answers_before_after()[:ANSWERS_SHOWN]
+    if both:
+        parts.append(section("The same held-out problems, before and after", answers(both)))
     if run.summary is not None:
-        parts.append(_section("What it took", _cost(run.summary)))
+        parts.append(section("What it took", _cost(run.summary)))
     left = [name for name in ("curves.png", "summary.json") if (run.directory / name).exists()]
     where = Text.assemble(
         ("The run lies in ", ""), (printable(str(run.directory)), "bold"), f" ({', '.join(left)})." if left else "."
@@ -101,11 +101,11 @@ def accuracy(run: RunRecord) -> RenderableType:
     return table
 
 
-def answers(pairs: Sequence[tuple[RecordedAnswer, RecordedAnswer]]) -> RenderableType:
+def answers(both: Sequence[tuple[RecordedAnswer, RecordedAnswer]]) -> RenderableType:
     """Returns a row per problem: the question, the answer before and the answer after, each with its grade."""
     table = _table("problem", "before", "after", justify="left")
-    frame = frame_of(before.prompt for before, _ in pairs)
-    for before, after in pairs:
+    frame = frame_of(before.prompt for before, _ in both)
+    for before, after in both:
         table.add_row(Text(printable(within(frame, before.prompt), 300).strip()), _marked(before), _marked(after))
     return table
 
@@ -128,7 +128,7 @@ def _fallen(run: RunRecord) -> list[RenderableType]:
     lines = [Text(printable(what, 300), style="yellow") for what in run.falls]
     if run.best is not None:
         lines.append(Text(f"best: {run.best}" if run.falls else run.best))
-    return [_section("Warnings" if run.falls else "The best checkpoint", Group(*lines))] if lines else []
+    return [section("Warnings" if run.falls else "The best checkpoint", Group(*lines))] if lines else []
 
 
 def _heading(run: RunRecord) -> RenderableType:
@@ -161,7 +161,7 @@ def _so_far(run: RunRecord) -> RenderableType:
     found |= {f"tokens/s {half}": float(y[-1]) for half, (_, y) in metrics.rates(run.metrics).items() if len(y)}
     if not found:
         return Text("no step recorded yet", style="dim")
-    return _pairs(
+    return pairs(
         {label: percent(v) if "idle" in label or "paced" in label else f"{v:.4g}" for label, v in found.items()}
     )
 
@@ -193,7 +193,7 @@ def _cost(summary: Summary) -> RenderableType:
     given = f"{count(tokens.generated)} generated"
     if tokens.imported:
         given += f" and {count(tokens.imported)} imported"
-    return _pairs(
+    return pairs(
         {
             "time": f"{duration(summary.wall_seconds.total)} for {summary.steps} steps",
             "tokens trained": f"{percent(tokens.trained_share)} of the {given}, each used {tokens.mean_uses:.1f} times",
@@ -268,7 +268,8 @@ def _marked(answer: RecordedAnswer) -> Text:
     return Text.assemble(mark, printable(answer.completion, 300).strip() or "(nothing)")
 
 
-def _section(title: str, body: RenderableType) -> RenderableType:
+def section(title: str, body: RenderableType) -> RenderableType:
+    """Returns a title and, below it, what stands under it."""
     return Padding(Group(Text(title, style="bold"), Padding(body, (0, 0, 0, 2))), (1, 0, 0, 0))
 
 
@@ -279,7 +280,8 @@ def _table(*columns: str, justify: str = "right", gap: int = 2) -> Table:
     return table
 
 
-def _pairs(facts: dict[str, str]) -> Table:
+def pairs(facts: Mapping[str, str]) -> Table:
+    """Returns names and, beside them, what is said of each; long lines stay beside their name."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
