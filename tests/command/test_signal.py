@@ -27,7 +27,8 @@ def test_the_figures_are_those_of_the_answers() -> None:
     console = terminal()
     with console.capture() as captured:
         console.print(signal.examples())
-    assert captured.get().splitlines() == ["1+1=", r"  2\x1b[2J  reward 1"]
+    lines = [line.rstrip() for line in captured.get().splitlines()]
+    assert lines == ["1+1=", r"  2\x1b[2J  reward 1"]
 
 
 def test_what_several_looks_saw_is_added_up() -> None:
