@@ -23,6 +23,7 @@ import tba
 from tba.fields import comments
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
+WIDE = 80  # characters of a signature beyond which each parameter has a line of its own
 HEAD = """\
 # The Python API
 
@@ -136,11 +137,16 @@ def methods(kind: type) -> Iterator[tuple[str, object]]:
 
 
 def signature(name: str, function: Callable[..., object], bare: bool = False) -> str:
-    """`name(parameters) -> result`; bare: without `self` and types."""
+    """`name(parameters) -> result`, a long one with a line for each parameter; bare: without `self` and types."""
     found = inspect.signature(function)
     if not bare:
         shown = [p.replace(annotation=AsWritten(p.annotation)) for p in found.parameters.values()]
-        return f"tba.{name}{found.replace(parameters=shown, return_annotation=AsWritten(found.return_annotation))}"
+        whole = str(found.replace(parameters=shown, return_annotation=AsWritten(found.return_annotation)))
+        if len(whole) > WIDE:
+            inner, result = whole[1:].rsplit(") ->", 1)
+            each = re.split(r", (?![^\[]*\])", inner)  # not within brackets
+            whole = "(\n" + "".join(f"    {one},\n" for one in each) + f") ->{result}"
+        return f"tba.{name}{whole}"
     return f"{name}({', '.join(p for p in found.parameters if p not in ('self', 'cls'))})"
 
 

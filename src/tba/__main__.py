@@ -338,51 +338,53 @@ def _list(kind: Literal["recipe", "study"]) -> int:
 
 def show(arguments: list[str]) -> int:
     """`tba show RUN [RUN ...]`: print the results of a run so far, or compare several."""
+    _, more = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
+    _refuse_more([word for word in more if word.startswith("-")], "tba show RUN", "one run, or several to compare")
+    runs = _runs(arguments)
     from tba.command.show import show_run, show_runs
 
-    name, more = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
-    _refuse_more([word for word in more if word.startswith("-")], "tba show RUN", "one run, or several to compare")
-    return show_runs([Path(run) for run in arguments]) if more else show_run(Path(name))
+    return show_runs(runs) if more else show_run(runs[0])
 
 
 def report(arguments: list[str]) -> int:
     """`tba report RUN [RUN ...]`: write what runs did as one HTML page."""
+    _named(arguments, "tba report RUN [RUN ...]", "the folders of one or more runs, such as runs/NAME,")
+    first = next((i for i, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
+    runs = _runs(arguments[:first])
     from tba.command.options import ReportOptions
     from tba.command.report import report_runs
-    from tba.errors import UserError
     from tba.settings import split_options
 
-    first = next((i for i, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
-    if not first:
-        raise UserError("`tba report RUN [RUN ...]` needs the folders of one or more runs first, such as runs/NAME")
     options, left = split_options(ReportOptions(), arguments[first:], "tba report")
     _refuse_more(left, "tba report RUN [RUN ...]", "the runs first, then --out")
-    return report_runs([Path(name) for name in arguments[:first]], options)
+    return report_runs(runs, options)
 
 
 def push(arguments: list[str]) -> int:
     """`tba push RUN OWNER/NAME`: share a run's model on the Hugging Face Hub."""
+    name, rest = _named(arguments, "tba push RUN OWNER/NAME", "a run's directory, such as runs/NAME")
+    repo, rest = _named(rest, "tba push RUN OWNER/NAME", "the run, then the name on the Hub, OWNER/NAME,")
+    (run,) = _runs([name])
     from tba.command.options import PushOptions
     from tba.command.push import push_run
     from tba.settings import split_options
 
-    name, rest = _named(arguments, "tba push RUN OWNER/NAME", "a run's directory, such as runs/NAME")
-    repo, rest = _named(rest, "tba push RUN OWNER/NAME", "the run, then the name on the Hub, OWNER/NAME,")
     options, left = split_options(PushOptions(), rest, "tba push")
     _refuse_more(left, "tba push RUN OWNER/NAME", "one run, one name, then options")
-    return push_run(Path(name), repo, options)
+    return push_run(run, repo, options)
 
 
 def replay(arguments: list[str]) -> int:
     """`tba replay RUN`: count, query or export a run's trajectories."""
+    name, rest = _named(arguments, "tba replay RUN", "a run's directory, such as runs/NAME")
+    (run,) = _runs([name])
     from tba.command.options import ReplayOptions
     from tba.command.replay import show_replay
     from tba.settings import split_options
 
-    name, rest = _named(arguments, "tba replay RUN", "a run's directory, such as runs/NAME")
     options, left = split_options(ReplayOptions(), rest, "tba replay")
     _refuse_more(left, "tba replay RUN", "--sql, --export or --seconds")
-    return show_replay(Path(name), options)
+    return show_replay(run, options)
 
 
 def completion(arguments: list[str]) -> int:
@@ -408,6 +410,16 @@ def _refuse_more(arguments: list[str], usage: str, what: str) -> None:
 
     if arguments:
         raise UserError(f"`{usage}` does not take {arguments[0]!r}: give {what}")
+
+
+def _runs(names: list[str]) -> list[Path]:
+    """Returns the folders of runs. Raises `UserError` for one that is not there, before anything heavy is loaded."""
+    from tba.errors import UserError
+
+    for name in names:
+        if not Path(name).exists():
+            raise UserError(f"{name}: there is no such run; give the directory of one, for example runs/NAME")
+    return [Path(name) for name in names]
 
 
 def _named(arguments: list[str], usage: str, what: str) -> tuple[str, list[str]]:

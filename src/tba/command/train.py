@@ -220,6 +220,7 @@ def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary:
     path, same = shlex.quote(str(run.path)), shlex.join(given)
     commands = {
         f"tba show {path}": "this page again, all counts, and the curves",
+        f"tba report {path}": "curves that zoom and all answers to read, as one page: report.html",
         f"tba eval {same} --checkpoint {path}": "any figure on its newest checkpoint",
     }
     if recipe.runtime != "inline":

@@ -65,8 +65,10 @@ def _json_lines(path: Path, longest: int) -> Iterator[tuple[int, Values | Refusa
 
 def _object(line: bytes) -> Values | Refusal:
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond reason
+        values = json.loads(line.decode("utf-8-sig"))  # some editors put a mark of the encoding first
+    except UnicodeDecodeError as error:
+        return Refusal("not text in UTF-8", str(error))
+    except (ValueError, RecursionError) as error:  # not JSON, or nested beyond reason
         return Refusal("not JSON", str(error))
     if not isinstance(values, dict):
         return Refusal("JSON, but no object", type(values).__name__)

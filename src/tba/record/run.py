@@ -42,7 +42,7 @@ class RunRecord:
     def read(cls, directory: Path) -> RunRecord:
         """The run in `directory`. Raises `UserError` when there is none."""
         if not directory.is_dir():
-            raise UserError(f"{directory}: there is no such run; give the directory of one, for example runs/NAME.")
+            raise UserError(f"{directory}: there is no such run; give the directory of one, for example runs/NAME")
         if not any((directory / name).exists() for name in ("recipe.json", metrics.FILE, evaluations.FILE)):
             raise UserError(f"{directory}: wanted a run's directory, but it holds neither recipe nor metrics.")
         summary = Summary.read(directory)

@@ -49,8 +49,10 @@ def read_rows(path: Path) -> list[Row]:
 
 def _row(line: bytes, place: str) -> Row:
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested beyond reason
+        values = json.loads(line.decode("utf-8-sig"))  # some editors put a mark of the encoding first
+    except UnicodeDecodeError as error:
+        raise UserError(f"{place} is not text in UTF-8 ({error.reason}): save the file in that encoding") from error
+    except (ValueError, RecursionError) as error:  # not JSON, or nested beyond reason
         raise UserError(f"{place} is not JSON ({error}): each line must be one object such as {{...}}") from error
     if not isinstance(values, dict):
         raise UserError(f"{place} is JSON but no object ({type(values).__name__}): each line must be one {{...}}")
