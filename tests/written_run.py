@@ -37,8 +37,13 @@ HOSTILE = (
 WORDS = ("sum", " is", " ", "<", "script", ">", "\u010a", "\u0120b")  # the vocabulary of its byte-level tokenizer
 
 
-def write(run: Path, hide_text: bool = False, seed: int = 0, rounds: int = 30) -> Path:
-    """Write the run; each of six prompts is asked every sixth round, and half of what arrives is trained on."""
+def write(
+    run: Path, hide_text: bool = False, seed: int = 0, rounds: int = 30, around: tuple[str, str] = ("", "")
+) -> Path:
+    """Write the run; each of six prompts is asked every sixth round, and half of what arrives is trained on.
+
+    around: what stands around what is asked, such as a chat template.
+    """
     rng = np.random.default_rng(seed)
     settings = {
         "class": "tba.recipe.Recipe", "seed": seed, "policy_temperature": 1.0,
@@ -51,14 +56,14 @@ def write(run: Path, hide_text: bool = False, seed: int = 0, rounds: int = 30) -
     }  # fmt: skip
     run.mkdir(parents=True)
     (run / "recipe.json").write_text(json.dumps(facts))
-    trajectories = [t for i in range(rounds) for t in _round(i, rng)]
+    trajectories = [t for i in range(rounds) for t in _round(i, rng, around)]
     for n in range(2):
         with JournalWriter(run / "journal.sqlite", f"searcher-{n}") as writer:
             for i in range(n, rounds, 2):
                 writer.put(trajectories[ANSWERS * i : ANSWERS * (i + 1)])
     buffer = _trained(run / "journal.sqlite", rng)
     _checkpoint(run, buffer)
-    _record(run, trajectories, hide_text)
+    _record(run, trajectories, hide_text, around)
     counts = buffer.counts()
 
     def account(unit: str) -> Ledger:
@@ -81,10 +86,11 @@ def asdict_of(counts: object) -> dict[str, Amount]:
     return {name: Amount(**amount) for name, amount in asdict(counts).items()}  # type: ignore[call-overload]
 
 
-def _round(number: int, rng: np.random.Generator) -> Sequence[Trajectory]:
+def _round(number: int, rng: np.random.Generator, around: tuple[str, str]) -> Sequence[Trajectory]:
     """The answers of one round, some of them equal."""
     hostile = HOSTILE[number % len(HOSTILE)]
-    prompt = Prompt("toy", np.array([number % len(HOSTILE), 7], np.int32), f"asked: {hostile}", {"answer": hostile})
+    asked = f"asked: {hostile}".join(around)
+    prompt = Prompt("toy", np.array([number % len(HOSTILE), 7], np.int32), asked, {"answer": hostile})
     version, made = Version(0, number), []
     for i in range(ANSWERS):
         tokens, owner = rng.integers(0, len(WORDS), 3 + int(rng.integers(0, 3))).astype(np.int32), number % 2
@@ -125,14 +131,14 @@ def _checkpoint(run: Path, buffer: Buffer) -> None:
     (folder / "run.json").write_text(json.dumps(manifest))
 
 
-def _record(run: Path, trajectories: Sequence[Trajectory], hide_text: bool) -> None:
+def _record(run: Path, trajectories: Sequence[Trajectory], hide_text: bool, around: tuple[str, str]) -> None:
     metrics, found = MetricsWriter(run), EvaluationWriter(run, text=not hide_text)
     samples = SampleWriter(run, every=10, count=4, text=not hide_text)
     for step in range(1, STEPS + 1):
         metrics.write(Version(0, step), float(step), {"reward": step / STEPS, "beta": BETA, "lag": 3.0, "ess": 0.9})
         samples.write(step, trajectories[:8], lambda some: [[-0.5] * t.length for t in some])
     for step, right in ((0, False), (STEPS, True)):
-        answers = [Answer(text, f"held out: {text}", float(right), right, GREEDY) for text in HOSTILE[:2]]
+        answers = [Answer(text.join(around), f"held out: {text}", float(right), right, GREEDY) for text in HOSTILE[:2]]
         found.write([Evaluation(Version(0, step), float(step), GREEDY, 0.25 + 0.5 * right, 200)], answers)
     record_fault(run, "reward_retries", f"the reward raised on {HOSTILE[0]}")
     faults = json.loads((run / "faults.jsonl").read_text()) | {"time": BEGAN + 12}

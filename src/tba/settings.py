@@ -68,7 +68,7 @@ def with_config(arguments: Sequence[str]) -> list[str]:
 
 def _flags_of(path: Path) -> list[str]:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(

@@ -20,6 +20,7 @@ pytestmark = [
 ]
 ROUNDS = 30
 ALL = ROUNDS * ANSWERS
+CHAT = ("<|im_start|>system\nBe helpful.<|im_end|>\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n")
 HACKED = "document.title === 'hacked' || [...document.querySelectorAll('script')].length !== 3"
 FOREIGN = "document.querySelectorAll('img, base, iframe, object, embed, link, main script, main style').length"
 
@@ -32,13 +33,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Addresses of reports: of one run, of three, of one that hides its text."""
+    """Addresses of reports: of one run, of three, of one that hides its text, of one whose prompts are chats."""
     folder = tmp_path_factory.mktemp("pages")
     runs = [str(write(folder / f"run-{seed}", seed=seed, rounds=ROUNDS)) for seed in range(3)]
     hidden = str(write(folder / "hidden-run", hide_text=True))
-    for name, some in (("one", runs[:1]), ("three", runs), ("hidden", [hidden])):
+    chats = str(write(folder / "chats", around=CHAT))
+    named = {"one": runs[:1], "three": runs, "hidden": [hidden], "chats": [chats]}
+    for name, some in named.items():
         assert main(["report", *some, "--out", str(folder / f"{name}.html")]) == 0
-    return {name: (folder / f"{name}.html").as_uri() for name in ("one", "three", "hidden")}
+    return {name: (folder / f"{name}.html").as_uri() for name in named}
 
 
 def opened(browser: Browser, address: str) -> None:
@@ -176,6 +179,21 @@ def test_search_and_filters_leave_what_matches(browser: Browser, pages: dict[str
     worst = browser.run(rewards)
     assert worst == sorted(worst)
     assert worst[0] < best[0]
+
+
+def test_a_chat_template_stands_around_the_chosen_prompt_and_nowhere_else(
+    browser: Browser, pages: dict[str, str]
+) -> None:
+    opened(browser, f"{pages['chats']}#view=read&by=prompts&sort=most")
+    asked = browser.run("[...document.querySelectorAll('.list .item .one')].map(e => e.innerText)")
+    assert len(asked) == 6
+    assert all(one.startswith("asked: ") and "im_" not in one for one in asked)
+    assert asked[0].join(CHAT).strip() == text(browser, ".prompt").strip()
+    for words, found in (("assistant", 0), ("asked:", ALL)):  # the template is in every prompt: it is not searched
+        opened(browser, f"{pages['chats']}#view=read&q={words}")
+        assert text(browser, ".counted") == f"{found} of {ALL} trajectories"
+    opened(browser, f"{pages['chats']}#view=overview")
+    assert "im_start" not in text(browser, "#view")
 
 
 def test_keys_walk_through_the_list_and_through_the_rounds_of_a_prompt(browser: Browser, pages: dict[str, str]) -> None:

@@ -6,11 +6,13 @@ import base64
 import hashlib
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.runtime.runs import TOY
 
 from tba.__main__ import main
 from tba.command.report import report
@@ -18,6 +20,8 @@ from tba.command.run_data import different, run_data
 from tba.record.page import embedded
 from tba.record.summary import Summary
 from tba.replay.excerpt import Facts, chosen
+from tba.runtime.run_dir import RunDirectory
+from tba.settings import find
 from written_run import ANSWERS, BEGAN, BETA, HOSTILE, STEPS, write
 
 ROUNDS = 30
@@ -266,3 +270,11 @@ def test_what_cannot_be_reported_is_said_in_a_sentence(
     assert said in written
     assert written.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_runs_start_is_where_its_clock_begins_however_long_the_start_up_took(tmp_path: Path) -> None:
+    """Metrics are told by the one, trajectories by the other, and both are on one axis."""
+    start_up = 1e6
+    run = RunDirectory.create(tmp_path / "run", str(TOY), [], find(str(TOY)), began=time.monotonic() - start_up)
+    off = run.facts["started"] + run.clock()() - time.time()
+    assert abs(off) < start_up / 1e3  # the machine's two clocks are read one after the other

@@ -55,7 +55,7 @@ def test_a_guest_says_its_version_and_a_run_that_does_not_say_its_own_is_another
     with run.held(0.0), pytest.raises(UserError, match=r"would join uses tba 0\.0\.9 \(0f\), but the run uses tba "):
         visitors.join("0.0.9 (0f)")
     for facts in ({}, {"incarnations": []}, {"incarnations": ["begun"]}, {"incarnations": [{"why": "begun"}]}):
-        with pytest.raises(UserError, match="the run uses tba an earlier version, which does not say which"):
+        with pytest.raises(UserError, match="the run uses tba of an earlier version, which does not say which"):
             refuse_others(facts, "somebody")
     refuse_others(run.facts, "somebody")
 

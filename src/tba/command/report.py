@@ -27,6 +27,8 @@ def report_runs(runs: Sequence[Path], options: ReportOptions) -> int:
         raise UserError(
             f"--out is {options.out}, but there is no folder {options.out.absolute().parent}: make it first"
         )
+    if options.out.is_dir():
+        raise UserError(f"--out is {options.out}, a folder: give another name")
     data, content = report(runs)
     beside = options.out.with_suffix(".json")
     try:

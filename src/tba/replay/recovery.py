@@ -76,6 +76,8 @@ class Recovery:
 class OpenLock:
     """A lock file's lock. It is released when it is closed or garbage-collected, or with its process."""
 
+    _descriptor = -1  # it is not open
+
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
 

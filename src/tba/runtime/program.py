@@ -15,7 +15,7 @@ from typing import Any
 from tba.errors import UserError
 
 _PACKAGE = Path(__file__).parents[1]
-_UNKNOWN = "an earlier version, which does not say which"
+_UNKNOWN = "of an earlier version, which does not say which"
 
 
 @cache

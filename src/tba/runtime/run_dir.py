@@ -78,14 +78,15 @@ class RunDirectory:
         for part in ("", "logs", "weights", "checkpoints"):
             _make(path / part)
         run = cls(path)
+        began = time.monotonic() if began is None else began
         name, mark, variant = source.partition(MARK)
         file = Path(name) if name.endswith(".py") else None
         facts = {
             "recipe": f"{file.resolve()}{mark}{variant}" if file else source,
             "digest": _digest(file) if file else None,
             "overrides": overrides,
-            "started": time.time(),  # for people: nothing is computed from it
-            "clock": {"began": time.monotonic() if began is None else began, "before": 0.0},
+            "started": time.time() - (time.monotonic() - began),  # when `began` was, for the times of trajectories
+            "clock": {"began": began, "before": 0.0},
             "sft_seconds": sft_seconds,
             "incarnations": [{"why": "begun", "program": version()}],
             "resolved": resolved(recipe),

@@ -83,10 +83,15 @@
 
   function number(value, digits = 4) {
     if (value === null || value === undefined) return "–";
-    if (Number.isInteger(value)) return value.toLocaleString("en");
+    if (Number.isInteger(value)) return (value + 0).toLocaleString("en"); // no -0
     return String(Number(value.toPrecision(digits)));
   }
-  const percent = (share) => `${(100 * share).toFixed(1)} %`;
+  // as the terminal has it: a half goes to the even digit
+  const rounded = new Intl.NumberFormat("en", {
+    minimumFractionDigits: 1, maximumFractionDigits: 1, roundingMode: "halfEven", useGrouping: false,
+  });
+  const tenths = (share) => rounded.format(100 * share);
+  const percent = (share) => `${tenths(share)} %`;
   function seconds(value) {
     if (value === null) return "–";
     if (value < 100) return `${value.toFixed(1)} s`;
@@ -208,7 +213,7 @@
         all.map(([one, { metric, before, after }]) => h("tr", null,
           data.runs.length > 1 && h("td", null, dot(one.index), one.name),
           h("td", null, metric), cell(measured(before)), cell(measured(after)),
-          cell(before && after ? `${after.value >= before.value ? "+" : ""}${(100 * (after.value - before.value)).toFixed(1)} points` : "–"),
+          cell(before && after ? `${after.value >= before.value ? "+" : ""}${tenths(after.value - before.value)} points` : "–"),
           h("td", null, range(one, before, after)), cell(number((after || before).n)))),
       ) : h("p", { className: "note" }, "Not evaluated yet."),
     );
@@ -238,7 +243,7 @@
   function measured(figure) {
     if (!figure) return "–";
     return figure.low === undefined ? number(figure.value)
-      : `${percent(figure.value)} [${(100 * figure.low).toFixed(1)}, ${(100 * figure.high).toFixed(1)}]`;
+      : `${percent(figure.value)} [${tenths(figure.low)}, ${tenths(figure.high)}]`;
   }
 
   function range(run, ...figures) {
@@ -592,7 +597,7 @@
     rows ||= Array.from({ length: run.size }, (_, row) => row);
     if (words && !run.lower) {
       run.lower = run.t.text.map((text) => (text || "").toLowerCase());
-      run.lowerPrompt = run.trajectories.prompts.map(({ text = "", key }) => `${key} ${text}`.toLowerCase());
+      run.lowerPrompt = run.trajectories.prompts.map(({ text = "", key }) => `${key} ${question(run, text)}`.toLowerCase());
     }
     const found = rows.filter((row) =>
       (!words || run.lower[row].includes(words) || run.lowerPrompt[run.t.prompt[row]].includes(words))
@@ -771,7 +776,7 @@
         ["tokens", run.t.length[row]], ["ended", run.t.stop[row]],
       ];
       if (on) facts.push(["log reference", number(run.t.log_reference[row])], ["reference", run.t.reference[row]], ["sampled at", run.t.sampling[row] || "elsewhere"],
-        ["trained at step", run.t.trained[row].map((use) => use.step).join(", ") || "not on record"], ["journal", `seq ${run.t.place[row]}`]);
+        ["trained at step", run.t.trained[row].map((use) => use.step).join(", ") || "–"], ["journal", `seq ${run.t.place[row]}`]);
       return h("div", { className: "card" + (on ? " on" : ""), onclick: () => { if (!String(getSelection())) open(row); } },
         h("div", { className: "head" }, h("span", { className: "reward", colour: rewardColour(run, reward) }, number(reward)), copies.length > 1 ? h("b", null, `${copies.length} ×`) : null,
           parts.map(([name, column]) => h("span", null, `${name} ${number(column[row])}`)),
