@@ -447,7 +447,8 @@ def test_a_resolved_recipe_of_before_differs_only_where_what_is_gone_had_another
 
 def test_a_file_sets_fields_as_flags_do(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
-    file.write_text('steps = 3\nruntime = "inline"\n[optimizer]\nlr = 2e-4\n[evaluation]\npass_k = 0\ngreedy = false\n')
+    text = 'steps = 3\nruntime = "inline"\n[optimizer]\nlr = 2e-4\n[evaluation]\npass_k = 0\ngreedy = false\n'
+    file.write_text(text, encoding="utf-8-sig")  # with a mark of the encoding, as some editors write
     flags = ["--steps", "3", "--runtime", "inline", "--optimizer.lr", "0.0002", "--evaluation.pass-k", "0"]
     assert with_config(["--seed", "1", "--config", str(file), "--steps", "4"]) == [
         *("--seed", "1", *flags, "--evaluation.no-greedy", "--steps", "4")

@@ -22,7 +22,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba search --run RUN [--address HOST:PORT]    add a searcher to a run in progress; Ctrl-C removes it
   tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed] [--trust]
                                             import answers (JSON Lines, Parquet, another run) into a run
-  tba check RECIPE [--field value ...]      validate a recipe and estimate its time and memory; no run is made
+  tba check RECIPE [--field value ...]      whether a recipe can learn, its time and memory; no run is made
   tba sft RECIPE --out DIR [--field value ...]    make the recipe's supervised warm start
   tba sft FILE.jsonl --out DIR [...]        supervised training on lines of prompt and response (a tenth of the prompts
                                             is held out: --held-out)
@@ -232,7 +232,7 @@ def import_(arguments: list[str]) -> int:
 
 
 def check(arguments: list[str]) -> int:
-    """`tba check RECIPE`: validate a recipe and estimate its time and memory."""
+    """`tba check RECIPE`: say whether a recipe can learn, and what time and memory a run takes."""
     name, overrides = _named(arguments, "tba check RECIPE", RECIPE)
     from tba.command.check import check_recipe
 

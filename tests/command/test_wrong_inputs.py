@@ -234,6 +234,8 @@ JSONL = {  # what a file of lines may hold instead
     "others": b'{"question": "1+1=", "reply": "2"}\n',
     "nothing": b'{"prompt": null, "response": null, "answer": null}\n',
     "roles": b'{"messages": [{"role": "user"}], "response": "2"}\n',
+    "utf16": '{"prompt": "1+1=", "response": "2", "score": 1}\n'.encode("utf-16"),
+    "latin": '{"prompt": "é", "response": "2", "score": 1}\n'.encode("latin-1"),
 }
 TOML = {
     "empty": b"steps =",
@@ -250,6 +252,7 @@ TOML = {
     "nan": b"[optimizer]\nlr = nan\n",
     "huge": b"steps = " + HUGE.encode(),
     "twice": b"steps = 1\nsteps = 2\n",
+    "utf16": "steps = 1\n".encode("utf-16"),
 }
 JSON = {
     "empty": b"",
@@ -298,6 +301,7 @@ def files() -> Iterator[Wrong]:
             yield wrong(command, name)
     yield wrong("show", "run", "none")
     yield wrong("report", "run", "folder")
+    yield wrong("report", "run", "--out", "folder.html")
 
 
 def models() -> Iterator[Wrong]:
@@ -412,6 +416,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "folder" / "x").write_text("x")
     (folder / "folder.jsonl").mkdir()
     (folder / "folder.py").mkdir()
+    (folder / "folder.html").mkdir()
     (folder / "runs").mkdir()
     (folder / "text.txt").write_text("text")
     (folder / "answers.jsonl").write_text('{"prompt": "a", "response": "b"}\n')

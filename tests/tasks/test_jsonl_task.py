@@ -30,6 +30,15 @@ def both(task: Jsonl) -> list[Problem]:
     return task.problems("train") + task.problems("eval")
 
 
+def test_a_file_from_another_editor_reads_the_same(tmp_path: Path) -> None:
+    """Line ends of two characters and a mark of the encoding in front, as some editors write."""
+    plain = write(tmp_path / "mine.jsonl", sums(3))
+    other = tmp_path / "other" / "mine.jsonl"
+    other.parent.mkdir()
+    other.write_bytes(plain.read_text().replace("\n", "\r\n").encode("utf-8-sig"))
+    assert both(Jsonl(other)) == both(Jsonl(plain))
+
+
 def test_a_line_gives_its_prompt_its_fields_and_its_demonstration(tmp_path: Path) -> None:
     rows = [{"prompt": "2+2=", "answer": 4, "response": "It is 4", "level": 1}]
     task = Jsonl(write(tmp_path / "mine.jsonl", rows), write(tmp_path / "eval.jsonl", sums(1)))

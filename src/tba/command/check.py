@@ -1,4 +1,4 @@
-"""`tba check`: validates a recipe and estimates the memory and time of its run, without making a run.
+"""`tba check`: says whether a recipe can learn and estimates the memory and time of its run, without making a run.
 
 What each part needs at most is computed first (`tba.command.needs`), and what cannot fit is refused before it is tried.
 
@@ -199,11 +199,10 @@ def check_recipe(name: str, overrides: list[str]) -> int:
             "searchers' reference: log-ratios begin with noise"
         )
     advice = [*warnings, *e.signal.advice(recipe)]
-    good = "Nothing stands in the way: answers to a prompt get different rewards, and whole ones."
-    told = Group(*(Text(f"warning: {printable(line)}", style="yellow") for line in advice)) if advice else Text(good)
-    console.print(section("Will it learn?", told))
+    lines = [Text(f"warning: {printable(line)}", style="yellow") for line in advice]
+    console.print(section("Will it learn?", Group(*lines or [e.signal.good])))
     total = e.trainer_bytes + recipe.searchers * e.searcher_bytes
-    if own and total > own and not placed:
+    if own and total > own and recipe.runtime != "cluster":
         raise UserError(
             f"the run needs about {size(total)} of memory and this machine has {size(own)}: "
             "use a smaller model, fewer searchers or a smaller --max-tokens-per-pass"

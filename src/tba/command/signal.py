@@ -78,6 +78,14 @@ class Signal:
                 found.append(Padding(Text.assemble(said, ("  reward " + mark, "dim")), (0, 0, 0, 2)))
         return Group(*found)
 
+    @property
+    def good(self) -> str:
+        """What to say where there is no advice."""
+        return (
+            f"Nothing stands in the way: rewards differ in {percent(self.varied)} of the groups, and few answers are "
+            "cut off or empty."
+        )
+
     def advice(self, recipe: Recipe) -> list[str]:
         """Returns the one or two things to change before the run, the most important first; none if it can learn."""
         found = []
