@@ -249,8 +249,8 @@ def test_a_run_that_has_just_begun_has_a_report_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "needs the folders of one or more runs first"),
-        (["nowhere"], "there is no run at nowhere"),
+        ([], "needs the folders of one or more runs, such as runs/NAME, first"),
+        (["nowhere"], "nowhere: there is no such run"),
         (["RUN", "--out", "report.txt"], "give a name that ends in .html"),
         (["RUN", "--out", "nowhere/report.html"], "make it first"),
         (["RUN", "--out", "report.html", "more"], "does not take 'more'"),
