@@ -58,7 +58,7 @@ def rendered(renderable: object, width: int = 120) -> str:
 def test_a_plain_line_holds_every_field_once_it_is_known() -> None:
     assert line(STATUS).strip().split(" | ") == [
         "95 s", "step 120/400", "reward 0.712, right 0.700, brief 0.012",
-        "accuracy greedy 61.0 %, sampled 55.2 %, pass@8/sampled 90.0 %",
+        "accuracy greedy 61.0 %, sampled 55.2 %, pass@8/sampled 90.0 % at step 100",
         "log-ratio 1.23", "lag 9.4", "ESS 62.5 %", "generated 2100 tok/s", "trained 15.2k tok/s", "trainer idle 2.1 %",
         "paced 0.4 %", "evaluating 26.3 % of the time, now too", "ETA 2:20 min", "searcher-0 was started again",
     ]  # fmt: skip

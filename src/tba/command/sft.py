@@ -7,9 +7,11 @@ The share of a file that the task `Jsonl` holds out (a tenth, by a digest of the
 
 from __future__ import annotations
 
+import json
+import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from tba.record.terminal import terminal
 from tba.settings import find, override
 from tba.tasks.jsonl import Jsonl
 from tba.tasks.rows import Row, read_rows
-from tba.types import Problem, Split
+from tba.types import Json, Problem, Split
 from tba.weights.atomic_dir import atomic_folder
 
 _NONE = sys.float_info.min  # a share above 0, as `Jsonl` wants it, and below any digest
@@ -57,8 +59,21 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
     with atomic_folder(out) as temporary:
         for file in made.iterdir():
             shutil.copy2(file, temporary / file.name)
-    console.print(f"model in {out} ({(out / FACTS).read_text().strip()})", highlight=False)
+    console.print(f"model in {out}: {_learned(json.loads((out / FACTS).read_text()))}", highlight=False)
+    console.print("What to try next", style="bold")
+    console.print(f"  tba train RECIPE --model.path {shlex.quote(str(out))}", highlight=False, soft_wrap=True)
     return 0
+
+
+def _learned(facts: Mapping[str, Json]) -> str:
+    """Returns how well the model predicts what it was taught, from the record beside it."""
+    held_out, too_long = facts["held_out_loss"], facts["too_long"]
+    return (
+        f"loss {facts['loss']:.3f} at the last step, "
+        + ("nothing held out" if held_out is None else f"{held_out:.3f} on what was held out")
+        + (f"; {too_long:,} too long to be learnt" if too_long else "")
+        + f" ({FACTS} says how it was made)"
+    )
 
 
 def _from_run(path: Path, overrides: list[str], console: Console) -> Path:

@@ -225,7 +225,7 @@ def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary:
     }
     if recipe.runtime != "inline":
         commands[f"tba train {same} --runtime inline"] = "the same in one process, taking turns"
-    if EXAMPLE.exists():
+    if EXAMPLE.exists() and Path(given[0]).parent != EXAMPLE.parent:
         commands[f"tba train {EXAMPLE}"] = "your own task: copy that file"
     where = "before its last step" if code else "in its last evaluation"
     left = [f"the run was stopped {where}; this continues it:", f"tba train --resume {path}"]

@@ -107,7 +107,7 @@ def line(status: Status) -> str:
         f"step {status.step}/{status.steps}",
         "" if status.phase == "training" else status.phase,
         _if_known("reward", _reward(status, ", ")),
-        _if_known("accuracy", _accuracy(status, ", ")),
+        _if_known("accuracy", _accuracy(status, ", "), _at(status)),
         _if_known("log-ratio", _number(status.log_ratio, 2)),
         _if_known("lag", _number(status.lag, 1)),
         _if_known("ESS", _share(status.ess)),
@@ -135,8 +135,7 @@ def table(status: Status, title: str = "") -> Group:
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     ratio, lag = f"log-ratio {_number(status.log_ratio, 2)}", f"lag {_number(status.lag, 1)}"
-    version = Text("" if status.evaluated is None else f"   at step {status.evaluated}", style="dim")
-    grid.add_row("accuracy", Text.assemble((_accuracy(status, "   "), "bold"), version))
+    grid.add_row("accuracy", Text.assemble((_accuracy(status, "   "), "bold"), ("  " + _at(status), "dim")))
     grid.add_row("reward", _reward(status, "   "))
     grid.add_row("batches", f"{ratio}   {lag}   ESS {_share(status.ess)}")
     grid.add_row("searchers", f"{_rate(status.generated_rate)} tok/s   evaluating {_evaluating(status)}")
@@ -186,6 +185,11 @@ def _accuracy(status: Status, between: str) -> str:
         )
         or NOT_YET
     )
+
+
+def _at(status: Status) -> str:
+    """Of which step's policy the accuracy is."""
+    return "" if status.evaluated is None else f" at step {status.evaluated}"
 
 
 def _eta(status: Status) -> str:
