@@ -33,7 +33,7 @@ def test_what_is_no_object_says_what_it_is(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"a": 1}\n[1]\n{"a": \n\xff\n' + b"1" * 5000 + b"\n")
     reasons = [entry.reason if isinstance(entry, Refusal) else entry for _, entry in read(path)]
-    assert reasons == [{"a": 1}, "JSON, but no object", "not JSON", "not JSON", "not JSON"]
+    assert reasons == [{"a": 1}, "JSON, but no object", "not JSON", "not text in UTF-8", "not JSON"]
 
 
 def test_a_line_longer_than_the_limit_is_refused_and_the_next_one_read(tmp_path: Path) -> None:
