@@ -389,10 +389,12 @@
     });
   }
 
+  const STYLES = [[], [7, 4], [2, 3]]; // of several runs' lines, whose colour is the run's
+  const BORDERS = ["solid", "dashed", "dotted"]; // of the same in a legend
+
   // The tables of a panel, for uPlot.join, and how each of their columns is drawn
   function seriesOf(panel) {
     const tables = [], looks = [], one = data.runs.length === 1;
-    const STYLES = [[], [7, 4], [2, 3]];
     const add = (run, x, label, i, columns) => {
       tables.push(ordered(x, ...columns.map(([y]) => y)));
       const stroke = COLOURS[(one ? i : run.index) % COLOURS.length];
@@ -457,6 +459,7 @@
       width: Math.max(280, place.clientWidth), height: 210,
       series: [{ label: state.axis === "time" ? "time" : "step", value: (u, v) => (v === null ? "–" : label(v)) },
         ...looks.map((look) => ({ ...look, value, spanGaps: true }))],
+      legend: { markers: { dash: (u, i) => BORDERS[Math.max(0, STYLES.indexOf(looks[i - 1].dash))] } },
       bands: looks.map((look, i) => look.bandTop && { series: [i + 1, i + 2], fill: look.stroke + "22" }).filter(Boolean),
       scales: {
         x: { time: false, range: () => [state.from ?? 0, state.to ?? lastX()] },
