@@ -193,7 +193,7 @@ def test_sft_makes_a_recipes_model_once_and_then_copies_it(said: Said, tmp_path:
     second = said("sft", SUMS, *arguments, "--out", tmp_path / "b")
     assert WARM_START in first
     assert WARM_START not in second
-    assert f"tba train RECIPE --model.path {tmp_path / 'a'}\n" in first
+    assert f"tba train RECIPE --model.path {tmp_path / 'a'}" in first
     for file in (tmp_path / "a").iterdir():
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "a").num_parameters() > 1000

@@ -200,7 +200,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         )
     advice = [*warnings, *e.signal.advice(recipe)]
     lines = [Text(f"warning: {printable(line)}", style="yellow") for line in advice]
-    console.print(section("Will it learn?", Group(*lines or [e.signal.good])))
+    console.print(section("Will it learn?", Group(*lines or [Text(e.signal.good)])))
     total = e.trainer_bytes + recipe.searchers * e.searcher_bytes
     if own and total > own and recipe.runtime != "cluster":
         raise UserError(

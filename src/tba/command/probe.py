@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from tba.batch import Fetched, collate
+from tba.models.huggingface import HuggingFace
 from tba.protocols import Policy
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
@@ -37,9 +38,7 @@ from tba.types import Completion, Group, Json, Judgement, Prompt, StopReason, Tr
 from tba.weights.directory import WeightDirectory
 
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
-# seconds after which fewer are enough, for whoever checks a large model waits for them: then a single round or step is
-# timed, of which what a first one does besides is a small part
-LONG = 15.0
+LONG = 15.0  # seconds after which fewer are enough: whoever checks a large model waits for them
 _T = TypeVar("_T")
 _Answer: TypeAlias = tuple[list[int], list[float]]  # its tokens, and their log-probabilities under the reference
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
@@ -62,7 +61,7 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
     answers: list[_Answers] = []
     groups: list[list[float]] = []  # rewards of each prompt's answers
     stopped: Counter[str] = Counter()
-    while not _enough(seconds, at_least):
+    while not _enough(seconds, at_least, recipe):
         chosen = rng.integers(len(prompts), size=recipe.prompts_per_round)
         asked = [prompts[int(j)] for j in chosen]
         began, sampling = time.perf_counter(), recipe.exploration.draw(rng)
@@ -126,9 +125,12 @@ def _timed(rounds: list[_T]) -> list[_T]:
     return rounds[1:] or rounds
 
 
-def _enough(seconds: list[float], at_least: float) -> bool:
-    """Whether enough rounds or steps were timed."""
-    return sum(seconds) > LONG or (len(seconds) > ROUNDS and sum(_timed(seconds)) > at_least)
+def _enough(seconds: list[float], at_least: float, recipe: Recipe) -> bool:
+    """Whether enough rounds or steps were timed. A single long one is, unless a first one does much besides."""
+    model = recipe.model
+    slow_start = model.trainer_device.type != "cpu" or (isinstance(model, HuggingFace) and model.compiled)
+    long = len(seconds) > slow_start and sum(seconds) > LONG
+    return long or (len(seconds) > ROUNDS and sum(_timed(seconds)) > at_least)
 
 
 def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str, Json]:
@@ -154,7 +156,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
         )
         trainer.publish()
         weights_bytes = weights.file(trainer.version).stat().st_size
-        while not _enough(seconds, at_least):
+        while not _enough(seconds, at_least, recipe):
             fetched = source.next()  # a run samples its batches ahead
             began = time.perf_counter()
             trainer.step(fetched)
