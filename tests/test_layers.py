@@ -21,7 +21,7 @@ LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"search", "intake", "training", "replay", "weights", "evaluation", "record"}
 
 CORE = SEAMS | LEAVES | PARTS | TENSORS
-CORE |= {"environments", "models", "objectives", "schedules", "recipe", "settings", "shipped", "runtime"}
+CORE |= {"environments", "models", "objectives", "schedules", "clock", "recipe", "settings", "shipped", "runtime"}
 
 # What each part of the package may import of the others, below it. The core is all up to `command`; above it stand the
 # applications, each a folder of its own, then the recipes, and research.
@@ -29,6 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
     "foreign": {"errors", "types"},  # whatever is read from outside, by anybody
+    "clock": set(),
     "batch": {"types"},
     "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only
     "schedules": {"errors"},
@@ -44,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "weights": GROUND | {"protocols", "streaming"},
     "evaluation": GROUND | {"protocols"},
     "record": GROUND | {"protocols", "evaluation"},  # of evaluate the estimators, see below
-    "search": SEAMS,
+    "search": SEAMS | {"clock"},
     "intake": SEAMS,
     "training": SEAMS | TENSORS | {"schedules", "weights"},  # of weights what writes a folder beside its place
     # the same of weights; of environments how demonstrations of episodes become tokens
@@ -53,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "fields": {"errors"},  # of any settings
     "shipped": {"errors"},
     "settings": GROUND | {"recipe", "fields", "shipped"},  # recipes and studies by name, when they are asked for
-    "runtime": SEAMS | PARTS | {"environments", "recipe", "settings", "shipped"},
+    "runtime": SEAMS | PARTS | {"clock", "environments", "recipe", "settings", "shipped"},
     "command": CORE | {"fields"},
     "apps.preference": CORE | {"command"},
     "apps.red_team": CORE | {"command"},

@@ -322,6 +322,16 @@ class Reference(Protocol):
         ...
 
 
+@runtime_checkable
+class Concurrent(Protocol):
+    """A reference that can score in one thread while an engine samples in another."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether it is to do so: on an accelerator. On a processor the two would only share it."""
+        ...
+
+
 @dataclass(frozen=True)
 class PolicyOutput:
     """The output of the model being trained for a batch. Shapes: B rows, T positions, G groups."""

@@ -11,7 +11,7 @@ import pytest
 from tests.replay.trajectory_cases import Pile
 
 from tba.errors import DeadlineExceeded, UserError
-from tba.record.clock import ShareClock
+from tba.clock import ShareClock
 from tba.replay.buffer import BufferSettings
 from tba.replay.codec import Stored
 from tba.replay.pacing import Pacing

@@ -16,7 +16,7 @@ from tests.replay.trajectory_cases import trajectory
 from tests.runtime.runs import made
 
 from tba.errors import DeadlineExceeded
-from tba.record.clock import ShareClock
+from tba.clock import ShareClock
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.runtime.connections import BackgroundJournal

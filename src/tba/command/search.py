@@ -89,4 +89,5 @@ def _search(half: SearcherLoop, place: Place | Visit, console: Console) -> None:
             said = time.monotonic()
             version = half.searcher.engine.version
             console.print(f"{place.name}: {half.searcher.rounds} rounds, weights {version}", highlight=False)
+    half.drain(stop=True)
     place.why = place.why or "the run ended"

@@ -20,6 +20,7 @@ from tba.protocols import Engine, Partner, Reference, Turn
 from tba.types import Completion, Group, IntArray, Prompt, Sampling, Split, StopReason, Trajectory, Version
 
 Table = npt.NDArray[np.float64]
+_ROWS = 64  # answers that a flow grows at the same time, or those of one prompt
 
 
 class TabularEngine:
@@ -77,13 +78,17 @@ class TabularEngine:
             rows = [b for b in range(i * count, (i + 1) * count) if length_B[b]]
             answers.append(
                 [
-                    self._completion(
+                    self.completion(
                         tokens_BT[b, : length_B[b]], log_behavior_BT[b, : length_B[b]], int(room_B[b]), sampling
                     )
                     for b in rows
                 ]
             )
         return answers
+
+    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator) -> TabularFlow:
+        """Returns what answers prompts for as long as some are submitted. See `protocols.Flowing`."""
+        return TabularFlow(self, count, sampling, rng)
 
     def converse(
         self,
@@ -126,7 +131,7 @@ class TabularEngine:
         for row in growing:
             if row.tokens:
                 completion = replace(
-                    self._completion(
+                    self.completion(
                         np.array(row.tokens, np.int32),
                         np.array(row.log_behavior, np.float32),
                         self.task.length,
@@ -138,7 +143,7 @@ class TabularEngine:
                 ended[row.request // count].append(partner.ended(row.request, completion))
         yield from enumerate(ended)
 
-    def _completion(
+    def completion(
         self, tokens: npt.NDArray[np.int32], log_behavior: npt.NDArray[np.float32], room: int, sampling: Sampling
     ) -> Completion:
         if tokens[-1] == EOS:
@@ -155,9 +160,65 @@ class TabularEngine:
         )
 
 
+class TabularFlow:
+    """Grows all answers by a symbol at a time: each is drawn from the table that the engine has then, so an answer that
+    is begun is continued by newer weights.
+    """
+
+    def __init__(self, engine: TabularEngine, count: int, sampling: Sampling, rng: np.random.Generator) -> None:
+        self._engine, self._count, self._sampling, self._rng = engine, count, sampling, rng
+        self._growing: dict[int, list[_Growing]] = {}  # by number of its prompt
+        self.submitted = 0
+
+    @property
+    def wanted(self) -> int:
+        """As many as have answers that grow in `_ROWS` rows."""
+        free = _ROWS - sum(not row.ended for rows in self._growing.values() for row in rows)
+        return max(0, free) // self._count if self._growing else max(1, free // self._count)
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            self._growing[self.submitted] = [_Growing(i, prompt) for i in range(self._count)]
+            self.submitted += 1
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """See `protocols.Flow`."""
+        done: list[int] = []
+        while self._growing and not done and not (until_wanted and self.wanted):
+            if interrupted is not None and interrupted():
+                done = list(self._growing)
+                break
+            self._grow([row for rows in self._growing.values() for row in rows if not row.ended])
+            done = [number for number, rows in self._growing.items() if all(row.ended for row in rows)]
+        return [(number, self._completions(self._growing.pop(number))) for number in done]
+
+    def _grow(self, rows: Sequence[_Growing]) -> None:
+        task, version = self._engine.task, self._engine.version
+        questions = [task.question(row.prompt) for row in rows]
+        nodes = [task.outcome([*task.begun(row.prompt), *row.tokens]) for row in rows]
+        log_p_RV = log_behavior(self._engine._logits_QNV, self._sampling)[questions, nodes]
+        for row, token, log_p_V in zip(rows, _draw(np.exp(log_p_RV), self._rng).tolist(), log_p_RV, strict=True):
+            row.append([token], [log_p_V[token]], True)
+            row.versions = (row.versions[0] if row.versions else version, version)
+            row.ended = token == EOS or len(row.tokens) == task.length - len(task.begun(row.prompt))
+
+    def _completions(self, rows: Sequence[_Growing]) -> list[Completion]:
+        """Of those that have a symbol."""
+        found = []
+        for row in rows:
+            if row.versions:
+                room = self._engine.task.length - len(self._engine.task.begun(row.prompt))
+                tokens, log_behavior = np.array(row.tokens, np.int32), np.array(row.log_behavior, np.float32)
+                completion = self._engine.completion(tokens, log_behavior, room, self._sampling)
+                found.append(replace(completion, versions=row.versions))
+        return found
+
+
 @dataclass
 class _Growing:
-    """A completion in turns, so far."""
+    """A completion, so far."""
 
     request: int
     prompt: Prompt
@@ -165,6 +226,8 @@ class _Growing:
     log_behavior: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
     stop_reason: StopReason = StopReason.INTERRUPTED
+    versions: tuple[Version, Version] | None = None  # the first and the last that have sampled it
+    ended: bool = False
 
     def append(self, tokens: Sequence[int], log_behavior: Sequence[float], sampled: bool) -> None:
         self.tokens += tokens

@@ -278,10 +278,12 @@ class Flow:
 
     @property
     def wanted(self) -> int:
-        """How many more prompts could begin to be answered now: none before an eighth of the slots is free."""
+        """How many more prompts are to be submitted now: none while the queue can fill the rows that are free, then so
+        many that half of the slots' worth is left in it. They are read together, and rows are filled from them at once.
+        """
         slots = self.settings.slots
         free = slots - (self.extent - len(self.free)) - (self.total - self.next_request) - len(self.aside)
-        return -(-free // self.count) if free >= max(1, slots // 8) else 0
+        return -(-(free + slots // 2) // self.count) if free > 0 else 0
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True

@@ -34,6 +34,12 @@ class FrozenReference:
         self._policy = CausalPolicy(model.requires_grad_(False), temperature, share_prompt)
         self._version = version
         self._tokens_per_pass = tokens_per_pass
+        self._stream = torch.cuda.Stream(model.device) if self.concurrent else None
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether it has a stream of its own, so that another thread can generate meanwhile."""
+        return self._policy.model.device.type == "cuda"
 
     @property
     def version(self) -> Version:
@@ -53,7 +59,7 @@ class FrozenReference:
         batch = _batch(answered)
         scored: dict[int, FloatArray] = {}
         for rows in micro_batches(batch, self._tokens_per_pass, share_prompt=self._policy.share_prompt):
-            with torch.inference_mode():
+            with torch.inference_mode(), torch.cuda.stream(self._stream):
                 log_RT = self._policy.evaluate(batch.select(rows)).log_policy_BT.cpu().numpy()
             for row, log_T in zip(rows.tolist(), log_RT, strict=True):
                 scored[row] = log_T[: int(batch.length_B[row])].copy()
@@ -63,7 +69,8 @@ class FrozenReference:
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         switch_adapters(self._policy.model, on=True)
-        self._policy.load(weights)
+        with torch.cuda.stream(self._stream):  # in order with what it scores
+            self._policy.load(weights)
         self._version = version
 
 

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tba.batch import Fetched, collate
 from tba.errors import DeadlineExceeded, UserError
-from tba.record.clock import ShareClock
+from tba.clock import ShareClock
 from tba.replay.replay import NotReady, Replay
 from tba.types import Version
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from tba.errors import UserError
-from tba.record.clock import ShareClock
+from tba.clock import ShareClock
 from tba.record.faults import count_faults, record_fault
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held

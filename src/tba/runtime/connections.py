@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from tba.errors import DeadlineExceeded
 from tba.protocols import Answered, Journal, Records, WeightSource
 from tba.recipe import Recipe
-from tba.record.clock import ShareClock
+from tba.clock import ShareClock
 from tba.record.evaluations import EvaluationWriter
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json

@@ -18,7 +18,7 @@ import numpy as np
 
 from tba.evaluation.accuracy import EvaluationSettings, evaluate
 from tba.protocols import Engine, Journal, KeptWeights, Records, Reward, WeightSource
-from tba.record.clock import ShareClock
+from tba.clock import ShareClock
 from tba.record.evaluations import read_evaluations
 from tba.types import Json, Prompt, Version
 
@@ -106,7 +106,7 @@ class Examiner:
     ) -> None:
         """Evaluate the versions that `manifest` requests and nobody has claimed.
 
-        before: what to do before the engine is used; between: between two chunks. Both count as busy on the searcher's
+        before: what to do before the engine is used; between: between two chunks. Both count as generating on the searcher's
         clock.
         """
         for request in manifest.get("evaluate", ()):
@@ -152,7 +152,7 @@ class Examiner:
         self.done.add(str(version))
 
     def _between(self, between: Callable[[], None], version: Version) -> None:
-        with self.clock.state("busy"):
+        with self.clock.state("generating"):
             between()
         self._load(version)
 

@@ -19,14 +19,15 @@ from typing import cast
 import numpy as np
 import torch
 
-from tba.protocols import Examined, Journal, Model, Records, Reward, WeightSource
+from tba.protocols import Examined, Flowing, Journal, Model, Records, Reward, WeightSource
 from tba.recipe import Recipe
-from tba.record.clock import ShareClock
+from tba.clock import ShareClock
 from tba.record.memory import FreedMemory, peak_memory_bytes
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.prompting import LEASE_SECONDS, engine_of, prompt_source, prompts_of, reward_of
 from tba.runtime.run_dir import RunDirectory
+from tba.search.pipeline import Pipeline
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
 from tba.search.searcher import Searcher
@@ -53,7 +54,7 @@ def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[],
                 time.sleep(_LOOK)
             else:
                 loop.round()
-        loop.searcher.drain(stop=True)
+        loop.drain(stop=True)
     finally:
         loop.close()
 
@@ -71,13 +72,14 @@ class SearcherLoop:
     incarnation: int = 0  # in which it was started
     memory: FreedMemory = field(default_factory=FreedMemory)
     held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
+    pipeline: Pipeline | None = None  # makes its rounds flow into one another; None: they do not
 
     def evaluate(self, between: Callable[[], None] | None = None) -> bool:
         """Run the evaluations that the newest weights' manifest requests; returns whether the trainer has asked to
         stop. `between`: what to do between two chunks of an evaluation.
         """
         asked = self.told()
-        self.examiner.answer(asked, self.searcher.drain, between)
+        self.examiner.answer(asked, self.drain, between)
         return bool(asked.get("stop"))
 
     def told(self) -> Mapping[str, Json]:
@@ -92,6 +94,8 @@ class SearcherLoop:
             if wanted is None or self.journal.rows() < wanted:
                 return False
             if not newest:
+                if self.pipeline is not None:
+                    self.pipeline.settle()
                 self.searcher.pull()
         return True
 
@@ -103,27 +107,31 @@ class SearcherLoop:
         held_back = 0.0 if self.held_back_since is None else time.monotonic() - self.held_back_since
         if not self.ahead() or held_back > LONGEST_HELD_BACK:
             self.held_back_since = None
-            self.searcher.round()
+            (self.pipeline or self.searcher).round()
             self.memory.give_back()
             return
         if self.held_back_since is None:
             self.held_back_since = time.monotonic()
+        self.searcher.rescore()
         with self.clock.state("paced"):
-            if self.searcher.rescorer is not None:
-                self.searcher.rescorer.round()
             time.sleep(_PAUSE)
+
+    def drain(self, stop: bool = False) -> None:
+        """Finish what flows from one round into the next; stop: what is being generated is left, as in flight."""
+        if self.pipeline is not None:
+            self.pipeline.drain(stop)
 
     def turn(self, trainer: ShareClock) -> None:
         """Make a round where trainer and searcher take turns; the trainer's clock counts it as idle: it is what
         asynchrony saves.
         """
-        with trainer.state("idle"), self.clock.state("busy"):
+        with trainer.state("idle"), self.clock.state("generating"):
             self.searcher.round()
 
     def round_between(self) -> None:
         """Make a round between two chunks of an evaluation, unless the trainer is done or wants no more yet."""
         if not self.told().get("stop") and not self.ahead():
-            self.searcher.round(whole=True)
+            self.searcher.round()
 
     def state(self) -> Json:
         """Returns what `restore` takes: the generators and the count of rounds."""
@@ -181,7 +189,7 @@ def searcher_loop_at(
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     prompts = prompts_of(recipe, tokenizer, "train")
-    ends, clock = reach(), ShareClock()
+    ends, clock = reach(), ShareClock(state="generating")
     if background:
         in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
         ends = replace(ends, journal=cast(Journal, in_background))  # which it implements by forwarding
@@ -227,8 +235,9 @@ def _loop_of(
         largest_reward=recipe.largest_reward,
         hide_text=recipe.record.hide_text,
         hand_down_seconds=math.inf if recipe.runtime == "inline" or recipe.vine else HAND_DOWN,
-        flows=recipe.runtime != "inline" and recipe.run.continuous and recipe.vine is None,
+        clock=clock,
     )
+    flows = recipe.run.continuous and recipe.runtime != "inline" and recipe.vine is None and isinstance(engine, Flowing)
     examiner = Examiner(
         engine=engine,
         prompts=prompts_of(recipe, tokenizer, "eval"),
@@ -243,7 +252,21 @@ def _loop_of(
         clock=clock,
         interrupted=interrupted,
     )
-    return SearcherLoop(searcher, examiner, journal, weights, clock, ends.records, ends.incarnation)
+    return SearcherLoop(
+        searcher,
+        examiner,
+        journal,
+        weights,
+        clock,
+        ends.records,
+        ends.incarnation,
+        pipeline=Pipeline(searcher, _stage_deadline(recipe)) if flows else None,
+    )
+
+
+def _stage_deadline(recipe: Recipe) -> float:
+    """Returns the seconds after which a stage is taken to hang: more than a reward has with its retries."""
+    return max(recipe.run.silence_deadline, (RETRIES + 1) * recipe.run.reward_deadline + 60.0)
 
 
 def _patient(recipe: Recipe, records: Records, reward: Reward) -> PatientReward:

@@ -13,7 +13,7 @@ from typing import Any
 from tba.foreign import read_json
 from tba.recipe import Recipe
 from tba.record import metrics
-from tba.record.clock import share_of
+from tba.clock import share_of
 from tba.record.evaluations import RunningEvaluations, read_evaluations
 from tba.record.falls import noted_falls
 from tba.record.faults import count_faults, note_unreadable

@@ -24,7 +24,7 @@ from tba.batch import Fetched
 from tba.errors import UserError
 from tba.protocols import Policy
 from tba.recipe import Recipe
-from tba.record.clock import ShareClock
+from tba.clock import ShareClock
 from tba.record.falls import STALE, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json

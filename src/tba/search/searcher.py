@@ -1,8 +1,7 @@
 """The searcher: one `round()` draws prompts, samples answers, judges them and sends them to the journal.
 
-A long round is sent in parts, each prompt with all its answers, so that answers are young when they arrive. Where the
-engine can, rounds flow into one another: the next prompts are begun as soon as answers are finished, newer weights are
-loaded in between, and what a round has not finished is left to the next.
+A long round is sent in parts, each prompt with all its answers, so that answers are young when they arrive. Here one
+step follows another; `Pipeline` makes the same steps while others are going on.
 
 Invariant: it never waits for the trainer. Newer weights, if there are any, are loaded between rounds (or while it
 generates, by an engine that supports it), and between rounds the reference that they name; what is generated is either
@@ -18,16 +17,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 import numpy as np
 
+from tba.clock import SEARCHING, WAITING, ShareClock, State
 from tba.errors import UserError
 from tba.protocols import (
     Embedder,
     Engine,
     Exploration,
-    Flow,
-    Flowing,
     InFlight,
     Journal,
     PromptSource,
@@ -55,8 +54,11 @@ from tba.types import (
 )
 
 log = logging.getLogger("tba.searcher")
-_GENERATING = 8  # generate this many times as long as judging and sending what is finished takes, before sending a part
+GENERATING = 8  # generate this many times as long as judging and sending what is finished takes, before sending a part
 _ROUNDS_WITHOUT_USE = 10  # first rounds without a usable answer, after which no further one is expected to bring any
+
+
+Finished: TypeAlias = "Sequence[tuple[Prompt, list[Completion]]]"  # prompts with the answers that are finished
 
 
 @dataclass(frozen=True)
@@ -101,52 +103,44 @@ class Searcher:
     rejected: str = ""  # why the last rejected answer was rejected
     rounds_without_use: int | None = 0  # first rounds of which all answers were rejected; None: one was of use
     manifest: Mapping[str, Json] = field(default_factory=dict)  # of the newest weights seen
-    flows: bool = False  # rounds flow into one another, where the engine can
-    _flow: tuple[Flow, Sampling] | None = None  # what goes on between rounds, and how it samples
-    _asked_for: dict[int, tuple[int, Prompt, float]] = field(
-        default_factory=dict
-    )  # its position, prompt, when it began
+    clock: ShareClock = field(default_factory=lambda: ShareClock(state="generating"))
+    _told: Counter[str] = field(default_factory=Counter)  # milliseconds of the clock that have been counted
 
-    def round(self, whole: bool = False) -> int:
+    def round(self) -> int:
         """Make one round; returns the number of trajectories sent. What a new reference requires to be rescored comes
         first.
-
-        whole: all that is begun is finished in it, also where rounds flow into one another.
         """
-        since = time.perf_counter()
         self.pull()
-        if self.rescorer is not None:
-            self.rescorer.round()
-        flows = self.flows and not whole and isinstance(self.engine, Flowing)
-        taken = ([], []) if flows else self.prompts.take(self.prompts_per_round)
+        self.rescore()
+        asked = self.prompts.take(self.prompts_per_round)
         sampling = self.exploration.draw(self.rng)
-        kept = rejected = 0
-        hold = self.hand_down_seconds if flows or isinstance(self.engine, Streaming) else math.inf
-        for answered in _due(self._flowing(sampling) if flows else self._answered(*taken, sampling, since), hold):
-            down, counts = self._hand_down(answered, sampling, since)
-            kept, rejected = kept + down, rejected + counts["rejected_trajectories"]
-            if flows:
-                self.pull()
-            since = time.perf_counter()
+        sent = rejected = 0
+        for answered in _due(self._answered(*asked, sampling), self._hold):
+            finished, counts = self.sort(answered)
+            with self.clock.state("reward"):
+                judgements = self.judge(finished)
+            with self.clock.state("reference"):
+                references = self.score(finished)
+            trajectories = self.trajectories(finished, judgements, references, counts)
+            leases = self.whole(answered)
+            if self.vine is not None:
+                in_flight = counts["in_flight_trajectories"]
+                trajectories = self.vine.grow(trajectories, sampling, self.rng, counts, self.interrupted)
+                leases = leases if counts["in_flight_trajectories"] == in_flight else []
+            self.send(answered, trajectories, leases, counts)
+            sent, rejected = sent + len(trajectories), rejected + counts["rejected_trajectories"]
         self.rounds += 1
-        self._require_use(kept, rejected)
-        return kept
+        self.require_use(sent, rejected)
+        return sent
 
-    def drain(self, stop: bool = False) -> None:
-        """Finish what flows from one round into the next, and send it; afterwards the engine can be used otherwise.
+    @property
+    def _hold(self) -> float:
+        """Seconds of a round after which what is finished is sent."""
+        return self.hand_down_seconds if isinstance(self.engine, Streaming) else math.inf
 
-        stop: leave it as it is, counted as in flight.
-        """
-        since = time.perf_counter()
-        for answered in _due(self._drained(stop), self.hand_down_seconds):
-            self._hand_down(answered, Sampling(), since)
-            since = time.perf_counter()
-
-    def _answered(
-        self, positions: Sequence[int], prompts: Sequence[Prompt], sampling: Sampling, began: float
-    ) -> Iterator[Answered]:
+    def _answered(self, positions: Sequence[int], prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Answered]:
         """Yields a round's prompts with their completions, as they are finished or all at the end."""
-        engine = self.engine
+        engine, began = self.engine, time.perf_counter()
         asked = (prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
         found: Iterable[tuple[int, Sequence[Completion]]]
         if self.hand_down_seconds < math.inf and isinstance(engine, Streaming):
@@ -156,62 +150,32 @@ class Searcher:
         for i, completions in found:
             yield Answered(positions[i], prompts[i], completions, began)
 
-    def _flowing(self, sampling: Sampling) -> Iterator[Answered]:
-        """Yields as many prompts as a round has, with their completions, as they are finished; others are begun in
-        their place.
-        """
-        if self._flow is not None and self._flow[1] != sampling:
-            yield from self._drained()
-        if self._flow is None:
-            assert isinstance(self.engine, Flowing)
-            self._flow = self.engine.flow(self.samples_per_prompt, sampling, self.rng), sampling
-        flow, left = self._flow[0], self.prompts_per_round
-        while left > 0:
-            wanted, number, began = flow.wanted, flow.submitted, time.perf_counter()
-            positions, prompts = self.prompts.take(wanted) if wanted else ([], [])
-            flow.submit(prompts)
-            for i, asked in enumerate(zip(positions, prompts, strict=True)):
-                self._asked_for[number + i] = (*asked, began)
-            # where others hold the rest of the prompts, no more will be wanted than those that are begun
-            found = self._finished(flow.next(self.interrupted, until_wanted=len(prompts) == wanted))
-            yield from found
-            left -= len(found)
-            if not self._asked_for:  # nobody has prompts left to give, or generation was told to stop
-                return
+    def whole(self, answered: Sequence[Answered]) -> list[int]:
+        """Returns the leases that are given back: of prompts all of whose answers are there."""
+        return [a.position for a in answered if a.is_whole(self.samples_per_prompt)]
 
-    def _drained(self, stop: bool = False) -> Iterator[Answered]:
-        """Yields what is left of the flow, and closes it."""
-        if self._flow is None:
-            return
-        interrupted = (lambda: True) if stop else self.interrupted
-        while self._asked_for:
-            yield from self._finished(self._flow[0].next(interrupted, until_wanted=False))
-        self._flow = None
-
-    def _finished(self, found: Sequence[tuple[int, list[Completion]]]) -> list[Answered]:
-        answered = []
-        for number, completions in found:
-            position, prompt, began = self._asked_for.pop(number)
-            answered.append(Answered(position, prompt, completions, began))
-        return answered
-
-    def _hand_down(self, answered: Sequence[Answered], sampling: Sampling, since: float) -> tuple[int, Counter[str]]:
-        """Judge the answers and send them, in one transaction; returns how many, and what was counted.
-
-        since: when this part of the round began.
-        """
-        finished, counts = self._sort(answered)
-        trajectories = self._judge(finished, counts)
-        leases = [a.position for a in answered if a.is_whole(self.samples_per_prompt)]
-        if self.vine is not None:
-            in_flight = counts["in_flight_trajectories"]
-            trajectories = self.vine.grow(trajectories, sampling, self.rng, counts, self.interrupted)
-            leases = leases if counts["in_flight_trajectories"] == in_flight else []
-        counts["searching_milliseconds"] = round(1000 * (time.perf_counter() - since))
+    def send(
+        self,
+        answered: Sequence[Answered],
+        trajectories: Sequence[Trajectory],
+        leases: Sequence[int],
+        counts: Counter[str],
+    ) -> None:
+        """Write trajectories, the leases that are given back and what was counted, in one transaction."""
         outcomes = self._outcomes({a.position: a.prompt for a in answered}, leases, trajectories)
         trajectories = _stamped(trajectories, time.perf_counter() - min(a.began for a in answered))
+        self._count_time(counts)
         self.journal.put(embedded(trajectories, self.embedder), leases, counts, outcomes)
-        return len(trajectories), counts
+
+    def _count_time(self, counts: Counter[str]) -> None:
+        """Add what the clock has measured since the last time."""
+        seconds = self.clock.seconds()
+        states: dict[str, tuple[State, ...]] = {state: (state,) for state in SEARCHING}
+        for name, of in (states | {"waiting": WAITING}).items():
+            milliseconds = round(1000 * sum(seconds.get(state, 0.0) for state in of))
+            if milliseconds > self._told[name]:
+                counts[f"{name}_milliseconds"] = milliseconds - self._told[name]
+                self._told[name] = milliseconds
 
     def pull(self) -> Version:
         """Load newer weights, and another reference if they name one, in place.
@@ -220,13 +184,14 @@ class Searcher:
         """
         published = self.weights.newer_than(None)
         if published is not None:
-            if published.version > self.engine.version:
-                self.engine.load(published.read(), published.version)
-            self.manifest = published.manifest
-            self._refer(self.manifest.get("reference"))
+            with self.clock.state("weights"):
+                if published.version > self.engine.version:
+                    self.engine.load(published.read(), published.version)
+                self.manifest = published.manifest
+                self.refer()
         return self.engine.version
 
-    def _require_use(self, kept: int, rejected: int) -> None:
+    def require_use(self, kept: int, rejected: int) -> None:
         """Raises `UserError` where the first rounds bring nothing but answers that are rejected: the run would never
         end.
         """
@@ -250,15 +215,25 @@ class Searcher:
         def ask() -> bool:
             published = self.weights.newer_than(self.engine.version)
             if published is not None:
-                self.engine.load(published.read(), published.version)
+                with self.clock.state("weights"):
+                    self.engine.load(published.read(), published.version)
             return self.interrupted is not None and self.interrupted()
 
         return ask
 
-    def _refer(self, name: str | None) -> None:
-        """Score under that version from here on. It is pinned; the first one is what the run began with."""
+    def refer(self) -> None:
+        """Score under the version that the newest weights name from here on. It is pinned; the first one is what the
+        run began with.
+        """
+        name = self.manifest.get("reference")
         if name is not None and (version := Version.parse(name)) != self.reference.version:
             self.reference.load(self.weights.at(version).read(), version)
+
+    def rescore(self) -> None:
+        """Score older trajectories under a newer reference, where that is wanted: a bounded number at a time."""
+        if self.rescorer is not None:
+            with self.clock.state("reference"):
+                self.rescorer.round()
 
     def _outcomes(
         self, prompts: Mapping[int, Prompt], leases: Sequence[int], trajectories: Sequence[Trajectory]
@@ -269,7 +244,7 @@ class Searcher:
             by_key.setdefault(t.prompt.key, []).append(t.reward)
         return self.prompts.outcomes({p: by_key[key] for p in leases if (key := prompts[p].key) in by_key})
 
-    def _sort(self, answered: Sequence[Answered]) -> tuple[list[tuple[Prompt, list[Completion]]], Counter[str]]:
+    def sort(self, answered: Sequence[Answered]) -> tuple[Finished, Counter[str]]:
         """Returns what is finished, by prompt; and the counts of all that was generated."""
         counts: Counter[str] = Counter()
         finished = []
@@ -287,11 +262,20 @@ class Searcher:
                 finished.append((one.prompt, kept))
         return finished, counts
 
-    def _judge(self, finished: Sequence[tuple[Prompt, list[Completion]]], counts: Counter[str]) -> list[Trajectory]:
-        """Completion -> Trajectory: adds the reward and the reference's log-probabilities."""
-        pairs = [(prompt, c) for prompt, completions in finished for c in completions]
-        judgements = self.reward.judge(pairs) if pairs else []
-        references = self._scored(finished)
+    def judge(self, finished: Finished) -> Sequence[Judgement]:
+        """Returns the reward's judgement of each answer, in order."""
+        pairs = _pairs(finished)
+        return self.reward.judge(pairs) if pairs else []
+
+    def trajectories(
+        self,
+        finished: Finished,
+        judgements: Sequence[Judgement],
+        references: Sequence[FloatArray],
+        counts: Counter[str],
+    ) -> list[Trajectory]:
+        """Completion -> Trajectory: adds the reward and the reference's log-probabilities; counts what is rejected."""
+        pairs = _pairs(finished)
         trajectories: list[Trajectory] = []
         series, before = b"", counts["rejected_trajectories"]
         provenance = {"searcher": self.name, "round": self.rounds}  # one for all: encoded once
@@ -334,7 +318,7 @@ class Searcher:
             answer, question = f"{completion.digest} of {len(completion.tokens)} tokens", prompt.key
         return f"{reward} gave {judgement} for the answer {answer} to the prompt {question}{because}"
 
-    def _scored(self, finished: Sequence[tuple[Prompt, list[Completion]]]) -> list[FloatArray]:
+    def score(self, finished: Finished) -> list[FloatArray]:
         """Returns the reference's log-probabilities of each, in order; an answer sampled twice for a prompt is scored
         once.
         """
@@ -347,6 +331,10 @@ class Searcher:
         return [by[c.digest] for by, (_, completions) in zip(by_digest, finished, strict=True) for c in completions]
 
 
+def _pairs(finished: Finished) -> list[tuple[Prompt, Completion]]:
+    return [(prompt, c) for prompt, completions in finished for c in completions]
+
+
 def _due(answered: Iterator[Answered], hold: float) -> Iterator[list[Answered]]:
     """Yields prompts with their completions in parts: what is finished after so many seconds, and later if handing it
     down takes long.
@@ -356,7 +344,7 @@ def _due(answered: Iterator[Answered], hold: float) -> Iterator[list[Answered]]:
     for one in answered:
         done.append(one)
         reached = time.perf_counter()
-        if reached - since >= max(hold, _GENERATING * took):
+        if reached - since >= max(hold, GENERATING * took):
             yield done
             done, since = [], time.perf_counter()
             took = since - reached

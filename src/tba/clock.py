@@ -9,18 +9,23 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
-State: TypeAlias = Literal["warm_up", "busy", "idle", "paced", "eval", "journal"]
+Searching: TypeAlias = Literal["generating", "environment", "reward", "reference", "weights"]
+State: TypeAlias = Literal["warm_up", "busy", "idle", "paced", "eval", "journal"] | Searching
+SEARCHING: tuple[Searching, ...] = get_args(Searching)  # a searcher's, where a trainer is busy
+WAITING: tuple[State, ...] = ("paced", "journal")  # a searcher's, in which it does nothing at all
 
 
 class ShareClock:
-    """Divides the wall-clock time of one loop among states. `now` gives seconds and is monotone."""
+    """Divides the wall-clock time of one loop among states, from `state` on. `now` gives seconds and is monotone."""
 
-    def __init__(self, warming_up: bool = False, now: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, warming_up: bool = False, now: Callable[[], float] = time.perf_counter, state: State = "busy"
+    ) -> None:
         self._now = now
         self._warming_up = warming_up
-        self._state: State = "busy"
+        self._state = state
         self._since = now()
         self._seconds: dict[State, float] = {}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba.record.clock import ShareClock, State, share_of
+from tba.clock import ShareClock, State, share_of
 
 
 class Hand:
