@@ -38,6 +38,11 @@ class ShareClock:
         finally:
             self._switch(outer)
 
+    @property
+    def present(self) -> State:
+        """The state that it is in."""
+        return self._state
+
     def reclassify(self, name: State) -> None:
         """From here on time counts as `name`: for a wait whose reason changes while it lasts."""
         self._switch(name)

@@ -71,7 +71,7 @@ class Pipeline:
     # the prompt itself, and when it was begun
     _looked: float = 0.0  # when newer weights were looked for
     _since: float = 0.0  # when the newest part was begun
-    _took: float = 0.0  # seconds for which generation stood still for it
+    _took: float = 0.0  # seconds that sending the one before took
 
     def round(self) -> int:
         """Generate until as many prompts are answered as a round has; returns the trajectories that were sent
@@ -95,23 +95,28 @@ class Pipeline:
 
         stop: leave what is being generated as it is, counted as in flight.
         """
-        if self._flow is not None:
-            while self._asked:
-                self._take_in(self._flow[0].next((lambda: True) if stop else self._between, until_wanted=False))
-            self._flow = None
+        self._empty(stop)
         self.settle()
+
+    def _empty(self, stop: bool = False) -> None:
+        while self._asked:
+            assert self._flow is not None
+            self._take_in(self._flow[0].next((lambda: True) if stop else self._between, until_wanted=False))
+        self._flow = None
 
     def _flowing(self) -> Flow:
         """Returns what prompts flow through; another way of sampling begins when the one before is finished."""
-        sampling = self.searcher.exploration.draw(self.searcher.rng)
-        if self._flow is not None and self._flow[1] != sampling:
-            self.drain()
+        searcher, engine = self.searcher, self.searcher.engine
+        sampling = searcher.exploration.draw(searcher.rng)
         if self._flow is None:
-            self.reading = None  # the newest are loaded now
-            self.searcher.pull()
-            engine = self.searcher.engine
-            assert isinstance(engine, Flowing)
-            self._flow = engine.flow(self.searcher.samples_per_prompt, sampling, self.searcher.rng), sampling
+            self.reading = None
+            searcher.pull()  # at once, whatever the engine was used for
+        elif self._flow[1] == sampling:
+            return self._flow[0]
+        else:
+            self._empty()
+        assert isinstance(engine, Flowing)
+        self._flow = engine.flow(searcher.samples_per_prompt, sampling, searcher.rng), sampling
         return self._flow[0]
 
     def _generated(self, flow: Flow) -> int:
@@ -145,8 +150,9 @@ class Pipeline:
         if self.reading is not None:
             if self.reading.done():
                 published, self.reading = self.reading.result(), None
-                with searcher.clock.state("weights"):
-                    searcher.engine.load(published.read(), published.version)
+                if published.version > searcher.engine.version:
+                    with searcher.clock.state("weights"):
+                        searcher.engine.load(published.read(), published.version)
         elif now - self._looked >= _LOOK:
             self._looked = now
             newest = searcher.weights.newer_than(None)
@@ -185,7 +191,6 @@ class Pipeline:
                 scoring = Future()
                 scoring.set_result(self._score(finished))
         self.part = _Part(answered, finished, counts, judging, scoring)
-        self._took = time.perf_counter() - self._since
 
     def _score(self, finished: Finished) -> list[FloatArray]:
         """What the reference does with a part: become another one, if that is named, score older trajectories, and
@@ -202,12 +207,13 @@ class Pipeline:
         searcher, part = self.searcher, self.part
         judgements = self._waited(part.judging, "reward")
         references = self._waited(part.scoring, "reference")
-        self.part, began = None, time.perf_counter()
+        self.part = None
         trajectories = searcher.trajectories(part.finished, judgements, references, part.counts)
+        began = time.perf_counter()
         searcher.send(part.answered, trajectories, searcher.whole(part.answered), part.counts)
+        self._took = time.perf_counter() - began
         self.sent += len(trajectories)
         self.rejected += part.counts["rejected_trajectories"]
-        self._took += time.perf_counter() - began
 
     def _waited(self, stage: Future[T], name: Searching) -> T:
         """Returns what a stage has found, or raises what it raised."""
