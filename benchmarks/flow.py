@@ -1,6 +1,6 @@
 """How much of a searcher's slots is busy: rounds against `--run.continuous`, for answers of many lengths.
 
-    python benchmarks/flow.py [--seconds 240]
+    python benchmarks/flow.py [--seconds 120]
 
 The searcher, the pipeline, the engine with its slots and the journal are those of a run; what is made up is what takes
 time, and time itself, which is virtual: it passes where something below takes it, so that the figures do not depend on
@@ -276,7 +276,7 @@ def _settling(time: VirtualTime) -> type[threading.Thread]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=240.0, help="of virtual time, each")
+    parser.add_argument("--seconds", type=float, default=120.0, help="of virtual time, each")
     seconds = parser.parse_args().seconds
     torch.set_num_threads(1)
     torch.manual_seed(0)

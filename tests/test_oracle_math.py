@@ -4,7 +4,7 @@ A plain loop (no searcher, replay, trainer or runtime) on the enumerable toy: 85
 two prompts, groups of 8. What is exact: the ideal policy pi* = pi_ref exp(r / beta) / Z, and the distance to it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -20,7 +20,7 @@ from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 from tba.protocols import Objective
 from tba.schedules import Constant, WarmupCosine
-from tba.types import Group, Sampling, Trajectory, Version
+from tba.types import Completion, Group, Prompt, Sampling, Trajectory, Version
 
 TASK = TabularTask()
 PROMPTS = tabular_prompts(TASK)
@@ -66,6 +66,51 @@ def stale() -> Source:
             engine.load({WEIGHT: past[now.step - 10]}, Version(0, now.step - 10))
         groups = sample_groups(TASK, PROMPTS * 2, K, Sampling(), rng, engine)
         assert now.step < 10 or {t.version.lag(now) for g in groups for t in g.trajectories} == {10 + now.step % 10}
+        return groups
+
+    return draw
+
+
+class Continued(TabularEngine):
+    """An engine whose answers are begun by weights that are 20 updates old; others that are 10 old, and the newest,
+    continue what is there, as in a searcher that loads weights while it generates.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(TASK)
+        self.past = list[Tensor]()
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> list[list[Completion]]:
+        now, ages = len(self.past) - 1, iter((20, 10, 0))
+
+        def between() -> bool:
+            step = max(0, now - next(ages))
+            self.load({WEIGHT: self.past[step]}, Version(0, step))
+            return False
+
+        flow, found = self.flow(count, sampling, rng), dict[int, list[Completion]]()
+        flow.submit(prompts)
+        while len(found) < len(prompts):
+            found.update(flow.next(between, until_wanted=False))
+        return [found[i] for i in range(len(prompts))]
+
+
+def continued() -> Source:
+    """Answers each of which several policies have sampled, one symbol each, which are 10 updates apart."""
+    engine = Continued()
+
+    def draw(policy: TabularPolicy, step: int, rng: np.random.Generator) -> list[Group]:
+        engine.past.append(policy.weights()[WEIGHT].clone())
+        groups = sample_groups(TASK, PROMPTS * 2, K, Sampling(), rng, engine)
+        spans = {tuple(v.lag(Version(0, step - 1)) for v in t.completion.versions) for g in groups for t in g.trajectories}
+        assert step <= 20 or spans <= {(20, 20), (20, 10), (20, 0)}
         return groups
 
     return draw
@@ -127,7 +172,7 @@ def test_the_ideal_policy_is_far_from_the_reference_and_larger_than_a_group() ->
 
 
 @pytest.mark.parametrize("objective", [EXACT, TAPERED, PAPER], ids=["exact", "tapered", "none"])
-@pytest.mark.parametrize(("source", "steps"), [(stale, 600), (reward_prioritised, 1200), (never_on_policy, 400)])
+@pytest.mark.parametrize(("source", "steps"), [(stale, 600), (continued, 600), (reward_prioritised, 1200), (never_on_policy, 400)])
 def test_trajectory_balance_reaches_the_ideal_policy_wherever_the_data_come_from(
     objective: TrajectoryBalance, source: Callable[[], Source], steps: int
 ) -> None:
@@ -135,7 +180,7 @@ def test_trajectory_balance_reaches_the_ideal_policy_wherever_the_data_come_from
     assert distances(policy).max() <= 0.02
 
 
-@pytest.mark.parametrize("source", [on_policy, stale, never_on_policy])
+@pytest.mark.parametrize("source", [on_policy, stale, continued, never_on_policy])
 def test_with_log_z_low_it_does_so_from_whatever_policies_have_sampled(source: Callable[[], Source]) -> None:
     policy, _ = train(TB, source(), steps=800)
     assert distances(policy).max() <= 0.02

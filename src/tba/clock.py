@@ -13,8 +13,11 @@ from typing import Literal, TypeAlias, get_args
 
 Searching: TypeAlias = Literal["generating", "environment", "reward", "reference", "weights"]
 State: TypeAlias = Literal["warm_up", "busy", "idle", "paced", "eval", "journal"] | Searching
-SEARCHING: tuple[Searching, ...] = get_args(Searching)  # a searcher's, where a trainer is busy
-WAITING: tuple[State, ...] = ("paced", "journal")  # a searcher's, in which it does nothing at all
+# What a searcher's time goes to, besides evaluating: it generates, or stands still for what is named.
+SEARCHERS_TIME: Mapping[str, tuple[State, ...]] = {
+    **{name: (name,) for name in get_args(Searching)},
+    "waiting": ("paced", "journal"),
+}
 
 
 class ShareClock:

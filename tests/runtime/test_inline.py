@@ -302,7 +302,7 @@ def test_time_is_accounted_to_who_spends_it(tmp_path: Path) -> None:
     assert trainer["idle"] > 0
     assert trainer["busy"] > 0
     assert searcher["idle"] > 0
-    assert searcher["busy"] > 0
+    assert searcher["generating"] > 0
     assert searcher["eval"] > 0
     assert searcher["idle"] >= trainer["busy"] * 0.5
 

@@ -112,7 +112,7 @@ def test_a_round_sends_every_answer_down_with_its_mark_and_reference(bench: Call
     assert b.searcher.round() == 3 * S
     sent = b.follower.drain()
     tokens = sum(t.length for t in sent)
-    counts = {name: n for name, n in b.counts.items() if n and name != "searching_milliseconds"}
+    counts = {name: n for name, n in b.counts.items() if n and not name.endswith("_milliseconds")}
     assert counts == {"generated_tokens": tokens, "generated_trajectories": 3 * S}
     table = TabularReference(TASK, 0.7)
     for t in sent:
@@ -287,32 +287,6 @@ def test_a_long_round_is_sent_down_prompt_by_prompt_and_its_account_closes(
     ages = [t.provenance["seconds"] for t in kept]
     assert ages == sorted(ages)
     for t in kept:  # scored while the others were half done, by another model of the same kind
-        assert t.completion.log_behavior is not None
-        np.testing.assert_allclose(t.log_reference, t.completion.log_behavior, atol=1e-4)
-
-
-def test_rounds_that_flow_into_one_another_lose_nothing_and_leave_the_rest_in_flight(tmp_path: Path) -> None:
-    model = small_llama(tmp_path / "model")
-    with JournalWriter(tmp_path / "journal.sqlite", "searcher-0") as journal:
-        searcher = searcher_of(model, tmp_path, 0.7, Fixed(temperature=0.7), Sent(journal))
-        searcher.prompts = PromptStream(searcher.prompts.prompts, 0, lambda count: journal.lease(count, 60.0))
-        searcher.hand_down_seconds, searcher.flows = 0.0, True
-        sent = [searcher.round() for _ in range(3)]
-        assert all(n in (36, 48) for n in sent)  # three prompts, or a fourth that was finished with the third
-        searcher.drain()
-        begun = journal.rows()
-        assert journal.lease(1, 60.0) == [begun // 12]  # all that were begun are finished and given back
-        sent.append(searcher.round())
-        searcher.drain(stop=True)
-        rows = journal.rows()
-    with JournalFollower(tmp_path / "journal.sqlite") as follower:
-        kept = follower.drain()
-        told = follower.counters()["searcher-0"]
-    assert len(kept) == rows >= begun + sent[-1]  # those of a prompt that were finished are sent
-    assert told["generated_trajectories"] == len(kept) + told["in_flight_trajectories"]
-    assert told["generated_tokens"] == sum(t.length for t in kept) + told["in_flight_tokens"]
-    assert told["in_flight_trajectories"] > 0
-    for t in kept:
         assert t.completion.log_behavior is not None
         np.testing.assert_allclose(t.log_reference, t.completion.log_behavior, atol=1e-4)
 

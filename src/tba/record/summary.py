@@ -70,6 +70,7 @@ class Summary:
     searcher_idle: float = 0.0
     searcher_paced: float = 0.0  # held back because they were ahead
     searcher_evaluating: float = 0.0
+    searcher_time: Mapping[str, float] = field(default_factory=dict)  # shares of all of it, by what it went to
     tokens: Ledger = field(default_factory=Ledger)
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
@@ -118,6 +119,7 @@ class Summary:
             "searcher_idle": self.searcher_idle,
             "searcher_paced": self.searcher_paced,
             "searcher_evaluating": self.searcher_evaluating,
+            "searcher_time": {name: round(share, 4) for name, share in self.searcher_time.items()},
             "slow_side": self.slow_side,
             "samples_per_insert": self.trajectories.samples_per_insert,
             "tokens": asdict(self.tokens),

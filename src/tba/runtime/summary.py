@@ -13,7 +13,7 @@ from typing import Any
 from tba.foreign import read_json
 from tba.recipe import Recipe
 from tba.record import metrics
-from tba.clock import share_of
+from tba.clock import SEARCHERS_TIME, State, share_of
 from tba.record.evaluations import RunningEvaluations, read_evaluations
 from tba.record.falls import noted_falls
 from tba.record.faults import count_faults, note_unreadable
@@ -111,6 +111,7 @@ def summarise(
         searcher_idle=share_of([result["clock"] for result in results.values()], "idle"),
         searcher_paced=share_of([result["clock"] for result in results.values()], "paced"),
         searcher_evaluating=share_of([result["clock"] for result in results.values()], "eval"),
+        searcher_time=_searchers_time([result["clock"] for result in results.values()]),
         tokens=ledgers["tokens"],
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
@@ -126,3 +127,9 @@ def summarise(
     )
     summary.write(run.path)
     return summary
+
+
+def _searchers_time(clocks: list[dict[State, float]]) -> dict[str, float]:
+    """Returns what the searchers' time went to, in shares that add up to 1."""
+    states = {**SEARCHERS_TIME, "waiting": (*SEARCHERS_TIME["waiting"], "idle"), "evaluating": ("eval",)}
+    return {name: sum(share_of(clocks, state) for state in of) for name, of in states.items()}

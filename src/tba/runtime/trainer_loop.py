@@ -24,12 +24,12 @@ from tba.batch import Fetched
 from tba.errors import UserError
 from tba.protocols import Policy
 from tba.recipe import Recipe
-from tba.clock import ShareClock
+from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.record.falls import STALE, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import FreedMemory, peak_memory_bytes
-from tba.record.metrics import EVALUATING, GENERATED_TOKENS, PART, SEARCHER_EVALUATING
+from tba.record.metrics import EVALUATING, GENERATED_TOKENS, PART
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
@@ -313,12 +313,11 @@ class TrainerLoop:
         self._looked = now
         self._look_at_evaluations()
         owners = [own for own in self.journal.counters().values() if own.get("generated_tokens")]
-        evaluated, searched = (
-            sum(own.get(f"{what}_milliseconds", 0) for own in owners) for what in ("evaluation", "searching")
-        )
+        spent = {what: sum(own.get(f"{what}_milliseconds", 0) for own in owners) for what in SEARCHERS_TIME}
+        spent["evaluating"] = sum(own.get("evaluation_milliseconds", 0) for own in owners)
         self._searched = {
             GENERATED_TOKENS: float(sum(own["generated_tokens"] for own in owners)),
-            SEARCHER_EVALUATING: evaluated / max(1, evaluated + searched),
+            **{f"searcher_{what}": ms / max(1, sum(spent.values())) for what, ms in spent.items()},
             EVALUATING: float(len(self.requests.pending)),
         }
 

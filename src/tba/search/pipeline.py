@@ -225,8 +225,8 @@ class Pipeline:
                 try:
                     return stage.result(_BEAT)
                 except TimeoutError:
-                    if stage.done():  # the stage's own error, not this wait's
-                        raise
+                    if stage.done():  # in this moment, or it is the stage's own error
+                        return stage.result()
                 if self.searcher.interrupted is not None:
                     self.searcher.interrupted()  # a sign of life; a part that is begun is finished
         raise DeadlineExceeded(f"waited {self.deadline:g} s for the {name} of a searcher's answers")

@@ -21,7 +21,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tba.clock import SEARCHING, WAITING, ShareClock, State
+from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
 from tba.protocols import (
     Embedder,
@@ -170,9 +170,8 @@ class Searcher:
     def _count_time(self, counts: Counter[str]) -> None:
         """Add what the clock has measured since the last time."""
         seconds = self.clock.seconds()
-        states: dict[str, tuple[State, ...]] = {state: (state,) for state in SEARCHING}
-        for name, of in (states | {"waiting": WAITING}).items():
-            milliseconds = round(1000 * sum(seconds.get(state, 0.0) for state in of))
+        for name, states in SEARCHERS_TIME.items():
+            milliseconds = round(1000 * sum(seconds.get(state, 0.0) for state in states))
             if milliseconds > self._told[name]:
                 counts[f"{name}_milliseconds"] = milliseconds - self._told[name]
                 self._told[name] = milliseconds
