@@ -121,13 +121,12 @@ class Table:
     def model(self) -> LlamaForCausalLM:
         """A Llama as small as one can be, whose logits are replaced."""
         longest = PROMPT + self.lengths.longest
-        model = LlamaForCausalLM(
+        return LlamaForCausalLM(
             LlamaConfig(
                 hidden_size=4, num_hidden_layers=1, intermediate_size=4, num_attention_heads=1, num_key_value_heads=1,
                 vocab_size=FIRST + QUANTILES, max_position_embeddings=longest, bos_token_id=0, eos_token_id=EOS,
             )
         )  # fmt: skip
-        return model
 
     def watch(self, model: LlamaForCausalLM) -> None:
         length_V = self.lengths.quantiles()
@@ -289,11 +288,8 @@ def main() -> int:
             after, clock = measure(lengths, True, seconds, Path(folder))
             least = min(least, after)
             states = ", ".join(f"{state} {share:.0%}" for state, share in clock.items() if share >= 0.005)
-            print(
-                f"| {lengths.name} | {lengths.median}, {lengths.sigma:g}, {lengths.longest} | {before:.0%} | {after:.0%} "
-                f"| {states} |",
-                flush=True,
-            )
+            of = f"{lengths.median}, {lengths.sigma:g}, {lengths.longest}"
+            print(f"| {lengths.name} | {of} | {before:.0%} | {after:.0%} | {states} |", flush=True)
     print(f"wanted: at least {WANTED:.0%} with --run.continuous: {'reached' if least >= WANTED else 'MISSED'}")
     return 0 if least >= WANTED else 1
 

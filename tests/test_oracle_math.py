@@ -109,7 +109,8 @@ def continued() -> Source:
     def draw(policy: TabularPolicy, step: int, rng: np.random.Generator) -> list[Group]:
         engine.past.append(policy.weights()[WEIGHT].clone())
         groups = sample_groups(TASK, PROMPTS * 2, K, Sampling(), rng, engine)
-        spans = {tuple(v.lag(Version(0, step - 1)) for v in t.completion.versions) for g in groups for t in g.trajectories}
+        now, made = Version(0, step - 1), [t.completion.versions for g in groups for t in g.trajectories]
+        spans = {(first.lag(now), last.lag(now)) for first, last in made}
         assert step <= 20 or spans <= {(20, 20), (20, 10), (20, 0)}
         return groups
 
@@ -172,7 +173,9 @@ def test_the_ideal_policy_is_far_from_the_reference_and_larger_than_a_group() ->
 
 
 @pytest.mark.parametrize("objective", [EXACT, TAPERED, PAPER], ids=["exact", "tapered", "none"])
-@pytest.mark.parametrize(("source", "steps"), [(stale, 600), (continued, 600), (reward_prioritised, 1200), (never_on_policy, 400)])
+@pytest.mark.parametrize(
+    ("source", "steps"), [(stale, 600), (continued, 600), (reward_prioritised, 1200), (never_on_policy, 400)]
+)
 def test_trajectory_balance_reaches_the_ideal_policy_wherever_the_data_come_from(
     objective: TrajectoryBalance, source: Callable[[], Source], steps: int
 ) -> None:

@@ -42,7 +42,7 @@ class RuntimeSettings:
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
     threads: int = 1  # torch threads in each process
-    continuous: bool = False  # searchers begin prompts, and load weights, while others are answered
+    continuous: bool = False  # searchers begin prompts, judge answers and read weights while others are answered
     checkpoints: int = 2  # number of checkpoints that are kept
     checkpoint_every: int = 100  # steps between checkpoints, each made at the next weight sync; 0: one at the end
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from tests.replay.trajectory_cases import Pile
 
-from tba.errors import DeadlineExceeded, UserError
 from tba.clock import ShareClock
+from tba.errors import DeadlineExceeded, UserError
 from tba.replay.buffer import BufferSettings
 from tba.replay.codec import Stored
 from tba.replay.pacing import Pacing

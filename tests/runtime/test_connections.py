@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.replay.trajectory_cases import trajectory
 from tests.runtime.runs import made
 
-from tba.errors import DeadlineExceeded
 from tba.clock import ShareClock
+from tba.errors import DeadlineExceeded
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.runtime.connections import BackgroundJournal

@@ -36,7 +36,7 @@ RESIDUAL = "residual_relative"  # spread of r - beta log-ratio within groups, ov
 TRAINER_IDLE = "trainer_idle"  # shares of wall-clock after warm-up, so far, in 0..1
 TRAINER_PACED = "trainer_paced"
 EVALUATING = "evaluating"  # versions that are to be evaluated, or being evaluated
-SEARCHER_EVALUATING = "searcher_evaluating"  # share of the searchers' time so far, in 0..1; likewise what else it goes to
+SEARCHER_EVALUATING = "searcher_evaluating"  # share of the searchers' time so far, in 0..1; others likewise
 GENERATED_TOKENS = "generated_tokens"  # by all searchers, since the run began
 TRAINED_TOKENS = "tokens"  # in this step's batch
 

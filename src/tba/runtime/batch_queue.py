@@ -16,8 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tba.batch import Fetched, collate
-from tba.errors import DeadlineExceeded, UserError
 from tba.clock import ShareClock
+from tba.errors import DeadlineExceeded, UserError
 from tba.replay.replay import NotReady, Replay
 from tba.types import Version
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tba.errors import UserError
 from tba.clock import ShareClock
+from tba.errors import UserError
 from tba.record.faults import count_faults, record_fault
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from tba.clock import ShareClock
 from tba.errors import DeadlineExceeded
 from tba.protocols import Answered, Journal, Records, WeightSource
 from tba.recipe import Recipe
-from tba.clock import ShareClock
 from tba.record.evaluations import EvaluationWriter
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json

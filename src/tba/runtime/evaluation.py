@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tba.clock import ShareClock
 from tba.evaluation.accuracy import EvaluationSettings, evaluate
 from tba.protocols import Engine, Journal, KeptWeights, Records, Reward, WeightSource
-from tba.clock import ShareClock
 from tba.record.evaluations import read_evaluations
 from tba.types import Json, Prompt, Version
 
@@ -106,8 +106,8 @@ class Examiner:
     ) -> None:
         """Evaluate the versions that `manifest` requests and nobody has claimed.
 
-        before: what to do before the engine is used; between: between two chunks. Both count as generating on the searcher's
-        clock.
+        before: what to do before the engine is used; between: between two chunks. On the searcher's clock both count
+        as what they do.
         """
         for request in manifest.get("evaluate", ()):
             name = request["version"]

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import FunctionType
+from typing import Any, cast
 
 import numpy as np
 
+from tba.clock import ShareClock, State
 from tba.environments.engine import EpisodeEngine
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
-from tba.protocols import Acted, Conversing, Engine, Journal, Model, PromptSource, Reward, Task, Tokenizer
+from tba.protocols import (
+    Acted,
+    Conversing,
+    Engine,
+    Journal,
+    Model,
+    Partner,
+    PromptSource,
+    Reward,
+    Task,
+    Tokenizer,
+    Turn,
+)
 from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
-from tba.types import Prompt, Split, Version
+from tba.types import Completion, IntArray, Prompt, Sampling, Split, Version
 
 # a prompt not answered by then is handed out again; this is longer than a round of long answers takes
 LEASE_SECONDS = 1800.0
@@ -55,8 +69,10 @@ def reward_of(task: Task) -> Reward:
     return reward
 
 
-def engine_of(recipe: Recipe, model: Model, version: Version) -> Engine:
+def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock | None = None) -> Engine:
     """Returns the engine of a recipe's model; where the task is acted in environments, one whose answers are episodes.
+
+    clock: where the time that it stands still for environments counts as theirs.
 
     Raises `UserError` when the engine cannot hold a conversation.
     """
@@ -68,7 +84,54 @@ def engine_of(recipe: Recipe, model: Model, version: Version) -> Engine:
             f"task {recipe.task.name} is acted in several turns, which the vllm engine does not do yet: choose "
             "--model.generation.engine transformers"
         )
-    return EpisodeEngine(engine, recipe.task, speech_of(recipe.task, model.tokenizer()))
+    talking = engine if clock is None else cast(Engine, _Clocked(engine, clock))
+    return EpisodeEngine(talking, recipe.task, speech_of(recipe.task, model.tokenizer()))
+
+
+@dataclass(frozen=True)
+class _Clocked:
+    """A conversing engine: the time in which its partner is asked counts as the environment's."""
+
+    behind: Any
+    clock: ShareClock
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.behind, name)
+
+    def converse(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        partner: Partner,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """See `protocols.Conversing`."""
+        engine: Conversing = self.behind
+        return engine.converse(prompts, count, sampling, rng, _ClockedPartner(partner, self.clock), interrupted)
+
+
+@dataclass(frozen=True)
+class _ClockedPartner:
+    behind: Partner
+    clock: ShareClock
+
+    @property
+    def _state(self) -> State:
+        return "eval" if self.clock.present == "eval" else "environment"
+
+    def hear(self, turns: Sequence[Turn]) -> None:
+        with self.clock.state(self._state):
+            self.behind.hear(turns)
+
+    def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
+        with self.clock.state(self._state):
+            return self.behind.replies(wait)
+
+    def ended(self, request: int, completion: Completion) -> Completion:
+        with self.clock.state(self._state):
+            return self.behind.ended(request, completion)
 
 
 def speech_of(task: Task, tokenizer: Tokenizer) -> Speech:

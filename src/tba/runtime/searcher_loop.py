@@ -19,9 +19,9 @@ from typing import cast
 import numpy as np
 import torch
 
+from tba.clock import ShareClock
 from tba.protocols import Examined, Flowing, Journal, Model, Records, Reward, WeightSource
 from tba.recipe import Recipe
-from tba.clock import ShareClock
 from tba.record.memory import FreedMemory, peak_memory_bytes
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
@@ -212,7 +212,7 @@ def _loop_of(
 ) -> SearcherLoop:
     name, tokenizer = f"searcher-{index}", model.tokenizer()
     journal, weights = ends.journal, ends.weights
-    engine, reward = engine_of(recipe, model, Version()), _patient(recipe, ends.records, reward_of(recipe.task))
+    engine, reward = engine_of(recipe, model, Version(), clock), _patient(recipe, ends.records, reward_of(recipe.task))
     reference = model.reference(recipe.policy_temperature, Version())
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]

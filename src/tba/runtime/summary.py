@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tba.clock import SEARCHERS_TIME, State, share_of
 from tba.foreign import read_json
 from tba.recipe import Recipe
 from tba.record import metrics
-from tba.clock import SEARCHERS_TIME, State, share_of
 from tba.record.evaluations import RunningEvaluations, read_evaluations
 from tba.record.falls import noted_falls
 from tba.record.faults import count_faults, note_unreadable

@@ -21,10 +21,10 @@ from functools import partial
 from typing import cast
 
 from tba.batch import Fetched
+from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
 from tba.protocols import Policy
 from tba.recipe import Recipe
-from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.record.falls import STALE, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
