@@ -38,7 +38,7 @@ def test_prompts_that_come_one_by_one_are_answered_like_those_that_come_together
         assert tokens_of(flowed(engine_of(model), prompts, 2, GREEDY)) == tokens_of(together)
 
 
-def test_answers_of_many_lengths_leave_an_eighth_of_the_rows_empty_at_most_where_rounds_leave_more() -> None:
+def test_answers_of_many_lengths_leave_hardly_a_row_empty_where_rounds_leave_many() -> None:
     model, prompts = build("llama"), ragged_prompts(*[3, 5, 8, 4] * 12)
     rows: list[int] = []
 
@@ -58,7 +58,8 @@ def test_answers_of_many_lengths_leave_an_eighth_of_the_rows_empty_at_most_where
     flow.next(lambda: True)
     for first in range(0, len(prompts), 8):
         engine.generate(prompts[first : first + 8], 2, Sampling(), np.random.default_rng(0))
-    assert of_flow >= 7 / 8 > np.mean(rows) / 16
+    assert of_flow >= 0.97
+    assert np.mean(rows) / 16 < 0.8
 
 
 def test_weights_that_are_loaded_in_between_sample_from_there_on_and_an_answer_says_so() -> None:

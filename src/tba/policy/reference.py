@@ -35,6 +35,8 @@ class FrozenReference:
         self._version = version
         self._tokens_per_pass = tokens_per_pass
         self._stream = torch.cuda.Stream(model.device) if self.concurrent else None
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(model.device))  # the model is there before it is used
 
     @property
     def concurrent(self) -> bool:

@@ -8,7 +8,7 @@ Prompts are begun as soon as there is room for them, whatever round they belong 
 answers. Between two tokens, every few of them (`_between`): weights that have been read are loaded, rows that are being
 generated keep the keys and values of the older ones; a part of the answers that is judged and scored is sent, and all
 that have been finished meanwhile are the next part. There is one part at a time, so neither a reward nor a reference is
-ever called by two threads at once, and a slow reward is asked about many answers at once.
+ever called by two threads at once, and a slow reward is asked about all that came during its last call.
 
 The reward and the reading of weights have threads of their own; the reference has one where it is on an accelerator
 (`Concurrent`), and scores in this thread where it would compete with generation for the processor.
@@ -35,7 +35,7 @@ from tba.types import Completion, FloatArray, Judgement, Prompt, Sampling
 
 T = TypeVar("T")
 _ROUNDS_WAITING = 16  # rounds of answers that may wait for the reward: what they are older by is a few updates
-_LOOK = 0.05  # seconds between two looks for newer weights
+_LOOK = 0.05  # seconds between two looks for newer weights, or for prompts where others hold them all
 _BEAT = 1.0  # seconds between two signs of life while it waits for a stage
 _PAGE = 1024  # of so many numbers in a row one is read, which brings all of them into memory
 
@@ -69,7 +69,7 @@ class Pipeline:
     _flow: tuple[Flow, Sampling] | None = None
     _asked: dict[int, tuple[int, Prompt, float]] = field(default_factory=dict)  # by number in the flow: its position,
     # the prompt itself, and when it was begun
-    _looked: float = 0.0  # when newer weights were looked for
+    _looked: float = -_LOOK  # when newer weights were looked for
     _since: float = 0.0  # when the newest part was begun
     _took: float = 0.0  # seconds that sending the one before took
 
@@ -83,8 +83,11 @@ class Pipeline:
             self._between()
             found = self._generated(flow)
             left -= found
-            if not self._asked:  # nobody has prompts left to give, or generation was told to stop
+            if not self._asked:  # others hold all prompts, or generation was told to stop
                 self.settle()
+                if not found:
+                    with self.searcher.clock.state("paced"):
+                        time.sleep(_LOOK)
                 break
         self.searcher.rounds += 1
         self.searcher.require_use(self.sent - sent, self.rejected - rejected)
@@ -153,6 +156,8 @@ class Pipeline:
                 if published.version > searcher.engine.version:
                     with searcher.clock.state("weights"):
                         searcher.engine.load(published.read(), published.version)
+            elif now - self._looked > self.deadline:
+                raise DeadlineExceeded(f"newer weights could not be read within {self.deadline:g} s")
         elif now - self._looked >= _LOOK:
             self._looked = now
             newest = searcher.weights.newer_than(None)
