@@ -13,6 +13,8 @@ import pytest
 from tba.__main__ import main
 from tba.command.check import notes_on_prompts
 from tba.command.collecting import SmoothingOptions, collect
+from tba.environments.guess_number import GuessNumber
+from tba.environments.task import EnvironmentTask
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.objectives.ppo import Ppo
@@ -173,3 +175,6 @@ def test_a_single_prompt_whose_memory_is_smaller_than_all_there_is_room_for_is_n
     (note,) = notes_on_prompts(alone)
     assert "--replay.buffer.per-prompt 100000" in note
     assert notes_on_prompts(recipe) == []
+    worlds = EnvironmentTask(GuessNumber, turns=2, worlds=3, held_out=1)  # all begin with the same text
+    assert notes_on_prompts(replace(recipe, task=worlds)) == []
+    assert notes_on_prompts(replace(recipe, task=replace(worlds, worlds=1))) == [note]

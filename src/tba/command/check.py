@@ -148,7 +148,7 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
     problems_of(recipe.task, "eval")
     reward_of(recipe.task)
     problems, buffer = problems_of(recipe.task, "train")[: recipe.prompts.limit], recipe.replay.buffer
-    if buffer.per_prompt < buffer.total and all(p.prompt == problems[0].prompt for p in problems):
+    if buffer.per_prompt < buffer.total and len({(str(p.prompt), p.seed) for p in problems}) == 1:
         return [
             f"the task has one prompt, of which replay keeps {buffer.per_prompt:,} trajectories, though there is room "
             f"for {buffer.total:,}: set --replay.buffer.per-prompt {buffer.total} to keep as many"
