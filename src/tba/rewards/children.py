@@ -29,7 +29,6 @@ from typing import IO
 from tba.errors import DeadlineExceeded, PartFailed
 from tba.types import Json
 
-_START_SECONDS = 120.0  # that a child may take until it is ready: it imports what it needs
 _END_SECONDS = 2.0  # that a child has to end by itself
 _FAILED_STARTS = 3  # children that end before they are ready, one after another: then it is not their questions
 _BLOCK = 1 << 16
@@ -39,7 +38,7 @@ _LONGEST_LINE = 1 << 20  # bytes of an answer
 class _Child:
     """One process: starting, idle, or busy with the question of an index until a deadline."""
 
-    def __init__(self, command: Sequence[str], errors: IO[bytes] | int) -> None:
+    def __init__(self, command: Sequence[str], errors: IO[bytes] | int, start_seconds: float) -> None:
         self.process = subprocess.Popen(  # noqa: S603 - the pool's own command
             command,
             stdin=subprocess.PIPE,
@@ -53,7 +52,7 @@ class _Child:
         self.index: int | None = None
         self.number = ""  # of its question
         self.ready = False
-        self.deadline = time.monotonic() + _START_SECONDS
+        self.deadline = time.monotonic() + start_seconds
         self._read = b""
 
     def ask(self, index: int, question: Json, seconds: float) -> bool:
@@ -93,6 +92,7 @@ class Children:
     processes: int
     seconds: float  # time limit for one question
     errors: IO[bytes] | int = subprocess.DEVNULL  # where their standard error goes
+    start_seconds: float = 120.0  # that a child may take until it is ready: it imports what it needs
     counts: Counter[str] = field(default_factory=lambda: Counter(timed_out=0, crashed=0))
     _children: list[_Child] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -118,7 +118,7 @@ class Children:
 
     def start(self) -> _Child:
         """Start one more child process."""
-        child = _Child(self.command, self.errors)
+        child = _Child(self.command, self.errors, self.start_seconds)
         self._children.append(child)
         return child
 
@@ -221,8 +221,8 @@ class _Round:
             elif not child.ready and now > child.deadline:
                 self._lose(child)
                 raise DeadlineExceeded(
-                    f"waited {_START_SECONDS:g} s for process {child.process.pid} of `{' '.join(self.pool.command)}` "
-                    "to be ready"
+                    f"waited {self.pool.start_seconds:g} s for process {child.process.pid} of "
+                    f"`{' '.join(self.pool.command)}` to be ready"
                 )
 
     def _lose(self, child: _Child) -> None:
