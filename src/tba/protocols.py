@@ -89,7 +89,8 @@ class Examined(Protocol):
 class Environment(Protocol):
     """A world to act in, free of tokens. One object lives through one episode: `reset` once, then `step` by turns.
 
-    It may also have `get_reward() -> float`, asked once at the end, and `close()`. Each of these may be `async`.
+    It may also have `get_reward() -> float`, asked once at the end, `cut(text)`, told before that of a last turn which
+    had no room left to end, and `close()`. Each of these may be `async`.
     Arguments of `reset` are given by name, and only those that it declares.
     """
 

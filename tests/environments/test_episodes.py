@@ -14,7 +14,7 @@ import pytest
 from tests.environments.turning_toy import Turning, task
 
 from tba.engines.tabular import TabularEngine
-from tba.environments.engine import EpisodeEngine
+from tba.environments.engine import EpisodeEngine, _Environments
 from tba.environments.episode import Episode, EpisodeFailed
 from tba.environments.guess_number import BEST, GUESSES, Careless, GuessNumber, Halving
 from tba.environments.scripted import acted
@@ -22,9 +22,9 @@ from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward, EnvironmentTask
 from tba.errors import UserError
 from tba.policy.tabular import TabularTokenizer
-from tba.protocols import Environment
+from tba.protocols import Environment, Turn
 from tba.search.prompts import PromptSettings, encode
-from tba.types import Sampling
+from tba.types import Completion, Judgement, Sampling, StopReason, Version
 
 
 class Counting:
@@ -90,6 +90,33 @@ def test_an_environment_that_fails_costs_its_own_episode_and_no_other(caplog: py
     assert not any(math.isnan(c.judgement.reward) for c in chain.from_iterable(found[Turning]))
     assert 80 <= failed <= 210  # 1 in 5 ends at once; of the others 1 in 5 says A
     assert f"{failed} of 400 episodes failed and are rejected" in caplog.text
+
+
+class Told(Turning):
+    """Its reward is how many symbols a cut turn had, and none where it was told none."""
+
+    heard = ""
+
+    def cut(self, text: str) -> None:
+        self.heard += text
+
+    def get_reward(self) -> float:
+        return len(self.heard)
+
+
+@pytest.mark.parametrize(
+    ("mask", "turns", "cut"),
+    [([1, 1, 1, 1], 0, 4), ([1, 0, 1, 1], 1, 2), ([1, 0, 1, 1], 2, 0), ([1, 0, 1, 0], 2, 0), ([1, 1, 0, 1], 1, 1)],
+)
+def test_a_last_turn_that_was_cut_off_is_told_by_itself_and_one_that_had_ended_only_once(
+    mask: list[int], turns: int, cut: int
+) -> None:
+    (prompt, *_) = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
+    partner = _Environments(Within(Told), Speech(TabularTokenizer(4), chat=False), [prompt], 1)
+    partner.hear([Turn(0, "A", StopReason.EOS, 9)] * turns)
+    tokens, sampled = np.array([1, 2, 3, 4], np.int32), None if all(mask) else np.array(mask, np.bool_)
+    ended = partner.ended(0, Completion(tokens, "", StopReason.LENGTH, (Version(), Version()), mask=sampled))
+    assert ended.judgement == Judgement(cut, {"turns": turns})
 
 
 def test_an_environment_that_draws_without_its_seed_is_refused() -> None:

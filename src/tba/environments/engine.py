@@ -104,7 +104,7 @@ class _Environments:
         try:
             if completion.stop_reason is StopReason.INTERRUPTED:
                 return completion
-            return replace(completion, judgement=self._judgement(request))
+            return replace(completion, judgement=self._judgement(request, completion))
         finally:
             if (episode := self.episodes.pop(request, None)) is not None:
                 episode.close()
@@ -120,10 +120,14 @@ class _Environments:
                 len(self.failed), len(self.prompts) * self.count, self.why,
             )  # fmt: skip
 
-    def _judgement(self, request: int) -> Judgement:
+    def _judgement(self, request: int, completion: Completion) -> Judgement:
         try:
             if request not in self.failed:
-                return self._episode(request).judgement()
+                episode = self._episode(request)
+                begins = _turns(completion)
+                if len(begins) > episode.turns:  # the last one was cut off
+                    episode.cut(self.speech.text(completion.tokens[begins[-1] :]))
+                return episode.judgement()
         except EpisodeFailed as error:
             self._fail(request, error)
         return Judgement(math.nan)
@@ -139,3 +143,11 @@ class _Environments:
     def _fail(self, request: int, error: EpisodeFailed) -> None:
         self.failed.add(request)
         self.why = str(error)
+
+
+def _turns(completion: Completion) -> list[int]:
+    """Returns where each turn of a completion begins."""
+    if completion.mask is None:
+        return [0]
+    before = np.concatenate([[False], completion.mask[:-1]])
+    return [int(begin) for begin in np.flatnonzero(completion.mask & ~before)]

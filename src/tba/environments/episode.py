@@ -53,12 +53,22 @@ class Episode:
         self.over = self.over or told is None or self._left <= 0
         return None if self.over else told
 
+    @property
+    def turns(self) -> int:
+        """How many turns the environment was told."""
+        return self._most - self._left
+
+    def cut(self, text: str) -> None:
+        """Tell a last turn that was cut off, if the environment is interested."""
+        if (cut := self._method("cut")) is not None:
+            self._called("cut()", cut, text)
+
     def judgement(self) -> Judgement:
         """Returns the reward of the episode as it stands, and how many turns it took."""
         reward = self._earned
         if (get_reward := self._method("get_reward")) is not None:
             reward = self._number("get_reward()", self._called("get_reward()", get_reward))
-        return Judgement(reward, {"turns": float(self._most - self._left)})
+        return Judgement(reward, {"turns": float(self.turns)})
 
     def close(self) -> None:
         """Let the environment go. An error in its `close()` changes nothing any more."""
