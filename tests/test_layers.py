@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "streaming": set(),
     "policy": SEAMS | TENSORS,
     "engines": SEAMS | {"policy", "streaming"},
-    "environments": SEAMS,
+    "environments": SEAMS | {"rewards"},  # of rewards how child processes are kept and limited
     "rewards": SEAMS,
     "tasks": SEAMS | {"rewards"},  # a task names the reward that marks it
     "objectives": SEAMS | {"schedules"},
@@ -72,6 +72,7 @@ ONLY_IN = {
         *("runtime/cluster/driver.py", "runtime/cluster/actors.py", "runtime/cluster/client.py"),
     },
     "math_verify": {"rewards/math_answer.py"},
+    "verifiers": {"environments/verifiers_process.py"},
     "sklearn": {"apps/red_team/word_classifier.py"},
 }
 

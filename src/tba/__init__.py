@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tba.api import train as train
     from tba.engines.transformers import EngineSettings as EngineSettings
     from tba.environments.task import EnvironmentTask as EnvironmentTask
+    from tba.environments.verifiers_task import VerifiersTask as VerifiersTask
     from tba.errors import TbaError as TbaError
     from tba.errors import UserError as UserError
     from tba.evaluation.accuracy import EvaluationSettings as EvaluationSettings
@@ -81,6 +82,7 @@ _NAMES: dict[str, tuple[str, ...]] = {  # by the module that has them
     ),
     "tba.engines.transformers": ("EngineSettings",),
     "tba.environments.task": ("EnvironmentTask",),
+    "tba.environments.verifiers_task": ("VerifiersTask",),
     "tba.errors": (
         "TbaError",
         "UserError",
