@@ -14,7 +14,7 @@ BEST = 5.8  # mean guesses of halving: (1 + 2 * 2 + 4 * 3 + 8 * 4 + 16 * 5 + 32 
 
 
 class GuessNumber:
-    """Says `51-100?` while the number may be any from 51 to 100. A guess outside of the range, or none, is wasted."""
+    """Says `051-100?` while the number may be any from 51 to 100. A guess outside of the range, or none, is wasted."""
 
     def reset(self, seed: int) -> str:
         """Begin with a number that the seed decides."""
@@ -39,7 +39,7 @@ class GuessNumber:
         return 1 - (self._guesses - 1) / GUESSES if self._found else 0.0
 
     def _range(self) -> str:
-        return f"{self._low}-{self._high}?"
+        return f"{self._low:03}-{self._high:03}?"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Careless:
         low, high = map(int, told[-1].removesuffix("?").split("-"))
         if rng.random() < self.anywhere:
             low, high = 1, LAST
-        return str(rng.randint(low, high))
+        return f"{rng.randint(low, high):03}"
 
 
 class Halving:
@@ -62,4 +62,4 @@ class Halving:
     def __call__(self, told: list[str], rng: random.Random) -> str:
         """Returns the next guess."""
         low, high = map(int, told[-1].removesuffix("?").split("-"))
-        return str((low + high) // 2)
+        return f"{(low + high) // 2:03}"

@@ -63,7 +63,7 @@ class EnvironmentTask:
     def _played(self, episode: Episode, seed: int) -> tuple[str, ...]:
         """Returns what the player says by turns."""
         assert self.player is not None
-        rng = random.Random(seed)  # noqa: S311 - a player's dice
+        rng = random.Random(f"player {seed}")  # noqa: S311 - its dice; the world's own, often Random(seed), would tell
         told = [] if episode.first is None else [episode.first]
         said = []
         while not episode.over:

@@ -1,0 +1,51 @@
+"""Products that are too hard for a small policy, and a calculator that it may ask.
+
+`347*86=` is answered by `29842`, or first by `?347*86`, which the calculator answers. Each question costs a little.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import dataclass
+
+COST = 0.05  # of each question to the calculator
+_ASKED = re.compile(r"\?([0-9]{1,3})\*([0-9]{1,3})")
+
+
+class Calculator:
+    """A product of a number of three digits and one of two; the episode ends with the first turn that asks nothing."""
+
+    def reset(self, seed: int) -> str:
+        """Begin with the two numbers that the seed decides."""
+        rng = random.Random(seed)  # noqa: S311 - a problem
+        self._a, self._b = rng.randint(100, 999), rng.randint(10, 99)
+        self._asked, self._right = 0, False
+        return f"{self._a}*{self._b}="
+
+    def step(self, text: str) -> str | None:
+        """Returns what the calculator says, `?` where it cannot read the question; None after an answer."""
+        if not text.startswith("?"):
+            self._right = text == str(self._a * self._b)
+            return None
+        self._asked += 1
+        found = _ASKED.fullmatch(text)
+        return f"{int(found[1]) * int(found[2])}=" if found else "?="
+
+    def get_reward(self) -> float:
+        """1 for the right answer, else 0, less the cost of the questions."""
+        return float(self._right) - COST * self._asked
+
+
+@dataclass(frozen=True)
+class Overconfident:
+    """A scripted player that mostly guesses a number of the right size and seldom asks the calculator."""
+
+    asks: float = 0.4  # share of the problems at which it asks
+
+    def __call__(self, told: list[str], rng: random.Random) -> str:
+        """Returns the next turn."""
+        if len(told) > 1:
+            return told[-1].removesuffix("=")
+        a, b = map(int, told[0].removesuffix("=").split("*"))
+        return f"?{a}*{b}" if rng.random() < self.asks else str(round(a * b * rng.uniform(0.9, 1.1)))
