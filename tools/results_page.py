@@ -354,8 +354,8 @@ def stability() -> Lines:
 
 
 def stability_countdown() -> Lines:
-    names = {"tb-robust": "robust", "tb-weighted": "exact", "tb": "none (the paper's form)"}
-    names |= {name: NAMES[name] for name in ("grpo", "reinforce")}
+    names = {"tb-robust": "robust", "tb": "none (the paper's form)"}
+    names |= {name: NAMES[name] for name in ("raft", "grpo", "reinforce")}
     found, rows = study("stability_countdown"), []
     for name, said in names.items():
         fresh, stale = found.get(f"{name}-sync", []), found.get(f"{name}-k10", [])
@@ -488,6 +488,24 @@ def selection() -> Lines:
             )
     head = ["data", "searchers", "final accuracy, %", "worst seed", "largest fall, points", "seconds training"]
     return [[*head, "tokens generated", "mean lag", "effective sample size"], *rows]
+
+
+def rare_successes() -> Lines:
+    found, rows = study("rare_successes"), []
+    for name, said in {"uniform": "uniform", "reward": "by reward", "recency": "recent only"}.items():
+        for count in ("1", "2", "4"):
+            runs = found[f"{name}-{count}"]
+            fewest = "" if count == "1" else against(runs, found[f"{name}-1"])
+            rows.append(
+                [
+                    *(said if count == "1" else "", count, each(runs, ACCURACY), accuracy(runs), fall(runs)),
+                    *("" if name == "uniform" else against(runs, found[f"uniform-{count}"]), fewest),
+                    *(plain(runs, "lag", 0), plain(runs, "uses", 1), f"{plain(runs, 'ess', 0, 100)} %"),
+                ]
+            )
+    head = ["data", "searchers", "final accuracy of each seed, %", "mean", "largest fall, points"]
+    compared = ["against uniform", "against one searcher"]
+    return [[*head, *compared, "mean lag", "uses", "effective sample size"], *rows]
 
 
 def noise() -> Lines:
@@ -702,6 +720,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "ablations": ablations,
     "math-format": math_format,
     "selection": selection,
+    "rare-successes": rare_successes,
     "noise": noise,
     "diversity": diversity,
     "sizes": sizes,
@@ -718,7 +737,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
 def table(name: str) -> str:
     """One table in Markdown."""
     head, *rows = TABLES[name]()
-    return "\n".join(f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in [head, ["---"] * len(head), *rows])
+    return "\n".join(f"| {' | '.join(cells)} |".replace("  |", " |") for cells in [head, ["---"] * len(head), *rows])
 
 
 def differing(text: str) -> list[str]:
