@@ -158,3 +158,13 @@ def test_a_seed_decides_the_number_and_training_shares_none_with_evaluation() ->
     assert not seeds[0] & seeds[1]
     with pytest.raises(EpisodeFailed, match="gave the reward"):
         Episode._number(Episode(GuessNumber, {}, 1, 3), "get_reward()", "much")
+
+
+def test_an_environment_whose_reward_is_no_number_is_refused_while_the_player_shows_it() -> None:
+    class Silent(GuessNumber):
+        def get_reward(self) -> float:
+            return None  # type: ignore[return-value]
+
+    made = EnvironmentTask(Silent, "silent", turns=GUESSES, worlds=1, held_out=1, player=Halving())
+    with pytest.raises(UserError, match=r"of task silent fails: get_reward\(\) of Silent gave the reward None"):
+        made.problems("train")

@@ -108,7 +108,9 @@ class Episode:
     def _number(self, what: str, answer: object) -> float:
         if isinstance(answer, int | float) and math.isfinite(answer):
             return float(answer)
-        raise EpisodeFailed(f"{what} of {type(self._environment).__name__} gave the reward {answer!r:.80}")
+        raise EpisodeFailed(
+            f"{what} of {type(self._environment).__name__} gave the reward {answer!r:.80}: return a number"
+        )
 
 
 def begun(make: Callable[[], Environment], fields: Mapping[str, Json], seed: int, turns: int, prompt: str) -> Episode:

@@ -45,7 +45,7 @@ class EnvironmentTask:
         try:
             return [self._problem(seed, split == "train") for seed in range(first, first + count)]
         except EpisodeFailed as error:
-            raise UserError(f"the environment of task {self.name} cannot begin an episode: {error}") from error
+            raise UserError(f"the environment of task {self.name} fails: {error}") from error
 
     def reward(self) -> EnvironmentReward:
         return EnvironmentReward()
@@ -70,6 +70,7 @@ class EnvironmentTask:
             said.append(self.player(told, rng))
             answer = episode.say(said[-1])
             told += [] if answer is None else [answer]
+        episode.judgement()  # one that fails is found before the run
         return tuple(said)
 
 
