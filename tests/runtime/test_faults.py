@@ -180,13 +180,13 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize("continuous", ["off", "on"])
+@pytest.mark.parametrize("flows", [(), ("--run.continuous",)], ids=["rounds", "continuous"])
 def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_on_from_its_checkpoint(
-    tmp_path: Path, continuous: str
+    tmp_path: Path, flows: tuple[str, ...]
 ) -> None:
     """Searcher, trainer, searcher, trainer; then the run is let go to its end by a resume of all its steps."""
     rng, path = np.random.default_rng(3), tmp_path / "run"
-    driver = train(path, *LONG, "--steps", "1000000", "--optimizer.lr", "0.1", "--run.continuous", continuous)
+    driver = train(path, *LONG, "--steps", "1000000", "--optimizer.lr", "0.1", *flows)
     try:
         for part in ("searcher-0", "trainer", "searcher-1", "trainer"):
             wanted = steps_of(path) + int(rng.integers(25, 60))
@@ -437,14 +437,16 @@ def test_a_reward_that_raises_or_hangs_now_and_then_is_asked_again_and_counted(
     assert torch.equal(one, other)  # what is asked again is the same question
 
 
-@pytest.mark.parametrize(("runtime", "continuous"), [("inline", "off"), ("processes", "off"), ("processes", "on")])
+@pytest.mark.parametrize(
+    ("runtime", "flows"), [("inline", ()), ("processes", ()), ("processes", ("--run.continuous",))]
+)
 @pytest.mark.parametrize(("how", "said"), [("raises", "judge is not there"), ("hangs", "waited 0.5 s for the reward")])
 def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended(
-    tmp_path: Path, runtime: str, continuous: str, how: str, said: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, runtime: str, flows: tuple[str, ...], how: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, file = tmp_path / "run", tmp_path / how
     seconds = "0.5" if how == "hangs" else "60"  # a busy machine must not make another fault of it
-    patience = ("--run.reward-deadline", seconds, f"--task.{how}", str(file), "--run.continuous", continuous)
+    patience = ("--run.reward-deadline", seconds, f"--task.{how}", str(file), *flows)
     file.write_text("0")
     begin = ["train", str(FAULTY), "--runs", str(tmp_path), "--run-name", "run", "--runtime", runtime]
     if runtime == "inline":

@@ -97,9 +97,10 @@ def test_equal_seeds_give_equal_weights_through_resets_and_a_fresh_optimizer_giv
     assert len({tuple(w.flatten().tolist()) for w in weights}) == 3
 
 
-def test_processes_sharpen_alike_and_their_account_closes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flows", [(), ("--run.continuous",)], ids=["rounds", "continuous"])
+def test_processes_sharpen_alike_and_their_account_closes(tmp_path: Path, flows: tuple[str, ...]) -> None:
     path = tmp_path / "run"
-    summary = processes(path, *ORACLE, "--steps", "300", "--reference-reset", "150", "--searchers", "2")
+    summary = processes(path, *ORACLE, "--steps", "300", "--reference-reset", "150", "--searchers", "2", *flows)
     assert distance_at(path, Version(0, 150), BETA) <= 0.02
     assert distance(path, BETA / 2) <= 0.02
     assert [r["step"] for r in summary.reference_resets] == [150]
