@@ -15,7 +15,7 @@ from tests.environments.turning_toy import Turning, task
 
 from tba.engines.tabular import TabularEngine
 from tba.environments.engine import EpisodeEngine
-from tba.environments.episode import Episode, EpisodeFailed
+from tba.environments.episode import Episode, EpisodeFailed, Observation
 from tba.environments.guess_number import BEST, GUESSES, Careless, GuessNumber, Halving
 from tba.environments.scripted import acted
 from tba.environments.speech import Speech
@@ -43,7 +43,7 @@ class Counting:
 def test_an_asynchronous_environment_with_openenvs_results_is_one_too() -> None:
     episode = Episode(Counting, {"letter": "y", "other": 3}, seed=7, turns=9)
     assert episode.first == "y7"
-    assert [episode.say("a"), episode.say("bb"), episode.say("ccc")] == ["y", "yy", None]
+    assert [episode.say("a"), episode.say("bb"), episode.say("ccc")] == [Observation("y"), Observation("yy"), None]
     assert episode.judgement().reward == 6
     assert episode.judgement().parts == {"turns": 3.0}
     episode.close()
@@ -51,7 +51,7 @@ def test_an_asynchronous_environment_with_openenvs_results_is_one_too() -> None:
 
 def test_an_episode_is_over_after_as_many_turns_as_the_task_allows() -> None:
     episode = Episode(Counting, {}, seed=0, turns=2)
-    assert [episode.say("a"), episode.say("a")] == ["x", None]
+    assert [episode.say("a"), episode.say("a")] == [Observation("x"), None]
     assert episode.judgement().reward == 2
     episode.close()
 

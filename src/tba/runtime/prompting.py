@@ -10,6 +10,7 @@ from types import FunctionType
 import numpy as np
 
 from tba.environments.engine import EpisodeEngine
+from tba.environments.hosts import CAN_FORK, Here, Hosts, Limits
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
@@ -60,20 +61,34 @@ def engine_of(recipe: Recipe, model: Model, version: Version) -> Engine:
 
     Raises `UserError` when the engine cannot hold a conversation.
     """
+    task = recipe.task
+    if not isinstance(task, Acted):
+        return model.engine(version)
+    worlds = worlds_of(task, inline=recipe.runtime == "inline")  # before there is a model whose memory it would share
     engine = model.engine(version)
-    if not isinstance(recipe.task, Acted):
-        return engine
     if not isinstance(engine, Conversing):
         raise UserError(
             f"task {recipe.task.name} is acted in several turns, which the vllm engine does not do yet: choose "
             "--model.generation.engine transformers"
         )
-    return EpisodeEngine(engine, recipe.task, speech_of(recipe.task, model.tokenizer()))
+    return EpisodeEngine(engine, task, speech_of(recipe.task, model.tokenizer()), worlds)
+
+
+def worlds_of(task: Acted, inline: bool) -> Here | Hosts:
+    """Returns where a task's episodes are played. inline: in this process, so that a run is the same each time."""
+    limits = getattr(task, "limits", None) or Limits()
+    if inline or not limits.processes:
+        return Here(task)
+    if not CAN_FORK:
+        log.warning("environments are played in the searcher's process, without limits: only Linux can fork safely")
+        return Here(task)
+    return Hosts(task, limits)
 
 
 def speech_of(task: Task, tokenizer: Tokenizer) -> Speech:
     """Returns how what an environment says is written for a model."""
-    return Speech(tokenizer, chat=not isinstance(problems_of(task, "train")[0].prompt, str))
+    first = problems_of(task, "train")[0]
+    return Speech(tokenizer, not isinstance(first.prompt, str), first.tools)
 
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:
