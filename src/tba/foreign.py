@@ -221,8 +221,8 @@ def _is_message(value: object) -> bool:
 
 
 def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequence[Json] = ()) -> str:
-    """Returns messages as a tokenizer's own template writes them, with the tools (schemas) that may be called; where the
-    template has no place for tools, a system message describes them. Raises `UserError` for what the template raises.
+    """Returns messages as a tokenizer's own template writes them, with the tools (schemas) that may be called; where
+    the template has no place for tools, a system message describes them. Raises `UserError` for what it raises.
     """
     text = _templated(tokenizer, messages, tools)
     if tools and text == _templated(tokenizer, messages, ()):

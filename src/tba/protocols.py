@@ -303,6 +303,15 @@ class Conversing(Protocol):
         ...
 
 
+@runtime_checkable
+class FlowingTurns(Protocol):
+    """An engine that does so while prompts are added, as `Flowing` does."""
+
+    def flow_with(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner) -> Flow:
+        """Returns an empty flow of `count` completions of each prompt, in turns, between which `partner` speaks."""
+        ...
+
+
 class Reference(Protocol):
     """Log-probabilities under the reference policy, on the searcher's side."""
 

@@ -19,7 +19,7 @@ import numpy as np
 from tba.environments.episode import EpisodeFailed
 from tba.environments.hosts import Answer, Beginning, Here, Hosts, Question
 from tba.environments.speech import Speech
-from tba.protocols import Acted, Conversing, Engine, Turn
+from tba.protocols import Acted, Conversing, Engine, Flow, FlowingTurns, Turn
 from tba.types import Completion, IntArray, Judgement, Prompt, Sampling, StopReason, Version
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class EpisodeEngine:
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
         assert isinstance(self.engine, Conversing)  # as its maker has seen
-        partner = Episodes(Here(self.task) if self.worlds is None else self.worlds, self.speech, count)
+        partner = self._episodes(count)
         partner.submit(prompts)
         try:
             for finished in self.engine.converse(prompts, count, sampling, rng, partner, interrupted):
@@ -78,6 +78,58 @@ class EpisodeEngine:
                 yield from partner.judged([], interrupted is not None and interrupted())
         finally:
             partner.close()
+
+    def _episodes(self, count: int) -> Episodes:
+        return Episodes(Here(self.task) if self.worlds is None else self.worlds, self.speech, count)
+
+
+class FlowingEpisodes(EpisodeEngine):
+    """The same where further episodes can be begun while others are going on. See `protocols.Flowing`."""
+
+    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator) -> EpisodeFlow:
+        """Returns an empty flow of `count` episodes of each prompt."""
+        assert isinstance(self.engine, FlowingTurns)  # as its maker has seen
+        episodes = self._episodes(count)
+        return EpisodeFlow(self.engine.flow_with(count, sampling, rng, episodes), episodes)
+
+
+@dataclass
+class EpisodeFlow:
+    """Prompts that are being answered in environments, to which more can be added. See `protocols.Flow`."""
+
+    flow: Flow
+    episodes: Episodes
+    _finished: int = 0  # prompts that the engine has handed out
+
+    @property
+    def submitted(self) -> int:
+        """Prompts so far."""
+        return self.flow.submitted
+
+    @property
+    def wanted(self) -> int:
+        """How many more prompts could begin to be answered now."""
+        return self.flow.wanted
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Adds prompts."""
+        self.flow.submit(prompts)
+        self.episodes.submit(prompts)
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """Computes until prompts are finished and judged, or (`until_wanted`) more are wanted; returns the former."""
+        while True:
+            found: list[tuple[int, list[Completion]]] = []
+            if self._finished < self.submitted:
+                found = self.flow.next(interrupted, until_wanted)
+                self._finished += len(found)
+            elif self.episodes.waits:
+                self.episodes.listen(wait=True)
+            judged = list(self.episodes.judged(found, interrupted is not None and interrupted()))
+            if judged or (until_wanted and self.wanted) or not self.episodes.outstanding:
+                return judged
 
 
 @dataclass
@@ -135,6 +187,11 @@ class Episodes:
         """Take in what the environments have answered; with `wait` at least one of them, but only for a moment."""
         for request, answer in self.worlds.answers(wait).items():
             self._take(request, answer)
+
+    @property
+    def outstanding(self) -> int:
+        """How many prompts have not been handed out."""
+        return len(self._prompts)
 
     @property
     def waits(self) -> bool:

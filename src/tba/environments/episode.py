@@ -92,7 +92,7 @@ class Episode:
             return written(self._awaited(self._tools[call.name](**given)))
         except MemoryError as error:
             raise _failed(f"{call.name}()", error) from error
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool raises what it likes
             return f"error: {type(error).__name__}: {error}"
 
     def judgement(self) -> Judgement:

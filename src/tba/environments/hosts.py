@@ -4,9 +4,9 @@ Each episode has a process to itself as long as it lasts, and a process plays on
 from one that this process has forked before (the *nursery*), which has little memory of its own to copy and no other
 threads; it ends what takes too long. Questions and answers are JSON, one to a line.
 
-Invariant: every question gets exactly one answer, in time: the environment's, or that its episode has failed. No process
-outlives the one that asks, however that ends: its nursery sees its input close and kills all of them, and they are
-killed with their nursery (Linux's parent-death signal).
+Invariant: every question gets exactly one answer, in time: the environment's, or that its episode has failed. No
+process outlives the one that asks, however that ends: its nursery sees its input close and kills all of them, and they
+are killed with their nursery (Linux's parent-death signal).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """How episodes are played at once, and what each may take. Raises `UserError` when a field makes no sense."""
 
     processes: int = 64  # episodes at once, each in a process of its own; 0: in the searcher's, one turn after another
@@ -182,7 +182,7 @@ class _Host:
 class Hosts:
     """Plays each episode in a process of its own; at most `limits.processes` at once, the others wait."""
 
-    def __init__(self, task: Acted, limits: Limits) -> None:
+    def __init__(self, task: Acted, limits: EpisodeLimits) -> None:
         self.task, self.limits = task, limits
         self.lost: Counter[str] = Counter()  # processes that had to be replaced, by why
         self._selector = selectors.DefaultSelector()
@@ -192,8 +192,8 @@ class Hosts:
         self._waiting: deque[tuple[int, Question]] = deque()  # episodes that have not begun
         self._answers: dict[int, Answer] = {}
         self._count = self._failed_starts = 0
-        self._nursery = _Nursery(task, limits)
-        self._finalizer = weakref.finalize(self, _Nursery.close, self._nursery)
+        self._nurseries = [_Nursery(task, limits)]  # the last one is in use
+        self._finalizer = weakref.finalize(self, _end_all, self._nurseries, self._hosts, self._selector)
 
     def ask(self, number: int, question: Question) -> None:
         """Asks what becomes of an episode; one question at a time."""
@@ -253,13 +253,11 @@ class Hosts:
             starting += 1
 
     def _start(self) -> None:
-        if not self._nursery.alive:
-            self._nursery.close()
-            self._nursery = _Nursery(self.task, self.limits)
-            self._finalizer.detach()
-            self._finalizer = weakref.finalize(self, _Nursery.close, self._nursery)
+        if not self._nurseries[-1].alive:
+            self._nurseries.pop().close()
+            self._nurseries.append(_Nursery(self.task, self.limits))
         self._count += 1
-        host = self._hosts[self._count] = _Host(self._count, self._nursery.start(self._count))
+        host = self._hosts[self._count] = _Host(self._count, self._nurseries[-1].start(self._count))
         self._selector.register(host.channel, selectors.EVENT_READ, host)
 
     def _put(self, host: _Host, question: Question | None) -> None:
@@ -323,11 +321,19 @@ class Hosts:
         del self._hosts[host.number]
         if host in self._free:
             self._free.remove(host)
-        self._nursery.kill(host.number)
+        self._nurseries[-1].kill(host.number)
         if host.episode is not None and why:
             self.lost[why] += 1
             del self._of[host.episode]
             self._answers[host.episode] = Answer(failed=f"its process {why}")
+
+
+def _end_all(nurseries: list[_Nursery], hosts: dict[int, _Host], selector: selectors.BaseSelector) -> None:
+    for nursery in nurseries:
+        nursery.close()
+    for host in hosts.values():
+        host.channel.close()
+    selector.close()
 
 
 def _json_of(answer: Answer) -> Json:
@@ -352,7 +358,7 @@ def _answer_of(value: Json) -> Answer:
 class _Nursery:
     """The searcher's side of the process that forks the others."""
 
-    def __init__(self, task: Acted, limits: Limits) -> None:
+    def __init__(self, task: Acted, limits: EpisodeLimits) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sys.stdout.flush()  # otherwise buffered text would be written twice
         sys.stderr.flush()
@@ -392,7 +398,7 @@ class _Nursery:
             self.alive = False
 
 
-def _be_a_nursery(channel: socket.socket, task: Acted, limits: Limits) -> NoReturn:
+def _be_a_nursery(channel: socket.socket, task: Acted, limits: EpisodeLimits) -> NoReturn:
     """Serve, in a forked process. Does not return, and runs nothing of what its parent has still to do."""
     code = 1
     try:
@@ -423,7 +429,7 @@ def _enter(name: str, kept: int) -> None:
     Path("/proc/self/comm").write_text(name)
 
 
-def _fork_hosts(channel: socket.socket, task: Acted, limits: Limits) -> None:
+def _fork_hosts(channel: socket.socket, task: Acted, limits: EpisodeLimits) -> None:
     """Fork and kill what is asked for until the searcher is gone; then kill all of them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # only to wake the selector
@@ -466,7 +472,7 @@ def _kill(process: int) -> None:
         os.kill(process, signal.SIGKILL)
 
 
-def _be_a_host(number: int, descriptor: int, task: Acted, limits: Limits) -> NoReturn:
+def _be_a_host(number: int, descriptor: int, task: Acted, limits: EpisodeLimits) -> NoReturn:
     """Play episodes until nobody asks any more. Does not return."""
     code = 1
     try:

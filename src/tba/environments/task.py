@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tba.environments.episode import Episode, EpisodeFailed
-from tba.environments.hosts import Limits
+from tba.environments.hosts import EpisodeLimits
 from tba.errors import UserError
 from tba.protocols import Environment
 from tba.types import Completion, Judgement, Message, Problem, Prompt, Split
@@ -34,7 +34,7 @@ class EnvironmentTask:
     worlds: int = 1000  # seeds for training
     held_out: int = 200  # other seeds, for evaluation
     player: Player | None = None  # plays the demonstrations for a warm start; None: there are none
-    limits: Limits = field(default_factory=Limits)
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
 
     def __post_init__(self) -> None:
         for name in ("turns", "worlds", "held_out"):

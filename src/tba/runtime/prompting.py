@@ -9,12 +9,12 @@ from types import FunctionType
 
 import numpy as np
 
-from tba.environments.engine import EpisodeEngine
-from tba.environments.hosts import CAN_FORK, Here, Hosts, Limits
+from tba.environments.engine import EpisodeEngine, FlowingEpisodes
+from tba.environments.hosts import CAN_FORK, EpisodeLimits, Here, Hosts
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
-from tba.protocols import Acted, Conversing, Engine, Journal, Model, PromptSource, Reward, Task, Tokenizer
+from tba.protocols import Acted, Conversing, Engine, FlowingTurns, Journal, Model, PromptSource, Reward, Task, Tokenizer
 from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.types import Prompt, Split, Version
@@ -71,12 +71,13 @@ def engine_of(recipe: Recipe, model: Model, version: Version) -> Engine:
             f"task {recipe.task.name} is acted in several turns, which the vllm engine does not do yet: choose "
             "--model.generation.engine transformers"
         )
-    return EpisodeEngine(engine, task, speech_of(recipe.task, model.tokenizer()), worlds)
+    kind = FlowingEpisodes if isinstance(engine, FlowingTurns) else EpisodeEngine
+    return kind(engine, task, speech_of(recipe.task, model.tokenizer()), worlds)
 
 
 def worlds_of(task: Acted, inline: bool) -> Here | Hosts:
     """Returns where a task's episodes are played. inline: in this process, so that a run is the same each time."""
-    limits = getattr(task, "limits", None) or Limits()
+    limits = getattr(task, "limits", None) or EpisodeLimits()
     if inline or not limits.processes:
         return Here(task)
     if not CAN_FORK:
