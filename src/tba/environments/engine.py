@@ -37,6 +37,7 @@ class EpisodeEngine:
     task: Acted
     speech: Speech
     worlds: Here | Hosts | None = None  # where episodes are played; None: in this process
+    waited: float = 0.0  # seconds that went to environments and to waiting for them: nothing was generated
 
     @property
     def version(self) -> Version:
@@ -80,7 +81,11 @@ class EpisodeEngine:
             partner.close()
 
     def _episodes(self, count: int) -> Episodes:
-        return Episodes(Here(self.task) if self.worlds is None else self.worlds, self.speech, count)
+        worlds = Here(self.task) if self.worlds is None else self.worlds
+        return Episodes(worlds, self.speech, count, self._waits)
+
+    def _waits(self, seconds: float) -> None:
+        self.waited += seconds
 
 
 class FlowingEpisodes(EpisodeEngine):
@@ -139,6 +144,7 @@ class Episodes:
     worlds: Here | Hosts
     speech: Speech
     count: int  # requests of each prompt
+    waited: Callable[[float], None]  # told the seconds that went to environments
     submitted: int = 0  # prompts
     _prompts: dict[int, Prompt] = field(default_factory=dict)  # those that have not been handed out
     _begun: set[int] = field(default_factory=set)  # requests
@@ -185,8 +191,10 @@ class Episodes:
 
     def listen(self, wait: bool) -> None:
         """Take in what the environments have answered; with `wait` at least one of them, but only for a moment."""
+        since = time.perf_counter()
         for request, answer in self.worlds.answers(wait).items():
             self._take(request, answer)
+        self.waited(time.perf_counter() - since)
 
     @property
     def outstanding(self) -> int:
@@ -243,7 +251,9 @@ class Episodes:
             prompt = self._prompts[request // self.count]
             seed = prompt.seed if prompt.seed is not None else int(prompt.key[:7], 16)
             begin = Beginning(prompt.fields, seed, prompt.text)
+        since = time.perf_counter()
         self.worlds.ask(request, Question(begin, turn))
+        self.waited(time.perf_counter() - since)
 
     def _take(self, request: int, answer: Answer) -> None:
         said = None

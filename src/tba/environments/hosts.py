@@ -43,6 +43,8 @@ _START_SECONDS = 60.0  # that a process may take until it is ready
 _BLOCK = 1 << 16
 _LONGEST_LINE = 1 << 20  # bytes of an answer
 _MOMENT = 0.5  # seconds that waiting for an answer takes at most
+_END_SECONDS = 10.0  # that the nursery has to end by itself
+_POLL = 0.01  # seconds between two looks whether it has
 _FAILED_STARTS = 3  # processes that end before they are ready, one after another: then it is not their episodes
 _PARENT_DEATH_SIGNAL = 1  # of prctl
 
@@ -180,7 +182,7 @@ class _Host:
 
 
 class Hosts:
-    """Plays each episode in a process of its own; at most `limits.processes` at once, the others wait."""
+    """Plays each episode in a process of its own; beyond `limits.processes` they wait until one is free."""
 
     def __init__(self, task: Acted, limits: EpisodeLimits) -> None:
         self.task, self.limits = task, limits
@@ -210,6 +212,9 @@ class Hosts:
 
         Raises `UserError` for an environment that is none, and `PartFailed` when no process can be started.
         """
+        if wait and self._waiting and all(host.ready and not host.asked for host in self._hosts.values()):
+            for _ in self._waiting:  # beyond the limit: those that have a process wait for those that have none
+                self._start()
         now = time.monotonic()
         first = min((host.deadline for host in self._hosts.values()), default=now + _MOMENT) if wait else now
         for key, _ in self._selector.select(0.0 if self._answers else max(0.0, min(_MOMENT, first - now))):
@@ -239,6 +244,9 @@ class Hosts:
     def end(self) -> None:
         """Ends all processes."""
         self._finalizer()
+
+    def __len__(self) -> int:
+        return len(self._hosts)
 
     def _begin(self) -> None:
         """Give processes to the episodes that wait for one; start as many as may be."""
@@ -298,16 +306,19 @@ class Hosts:
             self._be_free(host)
             return True
         self._answers[host.episode] = found
-        if found.failed or found.judgement is not None:
+        if found.failed:  # who knows what is left in it
+            del self._of[host.episode]
+            self._lose(host)
+        elif found.judgement is not None:
             del self._of[host.episode]
             self._be_free(host)
-        if found.failed:  # who knows what is left in it
-            self._lose(host)
         return True
 
     def _be_free(self, host: _Host) -> None:
         host.episode, host.asked, host.deadline = None, False, math.inf
         self._free.append(host)
+        if len(self._hosts) > self.limits.processes and not self._waiting:
+            self._lose(host)
 
     def _end_late(self) -> None:
         now = time.monotonic()
@@ -387,9 +398,11 @@ class _Nursery:
             return
         self.channel.close()
         with suppress(ProcessLookupError, ChildProcessError):
-            if not self.alive:
-                os.kill(self.process, signal.SIGKILL)
-            os.waitpid(self.process, 0)
+            limit = time.monotonic() + _END_SECONDS
+            while not os.waitpid(self.process, os.WNOHANG)[0]:
+                if time.monotonic() > limit:
+                    os.kill(self.process, signal.SIGKILL)
+                time.sleep(_POLL)
 
     def _send(self, message: Json, descriptors: list[int] | None = None) -> None:
         try:
@@ -479,8 +492,8 @@ def _be_a_host(number: int, descriptor: int, task: Acted, limits: EpisodeLimits)
         ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         _enter(f"tba-world-{number}"[:15], descriptor)
         _limit_memory(int(limits.memory_gb * 1e9))
-        with socket.socket(fileno=descriptor) as channel, channel.makefile("rwb") as lines:
-            _play(task, lines)
+        with suppress(ConnectionError), socket.socket(fileno=descriptor) as channel:  # nobody may be there any more
+            _play(task, channel.makefile("rwb"))
         code = 0
     except BaseException:  # noqa: BLE001 - the process ends here
         with suppress(OSError):
