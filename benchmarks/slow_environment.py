@@ -1,13 +1,13 @@
-"""An environment that takes 300 ms a turn, and fails as people's do: is anybody else held up, and is anything else lost?
+"""An environment that takes 300 ms a turn, and fails as people's do: who else is held up, and what else is lost?
 
 One episode in ten hangs, one in a hundred raises, one in a hundred ends its process, each at one of its turns.
 
     python benchmarks/slow_environment.py [--seconds 60] [--kill 20]
 
-First a searcher's engine alone: the share of the time in which it computes (it waits only while every episode that may
-be in flight is waiting for its environment), against the same environment in the searcher's own process. Then a run of
-the recipe below, whose account has to close: as many trajectories rejected as episodes failed, none lost. With `--kill N`
-N processes of environments are killed in the middle of it, with the searcher and the trainer after them.
+First a searcher's engine alone: the share of the time in which it computes (else it is at an environment, or waits for
+one because all episodes are), against the same environment in the searcher's own process. Then a run of the recipe
+below, whose account has to close: as many trajectories rejected as episodes failed, none lost. With `--kill N` N
+processes of environments are killed in the middle of it, and then the searcher and the trainer.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from faults import Rows, rows_of
+from parts import forked, parts_of
+
 import tba
-from tba.environments.engine import EpisodeFlow, FlowingEpisodes
-from tba.environments.hosts import Here, Hosts
+from tba.environments.engine import FlowingEpisodes
+from tba.environments.hosts import Hosts
 from tba.record.summary import Summary
 from tba.runtime.prompting import engine_of, prompts_of
 from tba.training.tiny_models import character_tokenizer
@@ -124,7 +126,7 @@ def main() -> int:
 
 
 def timed(environment: type[Slow], processes: int, model: Path, seconds: float) -> str:
-    """One engine for so long, always with prompts to answer."""
+    """One engine for so long, always with prompts to answer, after its first episodes, for which processes start."""
     made = replace(recipe, task=task_of(environment, processes), model=replace(recipe.model, path=str(model)))
     engine = engine_of(made, made.model, Version())
     assert isinstance(engine, FlowingEpisodes)
@@ -132,18 +134,26 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
     flow = engine.flow(8, Sampling(), np.random.default_rng(0))
     found: list[Completion] = []
     growing: list[int] = []
-    began, after = time.perf_counter(), 0
+    asked = 0
+
+    def play(until: Callable[[], bool]) -> None:
+        nonlocal asked, found
+        found = []
+        while not until():
+            wanted = flow.wanted
+            flow.submit([prompts[(asked + i) % len(prompts)] for i in range(wanted)])
+            asked += wanted
+            for _, completions in flow.next(over if until is over else None):
+                found += completions
 
     def over() -> bool:
         growing.append(flow.flow.extent - len(flow.flow.free))  # type: ignore[attr-defined]
         return time.perf_counter() - began > seconds
 
-    while not over():
-        wanted = flow.wanted
-        flow.submit([prompts[(after + i) % len(prompts)] for i in range(wanted)])
-        after += wanted
-        found += chain.from_iterable(completions for _, completions in flow.next(over))
-    took = time.perf_counter() - began
+    play(lambda: len(found) >= (64 if processes else 1))
+    began, waited = time.perf_counter(), engine.waited
+    play(over)
+    took, waited = time.perf_counter() - began, engine.waited - waited
     judged = [c for c in found if c.judgement is not None]
     failed = sum(np.isnan(c.judgement.reward) for c in judged if c.judgement is not None)
     tokens = sum(len(c.tokens) - c.observed for c in found)
@@ -151,7 +161,7 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
     if isinstance(engine.worlds, Hosts):
         engine.worlds.end()
     return (
-        f"the engine computes {100 * (1 - engine.waited / took):.1f} % of the time, "
+        f"the engine computes {100 * (1 - waited / took):.1f} % of the time, "
         f"{np.mean(growing):.0f} of 64 rows growing, {tokens / took:,.0f} own tokens/s, {len(judged) / took:.1f} "
         f"episodes/s, {failed} of {len(judged)} failed ({lost})"
     )
@@ -159,31 +169,43 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
 
 def run(model: Path, folder: Path, kill: int) -> int:
     """A run of the recipe, in which processes of environments, the searcher and the trainer may be killed."""
-    path, deaths = folder / "run", []
+    journal = folder / "run" / "journal.sqlite"
     made = ["train", __file__, "--model.path", str(model), "--runs", str(folder), "--run-name", "run"]
     driver = subprocess.Popen([sys.executable, "-m", "tba", *made], stdout=subprocess.DEVNULL)
-    rng = random.Random(0)
-    while driver.poll() is None and len(deaths) < kill:
-        time.sleep(0.3)
-        worlds = worlds_of(driver.pid)
-        if len(worlds) > 20:
-            deaths.append(rng.choice(worlds))
-            os.kill(deaths[-1], signal.SIGKILL)
-    for part in ("searcher-0", "trainer") if kill else ():
-        wait_for(lambda: len(worlds_of(driver.pid)) > 20, driver)
-        before = rows_of(path / "journal.sqlite")
-        os.kill(parts_of(driver.pid)[part], signal.SIGKILL)
-        print(f"{part} killed", flush=True)
-        time.sleep(2)
-        after = rows_of(path / "journal.sqlite")
-        print(f"{sum(after.get(n) != row for n, row in before.items())} of {len(before)} acknowledged lost", flush=True)
+    rng, before = random.Random(0), Rows()
+    for number in range(kill + 2 if kill else 0):
+        if not (worlds := in_the_middle(driver)):
+            break
+        victim = "an environment's" if number < kill else ("searcher-0", "trainer")[number - kill]
+        before |= rows_of(journal)
+        os.kill(rng.choice(worlds) if number < kill else parts_of(driver.pid)[victim], signal.SIGKILL)
+        print(f"{victim} process killed, {len(before):,} acknowledged", flush=True)
+        time.sleep(0.5)
     code = driver.wait()
-    summary = Summary.read(path)
+    after, summary = rows_of(journal), Summary.read(folder / "run")
+    lost = sum(after.get(number) != row for number, row in before.items())
     assert summary is not None
     t, n = summary.tokens, summary.trajectories
+    closes = t.closes() and n.closes()
     print(
-        f"the run ended with {code}; {n.generated} episodes, {n.failed} failed, {n.rejected} rejected; the account closes: "
-        f"{t.closes() and n.closes()}, {t.observed} of {t.generated} tokens observed; trainer idle "
-        f"{100 * summary.trainer_idle:.1f} %, paced {100 * summary.trainer_paced:.1f} %; {len(deaths)} of its processes killed"
+        f"exit code {code}, {summary.steps} steps; {n.generated:,} episodes, of {n.rejected} rejected {n.failed} failed, "
+        f"{lost} lost; the account closes: {closes}, {t.observed:,} of {t.generated:,} tokens observed; "
+        f"trainer idle {100 * summary.trainer_idle:.1f} %, paced {100 * summary.trainer_paced:.1f} %"
     )
-    return int(code != 0 or not (t.closes() and n.closes()) or n.failed != n.rejected)
+    return int(code != 0 or lost > 0 or not closes or n.failed != n.rejected)
+
+
+def in_the_middle(driver: subprocess.Popen[bytes]) -> list[int]:
+    """Waits until many episodes are going on; returns their processes, none when the run has ended."""
+    while driver.poll() is None:
+        searcher = parts_of(driver.pid).get("searcher-0", 0)
+        nurseries = [process for process, name in forked(searcher).items() if name == "tba-nursery"]
+        worlds = [process for nursery in nurseries for process in forked(nursery)]
+        if len(worlds) > 20:
+            return worlds
+        time.sleep(0.2)
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -86,7 +86,7 @@ def calls_in(text: str) -> list[Call]:
 
 def _read(text: str) -> list[Call]:
     try:
-        found = parsed(text.strip())
+        found = parsed(text.strip(), Any)
     except ValueError as error:
         return [Call("", wrong=f"the call cannot be read: it is {error}")]
     return [_call(one) for one in (found if isinstance(found, list) else [found])]
