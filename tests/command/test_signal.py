@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from tba.command.signal import Signal
+from tba.errors import UserError
 from tba.settings import find
 
 QUICKSTART = find("quickstart")
 
 
 def probe(groups: list[list[float]], both: int = 0, **stopped: int) -> dict[str, Any]:
-    shown = [{"prompt": "1+1=", "answers": [{"text": "2\x1b[2J", "mark": "1"}]}]
+    shown = [{"prompt": "1+1=", "answers": [{"text": "2\x1b[2J", "mark": "1", "turns": []}]}]
     problems = {"train": 10, "eval": 4, "both": both}
     return {"groups": groups, "problems": problems, "stopped": stopped, "shown": shown}
 
@@ -27,6 +28,21 @@ def test_the_figures_are_those_of_the_answers() -> None:
     assert "1+1=" in shown
     assert "2\\x1b[2J" in shown
     assert "1+1=" not in "\n".join(signal.lines(hide_text=True))
+
+
+def test_an_episode_is_shown_with_its_turns_and_those_that_failed_are_counted_apart() -> None:
+    found = probe([[0.0, 1.0]], failed=2, eos=4)
+    turns = [(True, "h"), (False, "a-g?"), (True, "b"), (False, "c-g?"), (True, "")]
+    found["shown"][0]["answers"] = [{"text": "ha-g?bc-g?", "mark": "0.8 (turns 3)", "turns": turns}]
+    signal = Signal.of(found)
+    assert (signal.answers, signal.reward, signal.failed) == (4, 0.5, 0.5)
+    lines = signal.lines(hide_text=False)
+    assert "50.0 % failed in their environments" in lines[1]
+    assert [line.strip() for line in lines[3:]] == [
+        *("reward 0.8 (turns 3):", "says  h", "reads a-g?", "says  b", "reads c-g?", "says  (nothing)"),
+    ]
+    with pytest.raises(UserError, match="failed in all of 3 episodes"):
+        Signal.of(probe([], failed=3))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.text import frame_of, percent, printable, within
 from tba.types import Json, StopReason
 
+_TURNS = 16  # turns and observations of an episode that are shown
 FEW, MANY = 0.1, 0.3  # shares of prompts whose rewards vary below which, of answers cut off above which, it is said
 
 
@@ -27,23 +29,31 @@ class Signal:
     best: float  # share of the prompts all of whose answers got the highest reward seen
     truncated: float  # shares of answers that were cut off at the token limit, and that have no text
     empty: float
+    failed: float  # share of answers whose environment failed: they have no reward
     shown: Sequence[Json]  # a few prompts, each with a few answers and their marks
 
     @classmethod
     def of(cls, probe: Json) -> Signal:
         """From what a searcher's probe found."""
         groups = [np.array(rewards) for rewards in probe["groups"]]
-        rewards, stopped = np.concatenate(groups), probe["stopped"]
+        stopped = probe["stopped"]
+        if not groups:
+            raise UserError(
+                f"the environment failed in all of {stopped['failed']} episodes: the log has the line of the error"
+            )
+        rewards = np.concatenate(groups)
+        answers = len(rewards) + stopped.get("failed", 0)
         return cls(
             train=probe["problems"]["train"],
             held_out=probe["problems"]["eval"],
             both=probe["problems"]["both"],
-            answers=len(rewards),
+            answers=answers,
             reward=float(rewards.mean()),
             varied=float(np.mean([np.ptp(own) > 0 for own in groups])),
             best=float(np.mean([own.min() == rewards.max() for own in groups])),
-            truncated=stopped.get(StopReason.LENGTH.value, 0) / len(rewards),
-            empty=stopped.get("empty", 0) / len(rewards),
+            truncated=stopped.get(StopReason.LENGTH.value, 0) / answers,
+            empty=stopped.get("empty", 0) / answers,
+            failed=stopped.get("failed", 0) / answers,
             shown=probe["shown"],
         )
 
@@ -53,7 +63,8 @@ class Signal:
         found = [
             f"problems: {self.train:,} to train on, {self.held_out:,} held out{shared}",
             f"{self.answers:,} answers sampled: mean reward {self.reward:.3g}; rewards differ in "
-            f"{percent(self.varied)} of the groups; {percent(self.truncated)} cut off, {percent(self.empty)} empty",
+            f"{percent(self.varied)} of the groups; {percent(self.truncated)} cut off, {percent(self.empty)} empty"
+            + (f", {percent(self.failed)} failed in their environments" if self.failed else ""),
         ]
         frame = frame_of(prompt["prompt"] for prompt in self.shown)
         if any(frame) and not hide_text:
@@ -62,6 +73,9 @@ class Signal:
         for prompt in () if hide_text else self.shown:
             found.append(f"  {printable(within(frame, prompt['prompt']).strip()[-400:], 400, newlines=False)}")
             for answer in prompt["answers"]:
+                if answer["turns"]:
+                    found += _episode(answer)
+                    continue
                 text = printable(answer["text"].strip(), 120, newlines=False) or "(nothing)"
                 found.append(f"    reward {answer['mark']}: {text}")
         return found
@@ -95,3 +109,13 @@ class Signal:
                 "keep the splits apart"
             )
         return found[:2]
+
+
+def _episode(answer: Json) -> list[str]:
+    """Returns an episode by turns, and what was read between them."""
+    turns = answer["turns"]
+    found = [f"    reward {answer['mark']}:"]
+    for own, text in turns[:_TURNS]:
+        shown = printable(text.strip(), 120, newlines=False) or "(nothing)"
+        found.append(f"      {'says ' if own else 'reads'} {shown}")
+    return [*found, f"      ... and {len(turns) - _TURNS} more"] if len(turns) > _TURNS else found
