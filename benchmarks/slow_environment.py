@@ -188,8 +188,8 @@ def run(model: Path, folder: Path, kill: int) -> int:
     t, n = summary.tokens, summary.trajectories
     closes = t.closes() and n.closes()
     print(
-        f"exit code {code}, {summary.steps} steps; {n.generated:,} episodes, {n.failed} of {n.rejected} rejected failed, "
-        f"{lost} lost; the account closes: {closes}, {t.observed:,} of {t.generated:,} tokens observed; "
+        f"exit code {code}, {summary.steps} steps; {n.generated:,} episodes, {n.rejected} rejected, {n.failed} of them "
+        f"failed, {lost} lost; the account closes: {closes}, {t.observed:,} of {t.generated:,} tokens observed; "
         f"trainer idle {100 * summary.trainer_idle:.1f} %, paced {100 * summary.trainer_paced:.1f} %"
     )
     return int(code != 0 or lost > 0 or not closes or n.failed != n.rejected)

@@ -37,7 +37,7 @@ class EpisodeEngine:
     task: Acted
     speech: Speech
     worlds: Here | Hosts | None = None  # where episodes are played; None: in this process
-    waited: float = 0.0  # seconds that went to environments and to waiting for them: nothing was generated
+    waited: float = 0.0  # seconds in which nothing was generated, because an environment was waited for
 
     @property
     def version(self) -> Version:
@@ -144,7 +144,7 @@ class Episodes:
     worlds: Here | Hosts
     speech: Speech
     count: int  # requests of each prompt
-    waited: Callable[[float], None]  # told the seconds that went to environments
+    waited: Callable[[float], None]  # told the seconds for which an environment was waited for
     submitted: int = 0  # prompts
     _prompts: dict[int, Prompt] = field(default_factory=dict)  # those that have not been handed out
     _begun: set[int] = field(default_factory=set)  # requests
@@ -192,9 +192,11 @@ class Episodes:
     def listen(self, wait: bool) -> None:
         """Take in what the environments have answered; with `wait` at least one of them, but only for a moment."""
         since = time.perf_counter()
-        for request, answer in self.worlds.answers(wait).items():
+        answers = self.worlds.answers(wait)
+        if wait:
+            self.waited(time.perf_counter() - since)
+        for request, answer in answers.items():
             self._take(request, answer)
-        self.waited(time.perf_counter() - since)
 
     @property
     def outstanding(self) -> int:
@@ -253,7 +255,8 @@ class Episodes:
             begin = Beginning(prompt.fields, seed, prompt.text)
         since = time.perf_counter()
         self.worlds.ask(request, Question(begin, turn))
-        self.waited(time.perf_counter() - since)
+        if isinstance(self.worlds, Here):
+            self.waited(time.perf_counter() - since)
 
     def _take(self, request: int, answer: Answer) -> None:
         said = None
