@@ -13,8 +13,10 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tba.engines.transformers import EngineSettings, TransformersEngine
-from tba.environments.engine import EpisodeEngine
+from tba.environments.engine import EpisodeEngine, FlowingEpisodes
 from tba.environments.episode import Episode, EpisodeFailed, Observation
+from tba.environments.guess_number import GuessNumber
+from tba.environments.hosts import EpisodeLimits, Hosts
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
 from tba.environments.tools import Call, calls_in, schemas_of
@@ -23,7 +25,7 @@ from tba.foreign import templated
 from tba.protocols import Environment
 from tba.search.prompts import PromptSettings, encode
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
-from tba.types import Prompt, Sampling
+from tba.types import Completion, Prompt, Sampling
 
 
 class Account:
@@ -312,3 +314,32 @@ def test_what_is_trained_is_what_was_sampled_and_results_are_masked(template: st
             assert (completion.log_behavior[~completion.mask] == 0).all()
             assert (completion.log_behavior[completion.mask] < 0).all()
     assert several >= 4
+
+
+def test_episodes_that_flow_in_processes_are_those_that_are_played_here_one_prompt_after_another() -> None:
+    """With as many turns and the same draws; only who waits for whom differs."""
+    model = tokenizer(QWEN, "<|im_end|>")
+    network = ScratchModel(hidden_size=16, layers=1, heads=2, max_positions=4096).start(model)
+    bias = torch.zeros(len(model))
+    bias[model.eos_token_id] = 4.0
+    network.lm_head.bias = torch.nn.Parameter(bias)
+    made = EnvironmentTask(GuessNumber, "guess", turns=4, worlds=3, held_out=1)
+    prompts = encode(made.problems("train"), made.name, model, PromptSettings()).prompts
+    engine = TransformersEngine(network, model, EngineSettings(slots=5, max_completion_tokens=200))
+    speech = Speech(model, False)
+    here = EpisodeEngine(engine, made, speech).generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    worlds = Hosts(made, EpisodeLimits(3))
+    flow = FlowingEpisodes(engine, made, speech, worlds).flow(4, Sampling(), np.random.default_rng(0))
+    found: dict[int, list[Completion]] = {}
+    submitted = 0
+    while len(found) < 3:
+        more = prompts[submitted : submitted + 1]
+        submitted += len(more)
+        flow.submit(more)
+        found |= dict(flow.next(until_wanted=submitted < 3))
+    worlds.end()
+    for i, row in enumerate(here):
+        assert [c.tokens.tolist() for c in found[i]] == [c.tokens.tolist() for c in row]
+        assert [c.judgement for c in found[i]] == [c.judgement for c in row]
+        assert all(c.mask is not None and c.judgement is not None for c in row)
+        assert [c.mask.tolist() for c in found[i]] == [c.mask.tolist() for c in row]  # type: ignore[union-attr]
