@@ -226,7 +226,9 @@ def test_a_killed_process_costs_its_episode_between_two_turns_too(worlds: Hosts)
     answered(worlds, 1)
     *_, host = processes_of(os.getpid())
     os.kill(host, signal.SIGKILL)
-    assert answered(worlds, 1) == {0: Answer(failed="its process died")}
+    until(lambda: not worlds.answers(wait=True) and not len(worlds), 30.0, "its process to be missed")
+    worlds.ask(0, Question(None, "go on"))
+    assert worlds.answers(wait=False) == {0: Answer(failed="its process died")}
 
 
 def test_episodes_are_the_same_wherever_they_are_played() -> None:

@@ -336,7 +336,8 @@ class Hosts:
         if host.episode is not None and why:
             self.lost[why] += 1
             del self._of[host.episode]
-            self._answers[host.episode] = Answer(failed=f"its process {why}")
+            if host.asked:  # else its next question finds that out
+                self._answers[host.episode] = Answer(failed=f"its process {why}")
 
 
 def _end_all(nurseries: list[_Nursery], hosts: dict[int, _Host], selector: selectors.BaseSelector) -> None:
