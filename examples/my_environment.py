@@ -55,7 +55,15 @@ def careless(told: list[str], draw: random.Random) -> str:
 recipe = tba.Recipe(
     name="my_environment",
     description="a letter from a to p in few guesses, by a small policy that has seen careless ones",
-    task=tba.EnvironmentTask(Letter, name="letter", turns=10, worlds=2000, held_out=100, player=careless),
+    task=tba.EnvironmentTask(
+        Letter,
+        name="letter",
+        turns=10,
+        worlds=2000,
+        held_out=100,
+        player=careless,
+        limits=tba.EpisodeLimits(processes=0),  # it answers at once and cannot hang; leave it out for one that may
+    ),
     model=tba.HuggingFace(
         warm_start=tba.WarmStart(
             scratch=tba.ScratchModel(max_positions=128),

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tba.api import open_run as open_run
     from tba.api import train as train
     from tba.engines.transformers import EngineSettings as EngineSettings
+    from tba.environments.hosts import EpisodeLimits as EpisodeLimits
     from tba.environments.task import EnvironmentTask as EnvironmentTask
     from tba.environments.verifiers_task import VerifiersTask as VerifiersTask
     from tba.errors import TbaError as TbaError
@@ -81,6 +82,7 @@ _NAMES: dict[str, tuple[str, ...]] = {  # by the module that has them
         "train",
     ),
     "tba.engines.transformers": ("EngineSettings",),
+    "tba.environments.hosts": ("EpisodeLimits",),
     "tba.environments.task": ("EnvironmentTask",),
     "tba.environments.verifiers_task": ("VerifiersTask",),
     "tba.errors": (

@@ -220,12 +220,44 @@ def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
-def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """Returns messages as a tokenizer's own template writes them. Raises `UserError` for what the template raises."""
+def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequence[Json] = ()) -> str:
+    """Returns messages as a tokenizer's own template writes them, with the tools (schemas) that may be called; where
+    the template has no place for tools, a system message describes them. Raises `UserError` for what it raises.
+    """
+    text = _templated(tokenizer, messages, tools)
+    if tools and text == _templated(tokenizer, messages, ()):
+        return _templated(tokenizer, _described(messages, tools), ())
+    return text
+
+
+def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequence[Json]) -> str:
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
+            )
+        )
     except Exception as error:  # a template raises what it likes
         reason = " ".join(str(error).split())[:200]
         raise UserError(
             f"the tokenizer's chat template cannot write a prompt ({reason}): give another model"
         ) from error
+
+
+def _described(messages: Sequence[Mapping[str, str]], tools: Sequence[Json]) -> list[Mapping[str, str]]:
+    """Returns the messages with the tools in the system's, in the form that models without a form of their own know."""
+    described = "\n".join(
+        (
+            "You can call functions. Their signatures:",
+            "<tools>",
+            *(json.dumps(tool, ensure_ascii=False) for tool in tools),
+            "</tools>",
+            "To call one, write only its name and its arguments, as JSON:",
+            "<tool_call>",
+            '{"name": "the name", "arguments": {"argument": "value"}}',
+            "</tool_call>",
+        )
+    )
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": described}, *messages]
+    return [{**messages[0], "content": f"{messages[0]['content']}\n\n{described}"}, *messages[1:]]

@@ -87,27 +87,25 @@ class Examined(Protocol):
 
 
 class Environment(Protocol):
-    """A world to act in, free of tokens. One object lives through one episode: `reset` once, then `step` by turns.
+    """A world to act in, free of tokens. One object lives through one episode: `reset` once, then turn by turn.
 
-    It may also have `get_reward() -> float`, asked once at the end, `cut(text)`, told before that of a last turn which
-    had no room left to end, and `close()`. Each of these may be `async`.
-    Arguments of `reset` are given by name, and only those that it declares.
+    With `step(text)` it answers each turn of the policy: with a text, which the policy reads before its next turn, or
+    with None when the episode is over; or with an object with the attributes `observation`, `reward` and `done`, such
+    as OpenEnv's `StepResult`, whose rewards then sum up to that of the episode.
+
+    Without `step` its public methods with type hints and docstrings are tools that a turn may call; a turn that calls
+    none is the answer, and the last.
+
+    It may also have `get_reward() -> float`, asked once at the end (with the last turn's text, if it declares an
+    argument `answer`), `cut(text)`, told before that of a last turn which had no room left to end, and `close()`. Each
+    of these may be `async`. Arguments of `reset` are given by name, and only those that it declares.
     """
 
     @property
     def reset(self) -> Callable[..., Any]:
-        """A method that begins an episode with the problem's fields and `seed`, which must decide everything that is
-        drawn: in a group the same actions meet the same world. It returns what the policy is told first, after the
-        prompt; None: nothing.
-        """
-        ...
-
-    def step(self, text: str) -> Any:
-        """What the world answers to one turn of the policy: a text, which the policy reads before its next turn, or
-        None when the episode is over.
-
-        Or an object with the attributes `observation`, `reward` and `done`, such as OpenEnv's `StepResult`: the reward
-        of an episode is then the sum of these, unless `get_reward` says otherwise.
+        """A method that begins an episode with the problem's fields and `seed`, of which it is given those that it
+        names. The seed must decide everything that is drawn: in a group the same actions meet the same world. It
+        returns what the policy is told first, after the prompt; None: nothing.
         """
         ...
 
@@ -301,6 +299,15 @@ class Conversing(Protocol):
         A completion goes on after an EOS token or a stop string for as long as the partner says something that leaves
         room for another token. What has been read is not read again, and nobody waits for another's partner.
         """
+        ...
+
+
+@runtime_checkable
+class FlowingTurns(Protocol):
+    """An engine that does so while prompts are added, as `Flowing` does."""
+
+    def flow_with(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner) -> Flow:
+        """Returns an empty flow of `count` completions of each prompt, in turns, between which `partner` speaks."""
         ...
 
 

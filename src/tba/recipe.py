@@ -251,6 +251,8 @@ class Recipe:
         found: dict[str, str] = {}
         if self.runtime != "cluster":
             found |= {"cluster": "runtime cluster", "address": "runtime cluster"}
+        if self.runtime == "inline" and hasattr(self.task, "limits"):
+            found |= {"task.limits": "runtime processes"}
         if self.runtime != "inline":
             found |= {"run.inline_rounds_per_sync": "runtime inline"}
         if not self.reference_reset:

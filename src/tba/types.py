@@ -88,6 +88,7 @@ class Problem:
     fields: Mapping[str, Json] = field(default_factory=dict)  # what the reward needs, e.g. {"answer": "72"}
     demonstration: str | tuple[str, ...] | None = None  # a worked answer for a warm start; in an environment by turns
     seed: int | None = None  # of the world that an environment makes for it; another seed is another problem
+    tools: tuple[Json, ...] = ()  # JSON schemas of what may be called, for the chat template
 
 
 @dataclass(frozen=True)

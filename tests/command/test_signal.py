@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tba.command.signal import Signal
+from tba.errors import UserError
 from tba.record.terminal import terminal
 from tba.settings import find
 
@@ -14,9 +15,16 @@ QUICKSTART = find("quickstart")
 
 
 def probe(groups: list[list[float]], both: int = 0, **stopped: int) -> dict[str, Any]:
-    shown = [{"prompt": "1+1=", "answers": [{"text": "2\x1b[2J", "mark": "1"}]}]
+    shown = [{"prompt": "1+1=", "answers": [{"text": "2\x1b[2J", "mark": "1", "turns": []}]}]
     problems = {"train": 10, "eval": 4, "both": both}
     return {"groups": groups, "problems": problems, "stopped": stopped, "shown": shown}
+
+
+def shown(signal: Signal) -> list[str]:
+    console = terminal()
+    with console.capture() as captured:
+        console.print(signal.examples())
+    return [line.strip() for line in captured.get().splitlines()]
 
 
 def test_the_figures_are_those_of_the_answers() -> None:
@@ -24,16 +32,26 @@ def test_the_figures_are_those_of_the_answers() -> None:
     assert (signal.answers, signal.reward, signal.varied, signal.best) == (8, 3.5 / 8, 0.5, 0.25)
     assert (signal.truncated, signal.empty) == (0.25, 0.125)
     assert signal.advice(QUICKSTART) == []
-    console = terminal()
-    with console.capture() as captured:
-        console.print(signal.examples())
-    lines = [line.rstrip() for line in captured.get().splitlines()]
-    assert lines == ["1+1=", r"  2\x1b[2J  reward 1"]
+    assert shown(signal) == ["1+1=", r"2\x1b[2J  reward 1"]
 
 
 def test_what_several_looks_saw_is_added_up() -> None:
     signal = Signal.of([probe([[0.0, 1.0]], length=1, eos=1), probe([[1.0, 1.0]], eos=2)])
     assert (signal.train, signal.answers, signal.reward, signal.varied, signal.truncated) == (10, 4, 0.75, 0.5, 0.25)
+
+
+def test_an_episode_is_shown_with_its_turns_and_those_that_failed_are_counted_apart() -> None:
+    found = probe([[0.0, 1.0]], failed=2, eos=4)
+    turns = [(True, "h"), (False, "a-g?"), (True, "b"), (False, "c-g?"), (True, "")]
+    found["shown"][0]["answers"] = [{"text": "ha-g?bc-g?", "mark": "0.8 (turns 3)", "turns": turns}]
+    signal = Signal.of([found])
+    assert (signal.answers, signal.reward, signal.failed) == (4, 0.5, 0.5)
+    assert "50.0 % failed in their environments" in signal.facts()["answers"]
+    assert shown(signal) == [
+        *("1+1=", "reward 0.8 (turns 3)", "says  h", "reads a-g?", "says  b", "reads c-g?", "says  (nothing)"),
+    ]
+    with pytest.raises(UserError, match="failed in all of 3 episodes"):
+        Signal.of([probe([], failed=3)])
 
 
 @pytest.mark.parametrize(

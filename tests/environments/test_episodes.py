@@ -14,9 +14,10 @@ import pytest
 from tests.environments.turning_toy import Turning, task
 
 from tba.engines.tabular import TabularEngine
-from tba.environments.engine import EpisodeEngine, _Environments
-from tba.environments.episode import Episode, EpisodeFailed
+from tba.environments.engine import EpisodeEngine, Episodes
+from tba.environments.episode import Episode, EpisodeFailed, Observation
 from tba.environments.guess_number import BEST, GUESSES, Careless, GuessNumber, Halving
+from tba.environments.hosts import Here
 from tba.environments.scripted import acted
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward, EnvironmentTask
@@ -43,7 +44,7 @@ class Counting:
 def test_an_asynchronous_environment_with_openenvs_results_is_one_too() -> None:
     episode = Episode(Counting, {"letter": "y", "other": 3}, seed=7, turns=9)
     assert episode.first == "y7"
-    assert [episode.say("a"), episode.say("bb"), episode.say("ccc")] == ["y", "yy", None]
+    assert [episode.say("a"), episode.say("bb"), episode.say("ccc")] == [Observation("y"), Observation("yy"), None]
     assert episode.judgement().reward == 6
     assert episode.judgement().parts == {"turns": 3.0}
     episode.close()
@@ -51,7 +52,7 @@ def test_an_asynchronous_environment_with_openenvs_results_is_one_too() -> None:
 
 def test_an_episode_is_over_after_as_many_turns_as_the_task_allows() -> None:
     episode = Episode(Counting, {}, seed=0, turns=2)
-    assert [episode.say("a"), episode.say("a")] == ["x", None]
+    assert [episode.say("a"), episode.say("a")] == [Observation("x"), None]
     assert episode.judgement().reward == 2
     episode.close()
 
@@ -112,7 +113,8 @@ def test_a_last_turn_that_was_cut_off_is_told_by_itself_and_one_that_had_ended_o
     mask: list[int], turns: int, cut: int
 ) -> None:
     (prompt, *_) = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
-    partner = _Environments(Within(Told), Speech(TabularTokenizer(4), chat=False), [prompt], 1)
+    partner = Episodes(Here(Within(Told)), Speech(TabularTokenizer(4), chat=False), 1)
+    partner.submit([prompt])
     partner.hear([Turn(0, "A", StopReason.EOS, 9)] * turns)
     tokens, sampled = np.array([1, 2, 3, 4], np.int32), None if all(mask) else np.array(mask, np.bool_)
     ended = partner.ended(0, Completion(tokens, "", StopReason.LENGTH, (Version(), Version()), mask=sampled))

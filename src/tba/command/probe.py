@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -24,7 +25,7 @@ import torch
 
 from tba.batch import Fetched, collate
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Policy
+from tba.protocols import Policy, Tokenizer
 from tba.recipe import Recipe
 from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
 from tba.replay.buffer import Buffer
@@ -71,7 +72,10 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         pairs = [(p, c) for p, row in zip(asked, answered, strict=True) for c in row]
         marks = reward.judge(pairs)
         of_prompt = iter(marks)
-        groups += [[next(of_prompt).reward for _ in row] for row in answered]
+        for row in answered:
+            own = [mark.reward for c, mark in zip(row, islice(of_prompt, len(row)), strict=True) if not _failed(c)]
+            stopped["failed"] += len(row) - len(own)
+            groups += [own] if own else []
         stopped.update(c.stop_reason.value for _, c in pairs)
         stopped["empty"] += sum(not c.text.strip() for _, c in pairs)
         if vine is not None:
@@ -80,7 +84,7 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         scored = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
         seconds.append(time.perf_counter() - began)
         if not answers:
-            shown = _shown(asked, answered, marks)
+            shown = _shown(asked, answered, marks, model.tokenizer())
         if len(answers) < ROUNDS * recipe.prompts_per_round:
             for j, row, scores in zip(chosen, answered, scored, strict=True):
                 pairs_of_row = zip(row, scores, strict=True)
@@ -108,7 +112,10 @@ def _shared(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
 
 
 def _shown(
-    asked: Sequence[Prompt], answered: Sequence[Sequence[Completion]], marks: Sequence[Judgement]
+    asked: Sequence[Prompt],
+    answered: Sequence[Sequence[Completion]],
+    marks: Sequence[Judgement],
+    tokenizer: Tokenizer,
 ) -> list[dict[str, Json]]:
     """Returns the first prompts with their first answers, for people to read."""
     found: list[dict[str, Json]] = []
@@ -116,8 +123,23 @@ def _shown(
     for prompt, row in zip(asked, answered, strict=True):
         own = list(zip(row, marks[start : start + len(row)], strict=True))[:_ANSWERS_SHOWN]
         start += len(row)
-        found.append({"prompt": prompt.text, "answers": [{"text": c.text, "mark": str(mark)} for c, mark in own]})
+        answers = [{"text": c.text, "mark": str(mark), "turns": _turns(c, tokenizer)} for c, mark in own]
+        found.append({"prompt": prompt.text, "answers": answers})
     return found[:_PROMPTS_SHOWN]
+
+
+def _failed(completion: Completion) -> bool:
+    """Whether there is no reward: the environment of the answer failed."""
+    return completion.judgement is not None and math.isnan(completion.judgement.reward)
+
+
+def _turns(completion: Completion, tokenizer: Tokenizer) -> list[tuple[bool, str]]:
+    """Returns (whether the policy said it, text) by turns and observations; empty where there is but one turn."""
+    if completion.mask is None:
+        return []
+    parts = np.split(completion.tokens, np.flatnonzero(np.diff(completion.mask)) + 1)
+    texts = [tokenizer.decode(part.tolist(), skip_special_tokens=True) for part in parts]
+    return [(i % 2 == 0, text) for i, text in enumerate(texts)]
 
 
 def _timed(rounds: list[_T]) -> list[_T]:

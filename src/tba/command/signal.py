@@ -11,10 +11,12 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.text import frame_of, percent, printable, within
 from tba.types import Json, StopReason
 
+_TURNS = 16  # turns and observations of an episode that are shown
 FEW, MANY = 0.1, 0.3  # shares of prompts whose rewards vary below which, of answers cut off above which, it is said
 
 
@@ -31,25 +33,33 @@ class Signal:
     best: float  # share of the prompts all of whose answers got the highest reward seen
     truncated: float  # shares of answers that were cut off at the token limit, and that have no text
     empty: float
+    failed: float  # share of answers whose environment failed: they have no reward
     shown: Sequence[Json]  # a few prompts, each with a few answers and their marks
 
     @classmethod
     def of(cls, probes: Sequence[Json]) -> Signal:
-        """From what a searcher's probes found."""
+        """From what a searcher's probes found. Raises `UserError` when there is no answer with a reward."""
         groups = [np.array(rewards) for probe in probes for rewards in probe["groups"]]
-        rewards, stopped, problems = np.concatenate(groups), Counter[str](), probes[0]["problems"]
+        stopped, problems = Counter[str](), probes[0]["problems"]
         for probe in probes:
             stopped.update(probe["stopped"])
+        if not groups:
+            raise UserError(
+                f"the environment failed in all of {stopped['failed']} episodes: the log has the line of the error"
+            )
+        rewards = np.concatenate(groups)
+        answers = len(rewards) + stopped["failed"]
         return cls(
             train=problems["train"],
             held_out=problems["eval"],
             both=problems["both"],
-            answers=len(rewards),
+            answers=answers,
             reward=float(rewards.mean()),
             varied=float(np.mean([np.ptp(own) > 0 for own in groups])),
             best=float(np.mean([own.min() == rewards.max() for own in groups])),
-            truncated=stopped[StopReason.LENGTH.value] / len(rewards),
-            empty=stopped["empty"] / len(rewards),
+            truncated=stopped[StopReason.LENGTH.value] / answers,
+            empty=stopped["empty"] / answers,
+            failed=stopped["failed"] / answers,
             shown=probes[0]["shown"],
         )
 
@@ -59,7 +69,8 @@ class Signal:
         return {
             "problems": f"{self.train:,} to train on, {self.held_out:,} held out{shared}",
             "answers": f"{self.answers:,} sampled: mean reward {self.reward:.3g}, {percent(self.truncated)} cut off, "
-            f"{percent(self.empty)} empty",
+            f"{percent(self.empty)} empty"
+            + (f", {percent(self.failed)} failed in their environments" if self.failed else ""),
             "groups": f"in {percent(self.varied)} of them rewards differ; only these teach something",
         }
 
@@ -73,6 +84,9 @@ class Signal:
         for prompt in self.shown:
             found.append(Text(printable(within(frame, prompt["prompt"]).strip()[-400:], 400, newlines=False)))
             for answer in prompt["answers"]:
+                if answer["turns"]:
+                    found.append(Padding(_episode(answer), (0, 0, 0, 2)))
+                    continue
                 said = printable(answer["text"].strip(), 120, newlines=False) or "(nothing)"
                 mark = printable(answer["mark"], 200, newlines=False)
                 found.append(Padding(Text.assemble(said, ("  reward " + mark, "dim")), (0, 0, 0, 2)))
@@ -115,3 +129,13 @@ class Signal:
                 "keep the splits apart"
             )
         return found[:2]
+
+
+def _episode(answer: Json) -> Text:
+    """Returns an episode by turns, and what was read between them."""
+    turns = answer["turns"]
+    found = Text.assemble(("reward " + printable(answer["mark"], 200, newlines=False), "dim"))
+    for own, text in turns[:_TURNS]:
+        shown = printable(text.strip(), 120, newlines=False) or "(nothing)"
+        found.append(f"\n{'says ' if own else 'reads'} {shown}")
+    return found.append(f"\n... and {len(turns) - _TURNS} more") if len(turns) > _TURNS else found

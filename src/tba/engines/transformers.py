@@ -156,6 +156,10 @@ class TransformersEngine:
         """Returns what answers prompts for as long as some are submitted. See `protocols.Flowing`."""
         return Flow(self, count, sampling, rng)
 
+    def flow_with(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner) -> Flow:
+        """Returns the same of completions in turns, between which `partner` speaks. See `protocols.FlowingTurns`."""
+        return Flow(self, count, sampling, rng, partner)
+
     def converse(
         self,
         prompts: Sequence[Prompt],
@@ -166,7 +170,7 @@ class TransformersEngine:
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yields completions in turns, between which `partner` speaks. See `protocols.Conversing`."""
-        yield from self._streamed(prompts, Flow(self, count, sampling, rng, partner), interrupted)
+        yield from self._streamed(prompts, self.flow_with(count, sampling, rng, partner), interrupted)
 
     def _streamed(
         self, prompts: Sequence[Prompt], flow: Flow, interrupted: Callable[[], bool] | None
@@ -282,8 +286,16 @@ class Flow:
         many that half of the slots' worth is left in it. They are read together, and rows are filled from them at once.
         """
         slots = self.settings.slots
-        free = slots - (self.extent - len(self.free)) - (self.total - self.next_request) - len(self.aside)
+        free = slots - (self.extent - len(self.free)) - (self.total - self.next_request) - self._crowd
         return -(-(free + slots // 2) // self.count) if free > 0 else 0
+
+    @property
+    def _crowd(self) -> int:
+        """How many rows those that are set aside will want: all that have been answered, and of the others as many as
+        are more than the slots, since what is aside has its keys and values.
+        """
+        answered = sum(mine.heard is not None for mine in self.aside.values())
+        return max(answered, len(self.aside) - self.settings.slots)
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True

@@ -1,28 +1,33 @@
 """An engine whose completions are episodes: it plays the policy's turns to environments.
 
 Invariant: one environment object for each completion, made when its first turn has ended. An episode that fails gets
-the reward not-a-number: its completion is rejected and counted, and no other is touched by it.
+the reward not-a-number: its completion is rejected and counted, and no other is touched by it. What is handed out has
+been judged; while that is awaited, others are generated.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tba.environments.episode import Episode, EpisodeFailed, begun
+from tba.environments.episode import EpisodeFailed
+from tba.environments.hosts import Answer, Beginning, Here, Hosts, Question
 from tba.environments.speech import Speech
-from tba.protocols import Acted, Conversing, Engine, Turn
+from tba.protocols import Acted, Conversing, Engine, Flow, FlowingTurns, Turn
 from tba.types import Completion, IntArray, Judgement, Prompt, Sampling, StopReason, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger("tba.searcher")
+_BETWEEN_REPORTS = 60.0  # seconds between two lines of the log on episodes that failed
 
 
 @dataclass
@@ -32,6 +37,8 @@ class EpisodeEngine:
     engine: Engine
     task: Acted
     speech: Speech
+    worlds: Here | Hosts | None = None  # where episodes are played; None: in this process
+    still: Callable[[], AbstractContextManager[None]] = nullcontext  # around what keeps it from generating
 
     @property
     def version(self) -> Version:
@@ -63,86 +70,222 @@ class EpisodeEngine:
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
         assert isinstance(self.engine, Conversing)  # as its maker has seen
-        partner = _Environments(self.task, self.speech, prompts, count)
+        partner = self._episodes(count)
+        partner.submit(prompts)
         try:
-            yield from self.engine.converse(prompts, count, sampling, rng, partner, interrupted)
+            for finished in self.engine.converse(prompts, count, sampling, rng, partner, interrupted):
+                yield from partner.judged([finished])
+            while partner.waits:
+                partner.listen(wait=True)
+                yield from partner.judged([], interrupted is not None and interrupted())
         finally:
             partner.close()
 
+    def _episodes(self, count: int) -> Episodes:
+        worlds = Here(self.task) if self.worlds is None else self.worlds
+        return Episodes(worlds, self.speech, count, self.still)
+
+
+class FlowingEpisodes(EpisodeEngine):
+    """The same where further episodes can be begun while others are going on. See `protocols.Flowing`."""
+
+    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator) -> EpisodeFlow:
+        """Returns an empty flow of `count` episodes of each prompt."""
+        assert isinstance(self.engine, FlowingTurns)  # as its maker has seen
+        episodes = self._episodes(count)
+        return EpisodeFlow(self.engine.flow_with(count, sampling, rng, episodes), episodes)
+
 
 @dataclass
-class _Environments:
-    """The environments of one call's completions; the engine's partner (`protocols.Partner`)."""
+class EpisodeFlow:
+    """Prompts that are being answered in environments, to which more can be added. See `protocols.Flow`."""
 
-    task: Acted
+    flow: Flow
+    episodes: Episodes
+    _finished: int = 0  # prompts that the engine has handed out
+
+    @property
+    def submitted(self) -> int:
+        """Prompts so far."""
+        return self.flow.submitted
+
+    @property
+    def wanted(self) -> int:
+        """How many more prompts could begin to be answered now."""
+        return self.flow.wanted
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Adds prompts."""
+        self.flow.submit(prompts)
+        self.episodes.submit(prompts)
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """Computes until prompts are finished and judged, or (`until_wanted`) more are wanted; returns the former."""
+        while True:
+            found: list[tuple[int, list[Completion]]] = []
+            if self._finished < self.submitted:
+                found = self.flow.next(interrupted, until_wanted)
+                self._finished += len(found)
+            elif self.episodes.waits:
+                self.episodes.listen(wait=True)
+            judged = list(self.episodes.judged(found, interrupted is not None and interrupted()))
+            if judged or (until_wanted and self.wanted) or not self.episodes.outstanding:
+                return judged
+
+
+@dataclass
+class Episodes:
+    """The episodes of an engine's requests; its partner (`protocols.Partner`)."""
+
+    worlds: Here | Hosts
     speech: Speech
-    prompts: Sequence[Prompt]
-    count: int
-    episodes: dict[int, Episode] = field(default_factory=dict)  # by request, those that are going on
-    failed: set[int] = field(default_factory=set)
-    why: str = ""  # the last one failed
-    said: dict[int, IntArray | None] = field(default_factory=dict)  # what has not been handed to the engine yet
+    count: int  # requests of each prompt
+    still: Callable[[], AbstractContextManager[None]] = nullcontext
+    submitted: int = 0  # prompts
+    _prompts: dict[int, Prompt] = field(default_factory=dict)  # those that have not been handed out
+    _begun: set[int] = field(default_factory=set)  # requests
+    _heard: dict[int, int] = field(default_factory=dict)  # turns that the environment was told, by request
+    _ended: dict[int, bool] = field(default_factory=dict)  # by request: its turn had its end-of-text token
+    _said: dict[int, IntArray | None] = field(default_factory=dict)  # what has not been handed to the engine yet
+    _judgements: dict[int, Judgement] = field(default_factory=dict)
+    _unjudged: dict[int, int] = field(default_factory=dict)  # request, by the identity of its completion
+    _held: dict[int, list[Completion]] = field(default_factory=dict)  # finished prompts with an unjudged completion
+    _failures: list[int] = field(default_factory=lambda: [0, 0])  # those that failed and all, since the last report
+    _why: str = ""  # the last one failed
+    _reported: float = field(default_factory=time.monotonic)
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Adds prompts, numbered in the order of submission."""
+        for prompt in prompts:
+            self._prompts[self.submitted] = prompt
+            self.submitted += 1
 
     def hear(self, turns: Sequence[Turn]) -> None:
         """Play each turn to its environment."""
         for turn in turns:
-            try:
-                text = self._episode(turn.request).say(turn.text)
-            except EpisodeFailed as error:
-                self._fail(turn.request, error)
-                text = None
-            ended = turn.stop_reason is StopReason.EOS
-            self.said[turn.request] = None if text is None else self.speech.observation(text, ended)
+            self._heard[turn.request] = self._heard.get(turn.request, 0) + 1
+            self._ended[turn.request] = turn.stop_reason is StopReason.EOS
+            self._ask(turn.request, turn.text)
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
         """What the environments have said."""
-        said, self.said = self.said, {}
+        self.listen(wait and not self._said)
+        said, self._said = self._said, {}
         return said
 
     def ended(self, request: int, completion: Completion) -> Completion:
-        """Returns the completion with its environment's judgement."""
-        try:
-            if completion.stop_reason is StopReason.INTERRUPTED:
-                return completion
-            return replace(completion, judgement=self._judgement(request, completion))
-        finally:
-            if (episode := self.episodes.pop(request, None)) is not None:
-                episode.close()
+        """Returns the completion, with its environment's judgement if that is known by now."""
+        self._ended.pop(request, None)
+        if completion.stop_reason is StopReason.INTERRUPTED:
+            self._leave(request)
+            return completion
+        if request not in self._judgements:
+            begins = _turns(completion)
+            was_cut = len(begins) > self._heard.get(request, 0)
+            self._ask(request, None, self.speech.text(completion.tokens[begins[-1] :]) if was_cut else None)
+            self.listen(wait=False)
+        if request not in self._judgements:
+            self._unjudged[id(completion)] = request
+            return completion
+        return self._with_judgement(request, completion)
+
+    def listen(self, wait: bool) -> None:
+        """Take in what the environments have answered; with `wait` at least one of them, but only for a moment."""
+        with self.still() if wait else nullcontext():
+            answers = self.worlds.answers(wait)
+        for request, answer in answers.items():
+            self._take(request, answer)
+
+    @property
+    def outstanding(self) -> int:
+        """How many prompts have not been handed out."""
+        return len(self._prompts)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are finished prompts whose episodes have not all been judged."""
+        return bool(self._held)
+
+    def judged(
+        self, finished: Sequence[tuple[int, list[Completion]]], interrupted: bool = False
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Takes prompts that an engine has finished; yields those that have been judged, these and earlier ones.
+
+        interrupted: all of them, and what has not been judged as interrupted.
+        """
+        self._held |= dict(finished)
+        for number in list(self._held):
+            completions = [self._final(c, interrupted) for c in self._held[number]]
+            self._held[number] = completions
+            if not any(id(c) in self._unjudged for c in completions):
+                del self._held[number], self._prompts[number]
+                yield number, completions
+        if time.monotonic() - self._reported > _BETWEEN_REPORTS:
+            self._report()
 
     def close(self) -> None:
         """Let go what has not ended, and say what has failed."""
-        for episode in self.episodes.values():
-            episode.close()
-        self.episodes.clear()
-        if self.failed:
-            log.warning(
-                "%d of %d episodes failed and are rejected, the last: %s",
-                len(self.failed), len(self.prompts) * self.count, self.why,
-            )  # fmt: skip
+        self.worlds.close()
+        self._report()
 
-    def _judgement(self, request: int, completion: Completion) -> Judgement:
-        try:
-            if request not in self.failed:
-                episode = self._episode(request)
-                begins = _turns(completion)
-                if len(begins) > episode.turns:  # the last one was cut off
-                    episode.cut(self.speech.text(completion.tokens[begins[-1] :]))
-                return episode.judgement()
-        except EpisodeFailed as error:
-            self._fail(request, error)
-        return Judgement(math.nan)
+    def _final(self, completion: Completion, interrupted: bool) -> Completion:
+        request = self._unjudged.get(id(completion))
+        if request is None or not (interrupted or request in self._judgements):
+            return completion
+        del self._unjudged[id(completion)]
+        if request in self._judgements:
+            return self._with_judgement(request, completion)
+        self._leave(request)
+        return replace(completion, stop_reason=StopReason.INTERRUPTED)
 
-    def _episode(self, request: int) -> Episode:
-        """Returns the episode of a request, begun when it is first asked for."""
-        if request not in self.episodes:
-            prompt = self.prompts[request // self.count]
+    def _with_judgement(self, request: int, completion: Completion) -> Completion:
+        judgement = self._judgements.pop(request)
+        self._leave(request)
+        self._failures[1] += 1
+        return replace(completion, judgement=judgement)
+
+    def _ask(self, request: int, turn: str | None, cut: str | None = None) -> None:
+        begin = None
+        if request not in self._begun:
+            self._begun.add(request)
+            prompt = self._prompts[request // self.count]
             seed = prompt.seed if prompt.seed is not None else int(prompt.key[:7], 16)
-            self.episodes[request] = begun(self.task.environment, prompt.fields, seed, self.task.turns, prompt.text)
-        return self.episodes[request]
+            begin = Beginning(prompt.fields, seed, prompt.text)
+        with self.still() if isinstance(self.worlds, Here) else nullcontext():
+            self.worlds.ask(request, Question(begin, turn, cut))
 
-    def _fail(self, request: int, error: EpisodeFailed) -> None:
-        self.failed.add(request)
-        self.why = str(error)
+    def _take(self, request: int, answer: Answer) -> None:
+        said = None
+        if answer.failed:
+            self._fail(request, answer.failed)
+        elif answer.said is None:
+            assert answer.judgement is not None
+            self._judgements[request] = answer.judgement
+        else:
+            try:
+                said = self.speech.observation(answer.said, self._ended[request])
+            except EpisodeFailed as error:
+                self._fail(request, str(error))
+        if request in self._ended:  # else the engine has ended it before
+            self._said[request] = said
+
+    def _fail(self, request: int, why: str) -> None:
+        self._judgements[request] = Judgement(math.nan)
+        self._failures[0] += 1
+        self._why = why
+
+    def _leave(self, request: int) -> None:
+        self._begun.discard(request)
+        self._heard.pop(request, None)
+        self.worlds.leave(request)
+
+    def _report(self) -> None:
+        failed, played = self._failures
+        if failed:
+            log.warning("%d of %d episodes failed and are rejected, the last: %s", failed, played, self._why)
+        self._failures, self._reported = [0, 0], time.monotonic()
 
 
 def _turns(completion: Completion) -> list[int]:

@@ -11,8 +11,10 @@ import inspect
 import math
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from tba.environments.tools import Call, bound, calls_in, schemas_of, tools_of, written
 from tba.errors import TbaError, UserError
 from tba.protocols import Environment
 from tba.types import Json, Judgement, quoted
@@ -20,6 +22,14 @@ from tba.types import Json, Judgement, quoted
 
 class EpisodeFailed(TbaError):
     """Raised for an environment that raised, or gave what cannot be used."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an environment says after a turn: a message of the user, or of the tools that the turn has called."""
+
+    text: str
+    results: tuple[tuple[str, str], ...] = ()  # by tool, in the order of the calls
 
 
 class Episode:
@@ -30,28 +40,60 @@ class Episode:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._left, self._most = turns, turns
         self._earned = 0.0
+        self._answer: str | None = None
         self.over = False
         self._environment = self._called("its making", make)
-        reset = self._method("reset")
+        reset, name = self._method("reset"), type(self._environment).__name__
         if reset is None:
-            raise UserError(f"{type(self._environment).__name__} has no reset(): an environment needs reset and step")
+            raise UserError(f"{name} has no reset(): an environment needs reset, and step or tools")
+        self._step, self._tools = self._method("step"), tools_of(self._environment)
+        if self._step is None and not self._tools:
+            raise UserError(f"{name} has no step() and no tools: give it a method step(self, text), or public methods")
         first = self._called("reset()", reset, **_accepted(reset, {**fields, "seed": seed}))
         self.first = self._text("reset()", first)  # what the policy is told first
 
-    def say(self, text: str) -> str | None:
+    @property
+    def tools(self) -> tuple[Json, ...]:
+        """Returns its tools as JSON schemas."""
+        return schemas_of(self._environment)
+
+    def say(self, text: str) -> Observation | None:
         """Returns what the environment answers to one turn; None when it is over."""
         self._left -= 1
-        step = self._method("step")
-        if step is None:
-            raise UserError(f"{type(self._environment).__name__} has no step(): give it a method step(self, text)")
+        told = self._stepped(self._step, text) if self._step is not None else self._acted(text)
+        self.over = self.over or told is None or self._left <= 0
+        return None if self.over else told
+
+    def _stepped(self, step: Callable[..., Any], text: str) -> Observation | None:
         answer: Any = self._called("step()", step, text)
         if hasattr(answer, "done"):
             reward = getattr(answer, "reward", None)
             self._earned += 0.0 if reward is None else self._number("step()", reward)
             answer, self.over = getattr(answer, "observation", None), bool(answer.done)
         told = self._text("step()", answer)
-        self.over = self.over or told is None or self._left <= 0
-        return None if self.over else told
+        return None if told is None else Observation(told)
+
+    def _acted(self, text: str) -> Observation | None:
+        """Call the tools that a turn calls; one that calls none is the answer, and the last."""
+        calls = calls_in(text)
+        if not calls:
+            self._answer = text
+            return None
+        results = tuple((call.name, self._result(call)) for call in calls)
+        return Observation("\n".join(result for _, result in results), results)
+
+    def _result(self, call: Call) -> str:
+        """Returns what a tool gives; what is wrong with the call, or what the tool raises, is said to the policy."""
+        try:
+            given = bound(self._tools, call)
+        except ValueError as error:
+            return f"error: {error}"
+        try:
+            return written(self._awaited(self._tools[call.name](**given)))
+        except MemoryError as error:
+            raise _failed(f"{call.name}()", error) from error
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a tool raises what it likes
+            return f"error: {type(error).__name__}: {error}"
 
     @property
     def turns(self) -> int:
@@ -67,7 +109,8 @@ class Episode:
         """Returns the reward of the episode as it stands, and how many turns it took."""
         reward = self._earned
         if (get_reward := self._method("get_reward")) is not None:
-            reward = self._number("get_reward()", self._called("get_reward()", get_reward))
+            given = _accepted(get_reward, {"answer": self._answer})
+            reward = self._number("get_reward()", self._called("get_reward()", get_reward, **given))
         return Judgement(reward, {"turns": float(self.turns)})
 
     def close(self) -> None:
@@ -87,18 +130,17 @@ class Episode:
 
     def _called(self, what: str, call: Callable[..., Any], *given: Any, **named: Any) -> Any:
         try:
-            answer = call(*given, **named)
-            if inspect.isawaitable(answer):
-                self._loop = self._loop or asyncio.new_event_loop()  # one for all: what it opens belongs to its loop
-                answer = self._loop.run_until_complete(_awaited(answer))
+            return self._awaited(call(*given, **named))
         except UserError:
             raise
-        except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            raise EpisodeFailed(
-                f"{what} raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}: {frame.line})"
-            ) from error
-        return answer
+        except (Exception, SystemExit) as error:
+            raise _failed(what, error) from error
+
+    def _awaited(self, answer: Any) -> Any:
+        if not inspect.isawaitable(answer):
+            return answer
+        self._loop = self._loop or asyncio.new_event_loop()  # one for all: what it opens belongs to its loop
+        return self._loop.run_until_complete(_awaited(answer))
 
     def _text(self, what: str, answer: object) -> str | None:
         if answer is None or isinstance(answer, str):
@@ -124,6 +166,13 @@ def begun(make: Callable[[], Environment], fields: Mapping[str, Json], seed: int
             "whatever it draws has to be drawn from its argument `seed`"
         )
     return episode
+
+
+def _failed(what: str, error: BaseException) -> EpisodeFailed:
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return EpisodeFailed(
+        f"{what} raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno}: {frame.line})"
+    )
 
 
 async def _awaited(answer: Any) -> Any:

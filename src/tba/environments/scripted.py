@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tba.environments.episode import Episode, begun
+from tba.environments.episode import Episode, Observation, begun
 from tba.environments.speech import Speech
 from tba.protocols import Acted
 from tba.types import ELSEWHERE, Completion, Judgement, Problem, StopReason
@@ -21,8 +21,16 @@ from tba.types import ELSEWHERE, Completion, Judgement, Problem, StopReason
 class Acting:
     """One part of an episode: who speaks, and what."""
 
-    text: str
-    sampled: bool  # a turn; else an observation
+    said: str | Observation  # a turn, or what was heard
+
+    @property
+    def sampled(self) -> bool:
+        """Whether it is a turn."""
+        return isinstance(self.said, str)
+
+    @property
+    def text(self) -> str:
+        return self.said if isinstance(self.said, str) else self.said.text
 
 
 def acted(task: Acted, problem: Problem, prompt: str) -> tuple[list[Acting], Judgement]:
@@ -40,16 +48,16 @@ def acted(task: Acted, problem: Problem, prompt: str) -> tuple[list[Acting], Jud
 
 def _parts(episode: Episode, turns: Sequence[str]) -> Iterator[Acting]:
     for number, turn in enumerate(turns, start=1):
-        yield Acting(turn, True)
+        yield Acting(turn)
         answer = episode.say(turn)
         if answer is None or number == len(turns):
             return
-        yield Acting(answer, False)
+        yield Acting(answer)
 
 
 def written(parts: Sequence[Acting], judgement: Judgement, speech: Speech) -> Completion:
     """Returns the parts as a completion from elsewhere."""
-    tokens = [speech.turn(part.text) if part.sampled else speech.observation(part.text) for part in parts]
+    tokens = [speech.turn(part.said) if isinstance(part.said, str) else speech.observation(part.said) for part in parts]
     mask = [np.full(len(of_part), part.sampled) for of_part, part in zip(tokens, parts, strict=True)]
     tokens_T = np.concatenate(tokens)
     return Completion(

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tba.environments.episode import Episode, EpisodeFailed
+from tba.environments.hosts import EpisodeLimits
 from tba.errors import UserError
 from tba.protocols import Environment
 from tba.types import Completion, Judgement, Message, Problem, Prompt, Split
@@ -33,11 +34,12 @@ class EnvironmentTask:
     worlds: int = 1000  # seeds for training
     held_out: int = 200  # other seeds, for evaluation
     player: Player | None = None  # plays the demonstrations for a warm start; None: there are none
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
 
     def __post_init__(self) -> None:
-        for field in ("turns", "worlds", "held_out"):
-            if getattr(self, field) < 1:
-                raise UserError(f"the environment task's {field} is {getattr(self, field)}, it must be at least 1")
+        for name in ("turns", "worlds", "held_out"):
+            if getattr(self, name) < 1:
+                raise UserError(f"the environment task's {name} is {getattr(self, name)}, it must be at least 1")
 
     def problems(self, split: Split) -> list[Problem]:
         """One problem for each seed. Raises `UserError` when an environment fails at once."""
@@ -58,7 +60,7 @@ class EnvironmentTask:
         prompt = _with(self.prompt, told)
         if not prompt:
             raise UserError(f"task {self.name} has no prompt, and its reset() says nothing: give one of them a text")
-        return Problem(prompt, {}, demonstration, seed)
+        return Problem(prompt, {}, demonstration, seed, episode.tools)
 
     def _played(self, episode: Episode, seed: int) -> tuple[str, ...]:
         """Returns what the player says by turns."""
@@ -69,7 +71,7 @@ class EnvironmentTask:
         while not episode.over:
             said.append(self.player(told, rng))
             answer = episode.say(said[-1])
-            told += [] if answer is None else [answer]
+            told += [] if answer is None else [answer.text]
         episode.judgement()  # one that fails is found before the run
         return tuple(said)
 

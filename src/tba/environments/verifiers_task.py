@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tba.environments.hosts import EpisodeLimits
 from tba.environments.task import EnvironmentReward
 from tba.errors import UserError
 from tba.rewards.children import Children
@@ -52,6 +53,11 @@ class VerifiersTask:
     @property
     def name(self) -> str:
         return f"verifiers/{self.taskset}"
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        """All episodes are played by the one process that loads the taskset, which has limits of its own."""
+        return EpisodeLimits(processes=0)
 
     @property
     def environment(self) -> Callable[[], VerifiersEpisode]:

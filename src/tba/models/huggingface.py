@@ -380,7 +380,7 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
     """Yields problems as (prompt, response) token ids; encoded all at once, which is several times faster."""
     if not problems:
         return
-    prompts = [p.prompt if isinstance(p.prompt, str) else templated(tokenizer, p.prompt) for p in problems]
+    prompts = [_text(problem, tokenizer) for problem in problems]
     answers = [p.demonstration if isinstance(p.demonstration, str) else "" for p in problems]
     encoded = [
         tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -395,7 +395,7 @@ def _taught(task: Task, tokenizer: Any) -> list[Pair]:
     problems = _demonstrated(task)
     if not isinstance(task, Acted):
         return list(pairs_of(problems, tokenizer))
-    speech = Speech(tokenizer, chat=not isinstance(problems[0].prompt, str))
+    speech = Speech(tokenizer, not isinstance(problems[0].prompt, str), problems[0].tools)
     pairs = []
     for problem, asked in zip(problems, pairs_of(problems, tokenizer), strict=True):
         mask_T = (completion := written(*acted(task, problem, _text(problem, tokenizer)), speech)).mask
@@ -413,7 +413,9 @@ def _with_prompt(pair: Pair) -> Pair:
 
 
 def _text(problem: Problem, tokenizer: Any) -> str:
-    return problem.prompt if isinstance(problem.prompt, str) else templated(tokenizer, problem.prompt)
+    if isinstance(problem.prompt, str):
+        return problem.prompt
+    return templated(tokenizer, problem.prompt, problem.tools)
 
 
 def _text_of(problem: Problem, task: Task) -> str:

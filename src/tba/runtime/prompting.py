@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from types import FunctionType
-from typing import Any, cast
 
 import numpy as np
 
-from tba.clock import ShareClock, State
-from tba.environments.engine import EpisodeEngine
+from tba.clock import ShareClock
+from tba.environments.engine import EpisodeEngine, FlowingEpisodes
+from tba.environments.hosts import CAN_FORK, EpisodeLimits, Here, Hosts
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
-from tba.protocols import (
-    Acted,
-    Conversing,
-    Engine,
-    Journal,
-    Model,
-    Partner,
-    PromptSource,
-    Reward,
-    Task,
-    Tokenizer,
-    Turn,
-)
+from tba.protocols import Acted, Conversing, Engine, FlowingTurns, Journal, Model, PromptSource, Reward, Task, Tokenizer
 from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
-from tba.types import Completion, IntArray, Prompt, Sampling, Split, Version
+from tba.types import Prompt, Split, Version
 
 # a prompt not answered by then is handed out again; this is longer than a round of long answers takes
 LEASE_SECONDS = 1800.0
@@ -76,67 +66,40 @@ def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock 
 
     Raises `UserError` when the engine cannot hold a conversation.
     """
+    task = recipe.task
+    if not isinstance(task, Acted):
+        return model.engine(version)
+    worlds = worlds_of(task, inline=recipe.runtime == "inline")  # before there is a model whose memory it would share
     engine = model.engine(version)
-    if not isinstance(recipe.task, Acted):
-        return engine
     if not isinstance(engine, Conversing):
         raise UserError(
             f"task {recipe.task.name} is acted in several turns, which the vllm engine does not do yet: choose "
             "--model.generation.engine transformers"
         )
-    talking = engine if clock is None else cast(Engine, _Clocked(engine, clock))
-    return EpisodeEngine(talking, recipe.task, speech_of(recipe.task, model.tokenizer()))
+    kind = FlowingEpisodes if isinstance(engine, FlowingTurns) else EpisodeEngine
+    still = nullcontext if clock is None else partial(_standing_still, clock)
+    return kind(engine, task, speech_of(recipe.task, model.tokenizer()), worlds, still)
 
 
-@dataclass(frozen=True)
-class _Clocked:
-    """A conversing engine: the time in which its partner is asked counts as the environment's."""
-
-    behind: Any
-    clock: ShareClock
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.behind, name)
-
-    def converse(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        partner: Partner,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """See `protocols.Conversing`."""
-        engine: Conversing = self.behind
-        return engine.converse(prompts, count, sampling, rng, _ClockedPartner(partner, self.clock), interrupted)
+def _standing_still(clock: ShareClock) -> AbstractContextManager[None]:
+    return clock.state("eval" if clock.present == "eval" else "environment")
 
 
-@dataclass(frozen=True)
-class _ClockedPartner:
-    behind: Partner
-    clock: ShareClock
-
-    @property
-    def _state(self) -> State:
-        return "eval" if self.clock.present == "eval" else "environment"
-
-    def hear(self, turns: Sequence[Turn]) -> None:
-        with self.clock.state(self._state):
-            self.behind.hear(turns)
-
-    def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
-        with self.clock.state(self._state):
-            return self.behind.replies(wait)
-
-    def ended(self, request: int, completion: Completion) -> Completion:
-        with self.clock.state(self._state):
-            return self.behind.ended(request, completion)
+def worlds_of(task: Acted, inline: bool) -> Here | Hosts:
+    """Returns where a task's episodes are played. inline: in this process, so that a run is the same each time."""
+    limits = getattr(task, "limits", None) or EpisodeLimits()
+    if inline or not limits.processes:
+        return Here(task)
+    if not CAN_FORK:
+        log.warning("environments are played in the searcher's process, without limits: only Linux can fork safely")
+        return Here(task)
+    return Hosts(task, limits)
 
 
 def speech_of(task: Task, tokenizer: Tokenizer) -> Speech:
     """Returns how what an environment says is written for a model."""
-    return Speech(tokenizer, chat=not isinstance(problems_of(task, "train")[0].prompt, str))
+    first = problems_of(task, "train")[0]
+    return Speech(tokenizer, not isinstance(first.prompt, str), first.tools)
 
 
 def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: np.random.Generator) -> PromptSource:

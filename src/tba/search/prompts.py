@@ -106,7 +106,7 @@ def _chat(problem: Problem, tokenizer: Any) -> str:
             "use an instruction-tuned model, or a task that gives plain prompts"
         )
     assert not isinstance(problem.prompt, str)
-    return templated(tokenizer, problem.prompt)
+    return templated(tokenizer, problem.prompt, problem.tools)
 
 
 @dataclass

@@ -1,0 +1,345 @@
+"""Tools: how a turn calls them, what goes wrong, and how three families' chat templates write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.environments.engine import EpisodeEngine, FlowingEpisodes
+from tba.environments.episode import Episode, EpisodeFailed, Observation
+from tba.environments.guess_number import GuessNumber
+from tba.environments.hosts import EpisodeLimits, Hosts
+from tba.environments.speech import Speech
+from tba.environments.task import EnvironmentTask
+from tba.environments.tools import Call, calls_in, schemas_of
+from tba.errors import UserError
+from tba.foreign import templated
+from tba.protocols import Environment
+from tba.search.prompts import PromptSettings, encode
+from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
+from tba.types import Completion, Prompt, Sampling
+
+
+class Account:
+    """An account, and what its tools do to it."""
+
+    def reset(self, seed: int) -> str:
+        self.balance = seed
+        return f"There is {seed} in it."
+
+    def deposit(self, amount: int, note: str = "") -> str:
+        """Put money in.
+
+        Args:
+            amount: how much
+            note: what for
+        """
+        self.balance += amount
+        return f"{self.balance} now{note and f', {note}'}"
+
+    async def history(self, order: Literal["old", "new"]) -> list[int]:
+        """Tell the balances.
+
+        Args:
+            order: which first
+        """
+        return [self.balance, 0] if order == "new" else [0, self.balance]
+
+    def fail(self) -> None:
+        """Raise an error."""
+        raise LookupError("nobody is there")
+
+    def hoard(self) -> None:
+        """Take all memory."""
+        raise MemoryError
+
+    def get_reward(self, answer: str | None) -> float:
+        return self.balance if answer == str(self.balance) else -1.0
+
+    def _hidden(self) -> None: ...
+
+
+def qwen(*calls: object) -> str:
+    return "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+
+
+def deposit(**arguments: object) -> dict[str, object]:
+    return {"name": "deposit", "arguments": arguments}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        '<tool_call>\n{"name": "deposit", "arguments": {"amount": 3}}\n</tool_call>',  # Qwen
+        'I put it in.\n<tool_call>{"name": "deposit", "arguments": {"amount": 3}}</tool_call>',
+        '<tool_call>[{"name": "deposit", "arguments": {"amount": 3}}]</tool_call>',  # SmolLM2
+        '<think>\n<tool_call>{"name": "fail"}</tool_call>?\n</think>\n\n<tool_call>'  # Qwen3
+        '{"name": "deposit", "arguments": {"amount": 3}}',
+        '{"name": "deposit", "parameters": {"amount": 3}}',  # Llama 3
+        '<|python_tag|>{"name": "deposit", "parameters": {"amount": 3}}',
+    ],
+)
+def test_a_call_is_read_in_the_forms_of_the_families(turn: str) -> None:
+    assert calls_in(turn) == [Call("deposit", {"amount": 3})]
+    episode = Episode(Account, {}, seed=4, turns=3)
+    assert episode.say(turn) == Observation("7 now", (("deposit", "7 now"),))
+
+
+def test_several_calls_of_a_turn_are_made_in_order_and_each_has_its_own_result() -> None:
+    episode = Episode(Account, {}, seed=4, turns=3)
+    said = episode.say(qwen(deposit(amount=1, note="rent"), {"name": "history", "arguments": {"order": "new"}}))
+    assert said is not None
+    assert said.results == (("deposit", "5 now, rent"), ("history", "[5, 0]"))
+    assert said.text == "5 now, rent\n[5, 0]"
+    episode.close()
+
+
+WRONG = {
+    qwen({"name": "withdraw", "arguments": {}}): "there is no tool 'withdraw': the tools are deposit, history",
+    qwen({"name": "_hidden", "arguments": {}}): "there is no tool '_hidden'",
+    qwen({"name": "get_reward", "arguments": {}}): "there is no tool 'get_reward'",
+    qwen(deposit()): "deposit lacks the argument amount",
+    qwen(deposit(amount="3")): "amount is '3', it must be a whole number",
+    qwen(deposit(amount=True)): "amount is True, it must be a whole number",
+    qwen(deposit(amount=1, to="me")): "deposit has no argument 'to': it takes amount, note",
+    qwen(deposit(amount=1, note="\ud800")): "note has characters that are none",
+    qwen({"name": "history", "arguments": {"order": "odd"}}): "order is 'odd', it must be 'old' or 'new'",
+    qwen({"name": "deposit", "arguments": [1]}): "the arguments of deposit are not an object",
+    qwen({"arguments": {}}): 'a call is an object with a "name"',
+    qwen(7): 'a call is an object with a "name"',
+    "<tool_call>deposit(amount=3)</tool_call>": "the call cannot be read: it is not JSON",
+    '{"name": "deposit", "parameters": {"amount": 3}': "the call cannot be read: it is not JSON",
+    "<tool_call>" + "[" * 100_000: "the call cannot be read",
+    qwen({"name": "fail", "arguments": {}}): "LookupError: nobody is there",
+}
+
+
+@pytest.mark.parametrize("turn", WRONG, ids=range(len(WRONG)))
+def test_whatever_is_wrong_with_a_call_is_said_to_the_policy_and_ends_nothing(turn: str) -> None:
+    episode = Episode(Account, {}, seed=4, turns=3)
+    said = episode.say(turn)
+    assert said is not None
+    ((_, result),) = said.results
+    assert result.startswith("error: " + WRONG[turn]), result
+    assert not episode.over
+    assert episode.say(qwen(deposit(amount=2))) == Observation("6 now", (("deposit", "6 now"),))
+
+
+def test_a_tool_without_memory_fails_its_episode() -> None:
+    with pytest.raises(EpisodeFailed, match="hoard"):
+        Episode(Account, {}, seed=4, turns=3).say(qwen({"name": "hoard", "arguments": {}}))
+
+
+@pytest.mark.parametrize("answer", ["4", "It is five.", "", '{"balance": 4}', "name: deposit"])
+def test_a_turn_without_a_call_is_the_answer_and_the_last(answer: str) -> None:
+    episode = Episode(Account, {}, seed=4, turns=3)
+    assert episode.say(answer) is None
+    assert episode.over
+    assert episode.judgement().reward == (4 if answer == "4" else -1)
+    cut_off = Episode(Account, {}, seed=4, turns=1)
+    assert cut_off.say(qwen(deposit(amount=1))) is None
+    assert cut_off.judgement().reward == -1
+
+
+def test_tools_are_public_methods_and_one_that_cannot_be_described_is_refused() -> None:
+    schemas = schemas_of(Account())
+    assert [schema["function"]["name"] for schema in schemas] == ["deposit", "history", "fail", "hoard"]
+    assert schemas[0]["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "amount": {"type": "integer", "description": "how much"},
+            "note": {"type": "string", "description": "what for"},
+        },
+        "required": ["amount"],
+    }
+
+    class Untyped(Account):
+        def deposit(self, amount):  # type: ignore[no-untyped-def, override]
+            """Put money in."""
+
+    with pytest.raises(UserError, match=r"Untyped\.deposit cannot be described as a tool"):
+        EnvironmentTask(Untyped, worlds=1, held_out=1, prompt=({"role": "user", "content": ""},)).problems("train")
+    with pytest.raises(UserError, match=r"no step\(\) and no tools"):
+        Episode(type("Nothing", (), {"reset": lambda self: None}), {}, 1, 1)
+
+
+# What the templates of three families do that matters here, in as few words: where tools are described, and how what
+# they give is written (Qwen: results together in one message of the user; Llama: by ipython, as JSON; SmolLM2: it knows
+# no tools, and writes any role).
+QWEN = (
+    "{% if tools %}<|im_start|>system\n{% if messages[0].role == 'system' %}{{ messages[0].content }}\n\n{% endif %}"
+    "<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools><|im_end|>\n"
+    "{% elif messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{{ '\n<tool_response>\n' + m.content + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% elif m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}{% if loop.first and tools %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{% for tool in tools %}{{ tool | tojson(indent=4) }}\n\n{% endfor %}{{ m.content }}<|eot_id|>"
+    "{% elif m.role == 'tool' %}<|start_header_id|>ipython<|end_header_id|>\n\n{{ m.content | tojson }}<|eot_id|>"
+    "{% else %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+SMOLLM2 = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nA friend.<|im_end|>\n"
+    "{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRICT = (  # a template that refuses what it does not know
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}<end>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+RESULTS = Observation('2\n"a"', (("deposit", "2"), ("history", '"a"')))
+
+
+def tokenizer(template: str, end: str) -> PreTrainedTokenizerFast:
+    made = train_bpe_tokenizer(["what is said"], 300)
+    made.add_special_tokens({"eos_token": end})
+    made.chat_template = template
+    return made
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "written"),
+    [
+        (
+            QWEN,
+            "<|im_end|>",
+            "\n<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n"
+            '"a"\n</tool_response><|im_end|>\n<|im_start|>assistant\n',
+        ),
+        (
+            LLAMA,
+            "<|eot_id|>",
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"2"<|eot_id|>'
+            '<|start_header_id|>ipython<|end_header_id|>\n\n"\\"a\\""<|eot_id|>'
+            "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        ),
+        (
+            SMOLLM2,
+            "<|im_end|>",
+            '\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>tool\n"a"<|im_end|>\n<|im_start|>assistant\n',
+        ),
+        (STRICT, "<end>", '<user>2\n"a"<end><assistant>'),
+    ],
+    ids=["qwen", "llama", "smollm2", "strict"],
+)
+def test_a_template_writes_tools_and_what_they_give(template: str, end: str, written: str) -> None:
+    """After the end of a turn, which the policy has sampled, exactly what the template writes behind it."""
+    tools, model = schemas_of(Account()), tokenizer(template, end)
+    told = templated(model, [{"role": "user", "content": "Go."}], tools)
+    assert all(told.count(f'"name": "{name}"') == 1 for name in ("deposit", "history", "fail"))
+    assert "how much" in told
+    speech = Speech(model, True, tools)
+    assert model.decode(speech.observation(RESULTS)) == written
+    assert model.decode(speech.observation(RESULTS, ended=False)) == end + written
+
+
+def test_without_a_chat_what_tools_give_follows_as_it_is() -> None:
+    model = tokenizer(QWEN, "<|im_end|>")
+    assert model.decode(Speech(model, False, schemas_of(Account())).observation(RESULTS)) == '2\n"a"'
+
+
+def test_what_a_tokenizer_cannot_write_fails_the_episode_whose_tools_gave_it() -> None:
+    class Picky:
+        eos_token_id = None
+
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            raise KeyError(text)
+
+        def decode(self, token_ids: object, *, skip_special_tokens: bool = False) -> str:
+            return ""
+
+    speech = Speech(Picky(), chat=False)
+    with pytest.raises(EpisodeFailed, match="cannot write"):
+        speech.observation(RESULTS)
+    with pytest.raises(UserError, match="cannot write"):
+        speech.observation(Observation("2"))
+
+
+@dataclass(frozen=True)
+class Calling:
+    environment: Callable[[], Environment] = Account
+    turns: int = 3
+
+
+@pytest.mark.parametrize(("template", "end"), [(QWEN, "<|im_end|>"), (SMOLLM2, "<|im_end|>")], ids=["qwen", "smollm2"])
+def test_what_is_trained_is_what_was_sampled_and_results_are_masked(template: str, end: str) -> None:
+    """A model without any training talks to tools: each turn is an answer, or a call that cannot be read."""
+    model = tokenizer(template, end)
+    made = EnvironmentTask(
+        Account, "account", prompt=({"role": "user", "content": "Pay. "},), worlds=2, held_out=1, turns=3
+    )
+    problems = made.problems("train")
+    prompts: list[Prompt] = encode(problems, made.name, model, PromptSettings(max_tokens=4096)).prompts
+    assert all("deposit" in prompt.text and "There is" in prompt.text for prompt in prompts)
+    model.add_tokens(["<tool_call>"])
+    (call,) = model.encode("<tool_call>", add_special_tokens=False)
+    network = ScratchModel(hidden_size=16, layers=1, heads=2, max_positions=4096).start(model)
+    bias = torch.zeros(len(model))
+    bias[call], bias[model.eos_token_id] = 5.0, 5.0
+    network.lm_head.bias = torch.nn.Parameter(bias)
+    settings = EngineSettings(slots=4, max_completion_tokens=400)
+    engine = EpisodeEngine(
+        TransformersEngine(network, model, settings), Calling(), Speech(model, True, problems[0].tools)
+    )
+    several = 0
+    for row in engine.generate(prompts, 8, Sampling(), np.random.default_rng(0)):
+        for completion in row:
+            assert completion.judgement is not None
+            assert completion.judgement.reward == -1
+            if completion.mask is None:
+                continue
+            several += 1
+            edges = np.flatnonzero(np.diff(completion.mask.astype(int))) + 1
+            parts = np.split(completion.tokens, edges)
+            heard = [model.decode(part) for part in parts[1::2]]
+            assert all("error: the call cannot be read" in text for text in heard)
+            again = [model.encode(text, add_special_tokens=False) for text in heard]
+            assert [part.tolist() for part in parts[1::2]] == again
+            assert all(call in part for part in parts[0:-1:2])
+            assert completion.log_behavior is not None
+            assert (completion.log_behavior[~completion.mask] == 0).all()
+            assert (completion.log_behavior[completion.mask] < 0).all()
+    assert several >= 4
+
+
+def test_episodes_that_flow_in_processes_are_those_that_are_played_here_one_prompt_after_another() -> None:
+    """With as many turns and the same draws; only who waits for whom differs."""
+    model = tokenizer(QWEN, "<|im_end|>")
+    network = ScratchModel(hidden_size=16, layers=1, heads=2, max_positions=4096).start(model)
+    bias = torch.zeros(len(model))
+    bias[model.eos_token_id] = 4.0
+    network.lm_head.bias = torch.nn.Parameter(bias)
+    made = EnvironmentTask(GuessNumber, "guess", turns=4, worlds=3, held_out=1)
+    prompts = encode(made.problems("train"), made.name, model, PromptSettings()).prompts
+    engine = TransformersEngine(network, model, EngineSettings(slots=5, max_completion_tokens=200))
+    speech = Speech(model, False)
+    here = EpisodeEngine(engine, made, speech).generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    worlds = Hosts(made, EpisodeLimits(3))
+    flow = FlowingEpisodes(engine, made, speech, worlds).flow(4, Sampling(), np.random.default_rng(0))
+    found: dict[int, list[Completion]] = {}
+    submitted = 0
+    while len(found) < 3:
+        more = prompts[submitted : submitted + 1]
+        submitted += len(more)
+        flow.submit(more)
+        found |= dict(flow.next(until_wanted=submitted < 3))
+    worlds.end()
+    for i, row in enumerate(here):
+        assert [c.tokens.tolist() for c in found[i]] == [c.tokens.tolist() for c in row]
+        assert [c.judgement for c in found[i]] == [c.judgement for c in row]
+        assert all(c.mask is not None and c.judgement is not None for c in row)
+        assert [c.mask.tolist() for c in found[i]] == [c.mask.tolist() for c in row]  # type: ignore[union-attr]
