@@ -132,7 +132,7 @@ def costs(rounds: int = 20, episodes: int = 64) -> str:
     held = [Path(f"/proc/{process}/smaps_rollup").read_text() for process in forked(nursery)]
     own = sum(int(line.split()[1]) for text in held for line in text.splitlines() if line.startswith("Private")) / 1e3
     hosts.end()
-    return f"{took[0]:.0f} us here, {took[1]:.0f} us in {episodes} processes of {own / len(held):.1f} MB of their own each"
+    return f"{took[0]:.0f} us here, {took[1]:.0f} us in {episodes} processes, each of {own / len(held):.1f} MB"
 
 
 def wait_for(worlds: Here | Hosts, answers: int) -> None:
