@@ -30,7 +30,7 @@ from parts import forked, parts_of
 
 import tba
 from tba.environments.engine import FlowingEpisodes
-from tba.environments.hosts import Hosts
+from tba.environments.hosts import Beginning, Here, Hosts, Question
 from tba.record.summary import Summary
 from tba.runtime.prompting import engine_of, prompts_of
 from tba.training.tiny_models import character_tokenizer
@@ -106,6 +106,40 @@ recipe = tba.Recipe(
 )
 
 
+class Quick:
+    """Answers at once."""
+
+    def reset(self, seed: int) -> None: ...
+
+    def step(self, text: str) -> str | None:
+        return text
+
+
+def costs(rounds: int = 20, episodes: int = 64) -> str:
+    """What a turn of an environment that answers at once takes, and how much memory each process has of its own."""
+    task, took = tba.EnvironmentTask(Quick, turns=rounds + 2), []
+    for worlds in (Here(task), hosts := Hosts(task, tba.EpisodeLimits(episodes))):
+        for number in range(episodes):
+            worlds.ask(number, Question(Beginning({}, number, ""), "a"))
+        wait_for(worlds, episodes)
+        began = time.perf_counter()
+        for _ in range(rounds):
+            for number in range(episodes):
+                worlds.ask(number, Question(None, "a"))
+            wait_for(worlds, episodes)
+        took.append(1e6 * (time.perf_counter() - began) / rounds / episodes)
+    nursery = next(process for process, name in forked(os.getpid()).items() if name == "tba-nursery")
+    held = [Path(f"/proc/{process}/smaps_rollup").read_text() for process in forked(nursery)]
+    own = sum(int(line.split()[1]) for text in held for line in text.splitlines() if line.startswith("Private")) / 1e3
+    hosts.end()
+    return f"{took[0]:.0f} us here, {took[1]:.0f} us in {episodes} processes, each of {own / len(held):.1f} MB"
+
+
+def wait_for(worlds: Here | Hosts, answers: int) -> None:
+    while answers > 0:
+        answers -= len(worlds.answers(wait=True))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="for which each engine is timed")
@@ -116,6 +150,7 @@ def main() -> int:
         tokenizer = character_tokenizer(LETTERS)
         tba.ScratchModel(hidden_size=64, layers=3, heads=4, max_positions=512).start(tokenizer).save_pretrained(model)
         tokenizer.save_pretrained(model)
+        print(f"a turn of an environment that answers at once: {costs()}", flush=True)
         for name, environment, processes, seconds in (
             ("in its own process, nothing fails", Sound, 0, given.seconds / 2),
             ("in processes, nothing fails", Sound, 128, given.seconds),
@@ -174,13 +209,12 @@ def run(model: Path, folder: Path, kill: int) -> int:
     driver = subprocess.Popen([sys.executable, "-m", "tba", *made], stdout=subprocess.DEVNULL)
     rng, before = random.Random(0), Rows()
     for number in range(kill + 2 if kill else 0):
-        if not (worlds := in_the_middle(driver)):
+        if not (worlds := in_the_middle(driver, journal, len(before))):
             break
         victim = "an environment's" if number < kill else ("searcher-0", "trainer")[number - kill]
         before |= rows_of(journal)
         os.kill(rng.choice(worlds) if number < kill else parts_of(driver.pid)[victim], signal.SIGKILL)
         print(f"{victim} process killed, {len(before):,} acknowledged", flush=True)
-        time.sleep(0.5)
     code = driver.wait()
     after, summary = rows_of(journal), Summary.read(folder / "run")
     lost = sum(after.get(number) != row for number, row in before.items())
@@ -195,13 +229,13 @@ def run(model: Path, folder: Path, kill: int) -> int:
     return int(code != 0 or lost > 0 or not closes or n.failed != n.rejected)
 
 
-def in_the_middle(driver: subprocess.Popen[bytes]) -> list[int]:
-    """Waits until many episodes are going on; returns their processes, none when the run has ended."""
+def in_the_middle(driver: subprocess.Popen[bytes], journal: Path, acknowledged: int) -> list[int]:
+    """Waits until more are acknowledged and many episodes are going on; returns their processes, none at the end."""
     while driver.poll() is None:
         searcher = parts_of(driver.pid).get("searcher-0", 0)
         nurseries = [process for process, name in forked(searcher).items() if name == "tba-nursery"]
         worlds = [process for nursery in nurseries for process in forked(nursery)]
-        if len(worlds) > 20:
+        if len(worlds) > 20 and len(rows_of(journal)) > acknowledged:
             return worlds
         time.sleep(0.2)
     return []

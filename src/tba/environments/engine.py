@@ -131,7 +131,10 @@ class EpisodeFlow:
             elif self.episodes.waits:
                 self.episodes.listen(wait=True)
             judged = list(self.episodes.judged(found, interrupted is not None and interrupted()))
-            if judged or (until_wanted and self.wanted) or not self.episodes.outstanding:
+            if not self.episodes.outstanding:
+                self.episodes.close()
+                return judged
+            if judged or (until_wanted and self.wanted):
                 return judged
 
 
