@@ -216,9 +216,9 @@ def _figures(recipe: Recipe, e: Estimate, own: int | None) -> dict[str, str]:
     trained = e.tokens_per_trajectory * recipe.groups_per_step * recipe.group_size / e.step_seconds
     compute = str(recipe.model.compute).removeprefix("torch.")
     found = {
-        "searcher": f"{e.tokens_per_round:,.0f} tokens of answers in a round of {e.round_seconds:.3g} s: "
+        "searcher": f"{e.tokens_per_round:,.0f} tokens of answers in a round of {e.round_seconds:.3f} s: "
         f"{count(answered)} tokens/s each",
-        "trainer": f"a step takes {e.step_seconds:.3g} s: {count(trained)} tokens/s",
+        "trainer": f"a step takes {e.step_seconds:.3f} s: {count(trained)} tokens/s",
         "processor": _of_products(e, compute),
         "uses": f"{e.uses or 0:.1f} per trajectory on average (limit {recipe.replay.pacing.max_mean_uses:g})",
         "time": f"{duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
@@ -270,7 +270,7 @@ def _on_disk(recipe: Recipe, e: Estimate) -> str:
     keep = recipe.replay.keep_gb
     if not a_day:
         return ""
-    lasts = "all of it is kept" if keep is None else f"--replay.keep-gb {keep:g} holds {keep / a_day:,.3g} days of it"
+    lasts = "all of it is kept" if keep is None else f"--replay.keep-gb {keep:g} holds {keep / a_day:,.1f} days of it"
     return f"the journal grows by {a_day:.2g} GB a day; {lasts}"
 
 
