@@ -78,7 +78,13 @@ class Slot:
 _TEMPERATURES = "`--objective.reward-temperature` and `--objective.reference-temperature` take the same classes."
 VICTIMS = "tba.apps.red_team.victim tba.apps.red_team.endpoint"
 SLOTS = (
-    Slot("--task", "Tasks", "tba.tasks tba.apps.preference.tldr tba.apps.red_team.task", ("problems", "reward")),
+    Slot(
+        "--task",
+        "Tasks",
+        "tba.tasks tba.environments.task tba.environments.verifiers_task tba.apps.preference.tldr "
+        "tba.apps.red_team.task",
+        ("problems", "reward"),
+    ),
     Slot("--task.victim", "Victims of red-teaming", VICTIMS, ("max_tokens", "start")),
     Slot("--task.classifier", "Classifiers of red-teaming", "tba.apps.red_team.toxicity", ("path", "start")),
     Slot("--model", "Models", "tba.models", ("prepared", "policy", "engine", "reference")),

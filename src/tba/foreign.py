@@ -232,11 +232,8 @@ def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequ
 
 def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequence[Json]) -> str:
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-            )
-        )
+        given: dict[str, Any] = {"tools": list(tools)} if tools else {}
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
     except Exception as error:  # a template raises what it likes
         reason = " ".join(str(error).split())[:200]
         raise UserError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tba.environments.calculator import COST, Calculator, Overconfident
+from tba.environments.calculator import ASKS, COST, Calculator, overconfident
 from tba.environments.task import EnvironmentTask
 
 
@@ -32,9 +32,9 @@ def test_what_is_no_product_is_not_evaluated(asked: str) -> None:
 
 
 def test_whether_the_player_asks_does_not_depend_on_the_numbers() -> None:
-    made = EnvironmentTask(Calculator, "calculator", turns=3, worlds=2000, held_out=1, player=Overconfident(0.4))
+    made = EnvironmentTask(Calculator, "calculator", turns=3, worlds=2000, held_out=1, player=overconfident)
     problems = made.problems("train")
     asks = np.array([str((p.demonstration or ("",))[0]).startswith("?") for p in problems])
     large = np.array([int(str(p.prompt).split("*")[0]) >= 550 for p in problems])
     for half in (large, ~large):
-        assert asks[half].mean() == pytest.approx(0.4, abs=4 * (0.4 * 0.6 / half.sum()) ** 0.5)
+        assert asks[half].mean() == pytest.approx(ASKS, abs=4 * (ASKS * (1 - ASKS) / half.sum()) ** 0.5)

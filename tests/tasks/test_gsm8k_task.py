@@ -103,7 +103,7 @@ def test_a_training_file_alone_has_nothing_to_evaluate_on() -> None:
         ('{"question": 3, "answer": "#### 3"}', r"line 2 of .*train.jsonl has 3 as its field 'question'"),
         ('{"question": "?", "answer": "just 3"}', r"line 2 of .* 'answer' without '#### number' at its end"),
         ('{"question": "?", "answer": "3 ####"}', r"line 2 of .* 'answer' without '#### number' at its end"),
-        ("\udcff", r"line 2 of .*train.jsonl is not JSON \("),
+        ("\udcff", r"line 2 of .*train.jsonl is not text in UTF-8 \("),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import dataclass
 
 COST = 0.05  # of each question to the calculator
+ASKS = 0.4  # share of the problems at which the player asks
 _ASKED = re.compile(r"\?([0-9]{1,3})\*([0-9]{1,3})")
 
 
@@ -37,15 +37,9 @@ class Calculator:
         return float(self._right) - COST * self._asked
 
 
-@dataclass(frozen=True)
-class Overconfident:
-    """A scripted player that mostly guesses a number of the right size and seldom asks the calculator."""
-
-    asks: float = 0.4  # share of the problems at which it asks
-
-    def __call__(self, told: list[str], rng: random.Random) -> str:
-        """Returns the next turn."""
-        if len(told) > 1:
-            return told[-1].removesuffix("=")
-        a, b = map(int, told[0].removesuffix("=").split("*"))
-        return f"?{a}*{b}" if rng.random() < self.asks else str(round(a * b * rng.uniform(0.9, 1.1)))
+def overconfident(told: list[str], rng: random.Random) -> str:
+    """Returns the next turn of a scripted player that mostly guesses a number of the right size, and seldom asks."""
+    if len(told) > 1:
+        return told[-1].removesuffix("=")
+    a, b = map(int, told[0].removesuffix("=").split("*"))
+    return f"?{a}*{b}" if rng.random() < ASKS else str(round(a * b * rng.uniform(0.9, 1.1)))

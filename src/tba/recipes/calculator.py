@@ -9,7 +9,7 @@ turns, 2 where the calculator was asked.
 from __future__ import annotations
 
 from tba.engines.transformers import EngineSettings
-from tba.environments.calculator import COST, Calculator, Overconfident
+from tba.environments.calculator import COST, Calculator, overconfident
 from tba.environments.task import EnvironmentTask
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, WarmStart
@@ -27,7 +27,7 @@ from tba.training.tiny_models import ScratchModel
 recipe = Recipe(
     name="calculator",
     description="products with a calculator to ask, from a small base that mostly guesses, two CPU processes, minutes",
-    task=EnvironmentTask(Calculator, "calculator", turns=3, worlds=40_000, held_out=500, player=Overconfident()),
+    task=EnvironmentTask(Calculator, "calculator", turns=3, worlds=40_000, held_out=500, player=overconfident),
     model=HuggingFace(
         device="cpu",
         generation=EngineSettings(slots=140, max_completion_tokens=32),

@@ -172,9 +172,8 @@ class Searcher:
         seconds = self.clock.seconds()
         for name, states in SEARCHERS_TIME.items():
             milliseconds = round(1000 * sum(seconds.get(state, 0.0) for state in states))
-            if milliseconds > self._told[name]:
-                counts[f"{name}_milliseconds"] = milliseconds - self._told[name]
-                self._told[name] = milliseconds
+            counts[f"{name}_milliseconds"] = milliseconds - self._told[name]
+            self._told[name] = milliseconds
 
     def pull(self) -> Version:
         """Load newer weights, and another reference if they name one, in place.
