@@ -31,6 +31,13 @@ def test_what_is_no_product_is_not_evaluated(asked: str) -> None:
     assert world.get_reward() == pytest.approx(-COST)
 
 
+def test_no_product_is_both_trained_and_held_out() -> None:
+    made = EnvironmentTask(Calculator, "calculator", turns=3, worlds=20_000, held_out=1000)
+    train, held_out = ({str(p.prompt) for p in made.problems(split)} for split in ("train", "eval"))
+    assert len(held_out) > 900
+    assert not train & held_out
+
+
 def test_whether_the_player_asks_does_not_depend_on_the_numbers() -> None:
     made = EnvironmentTask(Calculator, "calculator", turns=3, worlds=2000, held_out=1, player=overconfident)
     problems = made.problems("train")

@@ -271,7 +271,7 @@ def _on_disk(recipe: Recipe, e: Estimate) -> str:
     if not a_day:
         return ""
     lasts = "all of it is kept" if keep is None else f"--replay.keep-gb {keep:g} holds {keep / a_day:,.1f} days of it"
-    return f"the journal grows by {a_day:.2g} GB a day; {lasts}"
+    return f"the journal grows by {a_day:,.1f} GB a day; {lasts}"
 
 
 def planned(recipe: Recipe) -> list[Placed]:

@@ -1,12 +1,15 @@
 """Products that are too hard for a small policy, and a calculator that it may ask.
 
 `347*86=` is answered by `29842`, or first by `?347*86`, which the calculator answers. Each question costs a little.
+Products of numbers that add up to one ending in 7 are held out.
 """
 
 from __future__ import annotations
 
 import random
 import re
+
+from tba.environments.task import HELD_OUT
 
 COST = 0.05  # of each question to the calculator
 ASKS = 0.4  # share of the problems at which the player asks
@@ -20,6 +23,8 @@ class Calculator:
         """Begin with the two numbers that the seed decides."""
         rng = random.Random(seed)  # noqa: S311 - a problem
         self._a, self._b = rng.randint(100, 999), rng.randint(10, 99)
+        while ((self._a + self._b) % 10 == 7) != (seed >= HELD_OUT):  # no product is both trained and held out
+            self._a, self._b = rng.randint(100, 999), rng.randint(10, 99)
         self._asked, self._right = 0, False
         return f"{self._a}*{self._b}="
 

@@ -16,7 +16,7 @@ from tba.errors import UserError
 from tba.protocols import Environment
 from tba.types import Completion, Judgement, Message, Problem, Prompt, Split
 
-_HELD_OUT = 1 << 30  # the first seed of evaluation
+HELD_OUT = 1 << 30  # the first seed of evaluation
 
 
 # What a scripted player says next: (what it was told so far, in order; a generator of its own) -> its turn.
@@ -43,7 +43,7 @@ class EnvironmentTask:
 
     def problems(self, split: Split) -> list[Problem]:
         """One problem for each seed. Raises `UserError` when an environment fails at once."""
-        first, count = (0, self.worlds) if split == "train" else (_HELD_OUT, self.held_out)
+        first, count = (0, self.worlds) if split == "train" else (HELD_OUT, self.held_out)
         try:
             return [self._problem(seed, split == "train") for seed in range(first, first + count)]
         except EpisodeFailed as error:
