@@ -13,7 +13,8 @@ ever called by two threads at once, and a slow reward is asked about all that ca
 The reward and the reading of weights have threads of their own; the reference has one where it is on an accelerator
 (`Concurrent`), and scores in this thread where it would compete with generation for the processor.
 
-Invariant: only this thread draws random numbers, uses the engine and the journal; generation waits for a stage only
+Invariant: only this thread draws random numbers and uses the engine; it alone uses the journal, but for scores under a
+new reference, which come from the reference's thread where it has one; generation waits for a stage only
 when as many answers wait as `_ROUNDS_WAITING` says. What a stage raises is raised here.
 """
 
