@@ -33,11 +33,12 @@ variants: dict[str, Variant] = {}
 for _name, _objective in ({name: objectives()[name] for name in NAMES} | FORMS).items():
     _recipe = with_objective(_base, _objective)
     variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
-    variants[f"{_name}-k10"] = Variant(stale(_recipe, 10, m=0.5), _name)
+    for _k in (10, 64):
+        variants[f"{_name}-k{_k}"] = Variant(stale(_recipe, _k, m=0.5), _name)
 
 study = Study(
     name="stability_countdown",
-    description="Countdown, on-policy and stale (k = 10, half of the groups old): success, falls, different answers.",
+    description="Countdown, on-policy and stale (k = 10, 64; half of the groups old): success, falls, right answers.",
     recipe=_base,
     variants=variants,
     seeds=(0, 1, 2, 3, 4),

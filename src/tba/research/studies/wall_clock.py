@@ -28,7 +28,10 @@ from tba.schedules import Constant, WarmupStableDecay
 from tba.search.vine import Vine
 
 SYNCHRONOUS = ("tb", "grpo", "dr-grpo", "ppo")
-ASYNCHRONOUS = ("tb", "tb-corrected", "tb-robust", "tba-prime", "ppo", "grpo", "online-dpo")
+ASYNCHRONOUS = (
+    *("tb", "tb-corrected", "tb-robust", "tb-learned-z", "tba-prime", "ppo", "prox-rloo", "grpo", "dr-grpo"),
+    *("online-dpo", "reinforce", "raft"),
+)
 LONGER = {250: WarmupStableDecay(20, 165, 65), 300: WarmupStableDecay(20, 200, 80)}  # updates: their schedule
 
 

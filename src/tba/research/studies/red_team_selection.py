@@ -1,0 +1,59 @@
+"""Which data to learn from in the small world of red-teaming: uniform, by reward or recent, x 1, 2 and 4 searchers.
+
+Three attacks in a hundred succeed at first, and there is one prompt, so that a batch is one group of 128 out of all
+attacks so far. `uniform` and `reward` draw it from all of them, however old; `recency` takes the newest. Runs take
+turns in one process: a searcher makes 5 rounds of 64 attacks for each 10 updates, so that with one of them every
+attack is drawn four times on average, with four of them once.
+
+Success is measured here, diversity by `python benchmarks/red_team.py --study studies/red_team_selection`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.evaluation.accuracy import SAMPLED
+from tba.recipe import Recipe
+from tba.replay.pacing import Pacing
+from tba.replay.selection import RecencyReward
+from tba.research.studies.red_team import base
+from tba.research.study import Against, Study, Variant
+
+SELECTIONS = {  # m, inverse temperature
+    "uniform": (0.0, 0.0),
+    "reward": (0.0, 1.0),
+    "recency": (1.0, 0.0),
+}
+ROUNDS = 5  # of 64 attacks, by one searcher in ten updates
+
+_base = replace(base, runtime="inline", steps=300, evaluation=replace(base.evaluation, every=25))
+
+
+def selected(name: str, searchers: int) -> Recipe:
+    """Returns the recipe with this selection and the attacks that so many searchers make."""
+    m, tau = SELECTIONS[name]
+    replay = replace(
+        _base.replay,
+        selection=RecencyReward(m, tau, mix="group"),
+        pacing=Pacing(warm_up=4096, max_mean_uses=float("inf")),
+    )
+    rounds = replace(_base.run, inline_rounds_per_sync=ROUNDS * searchers)
+    return replace(_base, replay=replay, run=rounds)
+
+
+study = Study(
+    name="red_team_selection",
+    description="Red-teaming: uniform, reward-prioritised and recent data with 1, 2 and 4 searchers' attacks.",
+    recipe=_base,
+    variants={
+        f"{name}-{searchers}": Variant(selected(name, searchers), name)
+        for name in SELECTIONS
+        for searchers in (1, 2, 4)
+    },
+    seeds=(0, 1, 2, 3, 4),
+    metric=SAMPLED,
+    target=0.6,
+    baseline="uniform-1",
+    divergence_prompts=0,
+    against=(Against("run.inline_rounds_per_sync", label="rounds of 64 attacks per sync (k = 10)"),),
+)
