@@ -3,6 +3,7 @@
 import csv
 import io
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,18 @@ def test_the_terminal_shows_the_same_rows() -> None:
     assert "tb 3 92.0 ± 2.0" in said
     assert "1 of 3: NonFiniteLoss at step 12" in said
     assert "rloo tb -2.0 [-6.2, +2.2] open" in said
+
+
+def test_columns_for_which_a_terminal_has_no_room_stand_below() -> None:
+    figures = {f"pass@{k}/of32": k / 100 for k in (1, 2, 4, 8, 16, 32)}
+    outcomes = [Outcome(name, seed, figures) for name in ("tb-robust-sync", "tb") for seed in (0, 1)]
+    console = Console(width=60, record=True, file=io.StringIO())
+    console.print(view(replace(WHOLE, outcomes=outcomes, variants=("tb-robust-sync", "tb"), baselines={})))
+    rows = [line.split() for line in console.export_text().splitlines() if line.lstrip().startswith("tb-robust-sync ")]
+    assert len(rows) == 3
+    assert " ".join(cell for row in rows for cell in row[1:]) == "2 " + " ".join(
+        f"{k}.0 ± 0.0" for k in (1, 2, 4, 8, 16, 32)
+    )
 
 
 def test_a_mean_curve_is_over_the_time_that_all_runs_have() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tba.record.show import comparison, show
 from tba.record.terminal import terminal
 from tba.runtime.run_dir import RunDirectory
 
-CURVES = Path("curves.png")  # of several runs, in the folder where one is
+CURVES = Path("curves.png")  # of several runs, and of one that is read-only, in the folder where one is
 
 
 def show_run(path: Path) -> int:
@@ -22,7 +23,8 @@ def show_run(path: Path) -> int:
     console = terminal()
     console.print(show(run))
     if run.metrics:
-        console.print(f"curves: {draw_curves([run], path / 'curves.png')}", highlight=False)
+        place = path if os.access(path, os.W_OK) else Path()  # another user's run can be looked at, too
+        console.print(f"curves: {draw_curves([run], place / CURVES)}", highlight=False)
     return 0
 
 

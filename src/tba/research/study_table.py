@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -86,13 +86,33 @@ def view(comparison: Comparison) -> RenderableType:
     """Returns the same for a terminal, without the bootstrap intervals."""
     parts: list[RenderableType] = []
     for sheet in sheets(comparison, intervals=False):
-        table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
-        for i, name in enumerate(sheet.headings):
-            table.add_column(name, justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0)
-        for cells in sheet.cells:
-            table.add_row(*(printable(cell, newlines=False) for cell in cells))
-        parts.append(Padding(Group(Text(sheet.title, style="bold"), Padding(table, (0, 0, 0, 2))), (1, 0, 0, 0)))
+        parts.append(Padding(Group(Text(sheet.title, style="bold"), _Columns(sheet)), (1, 0, 0, 0)))
     return Group(*parts)
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """A sheet as wide as the terminal: columns for which there is no room stand below, the first beside them again."""
+
+    sheet: Sheet
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = [[printable(cell, newlines=False) for cell in line] for line in self.sheet.cells]
+        words = [max(map(len, name.split())) for name in self.sheet.headings]
+        widths = [max(map(len, column)) for column in zip(map("-".__mul__, words), *lines, strict=True)]
+        parts: list[list[int]] = []
+        for i in range(1, len(widths)):
+            if not parts or 2 + sum(widths[j] + 2 for j in (0, *parts[-1], i)) > options.max_width:
+                parts.append([])
+            parts[-1].append(i)
+        for number, part in enumerate(parts):
+            table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
+            for i in (0, *part):
+                name, justify = self.sheet.headings[i], "right" if i else "left"
+                table.add_column(name, justify=justify, overflow="fold", width=widths[i], vertical="bottom")
+            for line in lines:
+                table.add_row(*(line[i] for i in (0, *part)))
+            yield Padding(table, (1 if number else 0, 0, 0, 2))
 
 
 def sheets(comparison: Comparison, intervals: bool) -> Iterator[Sheet]:
