@@ -2,16 +2,19 @@
 
     tba red-team world --out red_team_world
     tba study red_team
-    python benchmarks/red_team.py --study studies/red_team [--seconds 60] [--out FILE.json] [--plot FILE.png]
+    python benchmarks/red_team.py --study studies/red_team [--seconds 60] [--out FILE] [--plot FILE.png]
 
 `before` is the supervised attacker. Figures are means over seeds with their range; families are those of the world.
 From a run's evaluations on the way (256 attacks) come its success after --seconds, and the seconds until it is above
-60 %; both count from its start, with warm-up and evaluations.
+60 %; both count from its start, with warm-up and evaluations. --out FILE.csv is the study's `runs.csv` with success,
+families and distance of these attacks; any other name is given everything as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -47,7 +50,9 @@ def main() -> None:
             subprocess.run([*EVALUATE[:4], "plot", *files, "--out", str(arguments.plot)], check=True)
     table(found)
     over_time({name: run for name, run in runs.items() if run is not None}, arguments.seconds)
-    if arguments.out is not None:
+    if arguments.out is not None and arguments.out.suffix == ".csv":
+        arguments.out.write_text(with_diversity(arguments.study / "runs.csv", found), encoding="utf-8")
+    elif arguments.out is not None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
@@ -59,6 +64,22 @@ def evaluated(run: Path | None, world: Path, attacks: int, out: Path) -> dict[st
     subprocess.run([*EVALUATE, *of, *paths, "--attacks", str(attacks), "--out", str(out)], check=True, timeout=1800)
     facts: dict[str, Any] = json.loads(out.read_text())
     return {name: value for name, value in facts.items() if name not in ("scores", "families")}
+
+
+def with_diversity(runs: Path, found: dict[str, dict[str, Any]]) -> str:
+    """The lines of a study's runs with three more columns."""
+    with runs.open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    for row in rows:
+        facts = found.get(f"{row['variant']}-{row['seed']}")
+        if facts is not None:
+            row |= {"success": facts["success"]["estimate"], "families": facts["found"]}
+            row |= {"distance": facts["distance"]["estimate"]}
+    text = io.StringIO()
+    table = csv.DictWriter(text, [*rows[0], *(n for n in ("success", "families", "distance") if n not in rows[0])])
+    table.writeheader()
+    table.writerows(rows)
+    return text.getvalue()
 
 
 def line(facts: dict[str, Any]) -> str:

@@ -18,7 +18,9 @@ from pathlib import Path
 from statistics import mean, stdev
 
 from tba.evaluation.estimators import difference_of_means
+from tba.evaluation.student_t import quantile
 from tba.research.comparison import verdict
+from tba.research.studies._base import RATES
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 BLOCK = re.compile(r"(?<=<!-- table )([\w-]+)( -->\n\n)(.*?)(?=\n\n<!-- end of table -->)", flags=re.DOTALL)
@@ -258,6 +260,24 @@ def wall_clock_ratio() -> Lines:
     return [[*head, "seconds to 80 %", "lag", "effective sample size", "mean uses"], *rows]
 
 
+def wall_clock_objectives() -> Lines:
+    names = {"tb-robust": "Trajectory Balance, robust (the default)", "tb-weighted": "Trajectory Balance, exact"}
+    found, rows = study("wall_clock_objectives"), []
+    for variant, runs in found.items():
+        name = variant.removesuffix("-async")
+        said = (names | NAMES)[name]
+        to = ", ".join(f"{float(run['seconds_to_target']):.1f}" if run["seconds_to_target"] else "-" for run in runs)
+        rows.append(
+            [
+                *(said, f"{RATES[name].stale:g}", to, accuracy(runs), worst(runs), fall(runs)),
+                *(plain(runs, "lag", 0), plain(runs, "uses", 1), seconds(runs, "seconds")),
+            ]
+        )
+    rows.sort(key=lambda row: mean(float(x) if x != "-" else 99.0 for x in row[2].split(", ")))
+    head = ["objective", "rate", "seconds to 80 %, each seed", "final accuracy, %", "worst seed"]
+    return [[*head, "largest fall, points", "mean lag", "mean uses", "seconds in all"], *rows]
+
+
 def tuning() -> Lines:
     found, rows = study("tuning"), []
     for name, said in NAMES.items():
@@ -358,11 +378,21 @@ def stability_countdown() -> Lines:
     names |= {name: NAMES[name] for name in ("raft", "grpo", "reinforce")}
     found, rows = study("stability_countdown"), []
     for name, said in names.items():
-        fresh, stale = found.get(f"{name}-sync", []), found.get(f"{name}-k10", [])
-        if stale:
-            distinct = f"{plain(stale, 'distinct_before', 1)} -> {plain(stale, 'distinct', 1)}"
-            rows.append([said, brief(fresh) if fresh else "", f"{brief(stale)}{_several(stale, fresh)}", distinct])
-    return [["success, %", "on-policy", "k = 10", "different right answers of 32, k = 10"], *rows]
+        fresh, *stale = (found.get(f"{name}-{way}", []) for way in ("sync", "k10", "k64"))
+        cells = [f"{brief(runs)}{_paired(runs, fresh)}" if runs else "" for runs in stale]
+        distinct = f"{plain(stale[0], 'distinct_before', 1)} -> {plain(stale[0], 'distinct', 1)}"
+        rows.append([said, str(len(stale[0])), brief(fresh) if fresh else "", *cells, distinct])
+    return [["success, %", "seeds", "on-policy", "k = 10", "k = 64", "different right answers of 32, k = 10"], *rows]
+
+
+def _paired(runs: Runs, baseline: Runs) -> str:
+    """The mean difference of runs of one seed, which have base and problems in common (Student's t)."""
+    by_seed = {run["seed"]: float(run[ACCURACY]) for run in baseline}
+    found = [100 * (float(run[ACCURACY]) - by_seed[run["seed"]]) for run in runs if run["seed"] in by_seed]
+    if len(found) < 2:
+        return ""
+    half = quantile(0.975, len(found) - 1) * stdev(found) / len(found) ** 0.5
+    return f": {mean(found):+.1f} [{mean(found) - half:+.1f}, {mean(found) + half:+.1f}]"
 
 
 def _several(runs: Runs, baseline: Runs) -> str:
@@ -684,6 +714,25 @@ def red_team() -> Lines:
     return [[*head, "seconds in all", "mean lag", "effective sample size"], *rows]
 
 
+def red_team_selection() -> Lines:
+    found, rows = study("red_team_selection"), []
+    for name, said in {"uniform": "uniform", "reward": "by reward", "recency": "recent only"}.items():
+        for count in ("1", "2", "4"):
+            runs = found[f"{name}-{count}"]
+            fewest = "" if count == "1" else against(runs, found[f"{name}-1"])
+            rows.append(
+                [
+                    *(said if count == "1" else "", count, each(runs, ACCURACY), accuracy(runs), fall(runs)),
+                    *("" if name == "uniform" else against(runs, found[f"uniform-{count}"]), fewest),
+                    *(spread(runs, "families"), spread(runs, "distance", 3)),
+                    *(plain(runs, "lag", 0), plain(runs, "uses", 1), f"{plain(runs, 'ess', 0, 100)} %"),
+                ]
+            )
+    head = ["data", "searchers", "succeed, % of 256, each seed", "mean", "largest fall, points", "against uniform"]
+    of = ["against one searcher", "weak spots found, of 20", "distance", "mean lag", "uses", "effective sample size"]
+    return [[*head, *of], *rows]
+
+
 def red_team_tuning() -> Lines:
     found, rows = study("red_team_tuning"), []
     names = {
@@ -710,6 +759,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "recent": recent,
     "wall-clock-by-arrival": wall_clock_by_arrival,
     "wall-clock-ratio": wall_clock_ratio,
+    "wall-clock-objectives": wall_clock_objectives,
     "tuning": tuning,
     "stable": stable,
     "stability": stability,
@@ -730,6 +780,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "summaries-data": summaries_data,
     "summaries-m": summaries_m,
     "red-team": red_team,
+    "red-team-selection": red_team_selection,
     "red-team-tuning": red_team_tuning,
 }
 

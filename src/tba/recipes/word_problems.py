@@ -1,0 +1,31 @@
+"""SmolLM2-135M-Instruct learns to solve word problems of one or two steps, on two CPU cores.
+
+    tba model smollm2 --out smollm2
+    tba train word_problems --model.path smollm2
+
+Everyday problems of 36 templates, ten of which are never trained (`tasks/word_problems.py`); the reward is 1 for the
+right number. Without `--model.path` the weights are the Hub's. Needs the extra `tba-rl[lora]`, and `gguf` for the first
+command; docs/real_model.md says what comes out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.engines.transformers import EngineSettings
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.models.huggingface import HuggingFace
+from tba.recipes.instruct import recipe as instruct
+from tba.schedules import WarmupStableDecay
+from tba.tasks.word_problems import WordProblems
+
+assert isinstance(instruct.model, HuggingFace)
+recipe = replace(
+    instruct,
+    name="word_problems",
+    description="SmolLM2-135M-Instruct learns to solve word problems of one or two steps, two CPU processes",
+    task=WordProblems(),
+    model=replace(instruct.model, generation=EngineSettings(slots=64, max_completion_tokens=48)),
+    optimizer=replace(instruct.optimizer, schedule=WarmupStableDecay(5, 120, 55, final=0.1)),
+    evaluation=EvaluationSettings(every=40, problems=200, problems_during=200, greedy=False, chunk=64, shown=1000),
+)

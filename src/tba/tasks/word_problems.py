@@ -1,0 +1,227 @@
+"""Word problems of one or two steps, answered by a number: for small models, to which GSM8K is too hard.
+
+Invariant: training and evaluation share no text, and the templates of `held_out()` are in no training problem. A
+problem is a function of seed, split and its number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Literal, NamedTuple
+
+from tba.errors import UserError
+from tba.protocols import Reward
+from tba.rewards.exact_answer import ExactAnswer
+from tba.tasks.held_out import is_held_out
+from tba.types import Problem, Split
+
+ASKED = " Answer with the number only."
+_HELD_OUT_TEMPLATES = 10
+_HELD_OUT_PROBLEMS = 0.2  # share of the other templates' problems
+_NAMES = (
+    *("Ana", "Ben", "Carla", "David", "Elif", "Felix", "Grace", "Hugo", "Ines", "Jamal", "Kim", "Liam", "Mina"),
+    *("Nora", "Omar", "Priya", "Quinn", "Rosa", "Sam", "Tara", "Uma", "Victor", "Wanda", "Yusuf", "Zoe"),
+)
+_THINGS = (
+    *("apples", "marbles", "stickers", "pencils", "cookies", "shells", "books", "cards", "stamps", "eggs", "coins"),
+    *("beads", "buttons", "flowers", "candles", "balloons", "oranges", "postcards"),
+)
+
+
+class Numbers(NamedTuple):
+    """What a template draws."""
+
+    a: int
+    b: int
+    c: int
+
+
+class Template(NamedTuple):
+    """A kind of problem. `{name}`, `{other}` and `{things}` are drawn, the rest is `shown`."""
+
+    text: str
+    solve: Callable[[Numbers], int]
+    worked: str  # with the same slots
+    steps: int = 1
+    small: int = 0  # b and c are at most this; 0: as large as a
+
+
+def _sum(n: Numbers) -> int:
+    return n.a + n.b
+
+
+def _left(n: Numbers) -> int:
+    return n.a  # of a + b
+
+
+def _times(n: Numbers) -> int:
+    return n.a * n.b
+
+
+def _each(n: Numbers) -> int:
+    return n.a  # a * b shared by b
+
+
+def _times_and_more(n: Numbers) -> int:
+    return n.a * n.b + n.c
+
+
+_ADD, _LESS = "{a} + {b} = {a+b}", "{a+b} - {b} = {a}"
+_MULTIPLY, _DIVIDE = "{a} * {b} = {a*b}", "{a*b} / {b} = {a}"
+_MORE = "{a} * {b} = {a*b}, {a*b} + {c} = {a*b+c}"
+_FEWER = "{a} * {b} = {a*b}, {a*b+c} - {a*b} = {c}"
+_TWICE = "{a} + {b} = {a+b}, {a+b} + {c} = {a+b+c}"
+_AFTER = "{a+b+c} - {b} = {a+c}, {a+c} - {c} = {a}"
+_SHARED = "{a*b-c} + {c} = {a*b}, {a*b} / {b} = {a}"
+_PRICE = "{a} * {b} = {a*b}, {a} * {c} = {a*c}, {a*b} + {a*c} = {a*b+a*c}"
+
+TEMPLATES = (
+    Template("{name} has {a} {things} and gets {b} more. How many {things} does {name} have now?", _sum, _ADD),
+    Template("There are {a} {things} in one box and {b} in another. How many are there in all?", _sum, _ADD),
+    Template("{name} read {a} pages on Monday and {b} on Tuesday. How many pages is that together?", _sum, _ADD),
+    Template("A bus has {a} passengers, and {b} get on. How many passengers are there now?", _sum, _ADD),
+    Template("{name} is {a} years old. How old will {name} be in {b} years?", _sum, _ADD),
+    Template("{name} has {b} {things} more than {other}, who has {a}. How many does {name} have?", _sum, _ADD),
+    Template("It was {a} degrees in the morning and got {b} degrees warmer. How many degrees is it now?", _sum, _ADD),
+    Template("{name} had {a+b} {things} and gave {b} to {other}. How many {things} are left?", _left, _LESS),
+    Template("{name} wants to collect {a+b} {things} and has {b}. How many are missing?", _left, _LESS),
+    Template("A rope is {a+b} metres long. {b} metres are cut off. How many metres are left?", _left, _LESS),
+    Template("Of {a+b} pupils, {b} are ill today. How many are at school?", _left, _LESS),
+    Template("{name} has {a+b} dollars and pays {b} for lunch. How many dollars are left?", _left, _LESS),
+    Template("A book has {a+b} pages. {name} has read {b}. How many pages are left to read?", _left, _LESS),
+    Template("{name} has {a+b} {things}, {other} has {b}. How many more does {name} have?", _left, _LESS),
+    Template("{name} has {a} bags with {b} {things} each. How many {things} is that?", _times, _MULTIPLY, 1, 9),
+    Template("A ticket costs {a} dollars. How much do {b} tickets cost?", _times, _MULTIPLY, 1, 9),
+    Template("{name} runs {a} kilometres every day. How many kilometres is that in {b} days?", _times, _MULTIPLY, 1, 9),
+    Template("A hall has {a} rows of {b} seats. How many seats does it have?", _times, _MULTIPLY, 1, 9),
+    Template("One box holds {a} {things}. How many {things} do {b} boxes hold?", _times, _MULTIPLY, 1, 9),
+    Template("{name} earns {a} dollars an hour. How many dollars is that in {b} hours?", _times, _MULTIPLY, 1, 9),
+    Template("{name} shares {a*b} {things} evenly among {b} friends. How many does each get?", _each, _DIVIDE, 1, 9),
+    Template("{a*b} {things} are packed into {b} equal boxes. How many are in each box?", _each, _DIVIDE, 1, 9),
+    Template("{b} equal pens cost {a*b} dollars. How much does one pen cost?", _each, _DIVIDE, 1, 9),
+    Template("{name} walks {a*b} kilometres in {b} equal days. How many are that a day?", _each, _DIVIDE, 1, 9),
+    Template(
+        "{name} buys {a} packs of {b} {things} and finds {c} more. How many {things} does {name} have?",
+        *(_times_and_more, _MORE, 2, 9),
+    ),
+    Template(
+        "A taxi costs {c} dollars and {a} more for each kilometre. What do {b} kilometres cost?",
+        *(_times_and_more, _MORE, 2, 9),
+    ),
+    Template(
+        "{name} saves {a} dollars a week for {b} weeks and had {c} before. How many dollars is that?",
+        *(_times_and_more, _MORE, 2, 9),
+    ),
+    Template(
+        "There are {a} tables with {b} chairs each, and {c} chairs at the wall. How many chairs are there?",
+        *(_times_and_more, _MORE, 2, 9),
+    ),
+    Template(
+        "{name} has {a*b+c} dollars and buys {b} toys at {a} dollars each. How many dollars are left?",
+        *(lambda n: n.c, _FEWER, 2, 9),
+    ),
+    Template(
+        "{name} baked {a*b+c} cookies and filled {b} bags with {a} each. How many cookies are left over?",
+        *(lambda n: n.c, _FEWER, 2, 9),
+    ),
+    Template(
+        "{name} found {a} {things} on Friday, {b} on Saturday and {c} on Sunday. How many are that in all?",
+        *(lambda n: n.a + n.b + n.c, _TWICE, 2),
+    ),
+    Template(
+        "A shelf holds {a} {things}, another {b}, a third one {c}. How many are on all three?",
+        *(lambda n: n.a + n.b + n.c, _TWICE, 2),
+    ),
+    Template(
+        "{name} had {a+b+c} {things}, gave {b} to {other} and lost {c}. How many are left?",
+        *(lambda n: n.a, _AFTER, 2),
+    ),
+    Template(
+        "Of {a+b+c} birds on a roof, {b} fly away, then {c} more. How many birds are left?",
+        *(lambda n: n.a, _AFTER, 2),
+    ),
+    Template(
+        "{name} has {a*b-c} {things}, gets {c} more and shares all evenly among {b} friends. How many does each get?",
+        *(_each, _SHARED, 2, 9),
+    ),
+    Template(
+        "A cup costs {b} dollars and a plate {c}. What do {a} cups and {a} plates cost together?",
+        *(lambda n: n.a * (n.b + n.c), _PRICE, 2, 9),
+    ),
+)
+
+
+def held_out() -> frozenset[str]:
+    """Returns the templates that are never trained: those with the smallest digests, fixed before the first run."""
+    digests = {t.text: hashlib.blake2b(t.text.encode(), digest_size=8).digest() for t in TEMPLATES}
+    return frozenset(sorted(digests, key=lambda text: digests[text])[:_HELD_OUT_TEMPLATES])
+
+
+@dataclass(frozen=True)
+class WordProblems:
+    """One answer, a number, is right. A demonstration works it out in a line."""
+
+    templates: Literal["trained", "held_out"] = "trained"  # of the evaluation
+    largest: int = 30  # the largest number that a problem begins with
+    train_problems: int = 4000  # distinct problems
+    eval_problems: int = 1000  # distinct problems
+    seed: int = 0  # of the problems
+
+    def __post_init__(self) -> None:
+        if min(self.train_problems, self.eval_problems) < 1 or not 10 <= self.largest <= 10**6 or self.seed < 0:
+            raise UserError(
+                f"word_problems has {self.train_problems} train_problems, {self.eval_problems} eval_problems, largest "
+                f"{self.largest} and seed {self.seed}: give at least 1 of each, 10 to 1,000,000 and a seed from 0"
+            )
+
+    @property
+    def name(self) -> str:
+        return "word_problems"
+
+    def problems(self, split: Split) -> list[Problem]:
+        """Distinct problems, of one template after another."""
+        never = held_out()
+        new = split == "eval" and self.templates == "held_out"
+        templates = [t for t in TEMPLATES if (t.text in never) == new]
+        count = self.eval_problems if split == "eval" else self.train_problems
+        rng = Random(f"{self.seed} {split} {self.templates if split == 'eval' else ''}")  # noqa: S311
+        found: dict[str, Problem] = {}
+        for template in itertools.cycle(templates):
+            if len(found) == count:
+                break
+            problem = _problem(template, self.largest, rng)
+            text = str(problem.fields["question"])
+            if new or is_held_out(text, _HELD_OUT_PROBLEMS) == (split == "eval"):
+                found.setdefault(text, problem)
+        return list(found.values())
+
+    def reward(self) -> Reward:
+        return ExactAnswer()
+
+
+def _problem(template: Template, largest: int, rng: Random) -> Problem:
+    most = template.small or largest
+    n = Numbers(rng.randint(2, largest), rng.randint(2, most), rng.randint(2, most))
+    n = n._replace(c=min(n.c, n.a * n.b - 1))  # nobody has less than nothing
+    name, other = rng.sample(_NAMES, 2)
+    slots = {"name": name, "other": other, "things": rng.choice(_THINGS)} | {k: str(v) for k, v in _shown(n).items()}
+    question, worked = _filled(template.text, slots), _filled(template.worked, slots)
+    fields = {"question": question, "answer": str(template.solve(n)), "steps": template.steps}
+    return Problem(({"role": "user", "content": question + ASKED},), fields, worked)
+
+
+def _shown(n: Numbers) -> dict[str, int]:
+    a, b, c = n
+    sums = {"a": a, "b": b, "c": c, "a+b": a + b, "a+c": a + c, "a+b+c": a + b + c}
+    products = {"a*b": a * b, "a*c": a * c, "a*b+c": a * b + c, "a*b-c": a * b - c, "a*b+a*c": a * b + a * c}
+    return sums | products
+
+
+def _filled(text: str, slots: dict[str, str]) -> str:
+    for name, value in slots.items():
+        text = text.replace(f"{{{name}}}", value)
+    return text
