@@ -27,6 +27,7 @@ from tba.replay.follower import JournalFollower
 from tba.types import Trajectory
 
 WINDOW = 1024
+EVERY = 4  # of so many attacks one is embedded: a window's distance is that of 256
 TARGETS = (0.1, 0.2, 0.4, 0.6, 0.8)
 
 
@@ -90,15 +91,16 @@ class Window:
 def windows(attacks: list[Trajectory], encoder: SentenceEncoder) -> list[Window]:
     """Returns the course of a run, in steps of a quarter of a window."""
     world, begin = TriggerWorld(), attacks[0].created
-    texts = sorted({attack.completion.text for attack in attacks})
+    texts = sorted({attack.completion.text for attack in attacks[::EVERY]})
     row = {text: i for i, text in enumerate(texts)}
     embedded = encoder.embed(texts)
     found = []
     for end in range(WINDOW, len(attacks) + 1, WINDOW // 4):
         part = attacks[end - WINDOW : end]
         won = [world.family(a.completion.text) for a in part if a.reward_parts.get("success")]
-        total = embedded[[row[a.completion.text] for a in part]].sum(axis=0)
-        similar = (float(total @ total) - WINDOW) / (WINDOW * (WINDOW - 1))  # mean of all pairs of unit vectors
+        some = part[::EVERY]
+        total = embedded[[row[a.completion.text] for a in some]].sum(axis=0)
+        similar = (float(total @ total) - len(some)) / (len(some) * (len(some) - 1))  # of all pairs
         seconds = part[-1].created - begin
         found.append(Window(seconds, len(won) / WINDOW, len(set(won) - {None}), 1 - similar))
     return found

@@ -1,9 +1,9 @@
 """Which data to learn from in the small world of red-teaming: uniform, by reward or recent, x 1, 2 and 4 searchers.
 
 Three attacks in a hundred succeed at first, and there is one prompt, so that a batch is one group of 128 out of all
-attacks so far. `uniform` and `reward` draw it from all of them, however old; `recency` takes the newest. Runs take
-turns in one process: a searcher makes 5 rounds of 64 attacks for each 10 updates, so that with one of them every
-attack is drawn four times on average, with four of them once.
+attacks so far. Half of it is new, the other half drawn from all attacks, however old, uniformly (`uniform`) or by reward
+(`reward`, as in the recipe); with `recency` all of it is new. Runs take turns in one process: a searcher makes 5 rounds
+of 64 attacks for each 10 updates, so that with one of them an attack is used four times on average, with four once.
 
 Success is measured here, diversity by `python benchmarks/red_team.py --study studies/red_team_selection`.
 """
@@ -20,8 +20,8 @@ from tba.research.studies.red_team import base
 from tba.research.study import Against, Study, Variant
 
 SELECTIONS = {  # m, inverse temperature
-    "uniform": (0.0, 0.0),
-    "reward": (0.0, 1.0),
+    "uniform": (0.5, 0.0),
+    "reward": (0.5, 1.0),  # the recipe's
     "recency": (1.0, 0.0),
 }
 ROUNDS = 5  # of 64 attacks, by one searcher in ten updates
