@@ -1,9 +1,10 @@
 """Which data to learn from in the small world of red-teaming: uniform, by reward or recent, x 1, 2 and 4 searchers.
 
 Three attacks in a hundred succeed at first, and there is one prompt, so that a batch is one group of 128 out of all
-attacks so far. Half of it is new, the other half drawn from all attacks, however old, uniformly (`uniform`) or by reward
-(`reward`, as in the recipe); with `recency` all of it is new. Runs take turns in one process: a searcher makes 5 rounds
-of 64 attacks for each 10 updates, so that with one of them an attack is used four times on average, with four once.
+attacks so far. Half of it is new, the other half drawn from all attacks, however old: uniformly (`uniform`) or by
+reward (`reward`, as in the recipe); with `recency` all of it is new. Runs take turns in one process: a searcher makes five
+rounds of 64 attacks for each ten updates, so that with one of them an attack is used four times on average, with four
+once.
 
 Success is measured here, diversity by `python benchmarks/red_team.py --study studies/red_team_selection`.
 """
