@@ -455,8 +455,9 @@ def controller_by_arrival() -> Lines:
 def frontier() -> Lines:
     betas = ("0.4", "0.2", "0.1", "0.05", "0.02", "0.01")
     found, rows = study("frontier"), []
-    for name in ("tb", "tba-prime", "grpo", "dr-grpo", "ppo", "online-dpo"):
-        said = NAMES[name] + (" (its beta is in another unit)" if name == "online-dpo" else "")
+    names = {"tb-robust": "Trajectory Balance, robust (the default)"} | NAMES
+    for name in ("tb-robust", "tb", "tba-prime", "grpo", "dr-grpo", "ppo", "online-dpo"):
+        said = names[name] + (" (its beta is in another unit)" if name == "online-dpo" else "")
         runs = [found[f"{name}-{beta}"] for beta in betas]
         rows.append([said, *(f"{plain(r, 'reward', 3)}, {plain(r, 'kl', 2)} ({worst(r)}; {fall(r)})" for r in runs)])
     return [["objective", "beta 0.4: reward, KL", *betas[1:]], *rows]

@@ -10,7 +10,7 @@ from tba.research.studies._base import TARGET, base, objectives, stale, with_obj
 from tba.research.study import Against, Study, Variant
 
 BETAS = (0.4, 0.2, 0.1, 0.05, 0.02, 0.01)
-COMPARED = ("tb", "tba-prime", "rloo", "grpo", "dr-grpo", "ppo", "online-dpo")
+COMPARED = ("tb", "tb-robust", "tba-prime", "rloo", "grpo", "dr-grpo", "ppo", "online-dpo")
 
 study = Study(
     name="frontier",
