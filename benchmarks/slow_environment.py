@@ -6,8 +6,8 @@ One episode in ten hangs, one in a hundred raises, one in a hundred ends its pro
 
 First a searcher's engine alone: the share of the time in which it computes (else it is at an environment, or waits for
 one because all episodes are), against the same environment in the searcher's own process. Then a run of the recipe
-below, whose account has to close: as many trajectories rejected as episodes failed, none lost. With `--kill N` N
-processes of environments are killed in the middle of it, and then the searcher and the trainer.
+below, whose account has to close: as many trajectories rejected as episodes failed, none lost. With `--kill N` there
+are N kills in the middle of episodes: by turns of the process of an environment, the searcher and the trainer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from faults import Rows, rows_of
 from parts import forked, parts_of
 
 import tba
+from tba.clock import ShareClock
 from tba.environments.engine import FlowingEpisodes
 from tba.environments.hosts import Beginning, Here, Hosts, Question
 from tba.record.summary import Summary
@@ -143,7 +144,7 @@ def wait_for(worlds: Here | Hosts, answers: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0, help="for which each engine is timed")
-    parser.add_argument("--kill", type=int, default=0, help="processes of environments to kill in the run")
+    parser.add_argument("--kill", type=int, default=0, help="how often a process of the run is killed")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
@@ -163,7 +164,8 @@ def main() -> int:
 def timed(environment: type[Slow], processes: int, model: Path, seconds: float) -> str:
     """One engine for so long, always with prompts to answer, after its first episodes, for which processes start."""
     made = replace(recipe, task=task_of(environment, processes), model=replace(recipe.model, path=str(model)))
-    engine = engine_of(made, made.model, Version())
+    clock = ShareClock(state="generating")
+    engine = engine_of(made, made.model, Version(), clock=clock)
     assert isinstance(engine, FlowingEpisodes)
     prompts = prompts_of(made, made.model.tokenizer(), "train")
     flow = engine.flow(8, Sampling(), np.random.default_rng(0))
@@ -186,9 +188,9 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
         return time.perf_counter() - began > seconds
 
     play(lambda: len(found) >= (64 if processes else 1))
-    began, waited = time.perf_counter(), engine.waited
+    began, waited = time.perf_counter(), clock.seconds().get("environment", 0.0)
     play(over)
-    took, waited = time.perf_counter() - began, engine.waited - waited
+    took, waited = time.perf_counter() - began, clock.seconds().get("environment", 0.0) - waited
     judged = [c for c in found if c.judgement is not None]
     failed = sum(np.isnan(c.judgement.reward) for c in judged if c.judgement is not None)
     tokens = sum(len(c.tokens) - c.observed for c in found)
@@ -203,18 +205,19 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
 
 
 def run(model: Path, folder: Path, kill: int) -> int:
-    """A run of the recipe, in which processes of environments, the searcher and the trainer may be killed."""
+    """A run of the recipe, in which a process is killed so often: an environment's, the searcher's, the trainer's."""
     journal = folder / "run" / "journal.sqlite"
     made = ["train", __file__, "--model.path", str(model), "--runs", str(folder), "--run-name", "run"]
+    made += ["--run.restarts", str(kill + 3)]
     driver = subprocess.Popen([sys.executable, "-m", "tba", *made], stdout=subprocess.DEVNULL)
     rng, before = random.Random(0), Rows()
-    for number in range(kill + 2 if kill else 0):
+    for number in range(kill):
         if not (worlds := in_the_middle(driver, journal, len(before))):
             break
-        victim = "an environment's" if number < kill else ("searcher-0", "trainer")[number - kill]
         before |= rows_of(journal)
-        os.kill(rng.choice(worlds) if number < kill else parts_of(driver.pid)[victim], signal.SIGKILL)
-        print(f"{victim} process killed, {len(before):,} acknowledged", flush=True)
+        victim = ("an environment's", "searcher-0", "trainer")[number % 3]
+        os.kill(parts_of(driver.pid).get(victim, rng.choice(worlds)), signal.SIGKILL)
+        print(f"{number + 1}: {victim} process killed, {len(before):,} acknowledged", flush=True)
     code = driver.wait()
     after, summary = rows_of(journal), Summary.read(folder / "run")
     lost = sum(after.get(number) != row for number, row in before.items())
