@@ -458,8 +458,10 @@ def frontier() -> Lines:
     names = {"tb-robust": "Trajectory Balance, robust (the default)"} | NAMES
     for name in ("tb-robust", "tb", "tba-prime", "grpo", "dr-grpo", "ppo", "online-dpo"):
         said = names[name] + (" (its beta is in another unit)" if name == "online-dpo" else "")
-        runs = [found[f"{name}-{beta}"] for beta in betas]
-        rows.append([said, *(f"{plain(r, 'reward', 3)}, {plain(r, 'kl', 2)} ({worst(r)}; {fall(r)})" for r in runs)])
+        runs = [found.get(f"{name}-{beta}", []) for beta in betas]
+        if any(runs):
+            cells = [f"{plain(r, 'reward', 3)}, {plain(r, 'kl', 2)} ({worst(r)}; {fall(r)})" if r else "" for r in runs]
+            rows.append([said, *cells])
     return [["objective", "beta 0.4: reward, KL", *betas[1:]], *rows]
 
 
