@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, JustifyMethod, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -108,8 +108,10 @@ class _Columns:
         for number, part in enumerate(parts):
             table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
             for i in (0, *part):
-                name, justify = self.sheet.headings[i], "right" if i else "left"
-                table.add_column(name, justify=justify, overflow="fold", width=widths[i], vertical="bottom")
+                justify: JustifyMethod = "right" if i else "left"
+                table.add_column(
+                    self.sheet.headings[i], justify=justify, overflow="fold", width=widths[i], vertical="bottom"
+                )
             for line in lines:
                 table.add_row(*(line[i] for i in (0, *part)))
             yield Padding(table, (1 if number else 0, 0, 0, 2))
