@@ -167,7 +167,6 @@ class WordProblems:
 
     templates: Literal["trained", "held_out"] = "trained"  # of the evaluation
     largest: int = 30  # the largest number that a problem begins with
-    style: Literal["chat", "plain"] = "chat"  # a chat, or for a small policy of one's own the bare question
     train_problems: int = 4000  # distinct problems
     eval_problems: int = 1000  # distinct problems
     seed: int = 0  # of the problems
@@ -194,7 +193,7 @@ class WordProblems:
         for template in itertools.cycle(templates):
             if len(found) == count:
                 break
-            problem = _problem(template, self.largest, self.style, rng)
+            problem = _problem(template, self.largest, rng)
             text = str(problem.fields["question"])
             if new or is_held_out(text, _HELD_OUT_PROBLEMS) == (split == "eval"):
                 found.setdefault(text, problem)
@@ -204,7 +203,7 @@ class WordProblems:
         return ExactAnswer()
 
 
-def _problem(template: Template, largest: int, style: str, rng: Random) -> Problem:
+def _problem(template: Template, largest: int, rng: Random) -> Problem:
     most = template.small or largest
     n = Numbers(rng.randint(2, largest), rng.randint(2, most), rng.randint(2, most))
     n = n._replace(c=min(n.c, n.a * n.b - 1))  # nobody has less than nothing
@@ -212,8 +211,7 @@ def _problem(template: Template, largest: int, style: str, rng: Random) -> Probl
     slots = {"name": name, "other": other, "things": rng.choice(_THINGS)} | {k: str(v) for k, v in _shown(n).items()}
     question, worked = _filled(template.text, slots), _filled(template.worked, slots)
     fields = {"question": question, "answer": str(template.solve(n)), "steps": template.steps}
-    prompt = question + "\n" if style == "plain" else ({"role": "user", "content": question + ASKED},)
-    return Problem(prompt, fields, worked)
+    return Problem(({"role": "user", "content": question + ASKED},), fields, worked)
 
 
 def _shown(n: Numbers) -> dict[str, int]:
