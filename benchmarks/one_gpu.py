@@ -40,7 +40,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch, Fetched, collate
 from tba.command.needs import needs
-from tba.command.probe import product_rate
+from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Pass, Shape, total, trainer
 from tba.recipe import Recipe

@@ -33,7 +33,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from tba.batch import Fetched, collate
-from tba.command.needs import shape_of
+from tba.models.arithmetic import shape_of
 from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.prompting import prompts_of
 from tba.settings import find, override

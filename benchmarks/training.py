@@ -37,7 +37,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tba.batch import Batch, collate, micro_batches
-from tba.command.probe import product_rate
+from tba.models.arithmetic import product_rate
 from tba.policy.causal import CausalPolicy
 from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
 

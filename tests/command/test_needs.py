@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, Qwen2Config
 
-from tba.command.needs import Need, Room, needs, refuse_what_cannot_fit, shape_of
+from tba.command.needs import Need, Room, needs, refuse_what_cannot_fit
 from tba.errors import UserError
+from tba.models.arithmetic import shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape, total
 from tba.recipe import Recipe

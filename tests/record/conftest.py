@@ -64,6 +64,7 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
                 lag=Lag(5.0, 7.0, 9.0),
                 faults={"restarts": 1},
                 peak_memory_bytes={"searcher-0": 300 << 20, "trainer": 2 << 30},
+                utilisation={"trainer": 0.48, "searchers": 0.3},
             ).write(run)
         return run
 

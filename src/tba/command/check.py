@@ -24,10 +24,11 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
-from tba.command.needs import Room, needs, refuse_what_cannot_fit, shape_of
+from tba.command.needs import Room, needs, refuse_what_cannot_fit
 from tba.command.signal import Signal
 from tba.errors import DeadlineExceeded, UserError
 from tba.foreign import problems_of
+from tba.models.arithmetic import passes, shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.objectives.grpo import Grpo
@@ -363,10 +364,8 @@ def estimate(
         (read, generated), (asked, answered) = searcher["tokens"], trainer["tokens"]
         if not recipe.offline:
             generation_operations = shape.operations(read + generated, generated)
-        # backward, weights and inputs have a gradient each, which costs as much as the forward; a frozen base has one
         assert isinstance(recipe.model, HuggingFace)  # other models have no shape
-        passes = 2 if recipe.model.lora.rank else 3
-        step_operations = passes * shape.operations(asked + answered, answered)
+        step_operations = passes(recipe.model) * shape.operations(asked + answered, answered)
     return Estimate(
         start_seconds=start,
         round_seconds=round_seconds,

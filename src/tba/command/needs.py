@@ -10,10 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from transformers import AutoConfig
-
 from tba.errors import UserError
-from tba.foreign import SAFE, UNREADABLE
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Bytes, Pass, Sampling, Shape, engine, reference, total, trainer
 from tba.recipe import Recipe
@@ -46,16 +43,6 @@ class Room:
     machine: int | None = None  # None: unknown
     trainer_gpu: int | None = None
     searcher_gpu: int | None = None
-
-
-def shape_of(model: object) -> Shape | None:
-    """Returns the shape of a prepared model; None where there is none, or its configuration cannot be read."""
-    if not isinstance(model, HuggingFace):
-        return None
-    try:
-        return Shape.of(AutoConfig.from_pretrained(model.path, **SAFE))
-    except UNREADABLE:
-        return None  # whoever loads it says why
 
 
 def needs(recipe: Recipe, shape: Shape) -> list[Need]:

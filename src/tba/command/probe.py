@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from tba.batch import Fetched, collate
+from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Policy, Tokenizer
 from tba.recipe import Recipe
@@ -198,18 +199,6 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
         "weights_bytes": weights_bytes,
         "log_ratio": log_ratio,
     }
-
-
-def product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the operations a second of a large product of matrices: what the device does at best."""
-    side = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(2))
-    best = math.inf
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        float((a @ b)[0, 0])  # waits for it
-        best = min(best, time.perf_counter() - began)
-    return 2 * side**3 / best
 
 
 def _log_ratio(policy: Policy, group: Group) -> float:

@@ -80,6 +80,7 @@ class Summary:
     joined: Sequence[Mapping[str, Json]] = ()  # searchers that joined: `name`, `joined` and `left` in seconds, `how`
     faults: Mapping[str, Json] = field(default_factory=dict)  # what went wrong and was survived: {"restarts": 1}
     peak_memory_bytes: Mapping[str, int] = field(default_factory=dict)  # by part
+    utilisation: Mapping[str, float] = field(default_factory=dict)  # of the rate of a product of matrices, by half
     versions: Mapping[str, str] = field(default_factory=memory.versions)
     machine: Mapping[str, Json] = field(default_factory=memory.machine)
 
@@ -132,6 +133,7 @@ class Summary:
             "joined": [dict(searcher) for searcher in self.joined],
             "faults": dict(self.faults),
             "peak_memory_bytes": dict(self.peak_memory_bytes),
+            "utilisation": {half: round(share, 4) for half, share in self.utilisation.items()},
             "versions": dict(self.versions),
             "machine": dict(self.machine),
         }

@@ -6,12 +6,14 @@ and trainer: their result files); nothing here is found by subtraction.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from tba.clock import SEARCHERS_TIME, State, share_of
 from tba.foreign import read_json
+from tba.models.arithmetic import Arithmetic
 from tba.recipe import Recipe
 from tba.record import metrics
 from tba.record.evaluations import RunningEvaluations, read_evaluations
@@ -25,6 +27,7 @@ from tba.replay.follower import JournalFollower
 from tba.runtime.elastic import Joined
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch
+from tba.types import Json
 
 GO_ON = "resume the run (tba train --resume)"  # the remedy for a result that cannot be read
 _SEARCHER = {"clock": dict[str, float], "peak_memory_bytes": int}  # what a searcher leaves
@@ -124,9 +127,29 @@ def summarise(
             "trainer": trainer["peak_memory_bytes"],
             **{name: result["peak_memory_bytes"] for name, result in results.items()},
         },
+        utilisation=_utilisation(recipe, trainer, [result["clock"] for result in results.values()], owners),
     )
     summary.write(run.path)
     return summary
+
+
+def _utilisation(
+    recipe: Recipe, trainer: Json, clocks: list[dict[State, float]], owners: Mapping[str, Mapping[str, int]]
+) -> dict[str, float]:
+    """Returns how near trainer and searchers came to what the trainer's device does at best, while they computed."""
+    if trainer["arithmetic"] is None:
+        return {}
+    a, own = Arithmetic(**trainer["arithmetic"]), Counter(trainer["tokens"])
+    seconds = recipe.trainer.ranks * trainer["clock"].get("busy", 0.0)
+    found = {"trainer": a.passes * a.share(own["read"], own["scored"], seconds)}
+    count = Counter[str]()
+    for counters in owners.values():
+        count.update(counters)
+    generated = count["generated_tokens"] - count["observed_tokens"]
+    read = generated + count["observed_tokens"] + count["asked_tokens"]
+    if generating := sum(clock.get("generating", 0.0) for clock in clocks):
+        found["searchers"] = a.share(read, generated, generating)
+    return found
 
 
 def _searchers_time(clocks: list[dict[State, float]]) -> dict[str, float]:

@@ -16,13 +16,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import cast
 
 from tba.batch import Fetched
 from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
+from tba.models.arithmetic import Arithmetic
 from tba.protocols import Policy
 from tba.recipe import Recipe
 from tba.record.falls import STALE, SignalWatch, StalenessWatch
@@ -92,6 +93,7 @@ class TrainerLoop:
     trained: int = 0  # batches, by this process
     checkpointed: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)  # of all steps: `read`, prompts once a group, and `scored`
     signal: SignalWatch = field(default_factory=SignalWatch)
     memory: FreedMemory = field(default_factory=FreedMemory)
     began_training: float | None = None
@@ -192,6 +194,7 @@ class TrainerLoop:
             "generators": generators(),
             "journal": {**Held.of(self.journal).state(), "prompts_in_flight": self.journal.leases()},
             "lags": [[lag, count] for lag, count in sorted(self.lags.items())],
+            "tokens": dict(self.tokens),
             "skipped": self.trainer.skipped,
             "clock": self.clock.seconds(),
             "began_training": self.began_training,
@@ -216,6 +219,7 @@ class TrainerLoop:
             self.controller.restore(state["steering"])
             self._apply_control()
         self.lags = Counter(dict(state["lags"]))
+        self.tokens = Counter(state.get("tokens", {}))
         self.clock.carry(state["clock"])
         self.began_training, self.ended_training = state["began_training"], state["ended_training"]
         self.checkpointed = self.trainer.version
@@ -225,6 +229,7 @@ class TrainerLoop:
         """Returns what the summary needs of a loop that has ended."""
         began, drawn = self.began_training, self.replay.selector.counts
         groups = drawn.get("recent", 0) + drawn.get("reward", 0)
+        arithmetic = Arithmetic.of(self.recipe.model, self.recipe.model.trainer_device)
         return {
             "clock": self.clock.seconds(),
             "peak_memory_bytes": peak_memory_bytes(),
@@ -234,6 +239,8 @@ class TrainerLoop:
             "ledger": self.replay.ledger(),
             "position": self.journal.position,
             "lags": dict(self.lags),
+            "tokens": dict(self.tokens),
+            "arithmetic": None if arithmetic is None else asdict(arithmetic),
             "recent_share": drawn.get("newest", 0) / max(1, groups),
             "reference_resets": self.references.resets,
             "control": [change.to_json() for change in self.controller.changes],
@@ -260,6 +267,8 @@ class TrainerLoop:
         if self.began_training is None:
             self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
         self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
+        asked, answered = (int(n.sum()) for n in (fetched.batch.prompt_length_G, fetched.batch.length_B))
+        self.tokens.update(read=asked + answered, scored=answered)
         step = self.trainer.version.step
         told = [(STALE, what) for what in self.staleness.see(step, metrics)]
         for kind, what in (*told, *self.signal.see(step, *_signal(fetched.groups)).items()):

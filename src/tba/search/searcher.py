@@ -247,6 +247,7 @@ class Searcher:
         counts: Counter[str] = Counter()
         finished = []
         for one in answered:
+            counts["asked_tokens"] += len(one.prompt.tokens)
             kept = []
             for c in one.completions:
                 _count(counts, "generated", c)
