@@ -133,6 +133,8 @@ def test_a_model_of_an_open_precision_trains_inline_in_a_notebook_and_is_refused
     run = tba.train(recipe, runs=tmp_path, run_name="c", quiet=True, **fields)
     assert run.summary is not None
     assert run.summary.steps == 2
+    assert run.summary.utilisation.keys() == {"trainer", "searchers"}
+    assert min(run.summary.utilisation.values()) > 0
     with pytest.raises(UserError, match=r"cannot be checked from here.*put that into a .py file"):
         tba.check(recipe, runtime="inline")
 
