@@ -216,7 +216,9 @@ def run(model: Path, folder: Path, kill: int) -> int:
             break
         before |= rows_of(journal)
         victim = ("an environment's", "searcher-0", "trainer")[number % 3]
-        os.kill(parts_of(driver.pid).get(victim, rng.choice(worlds)), signal.SIGKILL)
+        if (process := parts_of(driver.pid).get(victim)) is None:  # or it is about to be started again
+            victim, process = "an environment's", rng.choice(worlds)
+        os.kill(process, signal.SIGKILL)
         print(f"{number + 1}: {victim} process killed, {len(before):,} acknowledged", flush=True)
     code = driver.wait()
     after, summary = rows_of(journal), Summary.read(folder / "run")

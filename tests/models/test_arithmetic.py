@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 
-from tba.models.arithmetic import Arithmetic, passes, product_rate, shape_of
+from tba.models.arithmetic import Arithmetic, passes, shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.policy.lora import LoraSettings
+from tba.runtime.summary import utilisation
 from tba.settings import find
 
 
@@ -47,5 +49,31 @@ def test_a_model_that_is_not_prepared_or_no_transformer_has_none() -> None:
     assert passes(replace(model, lora=LoraSettings(rank=4))) == 2
 
 
-def test_a_product_takes_time() -> None:
-    assert 1e8 < product_rate(torch.float32, torch.device("cpu")) < 1e14
+def test_a_run_is_told_what_it_computed_over_all_lives_of_its_searchers() -> None:
+    arithmetic = asdict(Arithmetic(read=1e6, scored=2e6, passes=3, rate=1e9))
+    trainer = {"arithmetic": arithmetic, "computed": {"read": 600, "scored": 200, "milliseconds": 4000}}
+    searcher = {
+        "generated_tokens": 300,  # of which 100 were said by environments
+        "observed_tokens": 100,
+        "auxiliary_tokens": 50,
+        "asked_tokens": 150,
+        "generating_milliseconds": 2000,
+    }
+    found = utilisation(trainer, 2, {"searcher-0": searcher, "searcher-1": searcher, "replay": {"evicted_tokens": 9}})
+    assert found["trainer"] == pytest.approx(3 * (600 * 1e6 + 200 * 2e6) / (2 * 4.0 * 1e9))
+    assert found["searchers"] == pytest.approx(2 * (500 * 1e6 + 250 * 2e6) / (2 * 2.0 * 1e9))
+    assert utilisation(trainer, 2, {"import": {"imported_tokens": 5}}).keys() == {"trainer"}  # offline
+    assert utilisation({"arithmetic": None}, 1, {"searcher-0": searcher}) == {}
+    assert utilisation({"arithmetic": arithmetic, "computed": {}}, 1, {}) == {}
+
+
+def test_a_model_with_experts_has_none(tmp_path: Path) -> None:
+    experts = MixtralConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=50
+    )
+    experts.save_pretrained(tmp_path)
+    assert Arithmetic.of(HuggingFace(path=str(tmp_path), device="cpu"), torch.device("cpu")) is None
+    LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, vocab_size=50).save_pretrained(tmp_path)
+    found = Arithmetic.of(HuggingFace(path=str(tmp_path), device="cpu"), torch.device("cpu"))
+    assert found is not None
+    assert (found.scored, found.passes) == (2 * 50 * 32, 3)

@@ -118,6 +118,16 @@ def test_the_terminal_shows_the_same_rows() -> None:
     assert "rloo tb -2.0 [-6.2, +2.2] open" in said
 
 
+@pytest.mark.parametrize("width", [12, 20, 30, 60])
+def test_no_figure_is_lost_on_a_narrow_terminal(width: int) -> None:
+    outcomes = [Outcome("a-variant-of-a-long-name", seed, {METRIC: 0.5, "lag": 2.0}) for seed in (0, 1)]
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(view(replace(WHOLE, outcomes=outcomes, variants=("a-variant-of-a-long-name",), baselines={})))
+    said = "".join(console.export_text().split())
+    for figure in ("50.0", "0.0", "2.0"):
+        assert figure in said, console.export_text()
+
+
 def test_columns_for_which_a_terminal_has_no_room_stand_below() -> None:
     figures = {f"pass@{k}/of32": k / 100 for k in (1, 2, 4, 8, 16, 32)}
     outcomes = [Outcome(name, seed, figures) for name in ("tb-robust-sync", "tb") for seed in (0, 1)]

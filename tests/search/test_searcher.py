@@ -113,7 +113,8 @@ def test_a_round_sends_every_answer_down_with_its_mark_and_reference(bench: Call
     sent = b.follower.drain()
     tokens = sum(t.length for t in sent)
     counts = {name: n for name, n in b.counts.items() if n and not name.endswith("_milliseconds")}
-    assert counts == {"generated_tokens": tokens, "generated_trajectories": 3 * S}
+    asked = sum(len(t.prompt.tokens) for t in sent) // S
+    assert counts == {"generated_tokens": tokens, "generated_trajectories": 3 * S, "asked_tokens": asked}
     table = TabularReference(TASK, 0.7)
     for t in sent:
         assert t.reward == TASK.rewards_QO[TASK.question(t.prompt), TASK.outcome(t.completion.tokens)]

@@ -135,7 +135,8 @@ def test_each_distinct_prefix_is_continued_once_and_all_of_it_is_counted_as_auxi
     )
     assert counts["auxiliary_trajectories"] == 3 * len(prefixes)
     assert counts["auxiliary_tokens"] >= counts["auxiliary_trajectories"]
-    assert counts.keys() == {"auxiliary_trajectories", "auxiliary_tokens"}
+    assert counts["asked_tokens"] == sum(len(prompt.tokens) for prompt, _ in engine.asked)
+    assert counts.keys() == {"auxiliary_trajectories", "auxiliary_tokens", "asked_tokens"}
 
 
 def test_beyond_the_last_step_that_is_estimated_the_value_is_the_reward_and_nothing_is_gained() -> None:

@@ -45,7 +45,7 @@ def test_every_worked_answer_is_arithmetic_and_ends_with_the_answer(largest: int
         assert grade(worked, answer)
         assert not grade(worked, str(int(answer) + 1))
         numbers = re.findall(r"-?[0-9]+", str(problem.fields["question"]))
-        assert all(int(number) > 0 for number in numbers), problem
+        assert all(int(number) > 1 for number in numbers), problem
 
 
 def test_what_it_cannot_be_is_one_sentence() -> None:

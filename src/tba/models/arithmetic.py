@@ -14,6 +14,7 @@ from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 
 _TRIES = 5
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,17 @@ class Arithmetic:
     def of(cls, model: object, device: torch.device) -> Arithmetic | None:
         """Returns that of a prepared model, measured on `device` now.
 
-        None for a model of unknown shape, and where there is no room to measure.
+        None for a model of unknown shape or with experts, of which a token meets some, and where it cannot be measured:
+        a run goes on without.
         """
-        shape = shape_of(model)
-        if shape is None:
+        if not isinstance(model, HuggingFace):
             return None
-        assert isinstance(model, HuggingFace)  # other models have no shape
         try:
-            rate = product_rate(model.compute, device)
-        except torch.OutOfMemoryError:
+            config = AutoConfig.from_pretrained(model.path, **SAFE)
+            if any(getattr(config, name, None) for name in _EXPERTS):
+                return None
+            shape, rate = Shape.of(config), product_rate(model.compute, device)
+        except (*UNREADABLE, RuntimeError, StopIteration):
             return None
         return cls(shape.operations(1, 0), shape.operations(0, 1), passes(model), rate)
 

@@ -5,7 +5,7 @@
 
 Everyday problems of 36 templates, ten of which are never trained (`tasks/word_problems.py`); the reward is 1 for the
 right number. Without `--model.path` the weights are the Hub's. Needs the extra `tba-rl[lora]`, and `gguf` for the first
-command; docs/real_model.md says what comes out.
+command. What comes out has not been measured yet; the base answers 4.5 % of 200 problems (4-bit weights).
 """
 
 from __future__ import annotations

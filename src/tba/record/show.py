@@ -183,7 +183,7 @@ def facts_of(summary: Summary) -> dict[str, str]:
         **({"joined": _joined(summary)} if summary.joined else {}),
         "faults": named({kind: count for kind, count in summary.faults.items() if count}),
         "peak memory": named({part: size(peak) for part, peak in summary.peak_memory_bytes.items()}),
-        **({"of the best rate": _utilisation(summary)} if summary.utilisation else {}),
+        **({"utilisation": _utilisation(summary)} if summary.utilisation else {}),
         "versions": named(summary.versions),
         "machine": _machine(summary.machine),
     }
@@ -206,7 +206,7 @@ def _cost(summary: Summary) -> RenderableType:
 
 def _utilisation(summary: Summary) -> str:
     shares = ", ".join(f"{half} {percent(share)}" for half, share in summary.utilisation.items())
-    return f"{shares} of a large product of matrices, while they compute"
+    return f"{shares} of the rate of a large product of matrices"
 
 
 def _waiting(summary: Summary) -> str:

@@ -92,7 +92,7 @@ def view(comparison: Comparison) -> RenderableType:
 
 @dataclass(frozen=True)
 class _Columns:
-    """A sheet as wide as the terminal: columns for which there is no room stand below, the first beside them again."""
+    """A sheet as wide as the terminal: columns that do not fit continue below, beside the first column again."""
 
     sheet: Sheet
 
@@ -100,7 +100,8 @@ class _Columns:
         lines = [[printable(cell, newlines=False) for cell in line] for line in self.sheet.cells]
         words = [max(map(len, name.split())) for name in self.sheet.headings]
         widths = [max(map(len, column)) for column in zip(map("-".__mul__, words), *lines, strict=True)]
-        parts: list[list[int]] = []
+        widths[0] = min(widths[0], max(8, options.max_width - 6 - max(widths[1:], default=0)))
+        parts: list[list[int]] = [] if widths[1:] else [[]]
         for i in range(1, len(widths)):
             if not parts or 2 + sum(widths[j] + 2 for j in (0, *parts[-1], i)) > options.max_width:
                 parts.append([])

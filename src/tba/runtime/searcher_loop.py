@@ -189,15 +189,17 @@ def searcher_loop_at(
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     prompts = prompts_of(recipe, tokenizer, "train")
-    ends, clock = reach(), ShareClock(state="generating")
+    ends, clock = reach(), ShareClock(state="weights")
     if background:
         in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
         ends = replace(ends, journal=cast(Journal, in_background))  # which it implements by forwarding
     try:
-        return _loop_of(ends, clock, recipe, model, prompts, index, attempt, interrupted)
+        loop = _loop_of(ends, clock, recipe, model, prompts, index, attempt, interrupted)
     except BaseException:
         ends.journal.close()
         raise
+    clock.reclassify("idle" if recipe.runtime == "inline" else "generating")  # `turn` generates inline
+    return loop
 
 
 def _loop_of(

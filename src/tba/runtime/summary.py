@@ -127,28 +127,30 @@ def summarise(
             "trainer": trainer["peak_memory_bytes"],
             **{name: result["peak_memory_bytes"] for name, result in results.items()},
         },
-        utilisation=_utilisation(recipe, trainer, [result["clock"] for result in results.values()], owners),
+        utilisation=utilisation(trainer, recipe.trainer.ranks, owners),
     )
     summary.write(run.path)
     return summary
 
 
-def _utilisation(
-    recipe: Recipe, trainer: Json, clocks: list[dict[State, float]], owners: Mapping[str, Mapping[str, int]]
-) -> dict[str, float]:
-    """Returns how near trainer and searchers came to what the trainer's device does at best, while they computed."""
+def utilisation(trainer: Json, ranks: int, owners: Mapping[str, Mapping[str, int]]) -> dict[str, float]:
+    """Returns how near the trainer in its steps, and searchers while they generate, come to the rate of a product of
+    matrices on the trainer's device; nothing for a model of unknown shape.
+
+    trainer: what it leaves. owners: the counters of all searchers, which add up over their restarts.
+    """
     if trainer["arithmetic"] is None:
         return {}
-    a, own = Arithmetic(**trainer["arithmetic"]), Counter(trainer["tokens"])
-    seconds = recipe.trainer.ranks * trainer["clock"].get("busy", 0.0)
-    found = {"trainer": a.passes * a.share(own["read"], own["scored"], seconds)}
-    count = Counter[str]()
+    a, own, count = Arithmetic(**trainer["arithmetic"]), Counter(trainer["computed"]), Counter[str]()
     for counters in owners.values():
         count.update(counters)
-    generated = count["generated_tokens"] - count["observed_tokens"]
-    read = generated + count["observed_tokens"] + count["asked_tokens"]
-    if generating := sum(clock.get("generating", 0.0) for clock in clocks):
-        found["searchers"] = a.share(read, generated, generating)
+    found = {}
+    if own["milliseconds"]:
+        found["trainer"] = a.passes * a.share(own["read"], own["scored"], ranks * own["milliseconds"] / 1000)
+    sampled = count["generated_tokens"] + count["auxiliary_tokens"] - count["observed_tokens"]
+    read = sampled + count["observed_tokens"] + count["asked_tokens"]
+    if sampled and count["generating_milliseconds"]:
+        found["searchers"] = a.share(read, sampled, count["generating_milliseconds"] / 1000)
     return found
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import cast
 
-from tba.batch import Fetched
+from tba.batch import Batch, Fetched, distinct_rows
 from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
 from tba.models.arithmetic import Arithmetic
@@ -93,7 +93,8 @@ class TrainerLoop:
     trained: int = 0  # batches, by this process
     checkpointed: Version | None = None  # the newest checkpoint's version
     lags: Counter[int] = field(default_factory=Counter)
-    tokens: Counter[str] = field(default_factory=Counter)  # of all steps: `read`, prompts once a group, and `scored`
+    arithmetic: Arithmetic | None = None  # what a token costs
+    computed: Counter[str] = field(default_factory=Counter)  # in all steps: tokens `read` and `scored`, milliseconds
     signal: SignalWatch = field(default_factory=SignalWatch)
     memory: FreedMemory = field(default_factory=FreedMemory)
     began_training: float | None = None
@@ -194,7 +195,7 @@ class TrainerLoop:
             "generators": generators(),
             "journal": {**Held.of(self.journal).state(), "prompts_in_flight": self.journal.leases()},
             "lags": [[lag, count] for lag, count in sorted(self.lags.items())],
-            "tokens": dict(self.tokens),
+            "computed": dict(self.computed),
             "skipped": self.trainer.skipped,
             "clock": self.clock.seconds(),
             "began_training": self.began_training,
@@ -219,7 +220,7 @@ class TrainerLoop:
             self.controller.restore(state["steering"])
             self._apply_control()
         self.lags = Counter(dict(state["lags"]))
-        self.tokens = Counter(state.get("tokens", {}))
+        self.computed = Counter(state.get("computed", {}))
         self.clock.carry(state["clock"])
         self.began_training, self.ended_training = state["began_training"], state["ended_training"]
         self.checkpointed = self.trainer.version
@@ -229,7 +230,6 @@ class TrainerLoop:
         """Returns what the summary needs of a loop that has ended."""
         began, drawn = self.began_training, self.replay.selector.counts
         groups = drawn.get("recent", 0) + drawn.get("reward", 0)
-        arithmetic = Arithmetic.of(self.recipe.model, self.recipe.model.trainer_device)
         return {
             "clock": self.clock.seconds(),
             "peak_memory_bytes": peak_memory_bytes(),
@@ -239,8 +239,8 @@ class TrainerLoop:
             "ledger": self.replay.ledger(),
             "position": self.journal.position,
             "lags": dict(self.lags),
-            "tokens": dict(self.tokens),
-            "arithmetic": None if arithmetic is None else asdict(arithmetic),
+            "computed": dict(self.computed),
+            "arithmetic": None if self.arithmetic is None else asdict(self.arithmetic),
             "recent_share": drawn.get("newest", 0) / max(1, groups),
             "reference_resets": self.references.resets,
             "control": [change.to_json() for change in self.controller.changes],
@@ -267,8 +267,7 @@ class TrainerLoop:
         if self.began_training is None:
             self.began_training = self.ended_training - metrics["seconds"] + metrics["wait_seconds"]
         self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
-        asked, answered = (int(n.sum()) for n in (fetched.batch.prompt_length_G, fetched.batch.length_B))
-        self.tokens.update(read=asked + answered, scored=answered)
+        self._count(fetched.batch, metrics["seconds"] - metrics["wait_seconds"])
         step = self.trainer.version.step
         told = [(STALE, what) for what in self.staleness.see(step, metrics)]
         for kind, what in (*told, *self.signal.see(step, *_signal(fetched.groups)).items()):
@@ -286,6 +285,14 @@ class TrainerLoop:
         }
         version, log_policy = self.trainer.version, self.trainer.log_policy
         self.recorder.step(version, self.ended_training, metrics | own, trajectories, log_policy)
+
+    def _count(self, batch: Batch, seconds: float) -> None:
+        """Count what the policy has computed: a prompt once for its group, and so each of equal answers."""
+        rows_D, _ = distinct_rows(batch)
+        answered = int(batch.length_B[rows_D].sum())
+        self.computed["read"] += int(batch.prompt_length_G.sum()) + answered
+        self.computed["scored"] += int(batch.mask_BT[rows_D].sum())
+        self.computed["milliseconds"] += round(1000 * seconds)
 
     def _steer(self, metrics: Metrics) -> dict[str, float]:
         """Give a step's metrics to the staleness controller and apply what it decides; returns the values that held
@@ -417,6 +424,7 @@ def start_training(
         resumed=None if checkpoint is None else checkpoint.state,
         turn_taker=turn_taker,
         ranks=ranks,
+        arithmetic=Arithmetic.of(recipe.model, recipe.model.trainer_device),  # before anybody else is at work
     )
     if version.incarnation:
         loop.restore(checkpoint)

@@ -136,6 +136,7 @@ class VineRollouts:
             replace(prompts[key], tokens=np.concatenate([prompts[key].tokens, tokens]).astype(np.int32))
             for (key, _), tokens in zip(prefixes, begun, strict=True)
         ]
+        counts["asked_tokens"] += sum(len(prompt.tokens) for prompt in asked)
         n = self.settings.rollouts
         continued = self.engine.generate(asked, n, sampling, rng, interrupted)
         answered, whole = [], []

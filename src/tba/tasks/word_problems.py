@@ -102,8 +102,10 @@ TEMPLATES = (
     Template("{name} earns {a} dollars an hour. How many dollars is that in {b} hours?", _times, _MULTIPLY, 1, 9),
     Template("{name} shares {a*b} {things} evenly among {b} friends. How many does each get?", _each, _DIVIDE, 1, 9),
     Template("{a*b} {things} are packed into {b} equal boxes. How many are in each box?", _each, _DIVIDE, 1, 9),
-    Template("{b} equal pens cost {a*b} dollars. How much does one pen cost?", _each, _DIVIDE, 1, 9),
-    Template("{name} walks {a*b} kilometres in {b} equal days. How many are that a day?", _each, _DIVIDE, 1, 9),
+    Template("{b} identical pens cost {a*b} dollars. How much does one pen cost?", _each, _DIVIDE, 1, 9),
+    Template(
+        "{name} walks {a*b} kilometres in {b} equal stages. How many kilometres is a stage?", _each, _DIVIDE, 1, 9
+    ),
     Template(
         "{name} buys {a} packs of {b} {things} and finds {c} more. How many {things} does {name} have?",
         *(_times_and_more, _MORE, 2, 9),
@@ -113,11 +115,11 @@ TEMPLATES = (
         *(_times_and_more, _MORE, 2, 9),
     ),
     Template(
-        "{name} saves {a} dollars a week for {b} weeks and had {c} before. How many dollars is that?",
+        "{name} had {c} dollars and saves {a} a week for {b} weeks. How many dollars are there now?",
         *(_times_and_more, _MORE, 2, 9),
     ),
     Template(
-        "There are {a} tables with {b} chairs each, and {c} chairs at the wall. How many chairs are there?",
+        "There are {a} tables with {b} chairs each, and {c} chairs by the wall. How many chairs are there?",
         *(_times_and_more, _MORE, 2, 9),
     ),
     Template(
@@ -129,7 +131,7 @@ TEMPLATES = (
         *(lambda n: n.c, _FEWER, 2, 9),
     ),
     Template(
-        "{name} found {a} {things} on Friday, {b} on Saturday and {c} on Sunday. How many are that in all?",
+        "{name} found {a} {things} on Friday, {b} on Saturday and {c} on Sunday. How many is that in all?",
         *(lambda n: n.a + n.b + n.c, _TWICE, 2),
     ),
     Template(
@@ -206,7 +208,7 @@ class WordProblems:
 def _problem(template: Template, largest: int, rng: Random) -> Problem:
     most = template.small or largest
     n = Numbers(rng.randint(2, largest), rng.randint(2, most), rng.randint(2, most))
-    n = n._replace(c=min(n.c, n.a * n.b - 1))  # nobody has less than nothing
+    n = n._replace(c=min(n.c, n.a * n.b - 2))  # nobody has 1 apples, or less than none
     name, other = rng.sample(_NAMES, 2)
     slots = {"name": name, "other": other, "things": rng.choice(_THINGS)} | {k: str(v) for k, v in _shown(n).items()}
     question, worked = _filled(template.text, slots), _filled(template.worked, slots)
