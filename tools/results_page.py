@@ -88,9 +88,9 @@ def fall(runs: Runs) -> str:
     return f"{100 * max(values(runs, FALL)):.1f}"
 
 
-def each(runs: Runs, name: str, scale: float = 100.0) -> str:
+def each(runs: Runs, name: str, scale: float = 100.0, digits: int = 1) -> str:
     """The figure of every seed, in their order."""
-    return ", ".join(f"{value:.1f}" for value in values(runs, name, scale))
+    return ", ".join(f"{value:.{digits}f}" for value in values(runs, name, scale))
 
 
 def brief(runs: Runs) -> str:
@@ -98,9 +98,9 @@ def brief(runs: Runs) -> str:
     return f"{accuracy(runs)} ({worst(runs)}; {fall(runs)})"
 
 
-def against(runs: Runs, baseline: Runs) -> str:
-    """The difference of accuracies to a baseline, in points, with its 95 % interval (Welch)."""
-    found = difference_of_means(values(baseline, ACCURACY, 100), values(runs, ACCURACY, 100))
+def against(runs: Runs, baseline: Runs, name: str = ACCURACY) -> str:
+    """The difference of accuracies (or of another share) to a baseline, in points, with its 95 % interval (Welch)."""
+    found = difference_of_means(values(baseline, name, 100), values(runs, name, 100))
     return f"{found.estimate:+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
 
 
@@ -722,17 +722,17 @@ def red_team_selection() -> Lines:
     for name, said in {"uniform": "uniform", "reward": "by reward", "recency": "recent only"}.items():
         for count in ("1", "2", "4"):
             runs = found[f"{name}-{count}"]
-            fewest = "" if count == "1" else against(runs, found[f"{name}-1"])
+            fewest = "" if count == "1" else against(runs, found[f"{name}-1"], "success")
             rows.append(
                 [
-                    *(said if count == "1" else "", count, each(runs, ACCURACY), accuracy(runs), fall(runs)),
-                    *("" if name == "uniform" else against(runs, found[f"uniform-{count}"]), fewest),
-                    *(spread(runs, "families"), spread(runs, "distance", 3)),
+                    *(said if count == "1" else "", count, each(runs, "success"), spread(runs, "success", 1, 100)),
+                    *("" if name == "uniform" else against(runs, found[f"uniform-{count}"], "success"), fewest),
+                    *(each(runs, "families", 1.0, 0), each(runs, "distance", 1.0, 2)),
                     *(plain(runs, "lag", 0), plain(runs, "uses", 1), f"{plain(runs, 'ess', 0, 100)} %"),
                 ]
             )
-    head = ["data", "searchers", "succeed, % of 256, each seed", "mean", "largest fall, points", "against uniform"]
-    of = ["against one searcher", "weak spots found, of 20", "distance", "mean lag", "uses", "effective sample size"]
+    head = ["data", "searchers", "succeed, % of 1,024, each seed", "mean", "against uniform", "against one searcher"]
+    of = ["weak spots found, of 20", "distance", "mean lag", "uses", "effective sample size"]
     return [[*head, *of], *rows]
 
 
