@@ -717,6 +717,24 @@ def red_team() -> Lines:
     return [[*head, "seconds in all", "mean lag", "effective sample size"], *rows]
 
 
+def red_team_by_arrival() -> Lines:
+    return _red_team({"tb-async": "asynchronous Trajectory Balance"}, "red_team_by_arrival")
+
+
+def red_team_slow_victim() -> Lines:
+    return _red_team({"async-1": "asynchronous, 1 searcher", "async-4": "4 searchers"}, "red_team_slow_victim")
+
+
+def _red_team(names: dict[str, str], of: str) -> Lines:
+    found, rows = study(of), []
+    for name, said in (names | {"ancestor-sync": "its ancestor", "ppo-sync": "PPO (KL 0.1)"}).items():
+        runs = found[name]
+        rows.append([said, each(runs, ACCURACY), each(runs, "seconds_in_all", 1, 0), plain(runs, "uses", 1)])
+        rows[-1] += [plain(runs, "lag", 0), plain(runs, "ess", 2), f"{plain(runs, 'trainer_paced', 0, 100)} %"]
+    head = ["", "succeed, % of 256, each seed", "seconds in all", "mean uses", "mean lag", "effective sample size"]
+    return [[*head, "trainer paced"], *rows]
+
+
 def red_team_selection() -> Lines:
     found, rows = study("red_team_selection"), []
     for name, said in {"uniform": "uniform", "reward": "by reward", "recency": "recent only"}.items():
@@ -783,6 +801,8 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "summaries-data": summaries_data,
     "summaries-m": summaries_m,
     "red-team": red_team,
+    "red-team-by-arrival": red_team_by_arrival,
+    "red-team-slow-victim": red_team_slow_victim,
     "red-team-selection": red_team_selection,
     "red-team-tuning": red_team_tuning,
 }

@@ -565,6 +565,20 @@ class KeptWeights(Protocol):
     def pins(self, version: Version) -> list[str]: ...
 
 
+@dataclass(frozen=True)
+class Arithmetic:
+    """What one token costs a policy, in floating-point operations of a forward, and what its device does at best."""
+
+    read: float  # of a token that the layers read
+    scored: float  # of a token that goes through the head
+    passes: int  # forwards that an update of a token costs
+    rate: float  # operations a second
+
+    def share(self, read: float, scored: float, seconds: float) -> float:
+        """Returns the share of the best rate, 0 to 1, at which forwards over so many tokens took so long."""
+        return (self.read * read + self.scored * scored) / seconds / self.rate if seconds > 0 else 0.0
+
+
 class Model(Protocol):
     """The weights a run begins with, and how searchers and the trainer use them."""
 
@@ -611,6 +625,10 @@ class Model(Protocol):
     @property
     def trainer_device(self) -> torch.device:
         """Where its policies are trained."""
+        ...
+
+    def arithmetic(self) -> Arithmetic | None:
+        """What its tokens cost, measured now; None where that is not known."""
         ...
 
     @property

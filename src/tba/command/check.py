@@ -365,7 +365,7 @@ def estimate(
         if not recipe.offline:
             generation_operations = shape.operations(read + generated, generated)
         assert isinstance(recipe.model, HuggingFace)  # other models have no shape
-        step_operations = passes(recipe.model) * shape.operations(asked + answered, answered)
+        step_operations = passes(recipe.model.lora.rank) * shape.operations(asked + answered, answered)
     return Estimate(
         start_seconds=start,
         round_seconds=round_seconds,

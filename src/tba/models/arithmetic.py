@@ -4,66 +4,47 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
 
 import torch
 from transformers import AutoConfig
 
 from tba.foreign import SAFE, UNREADABLE
-from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
+from tba.protocols import Arithmetic
 
 _TRIES = 5
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-@dataclass(frozen=True)
-class Arithmetic:
-    """What one token costs a policy, in floating-point operations of a forward, and what its device does at best."""
+def arithmetic_of(path: str, rank: int, dtype: torch.dtype, device: torch.device) -> Arithmetic | None:
+    """Returns that of the model in a folder, with adapters of this rank, on `device` as it is now.
 
-    read: float  # of a token that the layers read
-    scored: float  # of a token that goes through the head
-    passes: int  # forwards that an update of a token costs
-    rate: float  # operations a second
-
-    @classmethod
-    def of(cls, model: object, device: torch.device) -> Arithmetic | None:
-        """Returns that of a prepared model, measured on `device` now.
-
-        None for a model of unknown shape or with experts, of which a token meets some, and where it cannot be measured:
-        a run goes on without.
-        """
-        if not isinstance(model, HuggingFace):
+    None for a model of unknown shape or with experts, of which a token meets some, and where it cannot be measured: a
+    run goes on without.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path, **SAFE)
+        if any(getattr(config, name, None) for name in _EXPERTS):
             return None
-        try:
-            config = AutoConfig.from_pretrained(model.path, **SAFE)
-            if any(getattr(config, name, None) for name in _EXPERTS):
-                return None
-            shape, rate = Shape.of(config), product_rate(model.compute, device)
-        except (*UNREADABLE, RuntimeError, StopIteration):
-            return None
-        return cls(shape.operations(1, 0), shape.operations(0, 1), passes(model), rate)
-
-    def share(self, read: float, scored: float, seconds: float) -> float:
-        """Returns the share of the best rate, 0 to 1, at which forwards over so many tokens took so long."""
-        return (self.read * read + self.scored * scored) / seconds / self.rate if seconds > 0 else 0.0
+        shape, rate = Shape.of(config), product_rate(dtype, device)
+    except (*UNREADABLE, RuntimeError, StopIteration):
+        return None
+    return Arithmetic(shape.operations(1, 0), shape.operations(0, 1), passes(rank), rate)
 
 
-def passes(model: HuggingFace) -> int:
-    """Returns how many forwards a forward and its backward cost.
+def passes(rank: int) -> int:
+    """Returns how many forwards a forward and its backward cost. rank: of adapters, 0 where all weights are trained.
 
     Weights and inputs have a gradient each, which costs as much as the forward; a frozen base has one.
     """
-    return 2 if model.lora.rank else 3
+    return 2 if rank else 3
 
 
 def shape_of(model: object) -> Shape | None:
     """Returns the shape of a prepared model; None where there is none, or its configuration cannot be read."""
-    if not isinstance(model, HuggingFace):
-        return None
     try:
-        return Shape.of(AutoConfig.from_pretrained(model.path, **SAFE))
-    except UNREADABLE:
+        return Shape.of(AutoConfig.from_pretrained(model.path, **SAFE))  # type: ignore[attr-defined]
+    except (*UNREADABLE, AttributeError):
         return None  # whoever loads it says why
 
 

@@ -33,6 +33,7 @@ from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
+from tba.models.arithmetic import arithmetic_of
 from tba.models.gguf import SUFFIX, converted
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
@@ -41,7 +42,7 @@ from tba.policy.loading import load_model, load_unfilled
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
 from tba.policy.reference import FrozenReference
-from tba.protocols import HEADS, Acted, Policy, SavedPolicy, Task
+from tba.protocols import HEADS, Acted, Arithmetic, Policy, SavedPolicy, Task
 from tba.sharding import Sharding
 from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
@@ -220,6 +221,9 @@ class HuggingFace:
     @property
     def trainer_device(self) -> torch.device:
         return self._device
+
+    def arithmetic(self) -> Arithmetic | None:
+        return arithmetic_of(self.path, self.lora.rank, self.compute, self._device)
 
     @property
     def gpus_per_searcher(self) -> int:

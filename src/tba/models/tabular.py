@@ -71,6 +71,9 @@ class TabularModel:
     def trainer_device(self) -> torch.device:
         return torch.device("cpu")
 
+    def arithmetic(self) -> None:
+        return None  # a table has no matrices
+
     @property
     def gpus_per_searcher(self) -> int:
         return 0

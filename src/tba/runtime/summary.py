@@ -13,7 +13,7 @@ from typing import Any
 
 from tba.clock import SEARCHERS_TIME, State, share_of
 from tba.foreign import read_json
-from tba.models.arithmetic import Arithmetic
+from tba.protocols import Arithmetic
 from tba.recipe import Recipe
 from tba.record import metrics
 from tba.record.evaluations import RunningEvaluations, read_evaluations

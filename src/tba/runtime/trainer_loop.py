@@ -23,8 +23,7 @@ from typing import cast
 from tba.batch import Batch, Fetched, distinct_rows
 from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
-from tba.models.arithmetic import Arithmetic
-from tba.protocols import Policy
+from tba.protocols import Arithmetic, Policy
 from tba.recipe import Recipe
 from tba.record.falls import STALE, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
@@ -424,7 +423,7 @@ def start_training(
         resumed=None if checkpoint is None else checkpoint.state,
         turn_taker=turn_taker,
         ranks=ranks,
-        arithmetic=Arithmetic.of(recipe.model, recipe.model.trainer_device),  # before anybody else is at work
+        arithmetic=recipe.model.arithmetic(),  # before anybody else is at work
     )
     if version.incarnation:
         loop.restore(checkpoint)
