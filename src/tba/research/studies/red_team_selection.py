@@ -3,7 +3,7 @@
 Three attacks in a hundred succeed at first, and there is one prompt, so that a batch is one group of 128 out of all
 attacks so far. Half of it is new, the other half drawn from all attacks, however old: uniformly (`uniform`) or by
 reward (`reward`, as in the recipe); with `recency` all of it is new. Runs take turns in one process. A searcher makes
-five rounds of 64 attacks for each ten updates: with one an attack is used four times on average, with four once.
+five rounds of 64 attacks for each ten updates: with one an attack is used three times on average, with four once.
 
 Success is measured here, diversity by `python benchmarks/red_team.py --study studies/red_team_selection`.
 """
