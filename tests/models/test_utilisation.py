@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig
 from tba.models.arithmetic import passes, shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
-from tba.models.tabular import TabularModel
 from tba.protocols import Arithmetic
 from tba.runtime.summary import utilisation
 from tba.settings import find
@@ -46,7 +45,6 @@ def test_a_model_that_is_not_prepared_or_no_transformer_has_none() -> None:
     assert isinstance(model, HuggingFace)
     assert shape_of(model) is None
     assert shape_of(object()) is None
-    assert TabularModel.arithmetic(None) is None  # type: ignore[arg-type]
     assert (passes(0), passes(16)) == (3, 2)
 
 

@@ -43,8 +43,8 @@ def passes(rank: int) -> int:
 def shape_of(model: object) -> Shape | None:
     """Returns the shape of a prepared model; None where there is none, or its configuration cannot be read."""
     try:
-        return Shape.of(AutoConfig.from_pretrained(model.path, **SAFE))  # type: ignore[attr-defined]
-    except (*UNREADABLE, AttributeError):
+        return Shape.of(AutoConfig.from_pretrained(getattr(model, "path", ""), **SAFE))
+    except UNREADABLE:
         return None  # whoever loads it says why
 
 
