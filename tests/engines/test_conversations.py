@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from engine_families import EOS, FAMILIES, WINDOW, Letters, build, plain_log_probabilities, ragged_prompts
+from talker import Talker
 
 from tba.engines import transformers
 from tba.engines.transformers import EngineSettings, TransformersEngine
-from tba.protocols import Turn
-from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version
-
-
-@dataclass
-class Talker:
-    """Answers a turn with letters that follow from its text; after `most` turns it says nothing more.
-
-    With `late` an answer comes after so many other calls as its request's number says.
-    """
-
-    most: int = 3
-    late: bool = False
-    turns: dict[int, list[str]] = field(default_factory=dict)
-    reasons: list[StopReason] = field(default_factory=list)
-    waiting: list[tuple[int, int, IntArray | None]] = field(default_factory=list)
-    ends: dict[int, Completion] = field(default_factory=dict)
-
-    def hear(self, turns: Sequence[Turn]) -> None:
-        for turn in turns:
-            said = self.turns.setdefault(turn.request, [])
-            said.append(turn.text)
-            self.reasons.append(turn.stop_reason)
-            answer = None if len(said) == self.most else np.array(self.answer(turn.text), dtype=np.int32)
-            self.waiting.append((7 * turn.request % 5 if self.late else 0, turn.request, answer))
-
-    @staticmethod
-    def answer(text: str) -> list[int]:
-        return [2 + (sum(map(ord, text)) + i) % 26 for i in range(1 + len(text) % 4)]
-
-    def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
-        ready = {request: answer for calls, request, answer in self.waiting if calls <= 0}
-        self.waiting = [(calls - 1, request, answer) for calls, request, answer in self.waiting if calls > 0]
-        return ready
-
-    def ended(self, request: int, completion: Completion) -> Completion:
-        self.ends[request] = completion
-        return completion
+from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 
 def converse(
@@ -97,7 +60,7 @@ def test_what_is_sampled_after_an_observation_has_the_plain_forwards_log_probabi
             expected = rows[torch.arange(len(rows)), torch.from_numpy(completion.tokens.astype(np.int64))].numpy()
             np.testing.assert_allclose(completion.log_behavior, np.where(mask, expected, 0.0), atol=1e-4)
             turns = partner.turns.get(4 * i + j, [])
-            heard = [token for text in turns for token in Talker.answer(text)]
+            heard = [token for text in turns for token in partner.answer(text)]
             assert completion.tokens[~mask].tolist() == heard[: completion.observed]
             several += len(turns) > 1
             longest = max(longest, len(prompt.tokens) + len(completion.tokens))

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from talker import Talker
 
 from tba.batch import collate
 from tba.engines.transformers import EngineSettings
@@ -21,7 +22,7 @@ from tba.errors import TbaError, UserError
 from tba.models.huggingface import HuggingFace
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings
-from tba.protocols import Engine, Streaming
+from tba.protocols import Conversing, Engine, Streaming
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 
@@ -307,6 +308,59 @@ def test_weights_in_flight_change_the_rest_of_what_is_growing_and_each_token_has
             assert at >= 1
             assert (far_new[at:] < TOLERANCE).all()
             assert c.versions[1] == Version(0, 4 if at < len(c.tokens) else 3)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_said_after_an_observation_has_the_trainers_log_probability(
+    engine: Engine, model: HuggingFace, late: bool
+) -> None:
+    assert isinstance(engine, Conversing)
+    prompts, partner = prompts_of(5, 150, 1, 270, 150), Talker(late=late, letters=len(ALPHABET) - 2)
+    found = dict(engine.converse(prompts, 6, Sampling(0.7), np.random.default_rng(0), partner))
+    answered = [found[i] for i in range(len(prompts))]
+    assert [len(row) for row in answered] == [6] * 5
+    for row, expected in zip(answered, trained_on(model, prompts, answered, 0.7), strict=True):
+        for c, wanted in zip(row, expected, strict=True):
+            assert c.log_behavior is not None
+            sampled = np.ones(len(c.tokens), bool) if c.mask is None else c.mask
+            assert np.abs(c.log_behavior[sampled] - wanted[: sampled.sum()]).max() < TOLERANCE
+            assert not c.log_behavior[~sampled].any()
+    for request, said in partner.turns.items():
+        c = partner.ends[request]
+        heard = [token for text in said for token in partner.answer(text)]
+        assert c is answered[request // 6][request % 6]
+        assert len(said) <= 1 or c.tokens[~c.mask].tolist() == heard[: c.observed]
+    assert sum(len(said) > 1 for said in partner.turns.values()) >= 5
+    assert {c.stop_reason for row in answered for c in row} == {StopReason.EOS, StopReason.LENGTH}
+    assert max(len(c.tokens) for row in answered for c in row) == 24
+
+
+def test_its_conversations_are_the_transformers_engines(serving: Serving, model: HuggingFace) -> None:
+    stopping = replace(model, generation=replace(model.generation, stop_strings=("a", "f", "kb", "no")))
+    prompts, told_by = prompts_of(*range(3, 23)), []
+    for engine in (serving(stopping), of_transformers(stopping)):
+        assert isinstance(engine, Conversing)
+        partner = Talker(letters=len(ALPHABET) - 2)
+        found = dict(engine.converse(prompts, 2, Sampling(0.0), np.random.default_rng(0), partner))
+        masks = {i: [None if c.mask is None else c.mask.tolist() for c in row] for i, row in found.items()}
+        told_by.append(({i: told(row) for i, row in found.items()}, masks, partner.turns))
+    assert told_by[0] == told_by[1]
+    assert sum(len(said) > 1 for said in told_by[0][2].values()) > 5
+
+
+def test_an_interrupted_conversation_gives_what_there_was_and_leaves_nothing_behind(
+    engine: Engine, model: HuggingFace
+) -> None:
+    assert isinstance(engine, Conversing)
+    prompts, partner = prompts_of(20, 21, 22, 23), Talker(most=99, late=True, letters=len(ALPHABET) - 2)
+    given = dict(engine.converse(prompts, 8, Sampling(), np.random.default_rng(0), partner, asked(times=2)))
+    begun = [c for row in given.values() for c in row]
+    assert sorted(given) == [0, 1, 2, 3]
+    assert 0 < len(begun) < 32
+    assert any(c.observed for c in begun)
+    assert {c.stop_reason for c in begun} >= {StopReason.INTERRUPTED}
+    whole = engine.generate(prompts, 8, Sampling(), np.random.default_rng(0))
+    assert [len(row) for row in whole] == [8] * 4
 
 
 @pytest.mark.parametrize("processes", [1, 2])

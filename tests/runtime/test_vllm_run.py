@@ -1,4 +1,4 @@
-"""A short run of the recipe gsm8k with the vllm engine: a tiny model of its own, real processes (`make test-vllm`)."""
+"""Short runs of gsm8k and calculator with the vllm engine: tiny models, real processes (`make test-vllm`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tba.engines.transformers import EngineSettings
 from tba.models.huggingface import HuggingFace, WarmStart, warm_started
+from tba.recipes.calculator import recipe as calculator
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.tasks.gsm8k import Gsm8k
@@ -121,3 +122,35 @@ def test_its_logs_are_clean(ran: Ran) -> None:
     for log in (ran.path / "logs").glob("*.log"):
         lines = [line for line in log.read_text().splitlines() if not HARMLESS.search(line)]
         assert not [line for line in lines if re.search(r"warn|error|traceback|exception", line, re.IGNORECASE)], log
+
+
+def test_episodes_are_played_in_processes_and_trained(tmp_path: Path) -> None:
+    assert isinstance(calculator.model, HuggingFace)
+    assert calculator.model.warm_start is not None
+    start = replace(calculator.model.warm_start, sft=SupervisedSettings(steps=200, batch_size=32, lr=2e-3))
+    base = warm_started(start, calculator.task, lambda line: None)
+    path = tmp_path / "run"
+    overrides = (
+        *("--model.path", str(base), "--model.generation.engine", "vllm", "--model.generation.slots", "32"),
+        *("--model.vllm.update", "in_flight", "--task.limits.processes", "8", "--task.held-out", "20"),
+        *("--steps", "8", "--searchers", "1", "--groups-per-step", "2", "--group-size", "4"),
+        *("--samples-per-prompt", "8", "--prompts-per-round", "3", "--replay.pacing.warm-up", "24"),
+        *("--replay.pacing.max-mean-uses", "1", "--evaluation.problems", "16", "--evaluation.every", "4"),
+    )
+    summary = processes(path, *overrides, source=Path("calculator"))
+    with JournalFollower(path / "journal.sqlite") as journal:
+        trajectories = journal.drain()
+    assert summary.steps == 8
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+    asked = [t for t in trajectories if t.completion.mask is not None]
+    assert len(asked) > 10
+    assert {t.reward for t in trajectories} > {0.0, -0.05}
+    for t in asked:
+        assert t.completion.log_behavior is not None
+        assert not t.completion.log_behavior[~t.completion.mask].any()
+    first = [t for t in trajectories if t.completion.versions == (Version(), Version())]
+    for t in first:
+        sampled = np.ones(len(t.completion.tokens), bool) if t.completion.mask is None else t.completion.mask
+        assert t.completion.log_behavior is not None
+        assert abs(t.completion.log_behavior - t.log_reference)[sampled].max() < 1e-4

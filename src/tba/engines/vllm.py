@@ -35,9 +35,9 @@ from tba.errors import TbaError, UserError
 from tba.foreign import SAFE
 from tba.policy.loading import load_model
 from tba.policy.lora import is_adapter, merged_with
-from tba.protocols import Tokenizer
+from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import Streamed, shapes_of, write_tensors
-from tba.types import Completion, Prompt, Sampling, StopReason, Version
+from tba.types import Completion, FloatArray, Prompt, Sampling, StopReason, Version
 
 SUPPORTED = ("0.32",)
 GIVEN = "TBA_GPU_SHARE"  # in the environment: which part of its GPUs' memory is this process's (`runtime.devices`)
@@ -82,6 +82,36 @@ class _Growing:
     stopped: bool = False  # vLLM has seen a stop string
     finished: bool = False
     versions: tuple[Version, Version] | None = None  # by vLLM's own record, once it is finished
+
+
+@dataclass
+class _Talk:
+    """One completion in turns: what it has said and read before the turn that is growing."""
+
+    prompt: Prompt
+    seed: int
+    name: str = ""  # of its turn's request
+    turns: int = 0
+    turn: _Growing | None = None  # that is growing; None: its partner is asked, or it is at its end
+    tokens: list[int] = field(default_factory=list)
+    log_behavior: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    reason: StopReason = StopReason.INTERRUPTED
+    versions: tuple[Version, Version] | None = None
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Appends what the partner has said."""
+        self._append(tokens, [0.0] * len(tokens), False)
+
+    def say(self, tokens: Sequence[int], log_behavior: Sequence[float], reason: StopReason) -> None:
+        """Appends a turn."""
+        self._append(tokens, log_behavior, True)
+        self.reason, self.turn = reason, None
+
+    def _append(self, tokens: Sequence[int], log_behavior: Sequence[float], sampled: bool) -> None:
+        self.tokens.extend(tokens)
+        self.log_behavior.extend(log_behavior)
+        self.sampled.extend([sampled] * len(tokens))
 
 
 class VllmEngine:
@@ -257,7 +287,116 @@ class VllmEngine:
             row = [self._completion(g, sampling, first) for g in growing[name] if g.tokens]
             yield int(name.rpartition(".")[2]), row * (count // drawn)
 
-    def _parameters(self, prompt: Prompt, count: int, sampling: Sampling, seed: int) -> Any:
+    def converse(
+        self,
+        prompts: Sequence[Prompt],
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        partner: Partner,
+        interrupted: Callable[[], bool] | None = None,
+    ) -> Iterator[tuple[int, list[Completion]]]:
+        """Yields completions in turns, between which `partner` speaks. See `protocols.Conversing`.
+
+        Each turn is a request of its own, behind all that was said before: what vLLM has read of that, in whole blocks,
+        it finds in its prefix cache.
+        """
+        for prompt in prompts:
+            self.room.check(prompt)
+        first, call = self._version, next(self._calls)
+        talks = [_Talk(prompt, int(rng.integers(2**62))) for prompt in prompts for _ in range(count)]
+        ended: dict[int, Completion] = {}
+        left = dict.fromkeys(range(len(prompts)), count)
+
+        def finished(request: int) -> Iterator[tuple[int, list[Completion]]]:
+            ended[request] = partner.ended(request, self._conversation(talks[request], sampling, first))
+            i = request // count
+            left[i] -= 1
+            if not left[i]:
+                del left[i]
+                yield i, [ended.pop(r) for r in range(i * count, (i + 1) * count)]
+
+        self._generating = True
+        try:
+            for request in range(len(talks)):
+                self._ask(talks[request], call, request, sampling)
+            steps = 0
+            while left and count:
+                if steps % _STEPS_BETWEEN_ASKING == 0 and interrupted is not None and interrupted():
+                    break
+                steps += 1
+                turns: list[Turn] = []
+                computes = self._llm.has_unfinished_requests()
+                for output in self._llm.step() if computes else ():
+                    request = int(output.request_id.rpartition(".")[2])
+                    talk = talks[request]
+                    assert talk.turn is not None
+                    _extend(talk.turn, output.outputs[0])
+                    if not talk.turn.finished:
+                        continue
+                    text = self._said(talk, sampling)
+                    if talk.reason is StopReason.LENGTH:
+                        yield from finished(request)
+                    else:
+                        turns.append(Turn(request, text, talk.reason, self.room.of(talk.prompt) - len(talk.tokens)))
+                if turns:
+                    partner.hear(turns)
+                for request, heard in partner.replies(wait=not self._llm.has_unfinished_requests()).items():
+                    talk = talks[request]
+                    if heard is not None and len(talk.tokens) + len(heard) < self.room.of(talk.prompt):
+                        talk.read(heard.tolist())
+                        self._ask(talk, call, request, sampling)
+                        continue
+                    if heard is not None:
+                        talk.reason = StopReason.LENGTH
+                    yield from finished(request)
+        finally:
+            self._llm.abort_request([talk.name for talk in talks if talk.turn is not None])
+            self._generating = False
+        for i in left:
+            for request in range(i * count, (i + 1) * count):
+                talk = talks[request]
+                if request in ended:
+                    continue
+                if talk.turn is not None:
+                    self._said(talk, sampling)
+                talk.reason = StopReason.INTERRUPTED
+                if talk.tokens:
+                    ended[request] = partner.ended(request, self._conversation(talk, sampling, first))
+            yield i, [ended[r] for r in range(i * count, (i + 1) * count) if r in ended]
+
+    def _ask(self, talk: _Talk, call: int, request: int, sampling: Sampling) -> None:
+        """Begin the next turn."""
+        before, talk.name = len(talk.tokens), f"{call}.{talk.turns}.{request}"
+        parameters = self._parameters(talk.prompt, 1, sampling, talk.seed + talk.turns, before)
+        prompt = {"prompt_token_ids": [*talk.prompt.tokens.tolist(), *talk.tokens]}
+        self._llm.add_request(talk.name, prompt, parameters)
+        talk.turn, talk.turns = _Growing(), talk.turns + 1
+
+    def _said(self, talk: _Talk, sampling: Sampling) -> str:
+        """Take the turn that was growing as said; returns its text."""
+        assert talk.turn is not None
+        log_behavior = self._finite(talk.turn, sampling)
+        n, text, reason = self._end(talk.turn)
+        if talk.turn.versions is not None:
+            begun = talk.turn.versions if talk.versions is None else talk.versions
+            talk.versions = begun[0], talk.turn.versions[1]
+        talk.say(talk.turn.tokens[:n], log_behavior[:n].tolist(), reason)
+        return text
+
+    def _conversation(self, talk: _Talk, sampling: Sampling, first: Version) -> Completion:
+        return Completion(
+            np.array(talk.tokens, dtype=np.int32),
+            self._stop.text(talk.tokens),
+            talk.reason,
+            talk.versions or (first, self._version),
+            sampling,
+            np.array(talk.log_behavior, dtype=np.float32),
+            None if all(talk.sampled) else np.array(talk.sampled),
+        )
+
+    def _parameters(self, prompt: Prompt, count: int, sampling: Sampling, seed: int, before: int = 0) -> Any:
+        """before: tokens that the completion has already."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -270,8 +409,8 @@ class VllmEngine:
             detokenize=bool(self.settings.stop_strings),
             ignore_eos=True,  # all tokens that end a completion are listed:
             stop_token_ids=sorted(self._eos),
-            max_tokens=self.room.of(prompt),
-            min_tokens=self.settings.min_completion_tokens,
+            max_tokens=self.room.of(prompt) - before,
+            min_tokens=max(0, self.settings.min_completion_tokens - before),
             logprobs=0,  # of the token that was sampled
             output_kind=RequestOutputKind.DELTA,
         )
@@ -291,18 +430,28 @@ class VllmEngine:
             steps += 1
 
     def _completion(self, grown: _Growing, sampling: Sampling, first: Version) -> Completion:
+        log_behavior = self._finite(grown, sampling)
+        n, text, reason = self._end(grown)
+        versions = grown.versions or (first, self._version)
+        tokens = np.array(grown.tokens[:n], dtype=np.int32)
+        return Completion(tokens, text, reason, versions, sampling, log_behavior[:n].copy())
+
+    def _finite(self, grown: _Growing, sampling: Sampling) -> FloatArray:
+        """Returns the log-probabilities of what was sampled. Raises `TbaError` if they are none."""
         log_behavior = np.array(grown.log_behavior, dtype=np.float32)
         if not np.isfinite(log_behavior).all():
             raise TbaError(f"the weights of version {self.version} give probabilities that are not finite")
         if sampling.temperature == 0:
             log_behavior[:] = 0.0  # the log-probability of a draw that could not have been another
+        return log_behavior
+
+    def _end(self, grown: _Growing) -> tuple[int, str, StopReason]:
+        """Returns where what has grown ends: (its tokens, its text, why)."""
         n, text, reason = self._stop.ended(grown.tokens, self._eos, not grown.finished)
         # its text as it was generated; not that of all tokens together
         if grown.stopped and reason is StopReason.LENGTH:
             reason = StopReason.STOP_STRING
-        versions = grown.versions or (first, self._version)
-        tokens = np.array(grown.tokens[:n], dtype=np.int32)
-        return Completion(tokens, text, reason, versions, sampling, log_behavior[:n].copy())
+        return n, text, reason
 
 
 def _extend(grown: _Growing, part: Any) -> None:

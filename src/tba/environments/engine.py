@@ -20,7 +20,7 @@ import numpy as np
 from tba.environments.episode import EpisodeFailed
 from tba.environments.hosts import Answer, Beginning, Here, Hosts, Question
 from tba.environments.speech import Speech
-from tba.protocols import Acted, Conversing, Engine, Flow, FlowingTurns, Turn
+from tba.protocols import Acted, Conversing, Engine, Flow, FlowingTurns, InFlight, Turn
 from tba.types import Completion, IntArray, Judgement, Prompt, Sampling, StopReason, Version
 
 if TYPE_CHECKING:
@@ -43,6 +43,11 @@ class EpisodeEngine:
     @property
     def version(self) -> Version:
         return self.engine.version
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the engine takes newer weights in the middle of episodes. See `protocols.InFlight`."""
+        return isinstance(self.engine, InFlight) and self.engine.in_flight
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` into the engine. Raises `KeyError` or `ValueError` on a name or shape mismatch."""

@@ -73,8 +73,8 @@ def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock 
     engine = model.engine(version)
     if not isinstance(engine, Conversing):
         raise UserError(
-            f"task {recipe.task.name} is acted in several turns, which the vllm engine does not do yet: choose "
-            "--model.generation.engine transformers"
+            f"task {recipe.task.name} is acted in several turns, which {type(engine).__name__} does not do: choose "
+            "another engine (--model.generation.engine)"
         )
     kind = FlowingEpisodes if isinstance(engine, FlowingTurns) else EpisodeEngine
     still = nullcontext if clock is None else partial(_standing_still, clock)

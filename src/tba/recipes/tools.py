@@ -1,0 +1,36 @@
+"""SmolLM2-135M-Instruct learns to call a tool, on two CPU cores.
+
+    tba model smollm2 --out smollm2
+    tba train tools --model.path smollm2
+
+It is asked for products that it cannot work out; a tool knows them (`environments/multiplication.py`). The tool is
+described, and called, as its chat template has it, after one example. The reward is 1 for the right product. What the
+tool says is read and never trained. Without `--model.path` the weights are the Hub's. Needs the extra `tba-rl[lora]`,
+and `gguf` for the first command; docs/real_model.md says what comes out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.engines.transformers import EngineSettings
+from tba.environments.multiplication import EXAMPLE, Multiplication
+from tba.environments.task import EnvironmentTask
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.models.huggingface import HuggingFace
+from tba.recipes.instruct import recipe as instruct
+from tba.schedules import WarmupStableDecay
+from tba.search.prompts import PromptSettings
+
+assert isinstance(instruct.model, HuggingFace)
+recipe = replace(
+    instruct,
+    name="tools",
+    description="SmolLM2-135M-Instruct learns to call a tool by its chat template, two CPU processes",
+    task=EnvironmentTask(Multiplication, "tools", EXAMPLE, turns=3, worlds=4000, held_out=500),
+    model=replace(instruct.model, generation=EngineSettings(slots=64, max_completion_tokens=112)),
+    optimizer=replace(instruct.optimizer, schedule=WarmupStableDecay(5, 35, 20, final=0.1)),
+    evaluation=EvaluationSettings(every=20, problems=200, problems_during=64, greedy=False, chunk=64, shown=1000),
+    prompts=PromptSettings(max_tokens=384),
+    steps=60,
+)

@@ -1,0 +1,59 @@
+"""What staleness costs on a task with a tool: the recipe `calculator`, on-policy and stale, at its recipe's rate.
+
+As `stability`, with 300 updates. Of 2,000 held-out problems 1,000 are answered once every 20
+updates, all of them twice before and after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.environments.calculator import COST
+from tba.environments.task import EnvironmentTask
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.recipes.calculator import recipe as calculator
+from tba.record.recorder import RecordSettings
+from tba.replay.pacing import Pacing
+from tba.research.studies._base import objectives, stale, synchronous, with_objective
+from tba.research.study import Study, Variant
+from tba.schedules import WarmupStableDecay
+
+assert isinstance(calculator.task, EnvironmentTask)
+_base = replace(
+    calculator,
+    task=replace(calculator.task, held_out=2000),
+    steps=300,
+    optimizer=replace(calculator.optimizer, schedule=WarmupStableDecay(20, 200, 80)),
+    evaluation=EvaluationSettings(
+        every=20,
+        problems=2000,
+        problems_during=1000,
+        threshold=1 - COST,
+        greedy=False,
+        samples=2,
+        pass_k=0,
+        chunk=500,
+    ),
+    record=RecordSettings(tensorboard=False, samples=0),
+    replay=replace(calculator.replay, pacing=Pacing(warm_up=280)),
+)
+NAMES = ("tb", "tb-weighted", "tb-robust", "tba-prime", "grpo", "ppo", "reinforce", "raft")
+
+variants: dict[str, Variant] = {}
+for _name in NAMES:
+    _recipe = with_objective(_base, objectives()[_name])
+    variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
+    for _k in (10, 64):
+        variants[f"{_name}-k{_k}"] = Variant(stale(_recipe, _k, m=0.5), _name)
+
+study = Study(
+    name="stability_calculator",
+    description="A calculator to ask, on-policy and stale (k = 10, 64; half of the groups old): success and falls.",
+    recipe=_base,
+    variants=variants,
+    seeds=(0, 1, 2, 3, 4),
+    target=0.80,
+    baseline="{family}-sync",
+    margin=0.015,
+    divergence_prompts=0,
+)
