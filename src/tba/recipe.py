@@ -18,7 +18,7 @@ from typing import Any, Literal
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.fields import BY_CODE
-from tba.protocols import HEADS, Embedding, Exploration, Model, Objective, Task
+from tba.protocols import HEADS, Acted, Embedding, Exploration, Model, Objective, Task
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
 from tba.search.exploration import Fixed
@@ -227,6 +227,12 @@ class Recipe:
             raise UserError(
                 f"searchers sample no {' and no '.join(self.model.never_sampled)}, and the vine continues answers from "
                 "their middle, where such rules mean something else: leave the rules or the vine out"
+            )
+        stops = getattr(getattr(self.model, "generation", None), "stop_strings", ())
+        if self.vine is not None and stops and isinstance(self.task, Acted):
+            raise UserError(
+                "the vine plays an episode's turns again from their tokens, with the stop strings that the "
+                "environment was not told: leave the stop strings or the vine out"
             )
         if self.fill.demonstrations and needs & {"log_behavior", "step_value"}:
             raise UserError(

@@ -104,6 +104,12 @@ class Prompt:
     text: str = ""  # what the tokens were made from, chat template applied
     fields: Mapping[str, Json] = field(default_factory=dict)  # the problem's
     seed: int | None = None  # the problem's; None: there is no world, or only one
+    said: tuple[str, ...] = ()  # in the middle of an episode, to be played on: the turns so far (never stored)
+
+    @property
+    def world(self) -> int:
+        """The seed of the world that answers meet."""
+        return int(self.key[:7], 16) if self.seed is None else self.seed
 
     @cached_property
     def key(self) -> str:
@@ -163,6 +169,14 @@ class Completion:
         if self.mask is not None:
             digest.update(np.packbits(self.mask).tobytes())
         return digest.hexdigest()
+
+    @property
+    def turns(self) -> list[tuple[int, int]]:
+        """Where each turn of the policy begins and ends."""
+        if self.mask is None:
+            return [(0, len(self.tokens))]
+        steps = np.diff(self.mask.astype(np.int8), prepend=0, append=0)
+        return list(zip(np.flatnonzero(steps == 1).tolist(), np.flatnonzero(steps == -1).tolist(), strict=True))
 
     @property
     def observed(self) -> int:

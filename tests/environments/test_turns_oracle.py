@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,13 +20,18 @@ from tests.environments.turning_toy import (
 from tests.runtime.runs import final_weights, inline, processes
 
 from tba.__main__ import main
-from tba.engines.tabular import tabular_prompts
+from tba.engines.tabular import TabularEngine, tabular_prompts
+from tba.environments.engine import EpisodeEngine
+from tba.environments.speech import Speech
+from tba.environments.task import EnvironmentReward
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer
 from tba.record.summary import Summary
 from tba.replay.codec import decode_prompt, encode_prompt
 from tba.replay.follower import JournalFollower
 from tba.runtime.run_dir import RunDirectory
 from tba.search.prompts import PromptSettings, encode
+from tba.search.vine import Vine
+from tba.types import Sampling, Trajectory, Version
 
 TOY = Path(__file__).with_name("turning_toy.py")
 SEEDS = {0: 0, 1: 1}  # of the world of each training prompt
@@ -57,6 +64,37 @@ def test_processes_do_so_too_with_two_searchers(tmp_path: Path) -> None:
     summary = processes(tmp_path / "run", "--searchers", "2", source=TOY)
     sane(summary)
     assert distance(tmp_path / "run") <= 0.02
+
+
+def test_the_value_of_a_turn_is_the_mean_reward_of_all_that_can_follow_it_in_the_same_world() -> None:
+    """VinePPO's steps are turns: each prefix is played again in a world of its seed, and continued 2,000 times."""
+    engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False))
+    prompts = [replace(p, seed=seed) for seed, p in enumerate(tabular_prompts(task))]
+    rng, counts = np.random.default_rng(0), Counter[str]()
+    answered = engine.generate(prompts, 6, Sampling(), rng)
+    played = [
+        Trajectory("", prompt, c, 0.0, np.zeros(len(c.tokens), np.float32), Version())
+        for prompt, row in zip(prompts, answered, strict=True)
+        for c in row
+    ]
+    vine = Vine(rollouts=2000).start(engine, EnvironmentReward(), TabularTokenizer(4), by_turns=True)
+    reference, several, prefixes = TabularPolicy(task, dtype=torch.float64), 0, set()
+    for t in vine.grow(played, Sampling(), rng, counts):
+        starts, values = t.arrays["step_start"].tolist(), t.arrays["step_value"].tolist()
+        assert starts == list(range(0, len(t.completion.tokens), 2))  # between two turns the world says one symbol
+        several += len(starts) == 3
+        assert t.prompt.seed is not None
+        for start, value in zip(starts, values, strict=True):
+            prefixes.add((t.prompt.key, t.completion.tokens[:start].tobytes()))
+            found = list(plays(Turning, t.prompt.seed, tuple(t.completion.tokens[:start:2].tolist())))
+            question = task.question(t.prompt)
+            weight = torch.stack([log_probability(reference, question, play) for play in found]).softmax(0)
+            rewards = torch.tensor([play.reward for play in found], dtype=torch.float64)
+            mean = float(weight @ rewards)
+            spread = float((weight @ (rewards - mean) ** 2).sqrt())
+            assert abs(value - mean) <= 4 * spread / 2000**0.5 + 1e-6
+    assert several >= 3
+    assert counts["auxiliary_trajectories"] == 2000 * len(prefixes)
 
 
 def test_it_does_so_from_a_scripted_agents_plays_alone(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident
 from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
 from tba.runtime.leading import prepare_process, start_policy, start_ranks
-from tba.runtime.prompting import engine_of, prompts_of, reward_of
+from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
 from tba.training.trainer import Trainer
@@ -54,7 +54,7 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
     prompts = prompts_of(recipe, model.tokenizer(), "train")
     held_out = prompts_of(recipe, model.tokenizer(), "eval")
     engine, reward = engine_of(recipe, model, Version()), reward_of(recipe.task)
-    vine = recipe.vine.start(engine, reward, model.tokenizer()) if recipe.vine else None
+    vine = vine_of(recipe, model, engine, reward)
     reference = model.reference(recipe.policy_temperature, Version())
     rng = np.random.default_rng(seed)
     seconds: list[float] = []

@@ -104,11 +104,14 @@ class TabularEngine:
         See `protocols.Conversing`. What the partner says are symbols too: nodes of the same tree.
         """
         log_behavior_QNV = log_behavior(self._logits_QNV, sampling)
-        growing = [_Growing(i, prompt) for i, prompt in enumerate(p for p in prompts for _ in range(count))]
+        growing = [
+            _Growing(i, prompt, self.task.begun(prompt))
+            for i, prompt in enumerate(p for p in prompts for _ in range(count))
+        ]
         ended: list[list[Completion]] = [[] for _ in prompts]
         going_on = growing
         while going_on and not (interrupted is not None and interrupted()):
-            nodes = [self.task.outcome(row.tokens) for row in going_on]
+            nodes = [self.task.outcome([*row.begun, *row.tokens]) for row in going_on]
             questions = [self.task.question(row.prompt) for row in going_on]
             log_p_RV = log_behavior_QNV[questions, nodes]
             for row, token, log_p_V in zip(going_on, _draw(np.exp(log_p_RV), rng).tolist(), log_p_RV, strict=True):
@@ -119,7 +122,7 @@ class TabularEngine:
                         row.request,
                         self._tokenizer.decode(row.tokens[-1:]),
                         StopReason.EOS if row.tokens[-1] == EOS else StopReason.STOP_STRING,
-                        0 if row.tokens[-1] == EOS else self.task.length - len(row.tokens),
+                        0 if row.tokens[-1] == EOS else self.task.length - len(row.begun) - len(row.tokens),
                     )
                     for row in going_on
                 ]
@@ -127,14 +130,14 @@ class TabularEngine:
             heard: dict[int, IntArray | None] = {}
             while len(heard) < len(going_on):
                 heard |= partner.replies(wait=True)
-            going_on = [row for row in going_on if row.takes(heard[row.request], self.task.length)]
+            going_on = [row for row in going_on if row.takes(heard[row.request], self.task.length - len(row.begun))]
         for row in growing:
             if row.tokens:
                 completion = replace(
                     self.completion(
                         np.array(row.tokens, np.int32),
                         np.array(row.log_behavior, np.float32),
-                        self.task.length,
+                        self.task.length - len(row.begun),
                         sampling,
                     ),
                     stop_reason=row.stop_reason,
@@ -222,6 +225,7 @@ class _Growing:
 
     request: int
     prompt: Prompt
+    begun: list[int] = field(default_factory=list)  # the part of an answer that the prompt ends with
     tokens: list[int] = field(default_factory=list)
     log_behavior: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)

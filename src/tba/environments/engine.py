@@ -190,9 +190,9 @@ class Episodes:
             self._leave(request)
             return completion
         if request not in self._judgements:
-            begins = _turns(completion)
-            was_cut = len(begins) > self._heard.get(request, 0)
-            self._ask(request, None, self.speech.text(completion.tokens[begins[-1] :]) if was_cut else None)
+            turns = completion.turns
+            was_cut = len(turns) > self._heard.get(request, 0)
+            self._ask(request, None, self.speech.text(completion.tokens[turns[-1][0] :]) if was_cut else None)
             self.listen(wait=False)
         if request not in self._judgements:
             self._unjudged[id(completion)] = request
@@ -259,8 +259,7 @@ class Episodes:
         if request not in self._begun:
             self._begun.add(request)
             prompt = self._prompts[request // self.count]
-            seed = prompt.seed if prompt.seed is not None else int(prompt.key[:7], 16)
-            begin = Beginning(prompt.fields, seed, prompt.text)
+            begin = Beginning(prompt.fields, prompt.world, prompt.text, prompt.said)
         with self.still() if isinstance(self.worlds, Here) else nullcontext():
             self.worlds.ask(request, Question(begin, turn, cut))
 
@@ -294,11 +293,3 @@ class Episodes:
         if failed:
             log.warning("%d of %d episodes failed and are rejected, the last: %s", failed, played, self._why)
         self._failures, self._reported = [0, 0], time.monotonic()
-
-
-def _turns(completion: Completion) -> list[int]:
-    """Returns where each turn of a completion begins."""
-    if completion.mask is None:
-        return [0]
-    before = np.concatenate([[False], completion.mask[:-1]])
-    return [int(begin) for begin in np.flatnonzero(completion.mask & ~before)]

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,15 @@ class Episode:
         told = self._stepped(self._step, text) if self._step is not None else self._acted(text)
         self.over = self.over or told is None or self._left <= 0
         return None if self.over else told
+
+    def play_on(self, said: Sequence[str]) -> None:
+        """Play turns that were played before, which did not end it. Raises `EpisodeFailed` when they do now."""
+        for text in said:
+            if self.say(text) is None:
+                raise EpisodeFailed(
+                    f"{type(self._environment).__name__} is over after turns that it went on after before: whatever it "
+                    "draws has to be drawn from the argument `seed` of reset()"
+                )
 
     def _stepped(self, step: Callable[..., Any], text: str) -> Observation | None:
         answer: Any = self._called("step()", step, text)

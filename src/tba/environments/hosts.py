@@ -27,7 +27,7 @@ import traceback
 import warnings
 import weakref
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -77,6 +77,7 @@ class Beginning:
     fields: Mapping[str, Json]  # the problem's
     seed: int
     prompt: str  # what the policy was told first
+    said: Sequence[str] = ()  # turns that it goes on after
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class Stage:
             if (new := question.begin) is not None:
                 self.leave()
                 self._episode = begun(self._task.environment, new.fields, new.seed, self._task.turns, new.prompt)
+                self._episode.play_on(new.said)
             assert self._episode is not None
             if question.cut is not None:
                 self._episode.cut(question.cut)

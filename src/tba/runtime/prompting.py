@@ -20,6 +20,7 @@ from tba.foreign import failed, problems_of
 from tba.protocols import Acted, Conversing, Engine, FlowingTurns, Journal, Model, PromptSource, Reward, Task, Tokenizer
 from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
+from tba.search.vine import VineRollouts
 from tba.types import Prompt, Split, Version
 
 # a prompt not answered by then is handed out again; this is longer than a round of long answers takes
@@ -79,6 +80,14 @@ def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock 
     kind = FlowingEpisodes if isinstance(engine, FlowingTurns) else EpisodeEngine
     still = nullcontext if clock is None else partial(_standing_still, clock)
     return kind(engine, task, speech_of(recipe.task, model.tokenizer()), worlds, still)
+
+
+def vine_of(recipe: Recipe, model: Model, engine: Engine, reward: Reward) -> VineRollouts | None:
+    """Returns what estimates the values of an answer's steps, where the recipe has it; an episode's steps are turns."""
+    if recipe.vine is None:
+        return None
+    by_turns = isinstance(recipe.task, Acted)
+    return recipe.vine.start(engine, reward, model.tokenizer(), recipe.largest_reward, by_turns)
 
 
 def _standing_still(clock: ShareClock) -> AbstractContextManager[None]:

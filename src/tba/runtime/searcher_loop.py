@@ -25,7 +25,7 @@ from tba.recipe import Recipe
 from tba.record.memory import FreedMemory, peak_memory_bytes
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
-from tba.runtime.prompting import LEASE_SECONDS, engine_of, prompt_source, prompts_of, reward_of
+from tba.runtime.prompting import LEASE_SECONDS, engine_of, prompt_source, prompts_of, reward_of, vine_of
 from tba.runtime.run_dir import RunDirectory
 from tba.search.pipeline import Pipeline
 from tba.search.rescoring import Rescorer
@@ -212,7 +212,7 @@ def _loop_of(
     attempt: int,
     interrupted: Callable[[], bool] | None,
 ) -> SearcherLoop:
-    name, tokenizer = f"searcher-{index}", model.tokenizer()
+    name = f"searcher-{index}"
     journal, weights = ends.journal, ends.weights
     engine, reward = engine_of(recipe, model, Version(), clock), _patient(recipe, ends.records, reward_of(recipe.task))
     reference = model.reference(recipe.policy_temperature, Version())
@@ -232,7 +232,7 @@ def _loop_of(
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
         embedder=recipe.embedding.start() if recipe.embedding else None,
-        vine=recipe.vine.start(engine, reward, tokenizer, recipe.largest_reward) if recipe.vine else None,
+        vine=vine_of(recipe, model, engine, reward),
         rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,
         hide_text=recipe.record.hide_text,
@@ -242,7 +242,7 @@ def _loop_of(
     flows = recipe.run.continuous and recipe.runtime != "inline" and recipe.vine is None and isinstance(engine, Flowing)
     examiner = Examiner(
         engine=engine,
-        prompts=prompts_of(recipe, tokenizer, "eval"),
+        prompts=prompts_of(recipe, model.tokenizer(), "eval"),
         reward=_examination(recipe, ends.records) or reward,
         settings=recipe.evaluation,
         policy_temperature=recipe.policy_temperature,

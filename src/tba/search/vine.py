@@ -2,14 +2,15 @@
 
 Invariant: a rollout is sampled with the weights and settings that gave the answer, is scored by the same reward as a
 whole answer, and is used for nothing but the mean that becomes a value: it is never trained on. Each distinct prefix of
-a round is continued once, however many answers share it.
+a round is continued once, however many answers share it. An episode's steps are its turns, and the world in which it
+is continued is the one that it was played in: begun again from its seed, and told the same turns.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +27,10 @@ Prefix = tuple[str, bytes]  # a prompt's key and the answer's tokens so far
 
 @dataclass(frozen=True)
 class Vine:
-    """How an answer is split into steps, and how often each is continued. Raises `UserError` for what cannot work."""
+    """How an answer is split into steps, and how often each is continued. Raises `UserError` for what cannot work.
+
+    In an environment the steps are the turns, and `separator`, `joined` and `max_tokens` are not used.
+    """
 
     rollouts: int = 9  # continuations of each distinct prefix, whose mean reward is its value
     separator: str = "\n"  # text that ends a step; empty: every token is a step
@@ -43,9 +47,14 @@ class Vine:
                 raise UserError(f"the vine's {name} is {value}: give at least 1, or None for no limit")
 
     def start(
-        self, engine: Engine, reward: Reward, tokenizer: Tokenizer, largest_reward: float = sys.float_info.max
+        self,
+        engine: Engine,
+        reward: Reward,
+        tokenizer: Tokenizer,
+        largest_reward: float = sys.float_info.max,
+        by_turns: bool = False,
     ) -> VineRollouts:
-        return VineRollouts(self, engine, reward, tokenizer, largest_reward)
+        return VineRollouts(self, engine, reward, tokenizer, largest_reward, by_turns)
 
     def split(self, tokens: IntArray, tokenizer: Tokenizer) -> list[int]:
         """Returns where the steps begin, in tokens: 0, and after each token in which a separator ends.
@@ -79,6 +88,7 @@ class VineRollouts:
     reward: Reward
     tokenizer: Tokenizer
     largest_reward: float = sys.float_info.max  # a value beyond it rejects its answer, as an infinite one does
+    by_turns: bool = False  # answers are episodes, and their steps turns: a rollout is the same world played on
 
     def grow(
         self,
@@ -95,11 +105,13 @@ class VineRollouts:
         `largest_reward` as rejected; all rollouts are counted as auxiliary.
         """
         splits = [self._estimated(t) for t in trajectories]
+        wanted = {
+            prefix: self._begun(t, start)
+            for t, (_, own) in zip(trajectories, splits, strict=True)
+            for prefix, start in zip(_prefixes(t, own), own, strict=True)
+        }
         prompts = {t.prompt.key: t.prompt for t in trajectories}
-        wanted = dict.fromkeys(
-            prefix for t, (_, own) in zip(trajectories, splits, strict=True) for prefix in _prefixes(t, own)
-        )
-        values = self._values(list(wanted), prompts, sampling, rng, counts, interrupted)
+        values = self._values(wanted, prompts, sampling, rng, counts, interrupted)
         grown = []
         for trajectory, (starts, own) in zip(trajectories, splits, strict=True):
             found = [values.get(prefix) for prefix in _prefixes(trajectory, own)]
@@ -118,12 +130,25 @@ class VineRollouts:
         """Returns (where its steps begin, before which of them the value is estimated): after at most `max_steps`
         steps.
         """
-        starts, limit = self.settings.split(trajectory.completion.tokens, self.tokenizer), self.settings.max_steps
+        completion, limit = trajectory.completion, self.settings.max_steps
+        if self.by_turns:
+            starts = [begin for begin, _ in completion.turns]
+        else:
+            starts = self.settings.split(completion.tokens, self.tokenizer)
         return starts, starts if limit is None else starts[: limit + 1]
+
+    def _begun(self, trajectory: Trajectory, start: int) -> Prompt:
+        """Returns the prompt that the answer's first `start` tokens and its own make."""
+        prompt, completion = trajectory.prompt, trajectory.completion
+        tokens = np.concatenate([prompt.tokens, completion.tokens[:start]]).astype(np.int32)
+        if not self.by_turns:
+            return replace(prompt, tokens=tokens)
+        said = tuple(self._text(completion.tokens[a:b]) for a, b in completion.turns if b <= start)
+        return replace(prompt, tokens=tokens, seed=prompt.world, said=said)
 
     def _values(
         self,
-        prefixes: Sequence[Prefix],
+        wanted: Mapping[Prefix, Prompt],
         prompts: dict[str, Prompt],
         sampling: Sampling,
         rng: np.random.Generator,
@@ -131,16 +156,13 @@ class VineRollouts:
         interrupted: Callable[[], bool] | None,
     ) -> dict[Prefix, float]:
         """Returns the mean reward of the rollouts of each prefix; a prefix with an interrupted one has none."""
-        begun = [np.frombuffer(tokens, np.int32) for _, tokens in prefixes]
-        asked = [
-            replace(prompts[key], tokens=np.concatenate([prompts[key].tokens, tokens]).astype(np.int32))
-            for (key, _), tokens in zip(prefixes, begun, strict=True)
-        ]
+        asked = list(wanted.values())
         counts["asked_tokens"] += sum(len(prompt.tokens) for prompt in asked)
         n = self.settings.rollouts
         continued = self.engine.generate(asked, n, sampling, rng, interrupted)
         answered, whole = [], []
-        for prefix, tokens, rollouts in zip(prefixes, begun, continued, strict=True):
+        for prefix, rollouts in zip(wanted, continued, strict=True):
+            tokens = np.frombuffer(prefix[1], np.int32)
             for rollout in rollouts:
                 _count(counts, "auxiliary", len(rollout.tokens))
             if sum(r.stop_reason is not StopReason.INTERRUPTED for r in rollouts) == n:
@@ -150,7 +172,11 @@ class VineRollouts:
         return dict(zip(whole, rewards.reshape(len(whole), n).mean(1).tolist(), strict=True))
 
     def _joined(self, prefix: IntArray, rollout: Completion) -> Completion:
-        """Returns the answer that a prefix and its continuation make, as the reward would see it."""
+        """Returns the answer that a prefix and its continuation make, as the reward would see it; of an episode only
+        the continuation, which its environment has judged.
+        """
+        if self.by_turns:
+            return rollout
         tokens = np.concatenate([prefix, rollout.tokens]).astype(np.int32)
         limit = self.settings.max_tokens
         if limit is not None and len(tokens) > limit:
