@@ -310,10 +310,15 @@ def test_weights_in_flight_change_the_rest_of_what_is_growing_and_each_token_has
             assert c.versions[1] == Version(0, 4 if at < len(c.tokens) else 3)
 
 
+def often_stopping(model: HuggingFace) -> HuggingFace:
+    return replace(model, generation=replace(model.generation, stop_strings=("a", "dc", "f", "k", "n", "q")))
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_what_is_said_after_an_observation_has_the_trainers_log_probability(
-    engine: Engine, model: HuggingFace, late: bool
+    serving: Serving, model: HuggingFace, late: bool
 ) -> None:
+    engine = serving(often_stopping(model))
     assert isinstance(engine, Conversing)
     prompts, partner = prompts_of(5, 150, 1, 270, 150), Talker(late=late, letters=len(ALPHABET) - 2)
     found = dict(engine.converse(prompts, 6, Sampling(0.7), np.random.default_rng(0), partner))
@@ -330,14 +335,13 @@ def test_what_is_said_after_an_observation_has_the_trainers_log_probability(
         heard = [token for text in said for token in partner.answer(text)]
         assert c is answered[request // 6][request % 6]
         assert len(said) <= 1 or c.tokens[~c.mask].tolist() == heard[: c.observed]
-    assert sum(len(said) > 1 for said in partner.turns.values()) >= 5
-    assert {c.stop_reason for row in answered for c in row} == {StopReason.EOS, StopReason.LENGTH}
+    assert sum(len(said) > 1 for said in partner.turns.values()) >= 15
+    assert {c.stop_reason for row in answered for c in row} > {StopReason.STOP_STRING, StopReason.LENGTH}
     assert max(len(c.tokens) for row in answered for c in row) == 24
 
 
 def test_its_conversations_are_the_transformers_engines(serving: Serving, model: HuggingFace) -> None:
-    stopping = replace(model, generation=replace(model.generation, stop_strings=("a", "f", "kb", "no")))
-    prompts, told_by = prompts_of(*range(3, 23)), []
+    stopping, prompts, told_by = often_stopping(model), prompts_of(*range(3, 23)), []
     for engine in (serving(stopping), of_transformers(stopping)):
         assert isinstance(engine, Conversing)
         partner = Talker(letters=len(ALPHABET) - 2)
@@ -349,14 +353,15 @@ def test_its_conversations_are_the_transformers_engines(serving: Serving, model:
 
 
 def test_an_interrupted_conversation_gives_what_there_was_and_leaves_nothing_behind(
-    engine: Engine, model: HuggingFace
+    serving: Serving, model: HuggingFace
 ) -> None:
+    engine = serving(often_stopping(model))
     assert isinstance(engine, Conversing)
     prompts, partner = prompts_of(20, 21, 22, 23), Talker(most=99, late=True, letters=len(ALPHABET) - 2)
     given = dict(engine.converse(prompts, 8, Sampling(), np.random.default_rng(0), partner, asked(times=2)))
     begun = [c for row in given.values() for c in row]
     assert sorted(given) == [0, 1, 2, 3]
-    assert 0 < len(begun) < 32
+    assert 0 < len(begun) <= 32
     assert any(c.observed for c in begun)
     assert {c.stop_reason for c in begun} >= {StopReason.INTERRUPTED}
     whole = engine.generate(prompts, 8, Sampling(), np.random.default_rng(0))

@@ -127,25 +127,30 @@ def test_its_logs_are_clean(ran: Ran) -> None:
 def test_episodes_are_played_in_processes_and_trained(tmp_path: Path) -> None:
     assert isinstance(calculator.model, HuggingFace)
     assert calculator.model.warm_start is not None
-    start = replace(calculator.model.warm_start, sft=SupervisedSettings(steps=200, batch_size=32, lr=2e-3))
+    start = replace(
+        calculator.model.warm_start,
+        scratch=ScratchModel(hidden_size=64, layers=2, heads=2, kv_heads=1, ff_size=128, max_positions=48),
+        sft=SupervisedSettings(steps=200, batch_size=32, lr=2e-3),
+    )
     base = warm_started(start, calculator.task, lambda line: None)
     path = tmp_path / "run"
     overrides = (
         *("--model.path", str(base), "--model.generation.engine", "vllm", "--model.generation.slots", "32"),
         *("--model.vllm.update", "in_flight", "--task.limits.processes", "8", "--task.held-out", "20"),
-        *("--steps", "8", "--searchers", "1", "--groups-per-step", "2", "--group-size", "4"),
+        *("--steps", "16", "--searchers", "1", "--groups-per-step", "2", "--group-size", "4"),
         *("--samples-per-prompt", "8", "--prompts-per-round", "3", "--replay.pacing.warm-up", "24"),
         *("--replay.pacing.max-mean-uses", "1", "--evaluation.problems", "16", "--evaluation.every", "4"),
     )
     summary = processes(path, *overrides, source=Path("calculator"))
     with JournalFollower(path / "journal.sqlite") as journal:
         trajectories = journal.drain()
-    assert summary.steps == 8
+    assert summary.steps == 16
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
     asked = [t for t in trajectories if t.completion.mask is not None]
-    assert len(asked) > 10
-    assert {t.reward for t in trajectories} > {0.0, -0.05}
+    assert len(asked) >= 5
+    assert all(t.reward in {0.0, 1.0} for t in trajectories if t.completion.mask is None)
+    assert min(t.reward for t in asked) < 0  # what was asked for costs
     for t in asked:
         assert t.completion.log_behavior is not None
         assert not t.completion.log_behavior[~t.completion.mask].any()
