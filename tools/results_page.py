@@ -385,6 +385,16 @@ def stability_countdown() -> Lines:
     return [["success, %", "seeds", "on-policy", "k = 10", "k = 64", "different right answers of 32, k = 10"], *rows]
 
 
+def stability_calculator() -> Lines:
+    names = {"tb-robust": "robust", "tb": "none (the paper's form)"} | {name: NAMES[name] for name in ("raft", "grpo")}
+    found, rows = study("stability_calculator"), []
+    for name, said in names.items():
+        fresh, *stale = (found.get(f"{name}-{way}", []) for way in ("sync", "k10", "k64"))
+        cells = [f"{brief(runs)}{_paired(runs, fresh)}" if runs else "" for runs in stale]
+        rows.append([said, str(len(stale[0])), brief(fresh) if fresh else "", *cells])
+    return [["success, %", "seeds", "on-policy", "k = 10", "k = 64"], *rows]
+
+
 def _paired(runs: Runs, baseline: Runs) -> str:
     """The mean difference of runs of one seed, which have base and problems in common (Student's t)."""
     by_seed = {run["seed"]: float(run[ACCURACY]) for run in baseline}
@@ -785,6 +795,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "stable": stable,
     "stability": stability,
     "stability-countdown": stability_countdown,
+    "stability-calculator": stability_calculator,
     "controller": controller,
     "controller-by-arrival": controller_by_arrival,
     "frontier": frontier,
