@@ -386,7 +386,8 @@ def stability_countdown() -> Lines:
 
 
 def stability_calculator() -> Lines:
-    names = {"tb-robust": "robust", "tb": "none (the paper's form)"} | {name: NAMES[name] for name in ("raft", "grpo")}
+    names = {"tb-robust": "robust", "tb": "none (the paper's form)"}
+    names |= {name: NAMES[name] for name in ("raft", "reinforce", "grpo", "ppo")}
     found, rows = study("stability_calculator"), []
     for name, said in names.items():
         fresh, *stale = (found.get(f"{name}-{way}", []) for way in ("sync", "k10", "k64"))

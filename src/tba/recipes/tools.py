@@ -6,7 +6,7 @@
 It is asked for products that it cannot work out; a tool knows them (`environments/multiplication.py`). The tool is
 described, and called, as its chat template has it, after one example. The reward is 1 for the right product. What the
 tool says is read and never trained. Without `--model.path` the weights are the Hub's. Needs the extra `tba-rl[lora]`,
-and `gguf` for the first command; docs/real_model.md says what comes out.
+and `gguf` for the first command. The base gets 5 to 9 % of the products right (4-bit weights).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What staleness costs on a task with a tool: the recipe `calculator`, on-policy and stale, at its recipe's rate of 2e-4.
+"""What staleness costs on a task with a tool: the recipe `calculator`, on-policy and stale, at 2e-4.
 
 As `stability`, with 300 updates. Of 2,000 held-out problems 1,000 are answered once every 20 updates, all of them twice
 before and after.
