@@ -16,6 +16,7 @@ from tba.engines.transformers import EngineSettings
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
 from tba.recipes.instruct import recipe as instruct
+from tba.replay.buffer import BufferSettings
 from tba.tasks.word_problems import WordProblems
 
 assert isinstance(instruct.model, HuggingFace)
@@ -25,5 +26,6 @@ recipe = replace(
     description="SmolLM2-135M-Instruct learns to solve word problems of one or two steps, two CPU processes",
     task=WordProblems(),
     model=replace(instruct.model, generation=EngineSettings(slots=64, max_completion_tokens=48)),
+    replay=replace(instruct.replay, buffer=BufferSettings(distinct=False)),  # most answers are a number alone
     evaluation=EvaluationSettings(every=40, problems=200, problems_during=200, greedy=False, chunk=64, shown=1000),
 )
