@@ -24,6 +24,7 @@ from tba.engines.tabular import TabularEngine, tabular_prompts
 from tba.environments.engine import EpisodeEngine
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward
+from tba.errors import UserError
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer
 from tba.record.summary import Summary
 from tba.replay.codec import decode_prompt, encode_prompt
@@ -31,7 +32,7 @@ from tba.replay.follower import JournalFollower
 from tba.runtime.run_dir import RunDirectory
 from tba.search.prompts import PromptSettings, encode
 from tba.search.vine import Vine
-from tba.types import Sampling, Trajectory, Version
+from tba.types import Completion, Sampling, StopReason, Trajectory, Version
 
 TOY = Path(__file__).with_name("turning_toy.py")
 SEEDS = {0: 0, 1: 1}  # of the world of each training prompt
@@ -95,6 +96,16 @@ def test_the_value_of_a_turn_is_the_mean_reward_of_all_that_can_follow_it_in_the
             assert abs(value - mean) <= 4 * spread / 2000**0.5 + 1e-6
     assert several >= 3
     assert counts["auxiliary_trajectories"] == 2000 * len(prefixes)
+
+
+def test_two_turns_between_which_the_world_says_nothing_have_no_values_of_their_own() -> None:
+    engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False))
+    (prompt, _), tokens = tabular_prompts(task), np.array([1, 2], np.int32)
+    merged = Completion(tokens, "AB", StopReason.EOS, (Version(), Version()))
+    played = Trajectory("", prompt, merged, 0.0, np.zeros(2, np.float32), Version(), {"turns": 2.0})
+    vine = Vine(rollouts=2).start(engine, EnvironmentReward(), TabularTokenizer(4), by_turns=True)
+    with pytest.raises(UserError, match="cannot be told apart"):
+        vine.grow([played], Sampling(), np.random.default_rng(0), Counter())
 
 
 def test_it_does_so_from_a_scripted_agents_plays_alone(tmp_path: Path) -> None:

@@ -99,16 +99,7 @@ class _Talk:
     reason: StopReason = StopReason.INTERRUPTED
     versions: tuple[Version, Version] | None = None
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Appends what the partner has said."""
-        self._append(tokens, [0.0] * len(tokens), False)
-
-    def say(self, tokens: Sequence[int], log_behavior: Sequence[float], reason: StopReason) -> None:
-        """Appends a turn."""
-        self._append(tokens, log_behavior, True)
-        self.reason, self.turn = reason, None
-
-    def _append(self, tokens: Sequence[int], log_behavior: Sequence[float], sampled: bool) -> None:
+    def append(self, tokens: Sequence[int], log_behavior: Sequence[float], sampled: bool) -> None:
         self.tokens.extend(tokens)
         self.log_behavior.extend(log_behavior)
         self.sampled.extend([sampled] * len(tokens))
@@ -344,7 +335,7 @@ class VllmEngine:
                 for request, heard in partner.replies(wait=not self._llm.has_unfinished_requests()).items():
                     talk = talks[request]
                     if heard is not None and len(talk.tokens) + len(heard) < self.room.of(talk.prompt):
-                        talk.read(heard.tolist())
+                        talk.append(heard.tolist(), [0.0] * len(heard), False)
                         self._ask(talk, call, request, sampling)
                         continue
                     if heard is not None:
@@ -381,7 +372,8 @@ class VllmEngine:
         if talk.turn.versions is not None:
             begun = talk.turn.versions if talk.versions is None else talk.versions
             talk.versions = begun[0], talk.turn.versions[1]
-        talk.say(talk.turn.tokens[:n], log_behavior[:n].tolist(), reason)
+        talk.append(talk.turn.tokens[:n], log_behavior[:n].tolist(), True)
+        talk.reason, talk.turn = reason, None
         return text
 
     def _conversation(self, talk: _Talk, sampling: Sampling, first: Version) -> Completion:

@@ -143,6 +143,11 @@ class VineRollouts:
         tokens = np.concatenate([prompt.tokens, completion.tokens[:start]]).astype(np.int32)
         if not self.by_turns:
             return replace(prompt, tokens=tokens)
+        if trajectory.reward_parts.get("turns", 0) > len(completion.turns):
+            raise UserError(
+                f"the environment of task {prompt.task} answered a turn with nothing, so that two turns of an episode "
+                "cannot be told apart, which VinePPO's values need: let it say something, or choose another objective"
+            )
         said = tuple(self._text(completion.tokens[a:b]) for a, b in completion.turns if b <= start)
         return replace(prompt, tokens=tokens, seed=prompt.world, said=said)
 

@@ -6,6 +6,7 @@ Invariant: every objective gets the same model, data, batch, optimizer and pull 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tba.evaluation.accuracy import EvaluationSettings
@@ -26,6 +27,7 @@ from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
+from tba.research.study import Variant
 from tba.research.tb_forms import CorrectedBalance
 from tba.schedules import Constant, WarmupStableDecay
 from tba.tasks.arithmetic import Arithmetic
@@ -142,6 +144,17 @@ def stale(recipe: Recipe, k: int, m: float, inverse_temperature: float = 0.0) ->
     selection, pacing = RecencyReward(m, inverse_temperature), Pacing(warm_up=0, max_mean_uses=1.0)
     replay = replace(recipe.replay, selection=selection, pacing=pacing)
     return replace(recipe, runtime="inline", sync_every=k, replay=replay)
+
+
+def by_staleness(recipe: Recipe, of: Mapping[str, Objective]) -> dict[str, Variant]:
+    """Returns each objective on-policy (`NAME-sync`) and stale, half of the groups old (`NAME-k10`, `NAME-k64`)."""
+    variants: dict[str, Variant] = {}
+    for name, objective in of.items():
+        own = with_objective(recipe, objective)
+        variants[f"{name}-sync"] = Variant(synchronous(own), name)
+        for k in (10, 64):
+            variants[f"{name}-k{k}"] = Variant(stale(own, k, m=0.5), name)
+    return variants
 
 
 def synchronous(recipe: Recipe) -> Recipe:

@@ -14,13 +14,11 @@ from tba.research.studies._base import (
     BETA,
     TARGET,
     base,
+    by_staleness,
     objectives,
-    stale,
-    synchronous,
     task,
-    with_objective,
 )
-from tba.research.study import Against, Study, Variant
+from tba.research.study import Against, Study
 from tba.research.tb_forms import WeightedBalance
 from tba.schedules import Constant, WarmupStableDecay
 
@@ -52,18 +50,11 @@ _longer = replace(
     optimizer=replace(base.optimizer, lr=RATE, schedule=WarmupStableDecay(20, 280, 100)),
     evaluation=EvaluationSettings(every=20, problems=10_000, problems_during=2000, greedy=False, pass_k=0, chunk=500),
 )
-variants: dict[str, Variant] = {}
-for _name, _objective in _objectives.items():
-    _recipe = with_objective(_longer, _objective)
-    variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
-    for _k in (10, 64):
-        variants[f"{_name}-k{_k}"] = Variant(stale(_recipe, _k, m=0.5), _name)
-
 study = Study(
     name="stability",
     description="Each objective on-policy and stale (k = 10, 64; half of the groups old) at one rate: ends and falls.",
     recipe=_longer,
-    variants=variants,
+    variants=by_staleness(_longer, _objectives),
     seeds=(0, 1, 2, 3, 4),
     target=TARGET,
     baseline="{family}-sync",

@@ -14,8 +14,8 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.recipes.calculator import recipe as calculator
 from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
-from tba.research.studies._base import objectives, stale, synchronous, with_objective
-from tba.research.study import Study, Variant
+from tba.research.studies._base import by_staleness, objectives
+from tba.research.study import Study
 from tba.schedules import WarmupStableDecay
 
 assert isinstance(calculator.task, EnvironmentTask)
@@ -39,18 +39,11 @@ _base = replace(
 )
 NAMES = ("tb", "tb-weighted", "tb-robust", "tba-prime", "grpo", "ppo", "reinforce", "raft")
 
-variants: dict[str, Variant] = {}
-for _name in NAMES:
-    _recipe = with_objective(_base, objectives()[_name])
-    variants[f"{_name}-sync"] = Variant(synchronous(_recipe), _name)
-    for _k in (10, 64):
-        variants[f"{_name}-k{_k}"] = Variant(stale(_recipe, _k, m=0.5), _name)
-
 study = Study(
     name="stability_calculator",
     description="A calculator to ask, on-policy and stale (k = 10, 64; half of the groups old): success and falls.",
     recipe=_base,
-    variants=variants,
+    variants=by_staleness(_base, {name: objectives()[name] for name in NAMES}),
     seeds=(0, 1, 2, 3, 4),
     target=0.80,
     baseline="{family}-sync",
