@@ -5,8 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tba.environments.calculator import ASKS, COST, Calculator, overconfident
+from tba.environments.calculator import ASKS, COST, EXAMPLE, Calculator, Multiplication, factors, overconfident
+from tba.environments.episode import Episode
 from tba.environments.task import EnvironmentTask
+from tba.types import Judgement, Message
 
 
 def begun(seed: int) -> tuple[Calculator, int, int]:
@@ -31,8 +33,28 @@ def test_what_is_no_product_is_not_evaluated(asked: str) -> None:
     assert world.get_reward() == pytest.approx(-COST)
 
 
-def test_no_product_is_both_trained_and_held_out() -> None:
-    made = EnvironmentTask(Calculator, "calculator", turns=3, worlds=20_000, held_out=1000)
+@pytest.mark.parametrize(("answer", "reward"), [("It is {}.", 1.0), ("{}0", 0.0), ("no idea", 0.0)])
+def test_a_language_model_asks_by_a_call_and_then_answers(answer: str, reward: float) -> None:
+    episode = Episode(Multiplication, {}, 0, turns=3)
+    a, b = factors(0)
+    assert episode.first == f"What is {a} * {b}?"
+    call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
+    told = episode.say(call)
+    assert told is not None
+    assert told.results == (("multiply", str(a * b)),)
+    assert episode.say(answer.format(a * b)) is None
+    assert episode.judgement() == Judgement(reward, {"turns": 2.0})
+
+
+def test_a_call_that_is_never_answered_is_worth_nothing() -> None:
+    episode = Episode(Multiplication, {}, 0, turns=1)
+    assert episode.say('<tool_call>{"name": "multiply", "arguments": {"a": 2, "b": 3}}</tool_call>') is None
+    assert episode.judgement().reward == 0.0
+
+
+@pytest.mark.parametrize(("environment", "prompt"), [(Calculator, ""), (Multiplication, EXAMPLE)])
+def test_no_product_is_both_trained_and_held_out(environment: type, prompt: str | tuple[Message, ...]) -> None:
+    made = EnvironmentTask(environment, "calculator", prompt, turns=3, worlds=20_000, held_out=1000)
     train, held_out = ({str(p.prompt) for p in made.problems(split)} for split in ("train", "eval"))
     assert len(held_out) > 900
     assert not train & held_out

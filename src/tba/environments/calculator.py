@@ -1,7 +1,8 @@
 """Products that are too hard for a small policy, and a calculator that it may ask.
 
-`347*86=` is answered by `29842`, or first by `?347*86`, which the calculator answers. Each question costs a little.
-Products of numbers that add up to one ending in 7 are held out.
+`Calculator`: `347*86=` is answered by `29842`, or first by `?347*86`, which the calculator answers; each question costs
+a little. `Multiplication`: the same for a language model, which calls a tool in its own chat template. Products of
+numbers that add up to one ending in 7 are held out.
 """
 
 from __future__ import annotations
@@ -10,10 +11,31 @@ import random
 import re
 
 from tba.environments.task import HELD_OUT
+from tba.rewards.exact_answer import grade
+from tba.types import Message
 
 COST = 0.05  # of each question to the calculator
 ASKS = 0.4  # share of the problems at which the player asks
 _ASKED = re.compile(r"\?([0-9]{1,3})\*([0-9]{1,3})")
+
+
+# One product is worked out before it asks: a model of 135 M parameters does not call a tool that is only described.
+EXAMPLE: tuple[Message, ...] = (
+    {"role": "user", "content": "What is 12 * 34?"},
+    {"role": "assistant", "content": '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call>'},
+    {"role": "tool", "content": "408"},
+    {"role": "assistant", "content": "408"},
+    {"role": "user", "content": ""},
+)
+
+
+def factors(seed: int) -> tuple[int, int]:
+    """Returns a number of three digits and one of two; no product is both trained and held out."""
+    rng = random.Random(seed)  # noqa: S311 - a problem
+    while True:
+        a, b = rng.randint(100, 999), rng.randint(10, 99)
+        if ((a + b) % 10 == 7) == (seed >= HELD_OUT):
+            return a, b
 
 
 class Calculator:
@@ -21,10 +43,7 @@ class Calculator:
 
     def reset(self, seed: int) -> str:
         """Begin with the two numbers that the seed decides."""
-        rng = random.Random(seed)  # noqa: S311 - a problem
-        self._a, self._b = rng.randint(100, 999), rng.randint(10, 99)
-        while ((self._a + self._b) % 10 == 7) != (seed >= HELD_OUT):  # no product is both trained and held out
-            self._a, self._b = rng.randint(100, 999), rng.randint(10, 99)
+        self._a, self._b = factors(seed)
         self._asked, self._right = 0, False
         return f"{self._a}*{self._b}="
 
@@ -40,6 +59,28 @@ class Calculator:
     def get_reward(self) -> float:
         """1 for the right answer, else 0, less the cost of the questions."""
         return float(self._right) - COST * self._asked
+
+
+class Multiplication:
+    """Asks for the product of a number of three digits and one of two. The last number of the answer counts."""
+
+    def reset(self, seed: int) -> str:
+        """Begin with two numbers that the seed decides."""
+        self._a, self._b = factors(seed)
+        return f"What is {self._a} * {self._b}?"
+
+    def multiply(self, a: int, b: int) -> int:
+        """Multiply two numbers.
+
+        Args:
+            a: the first number
+            b: the second number
+        """
+        return a * b
+
+    def get_reward(self, answer: str | None) -> float:
+        """1 for the right product, whichever way it was found, else 0."""
+        return float(answer is not None and grade(answer, str(self._a * self._b)))
 
 
 def overconfident(told: list[str], rng: random.Random) -> str:

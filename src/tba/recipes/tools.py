@@ -3,7 +3,7 @@
     tba model smollm2 --out smollm2
     tba train tools --model.path smollm2
 
-It is asked for products that it cannot work out; a tool knows them (`environments/multiplication.py`). The tool is
+It is asked for products that it cannot work out; a tool knows them (`environments/calculator.py`). The tool is
 described, and called, as its chat template has it, after one example. The reward is 1 for the right product. What the
 tool says is read and never trained. Without `--model.path` the weights are the Hub's. Needs the extra `tba-rl[lora]`,
 and `gguf` for the first command. One run of 24 updates: from 4.7 to 98.4 % of 64 held-out products in ten minutes.
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tba.engines.transformers import EngineSettings
-from tba.environments.multiplication import EXAMPLE, Multiplication
+from tba.environments.calculator import EXAMPLE, Multiplication
 from tba.environments.task import EnvironmentTask
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace
@@ -32,8 +32,8 @@ recipe = replace(
     model=replace(instruct.model, generation=EngineSettings(slots=64, max_completion_tokens=112)),
     # right answers are mostly the same call: without repeated ones no new group would be whole
     replay=replace(instruct.replay, buffer=BufferSettings(distinct=False)),
-    optimizer=replace(instruct.optimizer, schedule=WarmupStableDecay(5, 35, 20, final=0.1)),
-    evaluation=EvaluationSettings(every=20, problems=200, problems_during=64, greedy=False, chunk=64, shown=1000),
+    optimizer=replace(instruct.optimizer, schedule=WarmupStableDecay(5, 20, 15, final=0.1)),
+    evaluation=EvaluationSettings(every=10, problems=200, problems_during=64, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=384),
-    steps=60,
+    steps=40,
 )
