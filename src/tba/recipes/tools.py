@@ -6,7 +6,7 @@
 It is asked for products that it cannot work out; a tool knows them (`environments/calculator.py`). The tool is
 described, and called, as its chat template has it, after one example. The reward is 1 for the right product. What the
 tool says is read and never trained. Without `--model.path` the weights are the Hub's. Needs the extra `tba-rl[lora]`,
-and `gguf` for the first command. One run of 24 updates: from 4.7 to 98.4 % of 64 held-out products in ten minutes.
+and `gguf` for the first command; docs/real_model.md says what comes out.
 """
 
 from __future__ import annotations
