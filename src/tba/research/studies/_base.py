@@ -6,7 +6,7 @@ Invariant: every objective gets the same model, data, batch, optimizer and pull 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tba.evaluation.accuracy import EvaluationSettings
@@ -155,6 +155,16 @@ def by_staleness(recipe: Recipe, of: Mapping[str, Objective]) -> dict[str, Varia
         for k in (10, 64):
             variants[f"{name}-k{k}"] = Variant(stale(own, k, m=0.5), name)
     return variants
+
+
+def by_rate(recipe: Recipe, of: Mapping[str, Objective], rates: Sequence[float]) -> dict[str, Variant]:
+    """Returns each objective stale at other learning rates than the recipe's (`NAME-k10-RATE`, `NAME-k64-RATE`)."""
+    return {
+        f"{name}-k{k}-{lr:g}": Variant(stale(with_rate(with_objective(recipe, objective), lr), k, m=0.5), name)
+        for name, objective in of.items()
+        for lr in rates
+        for k in (10, 64)
+    }
 
 
 def synchronous(recipe: Recipe) -> Recipe:

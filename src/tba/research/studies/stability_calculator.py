@@ -14,7 +14,7 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.recipes.calculator import recipe as calculator
 from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
-from tba.research.studies._base import by_staleness, objectives
+from tba.research.studies._base import by_rate, by_staleness, objectives
 from tba.research.study import Study
 from tba.schedules import WarmupStableDecay
 
@@ -38,12 +38,13 @@ _base = replace(
     replay=replace(calculator.replay, pacing=Pacing(warm_up=280)),
 )
 NAMES = ("tb", "tb-weighted", "tb-robust", "tba-prime", "grpo", "ppo", "reinforce", "raft")
+_objectives = {name: objectives()[name] for name in NAMES}
 
 study = Study(
     name="stability_calculator",
     description="A calculator to ask, on-policy and stale (k = 10, 64; half of the groups old): success and falls.",
     recipe=_base,
-    variants=by_staleness(_base, {name: objectives()[name] for name in NAMES}),
+    variants=by_staleness(_base, _objectives) | by_rate(_base, _objectives, (6e-5, 6e-4)),
     seeds=(0, 1, 2, 3, 4),
     target=0.80,
     baseline="{family}-sync",

@@ -12,7 +12,7 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.recipes.countdown import recipe as countdown
 from tba.record.recorder import RecordSettings
 from tba.replay.pacing import Pacing
-from tba.research.studies._base import by_staleness, objectives
+from tba.research.studies._base import by_rate, by_staleness, objectives
 from tba.research.studies.stability import FORMS
 from tba.research.study import Study
 from tba.schedules import WarmupStableDecay
@@ -28,12 +28,13 @@ _base = replace(
     replay=replace(countdown.replay, pacing=Pacing(warm_up=280)),
 )
 NAMES = ("tb", "tb-weighted", "tb-robust", "tba-prime", "grpo", "ppo", "reinforce", "raft")
+_objectives = {name: objectives()[name] for name in NAMES}
 
 study = Study(
     name="stability_countdown",
     description="Countdown, on-policy and stale (k = 10, 64; half of the groups old): success, falls, right answers.",
     recipe=_base,
-    variants=by_staleness(_base, {name: objectives()[name] for name in NAMES} | FORMS),
+    variants=by_staleness(_base, _objectives | FORMS) | by_rate(_base, _objectives, (3e-5, 3e-4)),
     seeds=(0, 1, 2, 3, 4),
     target=0.80,
     baseline="{family}-sync",
