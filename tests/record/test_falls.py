@@ -134,6 +134,19 @@ def test_stale_data_are_reported_once_and_again_after_they_recovered() -> None:
     assert watch.see(1, {"ess": None}) == []
 
 
+def test_stale_data_for_want_of_new_answers_name_the_copies_that_are_dropped() -> None:
+    def said(repeated: float | None) -> str:
+        watch = StalenessWatch(sync_every=1)
+        steps = [watch.see(step, {"ess": 0.2, "replay_repeated": repeated}) for step in range(1, 51)]
+        ((found,),) = [told for told in steps if told]
+        return found
+
+    assert said(0.51).endswith(
+        "; 51.0 % of the answers left as copies of others (--replay.buffer.no-distinct keeps them)"
+    )
+    assert "no-distinct" not in said(0.33) + said(None)
+
+
 def test_data_that_drifted_all_the_same_way_are_stale_though_their_weights_are_equal() -> None:
     watch = StalenessWatch(sync_every=1)
     reports = {}

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba.record.faults import read_faults, record_fault
-from tba.record.metrics import ESS, OFF_POLICY
+from tba.record.metrics import ESS, OFF_POLICY, REPEATED
 from tba.record.text import percent
 from tba.types import Evaluation, Version
 
@@ -30,6 +30,7 @@ NO_SIGNAL, TRUNCATED = "no_signal", "truncated_answers"
 _NOTED = (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED)
 MOST_TRUNCATED = 0.5  # of the answers of 50 steps
 STEPS = 50  # make one mean
+MOST_REPEATED = 1 / 3  # of all that arrived: beyond, what is new is not enough to keep batches fresh
 LEAST_ESS, MOST_OFF_POLICY = 0.5, 1.5  # a share, nats: beyond which mean data count as stale (docs/objectives.md)
 _FIGURES = ("pass@1/sampled", "pass@1/greedy")  # by which of them checkpoints are compared
 
@@ -138,6 +139,9 @@ class StalenessWatch:
         remedies = "Lower the rate (--optimizer.lr), draw newer data (--replay.selection.m) or make the answers shorter"
         if self.sync_every > 1:
             remedies += f"; weights are published every {self.sync_every} updates (--sync-every)"
+        if (repeated := figures.get(REPEATED) or 0.0) > MOST_REPEATED:
+            remedies += f"; {percent(repeated)} of the answers left as copies of others"
+            remedies += " (--replay.buffer.no-distinct keeps them)"
         return [f"data are stale: {what} over steps {step - STEPS + 1} to {step}. {remedies}" for what in found]
 
     def _left(

@@ -31,6 +31,7 @@ WAITING = "waiting_seconds"  # from the journal to training
 OFF_POLICY = "off_policy"  # log(behaviour / policy) of a whole answer, mean over rows; its quantiles
 OFF_POLICY_LOW = "off_policy_p05"
 OFF_POLICY_HIGH = "off_policy_p95"
+REPEATED = "replay_repeated"  # share of the trajectories that left as copies of others, never used
 ESS = "ess"  # effective sample size, as a share of the rows
 RESIDUAL = "residual_relative"  # spread of r - beta log-ratio within groups, over that of r
 TRAINER_IDLE = "trainer_idle"  # shares of wall-clock after warm-up, so far, in 0..1

@@ -265,6 +265,7 @@ class Replay:
                 "replay_trajectories": float(len(self.buffer)),
                 "replay_prompts": float(len(self.buffer.prompts(SMALLEST_GROUP))),
                 "replay_unscored": float(len(self.buffer) - self.buffer.sampleable),
+                "replay_repeated": self.buffer.counts().duplicate.trajectories / max(1, self.buffer.received),
                 "samples_per_insert": self.samples_per_insert,
             }
             return sizes | {f"groups_{name}": float(count) for name, count in self.selector.counts.items()}

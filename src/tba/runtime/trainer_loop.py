@@ -268,7 +268,8 @@ class TrainerLoop:
         self.lags.update(t.version.lag(before) for t in trajectories if not t.imported)
         self._count(fetched.batch, metrics["seconds"] - metrics["wait_seconds"])
         step = self.trainer.version.step
-        told = [(STALE, what) for what in self.staleness.see(step, metrics)]
+        replay = self.replay.metrics()
+        told = [(STALE, what) for what in self.staleness.see(step, metrics | replay)]
         for kind, what in (*told, *self.signal.see(step, *_signal(fetched.groups)).items()):
             log.warning("%s", what)
             record_fault(self.run.path, kind, what)
@@ -277,7 +278,7 @@ class TrainerLoop:
             "trainer_idle": self.clock.share("idle"),
             "trainer_paced": self.clock.share("paced"),
             **_parts(trajectories),
-            **self.replay.metrics(),
+            **replay,
             **self.references.metrics(),
             **self._steer(metrics),
             **self._searched,
