@@ -389,6 +389,50 @@ def stability_calculator() -> Lines:
     return _by_staleness("stability_calculator", names)
 
 
+def rates() -> Lines:
+    """At k = 10, seed 0: the common rate has no suffix."""
+    names = {
+        "tb-robust": "Trajectory Balance, robust (the default)",
+        "tb": "Trajectory Balance, none (the paper's form)",
+    }
+    names |= {name: NAMES[name] for name in ("tba-prime", "ppo", "grpo", "reinforce", "raft")}
+    tasks = {"calculator": ("-6e-05", "", "-0.0006"), "countdown": ("-3e-05", "", "-0.0003")}
+    rows = []
+    for name, said in names.items():
+        row = [said]
+        for task, tried in tasks.items():
+            runs = [study(f"stability_{task}").get(f"{name}-k10{rate}", []) for rate in tried]
+            own = [next((run for run in found if float(run["seed"]) == 0), None) for found in runs]
+            best = max((float(run[ACCURACY]) for run in own if run), default=0.0)
+            for run in own:
+                text = "" if run is None else f"{accuracy([run])} ({fall([run])})"
+                row.append(f"**{text}**" if run is not None and float(run[ACCURACY]) == best else text)
+        rows.append(row)
+    head = [
+        f"{task}: {rate}"
+        for task, found in (("calculator", (6e-5, 2e-4, 6e-4)), ("countdown", (3e-5, 1e-4, 3e-4)))
+        for rate in found
+    ]
+    return [["success, % (largest fall)", *head], *rows]
+
+
+def guess_number() -> Lines:
+    """Mean guesses with their interval, at each evaluation of a run."""
+    found = study("guess_number")
+    steps = [run["step"] for run in next(iter(found.values()))]
+    rows = [
+        [
+            name,
+            *(f"{run['guesses']} [{run['low']}, {run['high']}]" for run in runs),
+            plain(runs[:1], "not_found", 1, 100) + " -> " + plain(runs[-1:], "not_found", 1, 100),
+            f"{float(runs[-1]['seconds']) / 60:.0f}",
+        ]
+        for name, runs in found.items()
+    ]
+    head = [f"after {step} updates" if step != "0" else "before" for step in steps]
+    return [["mean guesses", *head, "not found within 20, %", "minutes"], *rows]
+
+
 def _by_staleness(of: str, names: dict[str, str]) -> Lines:
     found, rows = study(of), []
     for name, said in names.items():
@@ -799,6 +843,8 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "stability": stability,
     "stability-countdown": stability_countdown,
     "stability-calculator": stability_calculator,
+    "rates": rates,
+    "guess-number": guess_number,
     "controller": controller,
     "controller-by-arrival": controller_by_arrival,
     "frontier": frontier,

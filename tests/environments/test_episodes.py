@@ -16,7 +16,7 @@ from tests.environments.turning_toy import Turning, task
 from tba.engines.tabular import TabularEngine
 from tba.environments.engine import EpisodeEngine, Episodes
 from tba.environments.episode import Episode, EpisodeFailed, Observation
-from tba.environments.guess_number import BEST, GUESSES, Careless, GuessNumber, Halving
+from tba.environments.guess_number import BEST, GUESSES, GuessNumber, Halving, Timid
 from tba.environments.hosts import Here
 from tba.environments.scripted import acted
 from tba.environments.speech import Speech
@@ -143,9 +143,9 @@ def test_what_was_never_acted_is_not_graded() -> None:
         EnvironmentReward().judge([(prompts[0], completion)])
 
 
-@pytest.mark.parametrize(("player", "mean"), [(Halving(), BEST), (Careless(), 10.9)])
-def test_halving_finds_a_number_in_5_8_guesses_and_the_careless_player_needs_nearly_twice_as_many(
-    player: Halving | Careless, mean: float
+@pytest.mark.parametrize(("player", "mean"), [(Halving(), BEST), (Timid(), 12.9)])
+def test_halving_finds_a_number_in_5_8_guesses_and_the_timid_player_needs_twice_as_many(
+    player: Halving | Timid, mean: float
 ) -> None:
     made = EnvironmentTask(GuessNumber, "numbers", turns=GUESSES, worlds=1500, held_out=1, player=player)
     guesses = [len(problem.demonstration or ()) for problem in made.problems("train")]

@@ -43,17 +43,15 @@ class GuessNumber:
 
 
 @dataclass(frozen=True)
-class Careless:
-    """A scripted player: half of its guesses are anywhere from 1 to 100, the others anywhere in the range."""
+class Timid:
+    """A scripted player: most of its guesses are the lowest number of the range, the others the middle."""
 
-    anywhere: float = 0.5  # share of the guesses that forget the range
+    lowest: float = 0.75  # share of the guesses at the lowest number
 
     def __call__(self, told: list[str], rng: random.Random) -> str:
         """Returns the next guess."""
         low, high = map(int, told[-1].removesuffix("?").split("-"))
-        if rng.random() < self.anywhere:
-            low, high = 1, LAST
-        return f"{rng.randint(low, high):03}"
+        return f"{low if rng.random() < self.lowest else (low + high) // 2:03}"
 
 
 class Halving:
