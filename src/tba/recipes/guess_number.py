@@ -1,6 +1,6 @@
 """Guessing a number from 1 to 100 in few guesses: episodes of many turns, on two CPU cores.
 
-The base, made on first use in a few minutes, has learnt from a player whose guess is the middle of the range at a
+The base, made on first use in eight minutes, has learnt from a player whose guess is the middle of the range at a
 quarter of its turns and else its lowest number. That takes 12.9 guesses on average, halving each time 5.8. A guess
 costs 0.05 of the reward (`environments/guess_number.py`). `reward/turns` in the metrics is the mean number of
 guesses; in an evaluation a number is right that was found in at most 7.
