@@ -16,11 +16,11 @@ from tests.environments.turning_toy import Turning, task
 from tba.engines.tabular import TabularEngine
 from tba.environments.engine import EpisodeEngine, Episodes
 from tba.environments.episode import Episode, EpisodeFailed, Observation
-from tba.environments.guess_number import BEST, GUESSES, GuessNumber, Halving, Timid
+from tba.environments.guess_number import BEST, GUESSES, GuessNumber, halving, timid
 from tba.environments.hosts import Here
 from tba.environments.scripted import acted
 from tba.environments.speech import Speech
-from tba.environments.task import EnvironmentReward, EnvironmentTask
+from tba.environments.task import EnvironmentReward, EnvironmentTask, Player
 from tba.errors import UserError
 from tba.policy.tabular import TabularTokenizer
 from tba.protocols import Environment, Turn
@@ -143,14 +143,14 @@ def test_what_was_never_acted_is_not_graded() -> None:
         EnvironmentReward().judge([(prompts[0], completion)])
 
 
-@pytest.mark.parametrize(("player", "mean"), [(Halving(), BEST), (Timid(), 12.9)])
+@pytest.mark.parametrize(("player", "mean"), [(halving, BEST), (timid, 12.9)])
 def test_halving_finds_a_number_in_5_8_guesses_and_the_timid_player_needs_twice_as_many(
-    player: Halving | Timid, mean: float
+    player: Player, mean: float
 ) -> None:
     made = EnvironmentTask(GuessNumber, "numbers", turns=GUESSES, worlds=1500, held_out=1, player=player)
     guesses = [len(problem.demonstration or ()) for problem in made.problems("train")]
     assert np.mean(guesses) == pytest.approx(mean, abs=4 * np.std(guesses) / len(guesses) ** 0.5)
-    assert max(guesses) <= (7 if isinstance(player, Halving) else GUESSES)
+    assert max(guesses) <= (7 if player is halving else GUESSES)
 
 
 def test_a_seed_decides_the_number_and_training_shares_none_with_evaluation() -> None:
@@ -167,6 +167,6 @@ def test_an_environment_whose_reward_is_no_number_is_refused_while_the_player_sh
         def get_reward(self) -> float:
             return None  # type: ignore[return-value]
 
-    made = EnvironmentTask(Silent, "silent", turns=GUESSES, worlds=1, held_out=1, player=Halving())
+    made = EnvironmentTask(Silent, "silent", turns=GUESSES, worlds=1, held_out=1, player=halving)
     with pytest.raises(UserError, match=r"of task silent fails: get_reward\(\) of Silent gave the reward None"):
         made.problems("train")

@@ -6,10 +6,10 @@ What is best is known: halving the range finds it in 5.8 guesses on average.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 LAST = 100
 GUESSES = 20  # after so many the number counts as not found
+LOWEST = 0.75  # share of the timid player's guesses that are the lowest number
 BEST = 5.8  # mean guesses of halving: (1 + 2 * 2 + 4 * 3 + 8 * 4 + 16 * 5 + 32 * 6 + 37 * 7) / 100
 
 
@@ -42,22 +42,13 @@ class GuessNumber:
         return f"{self._low:03}-{self._high:03}?"
 
 
-@dataclass(frozen=True)
-class Timid:
+def timid(told: list[str], rng: random.Random) -> str:
     """A scripted player: most of its guesses are the lowest number of the range, the others the middle."""
-
-    lowest: float = 0.75  # share of the guesses at the lowest number
-
-    def __call__(self, told: list[str], rng: random.Random) -> str:
-        """Returns the next guess."""
-        low, high = map(int, told[-1].removesuffix("?").split("-"))
-        return f"{low if rng.random() < self.lowest else (low + high) // 2:03}"
+    low, high = map(int, told[-1].removesuffix("?").split("-"))
+    return f"{low if rng.random() < LOWEST else (low + high) // 2:03}"
 
 
-class Halving:
+def halving(told: list[str], rng: random.Random) -> str:
     """The best player: it asks for the middle."""
-
-    def __call__(self, told: list[str], rng: random.Random) -> str:
-        """Returns the next guess."""
-        low, high = map(int, told[-1].removesuffix("?").split("-"))
-        return f"{(low + high) // 2:03}"
+    low, high = map(int, told[-1].removesuffix("?").split("-"))
+    return f"{(low + high) // 2:03}"

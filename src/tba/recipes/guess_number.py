@@ -9,7 +9,7 @@ guesses; in an evaluation a number is right that was found in at most 7.
 from __future__ import annotations
 
 from tba.engines.transformers import EngineSettings
-from tba.environments.guess_number import GUESSES, GuessNumber, Timid
+from tba.environments.guess_number import GUESSES, GuessNumber, timid
 from tba.environments.task import EnvironmentTask
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.huggingface import HuggingFace, WarmStart
@@ -27,7 +27,7 @@ from tba.training.tiny_models import ScratchModel
 recipe = Recipe(
     name="guess_number",
     description="a number from 1 to 100 in few guesses, from a small base that is timid, two CPU processes, minutes",
-    task=EnvironmentTask(GuessNumber, "guess_number", turns=GUESSES, worlds=20_000, held_out=500, player=Timid()),
+    task=EnvironmentTask(GuessNumber, "guess_number", turns=GUESSES, worlds=20_000, held_out=500, player=timid),
     model=HuggingFace(
         device="cpu",
         generation=EngineSettings(slots=140, max_completion_tokens=300),
