@@ -6,6 +6,8 @@ expressions do inside cannot be counted: those that see a whole answer repeat no
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import tba
 from tba.apps.preference import similarity
 from tba.rewards import exact_answer, ifeval, instructions, math_text, number_text, units
 from tba.rewards.exact_answer import ExactAnswer, ExactText
@@ -167,6 +170,9 @@ def repeats_in_two_ways(pattern: re.Pattern[str]) -> bool:
     from re import _parser  # type: ignore[attr-defined]
 
     def any_in(node: Any) -> bool:
+        if isinstance(node, tuple) and len(node) == 2 and str(node[0]) == "ATOMIC_GROUP" and len(node[1]) == 1:
+            ((_, inner),) = node[1]  # one repetition alone, as possessive as if it were written so
+            return any_in(inner[2])
         if isinstance(node, tuple) and len(node) == 2 and str(node[0]) in ("MAX_REPEAT", "MIN_REPEAT"):
             return node[1][1] == _parser.MAXREPEAT or any_in(node[1][2])
         if isinstance(node, tuple | list | _parser.SubPattern):
@@ -174,6 +180,35 @@ def repeats_in_two_ways(pattern: re.Pattern[str]) -> bool:
         return False
 
     return any_in(_parser.parse(pattern.pattern, pattern.flags))
+
+
+def groups_repeated_possessively(pattern: re.Pattern[str]) -> bool:
+    from re import _parser  # type: ignore[attr-defined]
+
+    def any_in(node: Any) -> bool:
+        if isinstance(node, tuple) and len(node) == 2 and str(node[0]) == "POSSESSIVE_REPEAT":
+            return str(node[1][2][0][0]) not in ("LITERAL", "NOT_LITERAL", "IN", "ANY") or len(node[1][2]) > 1
+        if isinstance(node, tuple | list | _parser.SubPattern):
+            return any(any_in(part) for part in node)
+        return False
+
+    return any_in(_parser.parse(pattern.pattern, pattern.flags))
+
+
+def test_no_group_is_repeated_possessively_which_python_below_3_11_5_gets_wrong() -> None:
+    """`re` loses what such a group matched (CPython issue 106052). Debian 12 has 3.11.2; `(?>(?:...)?)` is read rightly."""
+    assert groups_repeated_possessively(re.compile("(?:a?b)?+c"))
+    assert groups_repeated_possessively(re.compile("(a)*+"))
+    assert not groups_repeated_possessively(re.compile(r"[0-9]++(?>(?:,[0-9]++)*)b?+"))
+    every = [
+        (f"{info.name}.{name}", value)
+        for info in pkgutil.walk_packages(tba.__path__, "tba.")
+        if info.name.startswith(("tba.rewards.", "tba.tasks."))
+        for name, value in vars(importlib.import_module(info.name)).items()
+        if isinstance(value, re.Pattern)
+    ]
+    assert len(every) > 40
+    assert [name for name, pattern in every if groups_repeated_possessively(pattern)] == []
 
 
 def test_regular_expressions_that_see_a_whole_answer_never_give_back() -> None:

@@ -32,7 +32,7 @@ from tba.types import Completion, Judgement, Prompt
 
 MARK = "####"
 _BOXED_OR_BRACE = re.compile(r"\\boxed\s{0,9}\{|[{}]")
-_HEADING = re.compile(r"[\s*_]*+(?:[0-9]++[.):]\s++)?+[A-Za-z]")
+_HEADING = re.compile(r"[\s*_]*+(?>(?:[0-9]++[.):]\s++)?)[A-Za-z]")
 _LETTER_OR_DIGIT = re.compile(r"[A-Za-z]|[0-9]")
 _FORMATTING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|left|right|displaystyle|boxed)(?![A-Za-z])|\\[,!;: ]")
 _AROUND_SYMBOL = re.compile(r" ?([^\w\s]) ?")

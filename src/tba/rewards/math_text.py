@@ -23,7 +23,7 @@ _BEFORE_AMOUNT = re.compile(r"[\s$€({]*+")
 _AFTER_AMOUNT = re.compile(r"[\s.)}]*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped one does not count
 _EMPHASIS = re.compile(r"\s*+(\*{1,3})([^*]+)\1\s*")  # **5** of Markdown
-_SPACES = re.compile(r"(?:(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|med|thick)space(?![A-Za-z])|\s)++")
+_SPACES = re.compile(r"(?>(?:(?<!\\)\\[,;:!> ]|~|\\q?quad(?![A-Za-z])|\\(?:thin|med|thick)space(?![A-Za-z])|\s)+)")
 _DROPPED = re.compile(
     r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|mathstrut|limits)(?![A-Za-z])"
     r"|(?<!\\)\\[()\[\]]|(?<!\\)\$|\^\s*+\{?+\s*+\\circ\s*+\}?|\\degree(?![A-Za-z])|°"
@@ -50,7 +50,7 @@ _SAME = (  # commands of one meaning
     (re.compile(r"\+\s*\\infty"), r"\\infty"),
 )
 _AROUND = re.compile(r" ?([^\w\s\\]) ?| +(?=\\)|(\\[A-Za-z]+|\\\\) +(?![A-Za-z])")  # where a space says nothing
-_LEADING = re.compile(r"^(?:\\approx(?![A-Za-z])|[= ])++")
+_LEADING = re.compile(r"^(?>(?:\\approx(?![A-Za-z])|[= ])+)")
 
 
 def last_boxed(text: str) -> str | None:

@@ -58,12 +58,12 @@ _NAMES = {spelling: name for name, spellings in _SPELT.items() for spelling in s
 LETTERS = {letter: name for letter, name in _NAMES.items() if len(letter) == 1 and letter.isalpha()} | {"L": "liter"}
 CURRENCIES = {"$": "dollar", "€": "euro"}  # before a number; what is paid for is not said: $5 may be dollars per hour
 _SPEEDS = {"mph": "mile per hour", "kph": "kilometer per hour", "kmh": "kilometer per hour"}
-_GAP = r"(?:[ {}~]|\\[,;:! ])*+"
+_GAP = r"(?>(?:[ {}~]|\\[,;:! ])*)"
 _UNIT = re.compile(
-    rf"-?{_GAP}(?:(?P<kind>square|sq|cubic|cu)(?![A-Za-z])\.?{_GAP})?+"
-    rf"(?:(?:degrees?+|\^?{_GAP}°){_GAP}(?=[CF](?![A-Za-z])|[Cc]el|[Cc]ent|[Ff]ahr))?+"
+    rf"-?{_GAP}(?>(?:(?P<kind>square|sq|cubic|cu)(?![A-Za-z])\.?{_GAP})?)"
+    rf"(?>(?:(?:degrees?+|\^?{_GAP}°){_GAP}(?=[CF](?![A-Za-z])|[Cc]el|[Cc]ent|[Ff]ahr))?)"
     rf"(?P<word>%|Ω|[AaPp]\.[Mm](?![A-Za-z])|[A-Za-z]++)"
-    rf"(?:{_GAP}\^\{{?\s?(?P<raised>[23])(?![0-9])\}}?|(?P<small>[²³]))?+(?:{_GAP}(?:/|per(?![A-Za-z])){_GAP}(?P<per>[A-Za-z]++))?+"
+    rf"(?>(?:{_GAP}\^\{{?\s?(?P<raised>[23])(?![0-9])\}}?|(?P<small>[²³]))?)(?>(?:{_GAP}(?:/|per(?![A-Za-z])){_GAP}(?P<per>[A-Za-z]++))?)"
 )
 _POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3", "²": "2", "³": "3", "2": "2", "3": "3"}
 _MORE = re.compile(r" ++[A-Za-z]")
