@@ -196,7 +196,7 @@ def groups_repeated_possessively(pattern: re.Pattern[str]) -> bool:
 
 
 def test_no_group_is_repeated_possessively_which_python_below_3_11_5_gets_wrong() -> None:
-    """`re` loses what such a group matched (CPython issue 106052). Debian 12 has 3.11.2; `(?>(?:...)?)` is read rightly."""
+    """`re` loses what such a group matched (CPython issue 106052; Debian 12 has 3.11.2), and not of `(?>(?:...)?)`."""
     assert groups_repeated_possessively(re.compile("(?:a?b)?+c"))
     assert groups_repeated_possessively(re.compile("(a)*+"))
     assert not groups_repeated_possessively(re.compile(r"[0-9]++(?>(?:,[0-9]++)*)b?+"))
