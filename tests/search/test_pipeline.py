@@ -294,7 +294,7 @@ def test_a_stage_that_hangs_is_named_once_its_time_is_over(begin: Begin, monkeyp
 
 
 def test_another_way_of_sampling_begins_once_the_answers_of_the_one_before_are_finished(begin: Begin) -> None:
-    pipeline, counted, follower = begin(exploration=RandomPerRound(p_temperature=0.5, p_top_p=0.5))
+    pipeline, counted, follower = begin(exploration=RandomPerRound(p_temperature=1.0, p_top_p=0.5))
     for _ in range(6):
         pipeline.round()
     pipeline.drain()
