@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from re import _parser  # type: ignore[attr-defined]  # the tree of an expression: nothing public gives it
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -167,12 +168,12 @@ def patterns(module: ModuleType) -> Iterator[tuple[str, re.Pattern[str]]]:
 
 def repeats_in_two_ways(pattern: re.Pattern[str]) -> bool:
     """Whether something is repeated without a limit and may be given back for what comes after."""
-    from re import _parser  # type: ignore[attr-defined]
 
     def any_in(node: Any) -> bool:
-        if isinstance(node, tuple) and len(node) == 2 and str(node[0]) == "ATOMIC_GROUP" and len(node[1]) == 1:
-            ((_, inner),) = node[1]  # one repetition alone, as possessive as if it were written so
-            return any_in(inner[2])
+        if isinstance(node, tuple) and len(node) == 2 and str(node[0]) == "ATOMIC_GROUP":
+            match [(str(kind), what) for kind, what in node[1]]:
+                case [("MAX_REPEAT", (_, _, repeated))]:  # alone in it, and so as possessive as if it were written so
+                    return any_in(repeated)
         if isinstance(node, tuple) and len(node) == 2 and str(node[0]) in ("MAX_REPEAT", "MIN_REPEAT"):
             return node[1][1] == _parser.MAXREPEAT or any_in(node[1][2])
         if isinstance(node, tuple | list | _parser.SubPattern):
@@ -183,8 +184,6 @@ def repeats_in_two_ways(pattern: re.Pattern[str]) -> bool:
 
 
 def groups_repeated_possessively(pattern: re.Pattern[str]) -> bool:
-    from re import _parser  # type: ignore[attr-defined]
-
     def any_in(node: Any) -> bool:
         if isinstance(node, tuple) and len(node) == 2 and str(node[0]) == "POSSESSIVE_REPEAT":
             return str(node[1][2][0][0]) not in ("LITERAL", "NOT_LITERAL", "IN", "ANY") or len(node[1][2]) > 1

@@ -1,7 +1,7 @@
 r"""Numbers as people and models write them, read as exact rationals.
 
 Invariant: a value is a `Fraction`, never a float, and any text is read in time linear in its length (every repetition
-below is possessive or bounded).
+below is possessive, alone in an atomic group, or bounded).
 
 One number: `1,234` `5 000` `-5` `−5` `$5.00` `-$5` `50%` `5 km` `12apples` `72.` `007` `.5` `1.5e3`
 `3 \times 10^5` `10^6` `1/2` `\frac{1}{2}` `1 1/2`. No number: a date (`2024-01-15`, `1/2/2024`), a version (`1.2.3`),

@@ -158,12 +158,11 @@ def by_staleness(recipe: Recipe, of: Mapping[str, Objective]) -> dict[str, Varia
 
 
 def by_rate(recipe: Recipe, of: Mapping[str, Objective], rates: Sequence[float]) -> dict[str, Variant]:
-    """Returns each objective stale at other learning rates than the recipe's (`NAME-k10-RATE`, `NAME-k64-RATE`)."""
+    """Returns each objective stale, at k = 10, at other learning rates than the recipe's (`NAME-k10-RATE`)."""
     return {
-        f"{name}-k{k}-{lr:g}": Variant(stale(with_rate(with_objective(recipe, objective), lr), k, m=0.5), name)
+        f"{name}-k10-{lr:g}": Variant(stale(with_rate(with_objective(recipe, objective), lr), 10, m=0.5), name)
         for name, objective in of.items()
         for lr in rates
-        for k in (10, 64)
     }
 
 
