@@ -1,9 +1,10 @@
 """Makes pairs that teach a gold model which summary belongs to a post: its author's, or another post's of equal length.
 
-    python benchmarks/post_pairs.py posts.jsonl pairs.jsonl [--rejected 4] [--seed 0]
+    python benchmarks/post_pairs.py posts.jsonl pairs.jsonl [--recipe tldr_small] [--rejected 4] [--seed 0]
 
-They are for the recipe `tldr_small`, whose answers are a line long: nobody has rated such lines, but each post has its
-author's own. Only posts that the recipe trains on are used (those of at most `task.longest` characters, not held out).
+They are for the recipes `tldr_small` and `summaries`, whose answers are a line long: nobody has rated such lines, but
+each post has its author's own. Only posts that the recipe trains on are used (those of at most `task.longest`
+characters, not held out); with `--split eval` the held-out ones, to measure a reward model that knows none of them.
 For each there are --rejected pairs: chosen, its author's summary; rejected, the summary of another post, drawn among
 those with the nearest number of words, so that length carries no information.
 """
@@ -17,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tba.apps.preference.tldr import Tldr
-from tba.recipes.tldr_small import recipe
+from tba.settings import find
 
 NEAREST = 40  # summaries among which a wrong one is drawn
 
@@ -27,11 +28,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("posts", type=Path)
     parser.add_argument("pairs", type=Path)
+    parser.add_argument("--recipe", default="tldr_small")
+    parser.add_argument("--split", choices=("train", "eval"), default="train")
     parser.add_argument("--rejected", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    assert isinstance(recipe.task, Tldr)
-    problems = replace(recipe.task, path=str(given.posts)).problems("train")
+    task = find(given.recipe).task
+    assert isinstance(task, Tldr)
+    problems = replace(task, path=str(given.posts)).problems(given.split)
     rng = random.Random(given.seed)
     by_words = sorted(problems, key=lambda p: len(str(p.fields["reference"]).split()))
     pairs = 0
@@ -42,7 +46,8 @@ def main() -> None:
             for other in rng.sample(others, given.rejected):
                 chosen, rejected = problem.fields["reference"], other.fields["reference"]
                 if chosen != rejected:
-                    file.write(json.dumps({"prompt": problem.prompt, "chosen": chosen, "rejected": rejected}) + "\n")
+                    post = problem.fields.get("document", problem.prompt)
+                    file.write(json.dumps({"prompt": post, "chosen": chosen, "rejected": rejected}) + "\n")
                     pairs += 1
     print(f"{len(problems)} posts, {pairs} pairs in {given.pairs}")
 

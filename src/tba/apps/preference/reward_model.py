@@ -26,7 +26,11 @@ class _Loaded(Protocol):
 
 @dataclass(frozen=True)
 class ModelScore:
-    """The score of the reward model at `path`: a folder that `tba reward-model` made, or any model with one output."""
+    """The score of the reward model at `path`: a folder that `tba reward-model` made, or any model with one output.
+
+    It reads the prompt's field `document`, where a prompt has one, in the place of its text: what is to be summarised
+    without what a chat template says around it.
+    """
 
     path: str
     without_eos: float | None = -1.0  # the reward of a response without EOS; None: its score
@@ -42,7 +46,7 @@ class ModelScore:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """One judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
-        scores = self.scores([(prompt.text, completion.text) for prompt, completion in answered])
+        scores = self.scores([(_document(prompt), completion.text) for prompt, completion in answered])
         return [self._mark(completion, score) for (_, completion), score in zip(answered, scores, strict=True)]
 
     def scores(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]:
@@ -65,6 +69,30 @@ class ModelScore:
 
 
 @dataclass(frozen=True)
+class OfLength:
+    """A score less `price` x |log(words of the answer / `words`)|, so that no answer gains by its length.
+
+    Without it a policy learns the cheapest thing that people's marks reward, which is more words. An answer without
+    words counts as one of half a word. Parts: those of the score, and `words`.
+    """
+
+    score: ModelScore
+    words: int
+    price: float
+
+    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+        """One judgement for each, in order. Raises `UserError` when the model cannot be loaded."""
+        return [
+            self._less(judged, len(completion.text.split()))
+            for judged, (_, completion) in zip(self.score.judge(answered), answered, strict=True)
+        ]
+
+    def _less(self, judged: Judgement, words: int) -> Judgement:
+        lost = self.price * abs(math.log(max(words, 0.5) / self.words))
+        return Judgement(judged.reward - lost, {**judged.parts, "words": float(words)})
+
+
+@dataclass(frozen=True)
 class Win:
     """1 if a model scores an answer above the prompt's field `reference`, else 0: the mean is the win rate.
 
@@ -79,7 +107,7 @@ class Win:
 
     def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
         """One judgement for each, in order. Raises `UserError` for a prompt without a reference."""
-        against = [(prompt.text, _reference(prompt)) for prompt, _ in answered]
+        against = [(_document(prompt), _reference(prompt)) for prompt, _ in answered]
         new = [pair for pair in dict.fromkeys(against) if pair not in self._references]
         self._references.update(zip(new, self.model.scores(new) if new else [], strict=True))
         unread = sum(self._references[pair] is None for pair in new)
@@ -87,7 +115,7 @@ class Win:
             log.warning(
                 "%d references cannot be read by the model at %s: no answer wins there", unread, self.model.path
             )
-        own = self.model.scores([(prompt.text, completion.text) for prompt, completion in answered])
+        own = self.model.scores([(_document(prompt), completion.text) for prompt, completion in answered])
         return [_win(score, self._references[pair]) for score, pair in zip(own, against, strict=True)]
 
 
@@ -97,6 +125,11 @@ def _win(score: float | None, reference: float | None) -> Judgement:
     if reference is None:
         return Judgement(0.0, {"score": score, "reference_unread": 1.0})
     return Judgement(float(score > reference), {"score": score})
+
+
+def _document(prompt: Prompt) -> str:
+    document = prompt.fields.get("document")
+    return document if isinstance(document, str) else prompt.text
 
 
 def _reference(prompt: Prompt) -> str:

@@ -13,22 +13,24 @@ from __future__ import annotations
 import logging
 import zlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tba.apps.preference.reward_model import ModelScore, Win
+from tba.apps.preference.reward_model import ModelScore, OfLength, Win
 from tba.apps.preference.similarity import sentences
 from tba.errors import UserError
 from tba.tasks.held_out import check_share, is_held_out
 from tba.tasks.hub import rows_from_hub
 from tba.tasks.rows import Row, read_rows
-from tba.types import Problem, Split, is_text
+from tba.types import Message, Problem, Split, is_text
 
 log = logging.getLogger("tba.task")
 _POSTS = ("query", "prompt", "post", "content", "document", "source", "article", "text")
 _SUMMARIES = ("reference_response", "tldr", "summary", "reference", "target", "label")
 _CUE = "TL;DR:"
+_POST = "{post}"
 _END = "<|endoftext|>"  # with which some data sets spell the end of a summary
 
 
@@ -39,6 +41,9 @@ class Tldr:
     path: str = "vwxyzjn/summarize_from_feedback_tldr_3_filtered_oai_preprocessing_1706381144"  # or a .jsonl (.gz) file
     reward_model: str = ""  # reward model for training: a folder or a Hub name
     gold: str = ""  # reward model for evaluation; empty: the same
+    ask: str = ""  # what a chat model is asked, with {post} in it; empty: no chat, the post and `TL;DR:`
+    words: int = 0  # words that a summary should have; 0: any number
+    per_length: float = 1.0  # what the reward loses for a summary e times as long, or as short; only with `words`
     without_eos: float | None = -1.0  # reward of a summary without EOS; None: its score
     longest: int = 20_000  # characters of the longest post
     max_tokens: int = 640  # of post and summary, as the reward models read them; longer ones lose tokens of the post
@@ -50,6 +55,17 @@ class Tldr:
 
     def __post_init__(self) -> None:
         check_share(self.held_out, "tldr's held_out")
+        if self.ask and _POST not in self.ask:
+            raise UserError(f"tldr asks {self.ask!r}: put {_POST} where the post goes")
+        if self.words < 0 or self.per_length < 0:
+            raise UserError(
+                f"tldr wants {self.words} words at {self.per_length} per length: give 0 or more of each (0 words: any)"
+            )
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """The field without effect."""
+        return {} if self.words else {"per_length": "words above 0"}
 
     @property
     def name(self) -> str:
@@ -70,9 +86,10 @@ class Tldr:
             raise UserError(f"{self.path} leaves no post for {split} ({reasons or 'no rows'}): give another file")
         return [problem for post, summary in found.values() for problem in self._problems(post, summary)]
 
-    def reward(self) -> ModelScore:
+    def reward(self) -> ModelScore | OfLength:
         """Raises `UserError` without a reward model."""
-        return self._score(self.reward_model)
+        score = self._score(self.reward_model)
+        return OfLength(score, self.words, self.per_length) if self.words else score
 
     def examination(self) -> Win:
         """Returns the reward of evaluations: wins by the gold model. Raises `UserError` without a model."""
@@ -114,15 +131,22 @@ class Tldr:
 
     def _problems(self, post: str, summary: str) -> list[Problem]:
         """Returns one problem, or several if each sentence is demonstrated."""
-        fields, text = {"reference": f" {summary}"}, _body(post)
+        text = _body(post)
         if self.demonstrated == "summary":
-            return [Problem(_prompt(post), fields, f" {summary}")]
+            return [self._problem(post, summary, summary)]
         found = sentences(text)
         if self.demonstrated == "echo":
-            return [Problem(_prompt(sentence), fields, f" {sentence}") for sentence in found]
+            return [self._problem(sentence, summary, sentence) for sentence in found]
         if self.demonstrated == "sentence":
             found = [found[zlib.crc32(text.encode()) % len(found)]]
-        return [Problem(_prompt(post), fields, f" {sentence}") for sentence in found]
+        return [self._problem(post, summary, sentence) for sentence in found]
+
+    def _problem(self, post: str, summary: str, demonstration: str) -> Problem:
+        if not self.ask:
+            return Problem(_prompt(post), {"reference": f" {summary}"}, f" {demonstration}")
+        text = _body(post)
+        asked: tuple[Message, ...] = ({"role": "user", "content": self.ask.replace(_POST, text)},)
+        return Problem(asked, {"reference": summary, "document": text}, demonstration)
 
 
 def _body(post: str) -> str:

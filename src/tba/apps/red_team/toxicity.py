@@ -9,7 +9,7 @@ judgement's parts are numbers only: no text leaves this module. Models are loade
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -125,17 +125,25 @@ class Toxicity:
         Surrounding space is removed: an attacker's answer begins with a space, which alone can change a victim's
         answer.
         """
-        attacks = [attack.strip() for attack in attacks]
-        distinct = [attack for attack in dict.fromkeys(attacks) if attack]
-        found: dict[str, list[float]] = {}
-        if distinct:
-            victim, classifier = self._ready()
-            answers = victim.answers(distinct, self.count)
-            pairs = [(attack, answer) for attack, row in zip(distinct, answers, strict=True) for answer in row]
-            marks = [max(float(mark), self.floor) for mark in classifier.log_toxic(pairs)]
-            n = self.count
-            found = {attack: marks[i * n : (i + 1) * n] for i, attack in enumerate(distinct)}
-        return [found.get(attack, [self.floor] * self.count) for attack in attacks]
+        return self.marks(attacks, self.answers(attacks))
+
+    def answers(self, attacks: Sequence[str]) -> dict[str, list[str]]:
+        """Returns the victim's answers to each attack with a text, by the attack without surrounding space."""
+        distinct = [attack for attack in dict.fromkeys(attack.strip() for attack in attacks) if attack]
+        if not distinct:
+            return {}
+        return dict(zip(distinct, self._ready()[0].answers(distinct, self.count), strict=True))
+
+    def marks(
+        self, attacks: Sequence[str], answers: Mapping[str, Sequence[str]], classifier: Scoring | None = None
+    ) -> list[list[float]]:
+        """Returns what a classifier (None: this reward's) says of the victim's `answers`, in the form of `scores`."""
+        pairs = [(attack, answer) for attack, said in answers.items() for answer in said]
+        classifier = (classifier or self._ready()[1]) if pairs else None
+        marks = [max(float(mark), self.floor) for mark in classifier.log_toxic(pairs)] if classifier else []
+        n = self.count
+        found = {attack: marks[i * n : (i + 1) * n] for i, attack in enumerate(answers)}
+        return [found.get(attack.strip(), [self.floor] * n) for attack in attacks]
 
     def toxic(self, row: Sequence[float]) -> float:
         """Returns the mean of P(toxic) over answers, given its logarithms."""

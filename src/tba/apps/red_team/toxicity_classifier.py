@@ -1,6 +1,7 @@
 """`tba red-team classifier`: trains a toxicity classifier on labelled texts, and measures it.
 
     tba red-team classifier FILE --out DIR [--held-out 0.1] [--fields.text NAME --fields.label NAME] [--field value ...]
+    tba red-team classifier FILE --out DIR --features sentences
 
 A share of the texts, chosen by a digest of each, is held out to measure it.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console
@@ -24,6 +26,9 @@ from tba.settings import override
 from tba.tasks.held_out import is_held_out
 from tba.types import Json
 from tba.weights.atomic_dir import atomic_folder
+
+if TYPE_CHECKING:
+    from tba.apps.red_team.sentence_classifier import SentenceWeights  # which loads torch
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,13 @@ def make_classifier(file: str, overrides: Sequence[str], out: Path) -> int:
     return 0
 
 
-def trained(found: Labelled, options: ClassifierOptions) -> tuple[WordWeights, ClassifierReport]:
+def trained(found: Labelled, options: ClassifierOptions) -> tuple[WordWeights | SentenceWeights, ClassifierReport]:
     """Returns a classifier of the texts that are not held out, and its report on the others. Raises `UserError` unless
     both have toxic and other texts.
     """
     held = np.array([is_held_out(text, options.held_out) for text in found.texts])
     toxic, places = np.array(found.toxic), np.arange(len(found.texts))
-    weights = WordWeights.train([found.texts[i] for i in places[~held]], toxic[~held].tolist(), options.train)
+    weights = _trained([found.texts[i] for i in places[~held]], toxic[~held].tolist(), options)
     if len(set(toxic[held].tolist())) < 2:
         raise UserError(
             f"of the {int(held.sum())} texts held out all are of one kind, so that nothing can be measured: give more "
@@ -78,7 +83,17 @@ def trained(found: Labelled, options: ClassifierOptions) -> tuple[WordWeights, C
     )
 
 
-def write_classifier(weights: WordWeights, out: Path, facts: Json) -> None:
+def _trained(texts: list[str], toxic: list[bool], options: ClassifierOptions) -> WordWeights | SentenceWeights:
+    if options.features == "words":
+        return WordWeights.train(texts, toxic, options.train)
+    from tba.apps.red_team.embedding import SentenceEncoder
+    from tba.apps.red_team.sentence_classifier import SentenceWeights
+
+    encoder = SentenceEncoder.load(options.embedder)
+    return SentenceWeights.train(texts, toxic, options.train.inverse_penalty, encoder)
+
+
+def write_classifier(weights: WordWeights | SentenceWeights, out: Path, facts: Json) -> None:
     """Write the folder atomically."""
     with atomic_folder(out) as temporary:
         weights.save(temporary, facts)

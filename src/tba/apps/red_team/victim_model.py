@@ -29,12 +29,14 @@ class VictimModel:
     top_p: float
     max_tokens: int
     device: str
+    dtype: str
     rows_per_pass: int
     seed: int
 
     def __post_init__(self) -> None:
         device = chosen_device(self.device)
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        low = self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
+        dtype = torch.bfloat16 if low else torch.float32
         self.model, self.tokenizer = loaded(AutoModelForCausalLM, self.path, "victim", device, dtype)
         self.tokenizer.padding_side = "left"
         if self.tokenizer.pad_token_id is None:

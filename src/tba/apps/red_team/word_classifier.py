@@ -44,7 +44,7 @@ class WordFeatures:
     def hashed(self, texts: Sequence[str]) -> Any:
         """Returns [N, F] sparse: which words are in which text."""
         return (
-            _sklearn("feature_extraction.text")
+            sklearn_module("feature_extraction.text")
             .HashingVectorizer(
                 n_features=self.features,
                 ngram_range=(1, self.longest_gram),
@@ -74,7 +74,7 @@ class WordWeights:
         words = settings.hashed(texts)
         count_F = np.asarray(words.sum(axis=0)).ravel()
         rarity_F = np.log((1 + len(texts)) / (1 + count_F)) + 1  # smoothed, as scikit-learn's own
-        model = _sklearn("linear_model").LogisticRegression(
+        model = sklearn_module("linear_model").LogisticRegression(
             C=settings.inverse_penalty, class_weight="balanced", max_iter=1000
         )
         model.fit(_normalised(words, rarity_F), np.asarray(toxic, dtype=bool))
@@ -101,7 +101,7 @@ class WordWeights:
     @classmethod
     def load(cls, path: str) -> WordWeights:
         """Loads a saved classifier. Raises `UserError` when the folder has none, or scikit-learn is missing."""
-        _sklearn("feature_extraction.text")
+        sklearn_module("feature_extraction.text")
         folder = Path(path)
         try:
             settings = WordFeatures(**parsed((folder / FACTS).read_bytes(), settings=WordFeatures)["settings"])
@@ -119,10 +119,10 @@ class WordWeights:
 
 def _normalised(words: Any, rarity_F: _Floats) -> Any:
     """Returns [N, F] sparse, rows of length 1."""
-    return _sklearn("preprocessing").normalize(words.multiply(rarity_F).tocsr())
+    return sklearn_module("preprocessing").normalize(words.multiply(rarity_F).tocsr())
 
 
-def _sklearn(name: str) -> Any:
+def sklearn_module(name: str) -> Any:
     """Returns a module of scikit-learn. Raises `UserError` when it is not installed."""
     import importlib
 
@@ -130,6 +130,6 @@ def _sklearn(name: str) -> Any:
         return importlib.import_module(f"sklearn.{name}")
     except ImportError as error:
         raise UserError(
-            "the word classifier needs scikit-learn: `pip install scikit-learn`, or choose a recipe with another "
-            "classifier"
+            "toxicity classifiers of words or sentences need scikit-learn: `pip install scikit-learn`, or choose a "
+            "recipe with another classifier"
         ) from error

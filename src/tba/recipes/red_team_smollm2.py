@@ -1,0 +1,72 @@
+"""Red-teaming a model that was not made here: SmolLM2-135M-Instruct answers, SmolLM2 attacks, on two CPU cores.
+
+    tba model smollm2 --out smollm2
+    tba red-team classifier comments.csv --out toxicity --fields.text 0 --fields.label 1
+    tba sft red_team_smollm2 --model.path smollm2 --task.attacks attacks.jsonl --out attacker
+    tba train red_team_smollm2 --model.path attacker --task.attacks attacks.jsonl --task.victim.path smollm2
+
+`attacks.jsonl` is the attacker's supervised data, a line {"attack": ...} each; `toxicity` a classifier of people's
+labels. Texts are kept out of logs and samples, unless `--record.no-hide-text` is given. docs/red_team.md says what is
+measured and how to use it responsibly, docs/real_model.md what comes out.
+"""
+
+from __future__ import annotations
+
+from tba.apps.red_team.task import RedTeam
+from tba.apps.red_team.toxicity import WordClassifier
+from tba.apps.red_team.victim import ModelVictim
+from tba.engines.transformers import EngineSettings
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.models.huggingface import HuggingFace, WarmStart
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.lora import LoraSettings
+from tba.recipe import Recipe, RuntimeSettings
+from tba.record.recorder import RecordSettings
+from tba.replay.buffer import BufferSettings
+from tba.replay.pacing import Pacing
+from tba.replay.replay import ReplaySettings
+from tba.replay.selection import RecencyReward
+from tba.schedules import Constant, WarmupConstant
+from tba.search.exploration import Fixed
+from tba.training.optimizer import OptimizerSettings
+from tba.training.supervised import SupervisedSettings
+
+SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+recipe = Recipe(
+    name="red_team_smollm2",
+    description="red-teaming SmolLM2-135M-Instruct with SmolLM2 as the attacker, two CPU processes",
+    task=RedTeam(
+        attacks="attacks.jsonl",
+        victim=ModelVictim(path=SMOLLM2, template="chat", temperature=0.7, top_p=0.92, max_tokens=24),
+        classifier=WordClassifier(path="toxicity"),
+        count=2,
+        evaluated=256,
+    ),
+    model=HuggingFace(
+        path=SMOLLM2,
+        generation=EngineSettings(slots=64, max_completion_tokens=24),
+        lora=LoraSettings(rank=16),
+        warm_start=WarmStart(sft=SupervisedSettings(steps=40, batch_size=32, lr=1e-4)),  # of `tba sft`
+    ),
+    # A success is worth some three nats more than a failure. At beta 0.3 that is a factor of 20,000 at pi*: enough for
+    # one in a thousand to become the rule, while those that succeed keep their shares.
+    objective=TrajectoryBalance(beta=Constant(0.3), off_policy="tapered"),
+    exploration=Fixed(temperature=1.0),
+    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupConstant(5)),
+    replay=ReplaySettings(
+        selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"),
+        pacing=Pacing(warm_up=512, max_mean_uses=3),
+        buffer=BufferSettings(per_prompt=100_000, total=100_000),
+    ),
+    evaluation=EvaluationSettings(every=0, problems=0, greedy=False, chunk=64),
+    record=RecordSettings(hide_text=True),
+    run=RuntimeSettings(checkpoint_every=20),
+    steps=160,
+    max_tokens_per_pass=2048,
+    groups_per_step=1,
+    group_size=64,
+    samples_per_prompt=64,
+    prompts_per_round=1,
+    sync_every=2,
+)

@@ -1,0 +1,49 @@
+"""SmolLM2-135M-Instruct learns to summarise posts by a reward model of human marks, on two CPU cores.
+
+    tba model smollm2 --out smollm2
+    tba reward-model marks.jsonl --score-field human_litepyramid_recall --model MINILM --frozen --out marks
+    tba train summaries --model.path smollm2 --task.path posts.jsonl --task.reward-model marks --task.gold judge
+
+Posts of at most 1,100 characters, summaries of one sentence. The reward is what a model of people's marks says of the
+summary (REALSumm; of news), less a price for a length other than the base's own: those marks are mostly of length. The
+judge was trained on something else. docs/real_model.md says how both are made, and what comes out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.apps.preference.tldr import Tldr
+from tba.engines.transformers import EngineSettings
+from tba.evaluation.accuracy import EvaluationSettings
+from tba.models.huggingface import HuggingFace
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipes.instruct import recipe as instruct
+from tba.schedules import Constant, WarmupStableDecay
+from tba.search.prompts import PromptSettings
+from tba.training.optimizer import OptimizerSettings
+
+assert isinstance(instruct.model, HuggingFace)
+recipe = replace(
+    instruct,
+    name="summaries",
+    description="SmolLM2-135M-Instruct learns to summarise posts by a reward model, two CPU processes",
+    task=Tldr(
+        path="posts.jsonl",
+        reward_model="marks",
+        gold="judge",
+        ask='Post: {post}\n\nSummarize this post in one sentence. Begin with "The author".',
+        words=24,
+        without_eos=-3.0,
+        longest=1100,
+        held_out=0.15,
+    ),
+    model=replace(instruct.model, generation=EngineSettings(slots=64, max_completion_tokens=64)),
+    objective=TrajectoryBalance(beta=Constant(0.05)),
+    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 90, 45, final=0.1)),
+    evaluation=EvaluationSettings(every=0, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
+    prompts=PromptSettings(max_tokens=320),
+    steps=140,
+    groups_per_step=4,
+    prompts_per_round=8,
+)
