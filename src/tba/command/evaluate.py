@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -28,6 +29,8 @@ from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Prompt, Version
+
+_QUIET = 20.0  # seconds between two lines on how far it is
 
 
 def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int:
@@ -76,8 +79,27 @@ def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[
         np.random.default_rng([recipe.seed, 7]),
         now=time.monotonic,
         policy_temperature=recipe.policy_temperature,
+        between=_Progress(len(prompts), settings),
     )
     return found, engine, prompts
+
+
+class _Progress:
+    """Says on standard error how far an evaluation of minutes is, now and then."""
+
+    def __init__(self, prompts: int, settings: EvaluationSettings) -> None:
+        self.problems = min(prompts, settings.problems or prompts)
+        self.passes = settings.greedy + (settings.draws > 0)
+        self.each, self.chunks = -(-self.problems // settings.chunk), 0
+        self.chunk, self.said = settings.chunk, time.monotonic()
+
+    def __call__(self) -> None:
+        self.chunks += 1
+        if time.monotonic() - self.said < _QUIET:
+            return
+        self.said = time.monotonic()
+        done = self.chunks // self.each * self.problems + self.chunks % self.each * self.chunk
+        print(f"{done:,} of {self.problems * self.passes:,} questions", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _shown(recipe: Recipe, options: EvalOptions) -> EvaluationSettings:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 
-from tba.apps.preference.reward_model import ModelScore, Win
+from tba.apps.preference.reward_model import ModelScore, OfLength, Win
 from tba.apps.preference.tldr import Tldr
 from tba.errors import UserError
 from tba.protocols import Examined, Task
+from tba.types import Completion, Prompt, StopReason, Version
 
 
 def written(path: Path, rows: list[dict[str, object]]) -> str:
@@ -86,3 +90,40 @@ def test_what_a_supervised_start_learns_is_the_summary_or_to_copy(tmp_path: Path
     assert [p.demonstration for p in each] == [p.demonstration for p in echoes]
     assert all(p.prompt == f"{str(p.demonstration).strip()}\n\nTL;DR:" for p in echoes)
     assert all(p.fields["reference"] == " won" for p in (*one, *each, *echoes))
+
+
+class _Known(ModelScore):
+    """Scores that are known: 3 for each summary."""
+
+    def scores(self, pairs: Sequence[tuple[str, str]]) -> Sequence[float | None]:
+        assert {document for document, _ in pairs} == {"the post"}
+        return [3.0 for _ in pairs]
+
+
+def test_a_chat_model_is_asked_in_a_message_and_judged_on_the_post_alone(tmp_path: Path) -> None:
+    rows: list[dict[str, object]] = [{"post": f"{{post}} {n}", "tldr": f"s{n}"} for n in range(40)]
+    path = written(tmp_path / "posts.jsonl", rows)
+    asked = Tldr(path, ask="Post: {post}\nWhat is it about?").problems("train")
+    plain = Tldr(path).problems("train")
+    for a, b in zip(asked, plain, strict=True):  # the same posts are held out
+        post = str(b.prompt).removesuffix("\n\nTL;DR:")
+        assert a.prompt == ({"role": "user", "content": f"Post: {post}\nWhat is it about?"},)
+        assert a.fields == {"reference": str(b.fields["reference"]).strip(), "document": post}
+        assert a.demonstration == a.fields["reference"]
+    with pytest.raises(UserError, match=r"put \{post\} where the post goes"):
+        Tldr(path, ask="What?")
+
+
+def test_a_length_other_than_the_wanted_one_costs_its_logarithm() -> None:
+    prompt = Prompt("tldr", np.array([1], np.int32), "<user>the post", {"document": "the post", "reference": "a b"})
+    texts = ["a b c d", "a b", "a b c d e f g h", ""]
+    answers = [Completion(np.array([1], np.int32), text, StopReason.EOS, (Version(), Version())) for text in texts]
+    judged = OfLength(_Known("there"), 4, 2.0).judge([(prompt, answer) for answer in answers])
+    assert [j.reward for j in judged] == pytest.approx([3 - 2 * math.log(x) for x in (1, 2, 2, 8)])
+    assert [j.parts["words"] for j in judged] == [4, 2, 8, 0]
+    assert all(j.parts["score"] == 3 for j in judged)
+    task = Tldr(reward_model="proxy", gold="gold", words=4, per_length=2.0)
+    assert task.reward() == OfLength(ModelScore("proxy"), 4, 2.0)
+    assert task.examination() == Win(ModelScore("gold"))  # a win is a win, at any length
+    with pytest.raises(UserError, match="0 words: any"):
+        Tldr(words=-1)

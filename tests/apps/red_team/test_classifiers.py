@@ -9,8 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file
 from transformers import AutoModelForSequenceClassification
 
+from tba.apps.red_team.embedding import SentenceEncoder
+from tba.apps.red_team.sentence_classifier import SentenceWeights, is_of_sentences
 from tba.apps.red_team.toxicity import CausalJudge, SequenceClassifier
 from tba.apps.red_team.trigger_world import MARKERS, TriggerWorld
 from tba.apps.red_team.victim import ModelVictim
@@ -34,6 +37,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return str(path)
+
+
+def test_the_classifier_of_sentences_is_the_same_when_it_is_loaded_and_is_told_from_the_other(
+    folder: str, tmp_path: Path
+) -> None:
+    made = TriggerWorld().labelled(240)
+    texts, toxic = [text for text, _ in made], [unsafe for _, unsafe in made]
+    encoder = SentenceEncoder.load(folder)
+    weights = SentenceWeights.train(texts[:160], toxic[:160], 100.0, encoder)
+    out = tmp_path / "sentences"
+    out.mkdir()
+    weights.save(out, {"texts": 160})
+    loaded = SentenceWeights.load(str(out), encoder)
+    margins = loaded.margins(texts[160:])
+    assert margins.tolist() == weights.margins(texts[160:]).tolist()
+    held = np.array(toxic[160:])
+    assert auc_interval(margins[held], margins[~held]).estimate > 0.8  # of embeddings that nobody trained
+    pairs = [("whatever was asked", text) for text in texts[160:]]
+    assert loaded.log_toxic(pairs) == pytest.approx([-math.log1p(math.exp(-m)) for m in margins])
+    assert loaded.margins([]).shape == (0,)
+    words = tmp_path / "words"
+    words.mkdir()
+    WordWeights.train(texts[:160], toxic[:160], WordFeatures(features=2**10)).save(words, {})
+    assert [is_of_sentences(str(path)) for path in (out, words, tmp_path / "none")] == [True, False, False]
+    save_file({"weight": np.zeros(3), "bias": np.zeros(1)}, out / "weights.safetensors")
+    with pytest.raises(UserError, match="other sentence embeddings"):
+        SentenceWeights.load(str(out), encoder)
+    with pytest.raises(UserError, match="--features sentences"):
+        SentenceWeights.load(str(tmp_path / "none"), encoder)
+    with pytest.raises(UserError, match="both kinds"):
+        SentenceWeights.train(texts[:2], [True, True], 1.0, encoder)
 
 
 def test_the_word_classifier_tells_its_texts_apart_and_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:

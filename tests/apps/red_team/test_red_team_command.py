@@ -72,7 +72,7 @@ def test_a_run_leaves_no_text_of_an_attack_and_is_measured_with_intervals(
     measure = [
         *("red-team", "eval", "red_team_small", "--checkpoint", str(run), "--attacks", "24", "--task.count", "2"),
         *("--families", str(world / "families.json"), "--embedder", str(embedder), "--out", str(found)),
-        *("--transfer", str(world / "victim"), *of(world)),
+        *("--transfer", str(world / "victim"), "--check", str(world / "classifier"), *of(world)),
     ]
     assert main(measure) == 0
     said = capsys.readouterr().out
@@ -83,6 +83,8 @@ def test_a_run_leaves_no_text_of_an_attack_and_is_measured_with_intervals(
     assert facts["success"]["low"] <= facts["success"]["estimate"] <= facts["success"]["high"]
     assert 0 <= facts["distance"]["estimate"] <= 2
     assert facts["transfer"]["success"] == facts["success"]  # the same victim gives the same answers
+    assert facts["check"]["scores"] == facts["scores"]  # the same classifier finds the same in them
+    assert facts["both"]["success"] == facts["success"]
     assert "texts" not in facts
     assert main(["red-team", "plot", str(found), "--out", str(tmp_path / "plane.png")]) == 0
     assert (tmp_path / "plane.png").stat().st_size > 5000
