@@ -1,6 +1,11 @@
 """The quickstart's sums against TRL's trainers on a CPU: wall-clock time to a target accuracy, and final accuracy.
 
     python benchmarks/against_trl.py [--seeds 3] [--trainers grpo rloo] [--out FILE]
+    python benchmarks/against_trl.py --model smollm2 [--minutes 100] [--every 10] [--problems 100]
+
+The second form is TRL's GRPO alone, on the recipe `instruct` with a real model, for the given time (evaluation apart):
+the same prompts, reward, K, batch, LoRA, temperature and length; two threads; ours is `tba train instruct`. It has no
+reference (beta 0), which saves it a pass. Of float32 and bfloat16 the faster is taken, by two steps of each.
 
 TRL (pinned below) is installed into an environment of its own, `.venv-trl`, by this script (about 1.5 GB, once).
 Same shipped base, problems, reward, K, batch, temperature, length limit, gradient clip and AdamW. Ours runs in two
@@ -15,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -26,6 +32,7 @@ from async_speedup import EVALUATION, TARGET, reached, run
 
 from tba.evaluation.estimators import bootstrap_interval
 from tba.models.huggingface import HuggingFace
+from tba.recipes.instruct import recipe as instruct
 from tba.recipes.quickstart import recipe
 
 TRL = "trl==1.16.0"
@@ -42,7 +49,8 @@ def environment() -> Path:
         print(f"installing {TRL} into {folder}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         install = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", "-c", str(ROOT / "constraints.txt")]
-        subprocess.run([*install, TRL, "torch", "transformers", "datasets", "accelerate"], check=True)
+        more = ["torch", "transformers", "datasets", "accelerate", "peft", "if-verifiable"]
+        subprocess.run([*install, TRL, *more], check=True)
         (folder / "installed").touch()
     return folder / "bin" / "python"
 
@@ -88,8 +96,15 @@ def main() -> None:
     parser.add_argument("--tuning-steps", type=int, default=200)
     parser.add_argument("--trainers", nargs="+", default=["grpo", "rloo"], choices=["grpo", "rloo", "online_dpo"])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", help="a real model's folder: the second form")
+    parser.add_argument("--minutes", type=float, default=100.0)
+    parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--problems", type=int, default=100)
     arguments = parser.parse_args()
     python = environment()
+    if arguments.model:
+        real_model(python, arguments.model, arguments.minutes, arguments.every, arguments.problems, arguments.out)
+        return
     facts: dict[str, Any] = {"rates": {}, **{name: [] for name in (*OURS, *arguments.trainers)}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -110,6 +125,47 @@ def main() -> None:
     report(facts, arguments.trainers)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def real_model(python: Path, model: str, minutes: float, every: int, problems: int, out: Path | None) -> None:
+    """TRL's GRPO on `instruct`, its settings ours; prints its curve and its cost, and writes them to `out`."""
+    task, own = instruct.task, instruct.model
+    assert isinstance(own, HuggingFace)
+    rows = {split: [(p.prompt, p.fields) for p in task.problems(split)] for split in ("train", "eval")}
+    with tempfile.TemporaryDirectory() as name:
+        settings = {
+            "lr": instruct.optimizer.lr,
+            "seed": 0,
+            "threads": 2,
+            "every": every,
+            "part": 16,
+            "batch": instruct.groups_per_step * instruct.group_size,
+            "group_size": instruct.group_size,
+            "max_completion": own.generation.max_completion_tokens,
+            "temperature": instruct.policy_temperature,
+            "rank": own.lora.rank,
+            "model": model,
+            "train": rows["train"],
+            "folder": f"{name}/trl",
+        }
+
+        def side(dtype: str, steps: int, deadline: float, held_out: int) -> dict[str, Any]:
+            result, path = Path(name) / "out.json", Path(name) / "settings.json"
+            asked = {"dtype": dtype, "steps": steps, "deadline": deadline, "eval": rows["eval"][:held_out]}
+            path.write_text(json.dumps({**settings, **asked, "out": str(result)}))
+            command = [str(python), str(Path(__file__).parent / "trl_real_side.py"), str(path)]
+            subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+            found: dict[str, Any] = json.loads(result.read_text())
+            print(f"TRL, {dtype}: {found['seconds_per_step']:.1f} s per update, {found['peak_gb']:.1f} GB", flush=True)
+            return found
+
+        taken = {dtype: side(dtype, 2, _DEADLINE, 0) for dtype in ("float32", "bfloat16")}
+        best = min(taken, key=lambda dtype: taken[dtype]["seconds_per_step"])
+        found = side(best, 100_000, 60 * minutes, problems)
+    each = found["seconds_per_step"] / settings["batch"]
+    print(f"{best}: {each:.2f} s an answer; held-out success by step and second: {found['curve']}")
+    if out is not None:
+        out.write_text(json.dumps({"short": taken, "dtype": best, **found}, indent=1) + "\n")
 
 
 def tuned(python: Path, trainer: str, steps: int, folder: Path) -> float:
