@@ -32,13 +32,15 @@ from tba.training.optimizer import OptimizerSettings
 from tba.training.supervised import SupervisedSettings
 
 SMOLLM2 = "HuggingFaceTB/SmolLM2-135M-Instruct"
+ASKED = "<|im_start|>user\n{attack}<|im_end|>\n<|im_start|>assistant\n"
 
 recipe = Recipe(
     name="red_team_smollm2",
     description="red-teaming SmolLM2-135M-Instruct with SmolLM2 as the attacker, two CPU processes",
     task=RedTeam(
         attacks="attacks.jsonl",
-        victim=ModelVictim(path=SMOLLM2, template="chat", temperature=0.7, top_p=0.92, max_tokens=24),
+        # without the system message that the chat template puts before, which would be most of what is read
+        victim=ModelVictim(path=SMOLLM2, template=ASKED, temperature=0.7, top_p=0.92, max_tokens=24),
         classifier=WordClassifier(path="toxicity"),
         count=2,
         evaluated=256,
@@ -49,9 +51,9 @@ recipe = Recipe(
         lora=LoraSettings(rank=16),
         warm_start=WarmStart(sft=SupervisedSettings(steps=40, batch_size=32, lr=1e-4)),  # of `tba sft`
     ),
-    # A success is worth some three nats more than a failure. At beta 0.3 that is a factor of 20,000 at pi*: enough for
-    # one in a thousand to become the rule, while those that succeed keep their shares.
-    objective=TrajectoryBalance(beta=Constant(0.3), off_policy="tapered"),
+    # A success is worth about 0.9 nats more than a failure: at beta 0.2 a factor of 90 at pi*, enough for one in
+    # twenty to become the rule, while those that succeed keep their shares.
+    objective=TrajectoryBalance(beta=Constant(0.2), off_policy="tapered"),
     exploration=Fixed(temperature=1.0),
     optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupConstant(5)),
     replay=ReplaySettings(
