@@ -45,7 +45,7 @@ class ModelVictim:
     max_tokens: int = 30  # longest answer
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # of its weights; auto: bfloat16 on cuda, else float32
-    rows_per_pass: int = 256  # answers that are sampled in one batch
+    rows_per_pass: int = 256  # answers that grow at the same time
     seed: int = 0  # seed of the answers: the same attacks in one call get the same answers
 
     def __post_init__(self) -> None:
