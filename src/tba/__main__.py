@@ -39,7 +39,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba red-team eval RECIPE [--checkpoint DIR] [--attacks 1024] [--transfer VICTIM] [--families FILE] [--out FILE]
                                             measure success and diversity of sampled attacks, with intervals
   tba red-team plot FILE... --out FILE.png  plot several such evaluations, success against diversity
-  tba eval RECIPE [--checkpoint DIR] [--split eval] [--distance N] [--texts FILE] [--out FILE] [--field value ...]
+  tba eval RECIPE [--checkpoint DIR] [--split eval] [--texts FILE] [--out FILE] [--against FILE] [--field value ...]
                                             measure the accuracy of any checkpoint on a recipe's task
   tba study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
                                             run variants x seeds (a name, or a path to a .py file), make tables and

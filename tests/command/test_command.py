@@ -170,6 +170,14 @@ def test_eval_of_a_runs_newest_checkpoint_gives_the_figures_the_run_ended_with(
         assert len(scores[metric]) == e.n == 8
         assert sum(scores[metric]) / 8 == pytest.approx(e.value)
         assert metric in printed
+    again = ("eval", SUMS, "--checkpoint", run, "--against", tmp_path / "scores.json")
+    assert said(*again).count("+0.0 points against") == len(final)  # the same answers
+    flipped = {metric: [1 - score for score in values] for metric, values in scores.items()}
+    (tmp_path / "other.json").write_text(json.dumps({"scores": flipped}))
+    printed = said(*again[:-1], tmp_path / "other.json")
+    for metric, values in scores.items():
+        assert f"{metric} {100 * (2 * sum(values) / 8 - 1):+.1f} points against" in printed
+    assert main([*map(str, again), "--evaluation.problems", "4"]) == 2
 
 
 def test_eval_of_a_folder_and_of_the_training_problems(run: Path, said: Said, tmp_path: Path) -> None:

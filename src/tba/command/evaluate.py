@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from tba.command.options import EvalOptions
 from tba.errors import UserError
 from tba.evaluation.accuracy import Answer, Assessment, EvaluationSettings, evaluate
 from tba.evaluation.divergence import Divergence, divergence
-from tba.evaluation.estimators import wilson_interval
+from tba.evaluation.estimators import paired_difference, wilson_interval
+from tba.foreign import read_json
 from tba.models.huggingface import HuggingFace, refuse_missing_model
 from tba.protocols import Engine, Examined
 from tba.recipe import Recipe
@@ -30,6 +32,7 @@ from tba.settings import find, override
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Prompt, Version
 
+Scores: TypeAlias = Mapping[str, Sequence[float]]  # metric -> one for each problem, in order
 _QUIET = 20.0  # seconds between two lines on how far it is
 
 
@@ -38,6 +41,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     split, checkpoint, out, distance = options.split, options.checkpoint, options.out, options.distance
     if distance < 0:
         raise UserError(f"--distance is {distance}: give the number of prompts to measure it on, 0 for none")
+    before = None if options.against is None else _scores_in(options.against)
     begun = override(find(name), overrides, f"tba eval {name}")
     recipe = with_checkpoint(begun, checkpoint)
     found, engine, prompts = measured(recipe, split, _shown(recipe, options))
@@ -49,6 +53,8 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
             f"{e.n} {split} problems",
             highlight=False,
         )
+    if before is not None:
+        _tell_difference(console, before, found, options.against)
     console.print(f"{found.tokens} tokens in {found.seconds:.1f} s", highlight=False)
     scores = {metric: [float(v) for v in values] for metric, values in found.scores.items()}
     facts = {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
@@ -61,6 +67,31 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     if options.texts is not None:
         _write_texts(options.texts, found.answers, console)
     return 0
+
+
+def _scores_in(path: Path) -> Scores:
+    facts = read_json(path, "give a file that `tba eval --out` wrote", scores=dict[str, list[float]])
+    scores: Scores = facts["scores"]
+    return scores
+
+
+def _tell_difference(console: Console, before: Scores, found: Assessment, path: Path | None) -> None:
+    """Print, problem by problem, what changed since another evaluation. Raises `UserError` if it was of others."""
+    for metric, values in found.scores.items():
+        others = before.get(metric)
+        if others is None:
+            continue
+        if len(others) != len(values):
+            raise UserError(
+                f"{path} has {len(others)} problems and this evaluation {len(values)}: give one of the same problems "
+                "(--evaluation.problems)"
+            )
+        d = paired_difference(others, values)
+        console.print(
+            f"{metric:16} {100 * d.estimate:+.1f} points against {path} [{100 * d.low:+.1f}, {100 * d.high:+.1f}], "
+            "paired by problem",
+            highlight=False,
+        )
 
 
 def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[Assessment, Engine, list[Prompt]]:

@@ -44,6 +44,7 @@ class EvalOptions:
     split: str = "eval"  # the problems' split, train or eval
     out: Path | None = None  # file for the scores of each problem, as JSON
     texts: Path | None = None  # file for the answers, as JSON Lines: prompt, response, score
+    against: Path | None = None  # a file of --out, of the same problems: prints the paired differences to it
     distance: int = 0  # prompts on which KL and perplexity to the recipe's own model are measured; 0: none
 
 

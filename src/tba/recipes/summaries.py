@@ -33,17 +33,18 @@ recipe = replace(
         reward_model="marks",
         gold="judge",
         ask='Post: {post}\n\nSummarize this post in one sentence. Begin with "The author".',
-        words=24,
+        words=25,  # as many as the base writes
+        per_length=3.0,  # at 1 they became a fifth longer: of two summaries the longer one has the better marks
         without_eos=-3.0,
         longest=1100,
         held_out=0.15,
     ),
     model=replace(instruct.model, generation=EngineSettings(slots=64, max_completion_tokens=64)),
     objective=TrajectoryBalance(beta=Constant(0.05)),
-    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 90, 45, final=0.1)),
+    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupStableDecay(5, 75, 40, final=0.1)),
     evaluation=EvaluationSettings(every=0, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=320),
-    steps=140,
+    steps=120,
     groups_per_step=4,
     prompts_per_round=8,
 )
