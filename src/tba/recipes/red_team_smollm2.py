@@ -42,7 +42,7 @@ recipe = Recipe(
         # without the system message that the chat template puts before, which would be most of what is read
         victim=ModelVictim(path=SMOLLM2, template=ASKED, temperature=0.7, top_p=0.92, max_tokens=24),
         classifier=WordClassifier(path="toxicity"),
-        count=2,
+        count=3,
         evaluated=256,
     ),
     model=HuggingFace(
@@ -51,14 +51,14 @@ recipe = Recipe(
         lora=LoraSettings(rank=16),
         warm_start=WarmStart(sft=SupervisedSettings(steps=40, batch_size=32, lr=1e-4)),  # of `tba sft`
     ),
-    # A success is worth about 0.9 nats more than a failure: at beta 0.2 a factor of 90 at pi*, enough for one in
-    # twenty to become the rule, while those that succeed keep their shares.
-    objective=TrajectoryBalance(beta=Constant(0.2), off_policy="tapered"),
+    # Of an answer's spread in log P(toxic), 0.53 nats, a sixth is the attack's and the rest the victim's dice: attacks
+    # differ by 0.22 nats. At beta 0.05, the paper's, a success is worth a factor of e^4 over most failures at pi*.
+    objective=TrajectoryBalance(beta=Constant(0.05), off_policy="tapered"),
     exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=2e-4, schedule=WarmupConstant(5)),
+    optimizer=OptimizerSettings(lr=4e-4, schedule=WarmupConstant(5)),
     replay=ReplaySettings(
-        selection=RecencyReward(m=0.5, inverse_temperature=1.0, mix="group"),
-        pacing=Pacing(warm_up=512, max_mean_uses=3),
+        selection=RecencyReward(m=0.8, inverse_temperature=1.0, mix="group"),
+        pacing=Pacing(warm_up=128, max_mean_uses=2),
         buffer=BufferSettings(per_prompt=100_000, total=100_000),
     ),
     evaluation=EvaluationSettings(every=0, problems=0, greedy=False, chunk=64),
@@ -70,5 +70,5 @@ recipe = Recipe(
     group_size=64,
     samples_per_prompt=64,
     prompts_per_round=1,
-    sync_every=2,
+    sync_every=1,
 )
