@@ -28,9 +28,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="of the asynchronous run")
     parser.add_argument("--synchronous-steps", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("arguments", nargs="*", help="what follows `tba train RECIPE`")
-    given = parser.parse_args()
-    common = [*given.arguments, *BARE, "--seed", str(given.seed)]
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # behind it: what follows `tba train RECIPE`
+    given, arguments = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
+    common = [*arguments, *BARE, "--seed", str(given.seed)]
     found = {}
     with tempfile.TemporaryDirectory() as name:
         for side, own in (
