@@ -177,7 +177,11 @@ def test_eval_of_a_runs_newest_checkpoint_gives_the_figures_the_run_ended_with(
     printed = said(*again[:-1], tmp_path / "other.json")
     for metric, values in scores.items():
         assert f"{metric} {100 * (2 * sum(values) / 8 - 1):+.1f} points against" in printed
-    assert main([*map(str, again), "--evaluation.problems", "4"]) == 2
+    kept = tmp_path / "kept.json"
+    assert main([*map(str, again), "--evaluation.problems", "4", "--out", str(kept)]) == 2
+    assert kept.is_file()  # what cannot be compared is not lost
+    (tmp_path / "other.json").write_text(json.dumps({"scores": {"else": [1.0]}}))
+    assert main([*map(str, again[:-1]), str(tmp_path / "other.json")]) == 2
 
 
 def test_eval_of_a_folder_and_of_the_training_problems(run: Path, said: Said, tmp_path: Path) -> None:

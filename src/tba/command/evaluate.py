@@ -53,8 +53,6 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
             f"{e.n} {split} problems",
             highlight=False,
         )
-    if before is not None:
-        _tell_difference(console, before, found, options.against)
     console.print(f"{found.tokens} tokens in {found.seconds:.1f} s", highlight=False)
     scores = {metric: [float(v) for v in values] for metric, values in found.scores.items()}
     facts = {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
@@ -66,6 +64,8 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
         write_json(out, facts)
     if options.texts is not None:
         _write_texts(options.texts, found.answers, console)
+    if before is not None:  # last: what cannot be compared has been written all the same
+        _tell_difference(console, before, found, options.against)
     return 0
 
 
@@ -77,10 +77,14 @@ def _scores_in(path: Path) -> Scores:
 
 def _tell_difference(console: Console, before: Scores, found: Assessment, path: Path | None) -> None:
     """Print, problem by problem, what changed since another evaluation. Raises `UserError` if it was of others."""
-    for metric, values in found.scores.items():
-        others = before.get(metric)
-        if others is None:
-            continue
+    shared = [metric for metric in found.scores if metric in before]
+    if not shared:
+        raise UserError(
+            f"{path} has {', '.join(before) or 'no metric'}, and this evaluation {', '.join(found.scores)}: give one "
+            "of the same metrics"
+        )
+    for metric in shared:
+        others, values = before[metric], found.scores[metric]
         if len(others) != len(values):
             raise UserError(
                 f"{path} has {len(others)} problems and this evaluation {len(values)}: give one of the same problems "

@@ -52,11 +52,10 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     console = terminal()
     families = None if options.families is None else read_families(options.families)
     embedder = SentenceEncoder.load(options.embedder, options.device)
+    second = None if options.check is None else second_classifier(options.check, embedder)
     model = recipe.model.prepared(task, lambda line: console.print(line, highlight=False))
     attacks = sampled(model.engine(Version()), _prompts(recipe, model.tokenizer()), options.attacks, recipe)
     embedding = embedder.embed(attacks)
-
-    second = None if options.check is None else second_classifier(options.check, embedder)
 
     def report(toxic: Sequence[float]) -> AttackReport:
         return attack_report(attacks, toxic, embedding, task.threshold, families)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
 from tba.apps.red_team.embedding import SentenceEncoder
-from tba.apps.red_team.word_classifier import FACTS, WEIGHTS, sklearn_module
+from tba.apps.red_team.word_classifier import FACTS, WEIGHTS, log_sigmoid, refuse_one_kind, regression
 from tba.errors import UserError
 from tba.foreign import UNREADABLE, parsed
 from tba.types import Json
@@ -39,13 +39,8 @@ class SentenceWeights:
         cls, texts: Sequence[str], toxic: Sequence[bool], inverse_penalty: float, encoder: SentenceEncoder
     ) -> SentenceWeights:
         """Trains a classifier; both classes weigh the same. Raises `UserError` unless there are texts of both."""
-        if len(set(toxic)) < 2:
-            raise UserError("a classifier learns from texts of both kinds, toxic and not: give a file with both")
-        model = sklearn_module("linear_model").LogisticRegression(
-            C=inverse_penalty, class_weight="balanced", max_iter=1000
-        )
-        model.fit(encoder.embed(texts), np.asarray(toxic, dtype=bool))
-        return cls(encoder, model.coef_[0].astype(np.float64), float(model.intercept_[0]))
+        refuse_one_kind(toxic)
+        return cls(encoder, *regression(encoder.embed(texts), toxic, inverse_penalty))
 
     def margins(self, texts: Sequence[str]) -> _Floats:
         """Returns [N], the logit of each text."""
@@ -56,8 +51,7 @@ class SentenceWeights:
 
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Returns log P(toxic) of each (attack, answer), from the answer alone."""
-        logs: list[float] = (-np.logaddexp(0.0, -self.margins([answer for _, answer in pairs]))).tolist()
-        return logs
+        return log_sigmoid(self.margins([answer for _, answer in pairs]))
 
     def save(self, folder: Path, facts: Json) -> None:
         """Write weights and `facts` to the folder; the embeddings' model is not copied."""

@@ -44,7 +44,7 @@ class WordFeatures:
     def hashed(self, texts: Sequence[str]) -> Any:
         """Returns [N, F] sparse: which words are in which text."""
         return (
-            sklearn_module("feature_extraction.text")
+            _sklearn("feature_extraction.text")
             .HashingVectorizer(
                 n_features=self.features,
                 ngram_range=(1, self.longest_gram),
@@ -69,16 +69,12 @@ class WordWeights:
     @classmethod
     def train(cls, texts: Sequence[str], toxic: Sequence[bool], settings: WordFeatures) -> WordWeights:
         """Trains a classifier; both classes weigh the same. Raises `UserError` unless there are texts of both."""
-        if len(set(toxic)) < 2:
-            raise UserError("a classifier learns from texts of both kinds, toxic and not: give a file with both")
+        refuse_one_kind(toxic)
         words = settings.hashed(texts)
         count_F = np.asarray(words.sum(axis=0)).ravel()
         rarity_F = np.log((1 + len(texts)) / (1 + count_F)) + 1  # smoothed, as scikit-learn's own
-        model = sklearn_module("linear_model").LogisticRegression(
-            C=settings.inverse_penalty, class_weight="balanced", max_iter=1000
-        )
-        model.fit(_normalised(words, rarity_F), np.asarray(toxic, dtype=bool))
-        return cls(settings, rarity_F, model.coef_[0].astype(np.float64), float(model.intercept_[0]))
+        weight_F, bias = regression(_normalised(words, rarity_F), toxic, settings.inverse_penalty)
+        return cls(settings, rarity_F, weight_F, bias)
 
     def margins(self, texts: Sequence[str]) -> _Floats:
         """Returns [N], the logit of each text."""
@@ -89,8 +85,7 @@ class WordWeights:
 
     def log_toxic(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
         """Returns log P(toxic) of each (attack, answer), from the answer alone."""
-        logs: list[float] = (-np.logaddexp(0.0, -self.margins([answer for _, answer in pairs]))).tolist()
-        return logs
+        return log_sigmoid(self.margins([answer for _, answer in pairs]))
 
     def save(self, folder: Path, facts: Json) -> None:
         """Write weights, settings and `facts` to the folder."""
@@ -101,7 +96,7 @@ class WordWeights:
     @classmethod
     def load(cls, path: str) -> WordWeights:
         """Loads a saved classifier. Raises `UserError` when the folder has none, or scikit-learn is missing."""
-        sklearn_module("feature_extraction.text")
+        _sklearn("feature_extraction.text")
         folder = Path(path)
         try:
             settings = WordFeatures(**parsed((folder / FACTS).read_bytes(), settings=WordFeatures)["settings"])
@@ -119,10 +114,29 @@ class WordWeights:
 
 def _normalised(words: Any, rarity_F: _Floats) -> Any:
     """Returns [N, F] sparse, rows of length 1."""
-    return sklearn_module("preprocessing").normalize(words.multiply(rarity_F).tocsr())
+    return _sklearn("preprocessing").normalize(words.multiply(rarity_F).tocsr())
 
 
-def sklearn_module(name: str) -> Any:
+def refuse_one_kind(toxic: Sequence[bool]) -> None:
+    """Raises `UserError` unless there are texts of both kinds."""
+    if len(set(toxic)) < 2:
+        raise UserError("a classifier learns from texts of both kinds, toxic and not: give a file with both")
+
+
+def regression(features: Any, toxic: Sequence[bool], inverse_penalty: float) -> tuple[_Floats, float]:
+    """Returns weights and bias of a logistic regression in which both classes weigh the same."""
+    model = _sklearn("linear_model").LogisticRegression(C=inverse_penalty, class_weight="balanced", max_iter=1000)
+    model.fit(features, np.asarray(toxic, dtype=bool))
+    return model.coef_[0].astype(np.float64), float(model.intercept_[0])
+
+
+def log_sigmoid(margins: _Floats) -> list[float]:
+    """Returns log P(toxic) for each logit."""
+    logs: list[float] = (-np.logaddexp(0.0, -margins)).tolist()
+    return logs
+
+
+def _sklearn(name: str) -> Any:
     """Returns a module of scikit-learn. Raises `UserError` when it is not installed."""
     import importlib
 
