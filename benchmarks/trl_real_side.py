@@ -47,7 +47,8 @@ class Examination(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.steps = state.global_step
         late = self.seconds() > self.settings["deadline"]
-        control.should_training_stop = late
+        if late:  # the trainer has set it itself after its last step
+            control.should_training_stop = True
         if late or self.steps % self.settings["every"] == 0:
             self.examine()
 
