@@ -52,10 +52,10 @@ recipe = Recipe(
         warm_start=WarmStart(sft=SupervisedSettings(steps=40, batch_size=32, lr=1e-4)),  # of `tba sft`
     ),
     # Of an answer's spread in log P(toxic), 0.53 nats, a sixth is the attack's and the rest the victim's dice: attacks
-    # differ by 0.22 nats. At beta 0.05, the paper's, a success is worth a factor of e^4 over most failures at pi*.
-    objective=TrajectoryBalance(beta=Constant(0.05), off_policy="tapered"),
+    # differ by 0.22 nats. So beta decides between no rise (0.2), and a few attacks that all succeed (0.05, the paper's).
+    objective=TrajectoryBalance(beta=Constant(0.1), off_policy="tapered"),
     exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=4e-4, schedule=WarmupConstant(5)),
+    optimizer=OptimizerSettings(lr=3e-4, schedule=WarmupConstant(5)),
     replay=ReplaySettings(
         selection=RecencyReward(m=0.8, inverse_temperature=1.0, mix="group"),
         pacing=Pacing(warm_up=128, max_mean_uses=2),
@@ -64,7 +64,7 @@ recipe = Recipe(
     evaluation=EvaluationSettings(every=0, problems=0, greedy=False, chunk=64),
     record=RecordSettings(hide_text=True),
     run=RuntimeSettings(checkpoint_every=20),
-    steps=160,
+    steps=180,
     max_tokens_per_pass=2048,
     groups_per_step=1,
     group_size=64,
