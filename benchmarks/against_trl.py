@@ -5,9 +5,7 @@
 
 The second form is TRL's GRPO alone, on the recipe `instruct` with a real model, for the given time (evaluation apart):
 the same prompts, reward, K, batch, LoRA, temperature and length; two threads; ours is `tba train instruct`. It has no
-reference (beta 0), which saves it a pass. No figure of it stands in the docs yet: in float32 two updates of 64
-answers had not ended after 15 minutes, and why is not known. Of float32 and bfloat16 the faster is taken, by two
-steps of each.
+reference (beta 0), which saves it a pass. Of float32 and bfloat16 the faster is taken, by two steps of each.
 
 TRL (pinned below) is installed into an environment of its own, `.venv-trl`, by this script (about 1.5 GB, once).
 Same shipped base, problems, reward, K, batch, temperature, length limit, gradient clip and AdamW. Ours runs in two
