@@ -375,7 +375,7 @@ def stability() -> Lines:
 
 def stability_countdown() -> Lines:
     names = {"tb-robust": "robust", "tb": "none (the paper's form)"}
-    names |= {name: NAMES[name] for name in ("raft", "grpo", "reinforce")}
+    names |= {name: NAMES[name] for name in ("raft", "tba-prime", "grpo", "ppo", "reinforce")}
     found, (head, *rows) = study("stability_countdown"), _by_staleness("stability_countdown", names)
     for name, row in zip(names, rows, strict=True):
         runs = found[f"{name}-k10"]

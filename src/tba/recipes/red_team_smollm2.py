@@ -52,7 +52,7 @@ recipe = Recipe(
         warm_start=WarmStart(sft=SupervisedSettings(steps=40, batch_size=32, lr=1e-4)),  # of `tba sft`
     ),
     # Of an answer's spread in log P(toxic), 0.53 nats, a sixth is the attack's and the rest the victim's dice: attacks
-    # differ by 0.22 nats. At beta 0.2 nothing rises, at 0.05 (the paper's) a few attacks that succeed are all that is left.
+    # differ by 0.22 nats. At beta 0.2 nothing rises; at 0.05, the paper's, only a few attacks are left, which succeed.
     objective=TrajectoryBalance(beta=Constant(0.1), off_policy="tapered"),
     exploration=Fixed(temperature=1.0),
     optimizer=OptimizerSettings(lr=3e-4, schedule=WarmupConstant(5)),
