@@ -385,7 +385,7 @@ def stability_countdown() -> Lines:
 
 def stability_calculator() -> Lines:
     names = {"tb-robust": "robust", "tb": "none (the paper's form)"}
-    names |= {name: NAMES[name] for name in ("raft", "reinforce", "grpo", "ppo")}
+    names |= {name: NAMES[name] for name in ("raft", "reinforce", "grpo", "tba-prime", "ppo")}
     return _by_staleness("stability_calculator", names)
 
 
