@@ -76,6 +76,13 @@ class Examination(TrainerCallback):
         self.curve.append((self.steps, now - self.began - self.out, right / len(problems) if problems else 0.0))
         self.out += time.perf_counter() - now
         print(self.curve[-1], flush=True)
+        self.write()
+
+    def write(self) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+        each = self.seconds() / max(self.steps, 1)
+        found = {"curve": self.curve, "seconds_per_step": each, "peak_gb": peak}
+        Path(self.settings["out"]).write_text(json.dumps(found) + "\n")
 
 
 def main(path: Path) -> None:
@@ -129,12 +136,7 @@ def main(path: Path) -> None:
     examination.model = trainer.model
     trainer.add_callback(examination)
     trainer.train()
-    found = {
-        "curve": examination.curve,
-        "seconds_per_step": examination.seconds() / max(examination.steps, 1),
-        "peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
-    }
-    Path(settings["out"]).write_text(json.dumps(found) + "\n")
+    examination.write()
 
 
 if __name__ == "__main__":

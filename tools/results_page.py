@@ -383,6 +383,29 @@ def stability_countdown() -> Lines:
     return [[*head, "different right answers of 32, k = 10"], *rows]
 
 
+def countdown_against_default() -> Lines:
+    """Pairs of one seed: each objective less the default, at the common rate and each at its best one for k = 10."""
+    best = {"tba-prime": "", "tb": ""} | dict.fromkeys(("tb-robust", "raft", "reinforce", "grpo", "ppo"), "-0.0003")
+    names = {"tb-robust": "robust", "raft": NAMES["raft"], "tba-prime": NAMES["tba-prime"]}
+    names |= {"tb": "none (the paper's form)"} | {name: NAMES[name] for name in ("reinforce", "grpo", "ppo")}
+    found, rows = study("stability_countdown"), []
+    for name, said in names.items():
+        own = found[f"{name}-k10{best[name]}"]
+        pairs = [(found[f"{name}-{k}"], found[f"tb-robust-{k}"]) for k in ("k10", "k64")]
+        pairs.append((own, found[f"tb-robust-k10{best['tb-robust']}"]))
+        less = ["" if name == "tb-robust" else _paired(*pair).removeprefix(": ") for pair in pairs]
+        rows.append([said, *less[:2], best[name].removeprefix("-") or "0.0001", brief(own), less[2]])
+    head = [
+        "points against the default, paired by seed",
+        "k = 10",
+        "k = 64",
+        "best rate",
+        "success at it, k = 10",
+        "against",
+    ]
+    return [head, *rows]
+
+
 def stability_calculator() -> Lines:
     names = {"tb-robust": "robust", "tb": "none (the paper's form)"}
     names |= {name: NAMES[name] for name in ("raft", "reinforce", "grpo", "tba-prime", "ppo")}
@@ -842,6 +865,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "stable": stable,
     "stability": stability,
     "stability-countdown": stability_countdown,
+    "countdown-against-default": countdown_against_default,
     "stability-calculator": stability_calculator,
     "rates": rates,
     "guess-number": guess_number,
