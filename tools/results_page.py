@@ -384,17 +384,26 @@ def stability_countdown() -> Lines:
 
 
 def countdown_against_default() -> Lines:
-    """Pairs of one seed: each objective less the default, at the common rate and each at its best one for k = 10."""
     best = {"tba-prime": "", "tb": ""} | dict.fromkeys(("tb-robust", "raft", "reinforce", "grpo", "ppo"), "-0.0003")
+    return _against_default("stability_countdown", "0.0001", best)
+
+
+def calculator_against_default() -> Lines:
+    best = {"tba-prime": "", "tb": "", "ppo": ""} | dict.fromkeys(("tb-robust", "raft", "reinforce", "grpo"), "-0.0006")
+    return _against_default("stability_calculator", "0.0002", best)
+
+
+def _against_default(of: str, common: str, best: dict[str, str]) -> Lines:
+    """Pairs of one seed: each objective less the default, at the common rate and each at its best one for k = 10."""
     names = {"tb-robust": "robust", "raft": NAMES["raft"], "tba-prime": NAMES["tba-prime"]}
     names |= {"tb": "none (the paper's form)"} | {name: NAMES[name] for name in ("reinforce", "grpo", "ppo")}
-    found, rows = study("stability_countdown"), []
+    found, rows = study(of), []
     for name, said in names.items():
         own = found[f"{name}-k10{best[name]}"]
         pairs = [(found[f"{name}-{k}"], found[f"tb-robust-{k}"]) for k in ("k10", "k64")]
         pairs.append((own, found[f"tb-robust-k10{best['tb-robust']}"]))
         less = ["" if name == "tb-robust" else _paired(*pair).removeprefix(": ") for pair in pairs]
-        rows.append([said, *less[:2], best[name].removeprefix("-") or "0.0001", brief(own), less[2]])
+        rows.append([said, *less[:2], best[name].removeprefix("-") or common, brief(own), less[2]])
     head = [
         "points against the default, paired by seed",
         "k = 10",
@@ -867,6 +876,7 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "stability-countdown": stability_countdown,
     "countdown-against-default": countdown_against_default,
     "stability-calculator": stability_calculator,
+    "calculator-against-default": calculator_against_default,
     "rates": rates,
     "guess-number": guess_number,
     "controller": controller,
