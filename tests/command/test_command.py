@@ -166,6 +166,7 @@ def test_eval_of_a_runs_newest_checkpoint_gives_the_figures_the_run_ended_with(
     final = {e.metric: e for e in read_evaluations(run) if e.version.step == 4}
     scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
     assert set(scores) == set(final)
+    assert "unlike the run" not in printed
     for metric, e in final.items():
         assert len(scores[metric]) == e.n == 8
         assert sum(scores[metric]) / 8 == pytest.approx(e.value)
@@ -182,6 +183,12 @@ def test_eval_of_a_runs_newest_checkpoint_gives_the_figures_the_run_ended_with(
     assert kept.is_file()  # what cannot be compared is not lost
     (tmp_path / "other.json").write_text(json.dumps({"scores": {"else": [1.0]}}))
     assert main([*map(str, again[:-1]), str(tmp_path / "other.json")]) == 2
+
+
+def test_eval_says_what_is_asked_otherwise_than_in_the_run(run: Path, said: Said) -> None:
+    printed = said("eval", SUMS, "--checkpoint", run, "--policy-temperature", "0.5", "--optimizer.lr", "1")
+    assert printed.count("unlike the run") == 1
+    assert "policy_temperature is 0.5 here, 1.0 there" in " ".join(printed.split())
 
 
 def test_eval_of_a_folder_and_of_the_training_problems(run: Path, said: Said, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -23,8 +23,8 @@ from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.foreign import read_json
 from tba.models.huggingface import HuggingFace, refuse_missing_model
 from tba.protocols import Engine, Examined
-from tba.recipe import Recipe
-from tba.record.jsonl import write_json
+from tba.recipe import Recipe, differences, resolved
+from tba.record.jsonl import plain, write_json
 from tba.record.terminal import terminal
 from tba.runtime.prompting import engine_of, prompts_of, reward_of
 from tba.runtime.run_dir import RunDirectory
@@ -33,6 +33,7 @@ from tba.training.checkpoint import newest_checkpoint
 from tba.types import Prompt, Version
 
 Scores: TypeAlias = Mapping[str, Sequence[float]]  # metric -> one for each problem, in order
+_MATTERS = ("task", "prompts", "policy_temperature", "model.generation")  # to the result of an evaluation
 _QUIET = 20.0  # seconds between two lines on how far it is
 
 
@@ -44,8 +45,10 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     before = None if options.against is None else _scores_in(options.against)
     begun = override(find(name), overrides, f"tba eval {name}")
     recipe = with_checkpoint(begun, checkpoint)
-    found, engine, prompts = measured(recipe, split, _shown(recipe, options))
     console = terminal()
+    for line in _unlike(begun, Path(checkpoint or "")):
+        console.print(line, style="yellow", highlight=False)
+    found, engine, prompts = measured(recipe, split, _shown(recipe, options))
     for e in found.evaluations:
         interval = wilson_interval(round(e.value * e.n), e.n)
         console.print(
@@ -67,6 +70,15 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     if before is not None:  # last: what cannot be compared has been written all the same
         _tell_difference(console, before, found, options.against)
     return 0
+
+
+def _unlike(recipe: Recipe, run: Path) -> Iterator[str]:
+    """Yields what is asked or sampled otherwise than in the run whose checkpoint it is."""
+    if not (run / "recipe.json").is_file():
+        return
+    for name, then, now in differences(RunDirectory.open(run).facts["resolved"], plain(resolved(recipe))):
+        if name.startswith(_MATTERS):
+            yield f"unlike the run at {run}: {name} is {now!r} here, {then!r} there"
 
 
 def _scores_in(path: Path) -> Scores:
