@@ -28,10 +28,10 @@ from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Policy, Tokenizer
 from tba.recipe import Recipe
-from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
+from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
 from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
-from tba.runtime.leading import prepare_process, start_policy, start_ranks
+from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
@@ -264,11 +264,11 @@ def run(arguments: Sequence[str]) -> int:
     """
     half, name, overrides, at_least, seed, answers = arguments
     recipe = override(find(name), json.loads(overrides), f"tba check {name}", recorded=True)
+    torch.set_num_threads(recipe.run.threads)
+    keep_few_kernels()
     if half == "searcher":
-        torch.set_num_threads(recipe.run.threads)
         found = search(recipe, float(at_least), int(seed))
     else:
-        prepare_process(recipe.run.threads)
         found = train(recipe, float(at_least), json.loads(Path(answers).read_text()))
     sys.stdout.write(json.dumps(found) + "\n")
     sys.stdout.flush()

@@ -38,6 +38,16 @@ def resident_memory_bytes() -> int | None:
     return _status_bytes("VmRSS")
 
 
+def keep_few_kernels() -> None:
+    """Set how many kernels oneDNN keeps in this process, which multiplies no matrices before.
+
+    It keeps the last 1,024, up to a few megabytes each, one for every shape of a product. The shapes of a trainer's
+    batches, and of the answers that a searcher scores, are others every time. A pass uses some 30 of them, in each of
+    its layers.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first product
+
+
 @dataclass
 class FreedMemory:
     """Memory that was freed, and that the C library keeps in pieces between what is still used.

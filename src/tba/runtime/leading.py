@@ -20,6 +20,7 @@ import torch.distributed as dist
 from tba.errors import UserError
 from tba.protocols import HEADS, Policy, SavedPolicy
 from tba.recipe import Recipe
+from tba.record.memory import keep_few_kernels
 from tba.training.checkpoint import Checkpoint
 from tba.training.optimizer import Optimizer
 from tba.training.ranks import Meeting, Ranks, name_of_rank
@@ -30,16 +31,6 @@ if TYPE_CHECKING:
 
 _BEGINNING = 1 << 24  # bytes of a file that its fingerprint reads
 STORE = "TBA_RANKS"  # names the file through which the ranks of this machine find each other
-
-
-def prepare_process(threads: int) -> None:
-    """Set how many threads torch has in a process that trains, and how many kernels oneDNN keeps in it.
-
-    oneDNN keeps the last 1,024, a few megabytes each, one for every shape of a product; the shapes of a trainer's
-    batches are others in every step. A pass uses some 30 of them, in each of its layers.
-    """
-    torch.set_num_threads(threads)
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")  # read at the first product
 
 
 def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ranks | None:
@@ -95,7 +86,8 @@ def follow(
     Raises `UserError` where the recipe's model is not rank 0's.
     """
     recipe = run.recipe()
-    prepare_process(recipe.run.threads)
+    torch.set_num_threads(recipe.run.threads)
+    keep_few_kernels()
     ranks = start_ranks(recipe, rank, meeting)
     assert ranks is not None
     try:

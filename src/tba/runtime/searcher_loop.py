@@ -22,7 +22,7 @@ import torch
 from tba.clock import ShareClock
 from tba.protocols import Examined, Flowing, Journal, Model, Records, Reward, WeightSource
 from tba.recipe import Recipe
-from tba.record.memory import FreedMemory, peak_memory_bytes
+from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.prompting import LEASE_SECONDS, engine_of, prompt_source, prompts_of, reward_of, vine_of
@@ -47,6 +47,7 @@ def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[],
     evaluates only.
     """
     torch.set_num_threads(recipe.run.threads)
+    keep_few_kernels()
     loop = start()
     try:
         while not stop() and not loop.evaluate(None if recipe.offline else loop.round_between):

@@ -20,6 +20,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import cast
 
+import torch
+
 from tba.batch import Batch, Fetched, distinct_rows
 from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
@@ -28,7 +30,7 @@ from tba.recipe import Recipe
 from tba.record.falls import STALE, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
-from tba.record.memory import FreedMemory, peak_memory_bytes
+from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.record.metrics import EVALUATING, GENERATED_TOKENS, PART
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
@@ -38,7 +40,7 @@ from tba.replay.selection import SMALLEST_GROUP
 from tba.runtime.batch_queue import BatchQueue, Stopped, nothing_more, pause
 from tba.runtime.checkpointing import TurnTaker, beginning, generators, set_generators
 from tba.runtime.evaluation import Requests
-from tba.runtime.leading import prepare_process, start_policy, start_ranks
+from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.reference import References
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch, rewards_watched
@@ -57,7 +59,8 @@ _COUNTERS = 1.0  # seconds between two reads of the searchers' counts
 
 def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
     """Run a trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
-    prepare_process(recipe.run.threads)
+    torch.set_num_threads(recipe.run.threads)
+    keep_few_kernels()
     loop = start_training(recipe, run, stop, ahead=True, background=True, meeting=meeting)
     try:
         while not loop.finished and not stop():
