@@ -3,10 +3,11 @@
     python benchmarks/overlap.py instruct --steps 10 -- --model.path smollm2 --model.dtype bfloat16
     python benchmarks/overlap.py benchmarks/slow_instruct.py --steps 10 -- --model.path smollm2 --model.dtype bfloat16
 
-On both sides each answer is trained once. Synchronous is `inline`, on-policy, on one and on two threads; asynchronous
-is `processes`, one searcher and one trainer of one thread each. g and t are the seconds of generating (with judging)
-and of training per step of the synchronous run on one thread: (g + t) / max(g, t) is what overlap can give, and the
-share reached is that of the ideal throughput 1 / max(g, t). Warm-up and evaluations count on neither side.
+Each answer is trained once (asynchronous up to `--uses` times). Synchronous is `inline`, on-policy, on one
+and on two threads; asynchronous is `processes`, one searcher and one trainer of one thread each. g and t are the
+seconds of generating (with judging) and of training per step of the synchronous run on one thread: (g + t) / max(g, t)
+is what overlap can give, and the share reached is that of the ideal throughput 1 / max(g, t). Warm-up and evaluations
+count on neither side.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from pathlib import Path
 from async_speedup import SYNCHRONOUS, run
 
 BARE = ["--evaluation.every", "0", "--evaluation.problems", "1"]
-ONCE = ["--replay.pacing.max-mean-uses", "1"]
 
 
 def main() -> int:
@@ -27,6 +27,7 @@ def main() -> int:
     parser.add_argument("recipe")
     parser.add_argument("--steps", type=int, default=10, help="of the asynchronous run")
     parser.add_argument("--synchronous-steps", type=int, default=4)
+    parser.add_argument("--uses", type=float, default=1.0, help="of an answer on average, at most, asynchronously")
     parser.add_argument("--seed", type=int, default=0)
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # behind it: what follows `tba train RECIPE`
     given, arguments = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
@@ -36,7 +37,7 @@ def main() -> int:
         for side, own in (
             ("synchronous, 1 thread", [*SYNCHRONOUS, "--run.no-continuous", "--run.threads", "1"]),
             ("synchronous, 2 threads", [*SYNCHRONOUS, "--run.no-continuous", "--run.threads", "2"]),
-            ("asynchronous", ONCE),
+            ("asynchronous", ["--replay.pacing.max-mean-uses", str(given.uses)]),
         ):
             steps = given.steps if side == "asynchronous" else given.synchronous_steps
             folder = side.replace(", ", "-").replace(" ", "-")
