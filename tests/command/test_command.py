@@ -186,7 +186,8 @@ def test_eval_of_a_runs_newest_checkpoint_gives_the_figures_the_run_ended_with(
 
 
 def test_eval_says_what_is_asked_otherwise_than_in_the_run(run: Path, said: Said) -> None:
-    printed = said("eval", SUMS, "--checkpoint", run, "--policy-temperature", "0.5", "--optimizer.lr", "1")
+    others = ("--optimizer.lr", "1", "--prompts-per-round", "3")  # which an evaluation does not ask for
+    printed = said("eval", SUMS, "--checkpoint", run, "--policy-temperature", "0.5", *others)
     assert printed.count("unlike the run") == 1
     assert "policy_temperature is 0.5 here, 1.0 there" in " ".join(printed.split())
 

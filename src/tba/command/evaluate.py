@@ -33,7 +33,7 @@ from tba.training.checkpoint import newest_checkpoint
 from tba.types import Prompt, Version
 
 Scores: TypeAlias = Mapping[str, Sequence[float]]  # metric -> one for each problem, in order
-_MATTERS = ("task", "prompts", "policy_temperature", "model.generation")  # to the result of an evaluation
+_MATTERS = ("task.", "prompts.", "policy_temperature", "model.generation.")  # to the result of an evaluation
 _QUIET = 20.0  # seconds between two lines on how far it is
 
 
@@ -46,7 +46,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     begun = override(find(name), overrides, f"tba eval {name}")
     recipe = with_checkpoint(begun, checkpoint)
     console = terminal()
-    for line in _unlike(begun, Path(checkpoint or "")):
+    for line in [] if checkpoint is None else _unlike(begun, Path(checkpoint)):
         console.print(line, style="yellow", highlight=False)
     found, engine, prompts = measured(recipe, split, _shown(recipe, options))
     for e in found.evaluations:

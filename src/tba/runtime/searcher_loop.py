@@ -47,7 +47,6 @@ def search(recipe: Recipe, start: Callable[[], SearcherLoop], stop: Callable[[],
     evaluates only.
     """
     torch.set_num_threads(recipe.run.threads)
-    keep_few_kernels()
     loop = start()
     try:
         while not stop() and not loop.evaluate(None if recipe.offline else loop.round_between):
@@ -187,6 +186,7 @@ def searcher_loop_at(
     background: bool = False,
 ) -> SearcherLoop:
     """Build the same with other connections, which are opened once the model and the prompts are loaded."""
+    keep_few_kernels()
     model = recipe.model.prepared(recipe.task)
     tokenizer = model.tokenizer()
     prompts = prompts_of(recipe, tokenizer, "train")

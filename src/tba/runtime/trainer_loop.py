@@ -60,7 +60,6 @@ _COUNTERS = 1.0  # seconds between two reads of the searchers' counts
 def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
     """Run a trainer's whole life, in a process or an actor of its own. `meeting`: where its ranks find each other."""
     torch.set_num_threads(recipe.run.threads)
-    keep_few_kernels()
     loop = start_training(recipe, run, stop, ahead=True, background=True, meeting=meeting)
     try:
         while not loop.finished and not stop():
@@ -364,6 +363,7 @@ def start_training(
     ahead: draw a batch while the one before is trained on. turn_taker: the searcher of the same process, which makes a
     round while there is no batch; None: others bring one. background: write weights while the next step is made.
     """
+    keep_few_kernels()
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task))
     version, checkpoint = beginning(run)
     ranks = start_ranks(recipe, 0, meeting)
