@@ -16,6 +16,7 @@ import torch
 import tba.recipes
 from tba.batch import Batch, _copying, collate, moved
 from tba.engines.transformers import EngineSettings
+from tba.host_copies import HostCopies
 from tba.models.huggingface import HuggingFace
 from tba.policy.packed import PackedLayout
 from tba.policy.varlen import Attention
@@ -115,3 +116,28 @@ def test_a_copy_from_the_host_does_not_wait_for_what_the_gpu_computes_and_what_f
     assert not busy.query()  # the copy is there while the sleep goes on
     host.zero_()  # the pinned copy is what was read
     assert torch.equal((there + 1).cpu(), expected)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU has no streams")
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["as they are", "cast"])
+def test_weights_are_copied_beside_the_next_step_and_the_next_update_waits_for_that_on_the_gpu(dtype: Any) -> None:
+    weight, copies = torch.zeros(1 << 24, device=DEVICE), HostCopies()
+    dict(copies.of({"w": weight}, dtype).items())  # pinned memory that is new may be waited for
+    torch.cuda.synchronize()
+    computed = torch.cuda.Event()
+    weight.add_(1)  # an update
+    leaving = copies.of({"w": weight}, dtype)
+    torch.cuda._sleep(10**9)  # the next step: half a second
+    assert copies.hold()
+    weight.add_(1)  # its update
+    computed.record()
+    there = dict(leaving.items())["w"]
+    assert not computed.query()  # the copy is there while the step goes on, and the host has waited for nothing else
+    assert there.is_pinned()
+    assert torch.equal(there, torch.ones(1 << 24, dtype=dtype or torch.float32))
+    for value in (2.0, 3.0, 4.0):  # versions that follow each other at once
+        leaving = copies.of({"w": weight}, dtype)
+        assert copies.hold()
+        weight.add_(1)
+        assert float(dict(leaving.items())["w"].float().min()) == value
+    assert float(weight.max()) == 5.0

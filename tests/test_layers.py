@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "types", "foreign"}
-TENSORS = {"sharding", "streaming"}  # torch alone
+TENSORS = {"sharding", "streaming", "host_copies"}  # torch alone
 SEAMS = GROUND | {"protocols", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"search", "intake", "training", "replay", "weights", "evaluation", "record"}
@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedules": {"errors"},
     "sharding": set(),
     "streaming": set(),
+    "host_copies": {"streaming"},
     "policy": SEAMS | TENSORS,
     "engines": SEAMS | {"policy", "streaming"},
     "environments": SEAMS | {"rewards"},  # of rewards how child processes are kept and limited
@@ -42,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": SEAMS | {"rewards"},  # a task names the reward that marks it
     "objectives": SEAMS | {"schedules"},
     "replay": GROUND | {"protocols"},
-    "weights": GROUND | {"protocols", "streaming"},
+    "weights": GROUND | {"protocols", "streaming", "host_copies"},
     "evaluation": GROUND | {"protocols"},
     "record": GROUND | {"protocols", "evaluation"},  # of evaluate the estimators, see below
     "search": SEAMS | {"clock"},

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ SAFETENSORS_NAMES = {
 BLOCK = 1 << 24  # bytes that are written at a time
 EVEN = 8  # elements of a tensor, or a multiple of them, are written: whatever follows is aligned
 
-
+_pinned = threading.local()
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer types by their number of bytes
 
 
@@ -52,6 +53,7 @@ class Streamed(Mapping[str, Tensor]):
     """Tensors by name, each made when it is reached. `like` has their names, types and shapes, as meta tensors.
 
     `changes`, of tensors that lie on several ranks: reads what has changed since those in a file, in place of `items`.
+    `hold`, of copies that are being made: see `HostCopies.hold`; otherwise whoever reads has to be waited for.
     """
 
     def __init__(
@@ -59,10 +61,12 @@ class Streamed(Mapping[str, Tensor]):
         like: Mapping[str, Tensor],
         tensors: Callable[[], Iterator[tuple[str, Tensor]]],
         changes: Callable[[Path], Iterator[Change]] | None = None,
+        hold: Callable[[], bool] = lambda: False,
     ) -> None:
         self.like = like
         self._tensors = tensors
         self.changes = changes
+        self.hold = hold
 
     def __getitem__(self, name: str) -> Tensor:
         raise TypeError(f"{name} is not the next tensor: read these tensors by items(), in order and to the end")
@@ -164,7 +168,7 @@ def differing(new: Tensor, old: Tensor, kind: torch.dtype) -> Tensor:
     bits, size = _BITS[kind.itemsize], BLOCK // kind.itemsize
     found = [torch.empty(0, dtype=torch.int64)]
     for begin in range(0, new.numel(), size):
-        one, other = new[begin : begin + size].to("cpu", kind), old[begin : begin + size]
+        one, other = on_host(new[begin : begin + size], kind), old[begin : begin + size]
         found.append(begin + (one.view(bits) != other.view(bits)).nonzero().view(-1))
     return torch.cat(found)
 
@@ -206,6 +210,18 @@ def write_flat(file: BinaryIO, tensor: Tensor, kind: torch.dtype) -> None:
     """Write a block at a time: what is converted or comes from a device is never in memory as a whole."""
     flat = tensor.contiguous().view(-1)
     for block in flat.split(max(1, BLOCK // kind.itemsize)):
-        own = block.to("cpu", kind)
+        own = on_host(block, kind)
         if own.numel():
-            file.write(own.view(torch.uint8).numpy())
+            file.write(own.view(torch.uint8).numpy().data)
+
+
+def on_host(block: Tensor, kind: torch.dtype) -> Tensor:
+    """Returns a flat block of at most `BLOCK` bytes on the host as `kind`. It is cast where it lies; one of a GPU comes
+    into pinned memory that the thread's next block takes again.
+    """
+    if block.device.type != "cuda":
+        return block.to("cpu", kind)
+    if not hasattr(_pinned, "room"):
+        _pinned.room = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True)
+    room: Tensor = _pinned.room[: block.numel() * kind.itemsize].view(kind)
+    return room.copy_(block.to(kind))

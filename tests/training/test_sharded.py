@@ -24,8 +24,10 @@ from safetensors.torch import load_file
 from toys import BETA, TASK, ByHand, LearnedBalance, Published, Recycled, Sampled, groups_of, llama, llama_policy
 from transformers import AutoModelForCausalLM
 
+from lanes import open_lane
 from tba.batch import collate, deal
 from tba.errors import DeadlineExceeded, PartFailed
+from tba.host_copies import HostCopies
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
 from tba.policy.lora import LoraSettings, add_adapters
@@ -305,6 +307,39 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
     assert sum(name in changes for name in rows) == (len(rows) if whole else 0)
     written = sum(tensor.nbytes for tensor in changes.values())
     assert written < 0.1 * sum(tensor.nbytes for tensor in first.values()) or whole
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("full_every", [1, 2], ids=["whole", "changes"])
+def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_those_of_one(
+    count: int, full_every: int, tmp_path: Path
+) -> None:
+    """As on GPUs; the files are written only when the next step is over."""
+
+    def life(ranks: Ranks) -> None:
+        policy = shard_of(ranks, None, torch.bfloat16)
+        optimizer = SETTINGS.start(policy.parameters(), list(policy.heads.parameters()))
+        Follower(policy, optimizer, ranks, WHOLE, HostCopies(open_lane())).follow()
+
+    settings = PublishSettings(full_every)
+    ours = WeightDirectory(tmp_path / "ranks", settings=settings, dtype=torch.bfloat16)
+    plain = WeightDirectory(tmp_path / "one", settings=settings, dtype=torch.bfloat16)
+    with ranks_of(count, tmp_path / "store", life) as ranks:
+        trainer = spread(ranks, TrajectoryBalance(BETA), tmp_path, WHOLE, compute=torch.bfloat16)
+        led = trainer.policy
+        assert isinstance(led, Rank0Policy)
+        led.published, led.copies = torch.bfloat16, HostCopies(open_lane())
+        for version in (Version(0, 0), Version(0, 1)):
+            whole = {name: tensor.clone() for name, tensor in led._sent(everything=True).items()}
+            leaving = led.weights()
+            assert leaving.hold()
+            trainer.go()
+            ours.publish(leaving, version, {})
+            plain.publish(whole, version, {})
+        ranks.say("end")
+    for version in (Version(0, 0), Version(0, 1)):
+        assert filecmp.cmp(ours.file(version), plain.file(version), shallow=False)
+    assert ours.base(Version(0, 1)) == (Version(0, 0) if full_every == 2 else None)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a process another root folder")

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import filecmp
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from lanes import ThreadLane, open_lane
 from tba.errors import DeadlineExceeded
+from tba.host_copies import HostCopies
 from tba.streaming import Streamed
-from tba.types import Version
+from tba.types import Json, Version
 from tba.weights.background import BackgroundPublisher
-from tba.weights.directory import WeightDirectory
+from tba.weights.directory import PublishSettings, WeightDirectory
 
 ONE, TWO = Version(0, 1), Version(0, 2)
 
@@ -68,3 +72,85 @@ def test_weights_that_do_not_come_are_not_waited_for_for_ever(tmp_path: Path) ->
         publisher.settle()
     gate.set()
     publisher.close()
+
+
+class Slow(WeightDirectory):
+    """A disk that writes nothing until its gate is open."""
+
+    gate: threading.Event
+
+    def publish(self, weights: Mapping[str, Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
+        assert self.gate.wait(60)
+        super().publish(weights, version, manifest)
+
+
+def slow(path: Path) -> Slow:
+    directory = Slow(path)
+    directory.gate = threading.Event()
+    return directory
+
+
+def test_an_update_waits_for_the_copy_of_a_gpus_weights_and_not_for_the_disk(tmp_path: Path) -> None:
+    lane, directory, weight = ThreadLane(), slow(tmp_path), torch.zeros(4)
+    publisher = BackgroundPublisher(directory, deadline=60, copies=HostCopies(lane))
+    with ThreadPoolExecutor(1) as trainer:
+
+        def update() -> None:
+            publisher.hold()
+            weight.add_(1)
+
+        publisher.publish({"w": weight}, ONE, {})
+        updated = trainer.submit(update)
+        assert not updated.done()
+        lane.gate.set()
+        updated.result(60)  # with nothing on the disk
+        assert directory.newest() is None
+        second = trainer.submit(publisher.publish, {"w": weight}, TWO, {})
+        assert not second.done()  # there is one set of copies, and the disk has not read it
+        directory.gate.set()
+        second.result(60)
+    assert publisher.versions() == [ONE, TWO]
+    assert [directory.at(v).read()["w"].tolist() for v in (ONE, TWO)] == [[0.0] * 4, [1.0] * 4]
+    assert lane.rooms == [64]
+    publisher.close()
+
+
+def test_an_update_of_weights_on_the_host_waits_for_the_disk_which_reads_them(tmp_path: Path) -> None:
+    directory, weight = slow(tmp_path), torch.zeros(4)
+    publisher = BackgroundPublisher(directory, deadline=60)
+    with ThreadPoolExecutor(1) as trainer:
+        publisher.publish({"w": weight}, ONE, {})
+        held = trainer.submit(publisher.hold)
+        assert not held.done()
+        directory.gate.set()
+        held.result(60)
+    assert directory.newest() == ONE
+    publisher.close()
+
+
+def test_what_fails_is_raised_by_the_next_update_though_it_waits_for_the_copy_alone(tmp_path: Path) -> None:
+    publisher = BackgroundPublisher(WeightDirectory(tmp_path), deadline=60, copies=HostCopies(open_lane()))
+    publisher.publish({"w": torch.zeros(1)}, TWO, {})
+    publisher.publish({"w": torch.zeros(1)}, ONE, {})
+    with ThreadPoolExecutor(1) as others:
+        others.submit(lambda: publisher._jobs[-1].exception(60)).result(60)
+    with pytest.raises(ValueError, match="versions must increase"):
+        publisher.hold()
+    publisher.close()
+
+
+def test_changes_are_found_in_copies_as_they_are_in_the_weights(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    before = {"a": torch.randn(40, 8), "b": torch.randn(64)}
+    after = {"a": before["a"].clone(), "b": before["b"] + 1}
+    after["a"][3, 4] += 1
+    settings, kind = PublishSettings(full_every=2), torch.bfloat16
+    for name, copies in (("own", None), ("copied", HostCopies(open_lane()))):
+        publisher = BackgroundPublisher(WeightDirectory(tmp_path / name, 2, settings, kind), 60, copies)
+        for version, weights in ((ONE, before), (TWO, after)):
+            publisher.publish(weights, version, {})
+        publisher.close()
+    for version in (ONE, TWO):
+        own, copied = (tmp_path / name / f"{version}.safetensors" for name in ("own", "copied"))
+        assert filecmp.cmp(own, copied, shallow=False)
+    assert (tmp_path / "own" / f"{TWO}.json").read_text().count(str(ONE)) == 1  # they are changes

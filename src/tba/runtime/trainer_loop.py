@@ -401,7 +401,7 @@ def start_training(
             directory=run.path,
             version=version,
             ranks=recipe.trainer.ranks,
-            settle=weights.settle,
+            settle=weights.hold,
         ),
         replay=replay,
         batches=BatchQueue(

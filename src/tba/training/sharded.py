@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from tba.batch import Batch, deal, moved, shortest_row
 from tba.errors import DeadlineExceeded
+from tba.host_copies import HostCopies
 from tba.protocols import PolicyOutput, SavedPolicy
 from tba.sharding import gathered, is_sharded, own_rows, rows_of
 from tba.streaming import (
@@ -46,6 +47,11 @@ _LOOKS = "for the other ranks to look for the checkpoints"
 _PUBLISHES = "for the other ranks' part of the weights"
 _PROMPTS = ("prompt_GP", "prompt_length_G")  # these and the answers make a batch that can be evaluated
 _ANSWERS = ("completion_BT", "length_B", "mask_BT", "log_reference_BT", "reward_B", "group_B")
+
+
+def _read_in_place() -> bool:
+    """The `hold` of weights that are not copied."""
+    return False
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ class Rank0Policy:
     ranks: Ranks
     max_tokens: int  # of one pass, on each rank
     published: torch.dtype = torch.float32  # in which `weights` are gathered: cast on each rank, before they travel
+    copies: HostCopies = field(default_factory=HostCopies)  # of this rank's shards, for publication
     saving: Saving = field(init=False)  # the checkpoint that is being written
     # unset while the weights are being gathered for publication
     reading: threading.Event = field(default_factory=threading.Event)
@@ -164,6 +171,7 @@ class Rank0Policy:
         dtype = None if everything else self.published
         self.ranks.say("weights", everything=everything, dtype=None if dtype is None else SAFETENSORS_NAMES[dtype])
         shards = self.own.everything() if everything else self.own.weights()
+        rows, hold = _leaving(shards, None if everything else self.copies, dtype)
         like = {
             name: torch.empty(tuple(t.shape), dtype=as_written(t.dtype, dtype), device="meta")
             for name, t in shards.items()
@@ -172,7 +180,7 @@ class Rank0Policy:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             try:
                 _since(self.ranks, None)
-                yield from _streamed(shards, self.ranks, dtype)
+                yield from _streamed(shards, rows, self.ranks, dtype)
             finally:
                 self.reading.set()
 
@@ -181,14 +189,14 @@ class Rank0Policy:
                 since = _since(self.ranks, base)
                 with safetensors.safe_open(base, framework="pt") as old:
                     if since is None:
-                        whole = Streamed(like, lambda: _streamed(shards, self.ranks, dtype))
+                        whole = Streamed(like, lambda: _streamed(shards, rows, self.ranks, dtype))
                         yield from changes_since(old.get_tensor, whole)
                     else:
-                        yield from _changes(shards, self.ranks, dtype, old)
+                        yield from _changes(shards, rows, self.ranks, dtype, old)
             finally:
                 self.reading.set()
 
-        return Streamed(like, tensors, changes)
+        return Streamed(like, tensors, changes, hold)
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         self.ranks.say("load", weights)
@@ -246,10 +254,12 @@ class Follower:
     optimizer: Optimizer
     ranks: Ranks
     max_tokens: int
+    copies: HostCopies = field(default_factory=HostCopies)  # of this rank's shards, for publication
     _made: list[Tensor] = field(default_factory=list)
     _share: _Share | None = None
     _sending: threading.Thread | None = None
     _failed: list[BaseException] = field(default_factory=list)
+    _held: Callable[[], bool] = _read_in_place
     _saving: Saving = field(init=False)
 
     def __post_init__(self) -> None:
@@ -291,7 +301,9 @@ class Follower:
         self._made = []
 
     def _step(self, message: Message) -> None:
-        self._settle()
+        if not self._held():
+            self._settle()
+        self._look()
         self._saving.look()
         self.optimizer.step(int(message.facts["step"]))
 
@@ -304,20 +316,22 @@ class Follower:
             self._saving.begin(lambda: shards.write(self.ranks, ""))
 
     def _send_weights(self, message: Message) -> None:
-        """Send the weights while the next step is computed; this ends before they change."""
+        """Send the weights while the next step is computed; this ends before they change, unless it sends copies."""
         self._settle()
-        shards = self.own.everything() if message.facts["everything"] else self.own.weights()
+        everything = bool(message.facts["everything"])
+        shards = self.own.everything() if everything else self.own.weights()
         dtype = next((dtype for dtype, name in SAFETENSORS_NAMES.items() if name == message.facts["dtype"]), None)
+        rows, self._held = _leaving(shards, None if everything else self.copies, dtype)
 
         def send() -> None:
             try:
                 since = _since(self.ranks, None)
                 if since is None:
-                    for _ in _streamed(shards, self.ranks, dtype):
+                    for _ in _streamed(shards, rows, self.ranks, dtype):
                         pass
                 else:
                     with safetensors.safe_open(since, framework="pt") as old:
-                        for _ in _changes(shards, self.ranks, dtype, old):
+                        for _ in _changes(shards, rows, self.ranks, dtype, old):
                             pass
             except Exception as error:  # noqa: BLE001 - raised where it is waited for
                 self._failed.append(error)
@@ -329,6 +343,9 @@ class Follower:
         if self._sending is not None:
             self._sending.join()  # within the deadline of its process group
             self._sending = None
+        self._look()
+
+    def _look(self) -> None:
         if self._failed:
             raise self._failed[0]
 
@@ -361,15 +378,28 @@ def _whole(batch: Batch, made: Sequence[tuple[Slice, Sequence[Tensor]]]) -> list
     return whole
 
 
-def _streamed(shards: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole tensor) on rank 0; the others send their rows, cast to `dtype` if one is given."""
-    for name, tensor in shards.items():
-        own = own_rows(tensor)
-        own = own.to(as_written(own.dtype, dtype))  # on its device: half as much leaves it
+def _leaving(
+    shards: Mapping[str, Tensor], copies: HostCopies | None, dtype: torch.dtype | None
+) -> tuple[Mapping[str, Tensor], Callable[[], bool]]:
+    """Returns this rank's rows of its shards, read by `items()`, and what the next update calls before it (`hold` of
+    `HostCopies`).
+    """
+    rows: Mapping[str, Tensor] = {name: own_rows(tensor) for name, tensor in shards.items()}
+    if copies is not None:
+        rows = copies.of(rows, dtype)
+    return rows, rows.hold if isinstance(rows, Streamed) else _read_in_place
+
+
+def _streamed(
+    shards: Mapping[str, Tensor], rows: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, whole tensor) on rank 0; the others send their `rows`, cast to `dtype` if one is given."""
+    for (name, own), tensor in zip(rows.items(), shards.values(), strict=True):
+        cast = own.to(as_written(own.dtype, dtype))  # on its device: half as much leaves it
         if not is_sharded(tensor):
-            yield name, own
+            yield name, cast
             continue
-        whole = gathered(own.cpu(), tensor.shape, ranks.weights)
+        whole = gathered(cast.cpu(), tensor.shape, ranks.weights)
         if whole is not None:
             yield name, whole
 
@@ -385,12 +415,13 @@ def _since(ranks: Ranks, base: Path | None) -> Path | None:
     return None if folder is None else folder / name
 
 
-def _changes(shards: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None, old: Any) -> Iterator[Change]:
-    """Yields what differs from an open file on rank 0; the others send what differs in their rows, which each rank
+def _changes(
+    shards: Mapping[str, Tensor], rows: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None, old: Any
+) -> Iterator[Change]:
+    """Yields what differs from an open file on rank 0; the others send what differs in their `rows`, which each rank
     compares by itself. Where many differ, the whole tensor travels and is written.
     """
-    for name, tensor in shards.items():
-        own = own_rows(tensor)
+    for (name, own), tensor in zip(rows.items(), shards.values(), strict=True):
         if not is_sharded(tensor):
             if ranks.rank == 0:
                 yield from changes_since(old.get_tensor, {name: own}, dtype)

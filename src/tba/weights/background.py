@@ -1,9 +1,10 @@
-"""Publishing in the background while the trainer computes the next step: a thread writes the weights from where they
-are.
+"""Publishing in the background while the trainer computes the next step: a thread writes the weights.
 
-Invariant: between two updates nobody changes the weights, so the writing thread needs no copy of them; `settle` is
-called before the next update, and returns once the thread is done with them. What is requested in the meantime (pins)
-is executed after the writing, in order. What fails in the thread is raised by the next call of `settle`.
+Invariant: `hold` is called before the next update, so that nobody changes weights that are still to be read. Of a GPU's
+they are copied to the host first (`host_copies`), and the update waits for that on the GPU; those on the host are
+written from where they are, and `hold` waits for that. One version leaves at a time. What is requested in the meantime
+(pins) is executed after the writing, in order. What fails in the thread is raised by the next call that waits for it,
+or by `hold`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from tba.errors import DeadlineExceeded
+from tba.host_copies import HostCopies
 from tba.protocols import PublishedWeights
+from tba.streaming import Streamed
 from tba.types import Json, Version
 from tba.weights.directory import WeightDirectory
 
@@ -24,17 +27,28 @@ if TYPE_CHECKING:
 class BackgroundPublisher:
     """The publishing side of a `WeightDirectory`, in a thread of its own."""
 
-    def __init__(self, directory: WeightDirectory, deadline: float) -> None:
+    def __init__(self, directory: WeightDirectory, deadline: float, copies: HostCopies | None = None) -> None:
         self._directory = directory
         self._deadline = deadline  # seconds that `settle` may wait
+        self._copies = copies or HostCopies()
+        self._held: Callable[[], bool] = lambda: False  # of the version that was published last: `Streamed.hold`
         self._thread = ThreadPoolExecutor(1, "publish")
         self._jobs: list[Future[None]] = []
         self._asked: list[tuple[Version, str]] = []  # pins of versions that are still being written
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
-        """Returns at once; until `settle` has been called `weights` must stay as they are."""
+        """Returns once the version before is written; until `hold` has been called `weights` must stay as they are."""
         self.settle()
-        self._later(lambda: self._directory.publish(weights, version, manifest))
+        leaving = weights if isinstance(weights, Streamed) else self._copies.of(weights, self._directory.dtype)
+        self._held = leaving.hold if isinstance(leaving, Streamed) else lambda: False
+        self._later(lambda: self._directory.publish(leaving, version, manifest))
+
+    def hold(self) -> None:
+        """Have what changes the weights wait until they have been read: the device, where they are copied from it, else
+        the caller. Raises what `settle` does.
+        """
+        if not self._held() or any(job.done() and job.exception() for job in self._jobs):
+            self.settle()
 
     def settle(self) -> None:
         """Wait for what is still being written. Raises what it raised, and `DeadlineExceeded`."""

@@ -72,7 +72,7 @@ class WeightDirectory:
         self.path = path
         self.keep = keep
         self._settings = settings or PublishSettings()
-        self._dtype = dtype
+        self.dtype = dtype
         self._base: Version | None = None  # the newest whole version of this publisher, and how many came since
         self._since = 0
         # only the publisher may delete leftovers: a reader cannot tell them from files being written
@@ -101,22 +101,24 @@ class WeightDirectory:
     def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
         """Write all tensors, or what has changed; returns the base of the changes."""
         if self._base is None or self._since >= self._settings.full_every:
-            write_tensors(temporary, weights, self._dtype)
+            write_tensors(temporary, weights, self.dtype)
             return None
         with safetensors.safe_open(self.file(self._base), framework="pt") as base:
             if sorted(base.keys()) != sorted(weights):
                 raise ValueError(f"these weights have other names than those of version {self._base}")
             of_ranks = weights.changes if isinstance(weights, Streamed) else None
             changes = (
-                changes_since(base.get_tensor, weights, self._dtype)
+                changes_since(base.get_tensor, weights, self.dtype)
                 if of_ranks is None
                 else of_ranks(self.file(self._base))
             )
-            write_changes(temporary, shapes_of(weights), changes, self._dtype)
+            write_changes(temporary, shapes_of(weights), changes, self.dtype)
         return self._base
 
     def settle(self) -> None:
         """Returns at once: nothing is being written after `publish` has returned."""
+
+    hold = settle
 
     def close(self) -> None:
         """Does nothing: there is no thread to end."""

@@ -1,0 +1,146 @@
+"""Copies of a GPU's tensors in the host's memory, made beside what the GPU computes next.
+
+Invariant: a copy begins after all that the device had been given before it (the update that made the weights), on a
+stream of its own, where it is cast. Whoever changes the tensors calls `hold` first: what is launched from there on
+waits for the copy, on the device and not on the host. The memory is pinned, allocated once and taken again by the next
+copy, which is begun only when nobody reads the one before. What lies on the host is not copied but read in place; then
+its readers have to be waited for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tba.streaming import BLOCK, Streamed, as_written
+
+_ALIGNED = 64  # bytes: where a tensor may begin
+
+
+class Mark(Protocol):
+    """A point in a lane's work."""
+
+    def hold(self) -> None:
+        """Have the device wait for it before it begins with what it is given from here on."""
+        ...
+
+    def wait(self) -> None:
+        """Have the caller wait for it."""
+        ...
+
+
+class Lane(Protocol):
+    """Does work beside what a device computes."""
+
+    def run(self, act: Callable[[], None]) -> Mark:
+        """Have `act` done after all that the device has been given so far; returns the point after it."""
+        ...
+
+    def room(self, size: int) -> Tensor:
+        """Returns so many bytes on the host, as uint8, into which the device copies."""
+        ...
+
+
+class CudaStream:
+    """A stream of a GPU as a `Lane`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def run(self, act: Callable[[], None]) -> Mark:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            act()
+        return CudaEvent(self._stream.record_event(), self._device)
+
+    def room(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)  # torch rounds up to a power of two
+
+
+class CudaEvent:
+    """An event of a GPU as a `Mark`."""
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def hold(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class HostCopies:
+    """Copies the tensors of one model, version after version, into the same memory."""
+
+    def __init__(self, lane: Lane | None = None) -> None:
+        self._lane = lane  # None: a stream of the GPU on which the first tensor lies, if it does
+        self._layout: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._copies: dict[str, Tensor] = {}
+        self._copied: Mark | None = None
+
+    def of(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> Mapping[str, Tensor]:
+        """Begin to copy; returns what is read by `items()`, which waits for the copy. Those of floating point become
+        `dtype` (None: they stay as they are).
+
+        The copies before must not be read any more. Where nothing is to be copied, `tensors` are returned.
+        """
+        device = next((t.device for t in tensors.values()), None)
+        if self._lane is None and device is not None and device.type == "cuda":
+            self._lane = CudaStream(device)
+        if self._lane is None:
+            return tensors
+        layout = {name: (as_written(t.dtype, dtype), t.shape) for name, t in tensors.items()}
+        if layout != self._layout:
+            self._layout, self._copies = layout, _laid_out(layout, self._lane.room)
+        copies, own = self._copies, {name: t.detach() for name, t in tensors.items()}
+
+        def copy() -> None:
+            for name, tensor in own.items():
+                _copy(tensor, copies[name])
+
+        copied = self._copied = self._lane.run(copy)
+
+        def items() -> Iterator[tuple[str, Tensor]]:
+            copied.wait()
+            yield from copies.items()
+
+        like = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in copies.items()}
+        return Streamed(like, items, hold=self.hold)
+
+    def hold(self) -> bool:
+        """Have what changes the tensors, launched from here on, wait for the copy that was begun last.
+
+        False where nothing is copied: then whoever reads the tensors has to be waited for.
+        """
+        if self._copied is None:
+            return False
+        self._copied.hold()
+        return True
+
+
+def _laid_out(layout: Mapping[str, tuple[torch.dtype, torch.Size]], room: Callable[[int], Tensor]) -> dict[str, Tensor]:
+    """Returns a tensor for each entry, all in one block of memory."""
+    sizes = {name: math.prod(shape) * kind.itemsize for name, (kind, shape) in layout.items()}
+    taken = [size + -size % _ALIGNED for size in sizes.values()]
+    parts = room(max(sum(taken), 1))[: sum(taken)].split(taken)
+    return {
+        name: part[: sizes[name]].view(kind).view(shape)
+        for part, (name, (kind, shape)) in zip(parts, layout.items(), strict=True)
+    }
+
+
+def _copy(tensor: Tensor, to: Tensor) -> None:
+    """Copy a tensor, cast where it lies: a block at a time, so that little memory is taken for that."""
+    if tensor.dtype == to.dtype:
+        to.copy_(tensor, non_blocking=True)
+        return
+    size = max(1, BLOCK // to.dtype.itemsize)
+    for block, place in zip(tensor.reshape(-1).split(size), to.view(-1).split(size), strict=True):
+        place.copy_(block.to(to.dtype), non_blocking=True)
