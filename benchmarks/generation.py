@@ -31,6 +31,7 @@ from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.generation import generate
 from tba.types import Prompt, Sampling
 
 EOS = 1
@@ -97,7 +98,7 @@ def build(case: Case) -> LlamaForCausalLM:
 
 
 def lengths_of_engine(engine: TransformersEngine, case: Case, prompts: list[Prompt], seed: int) -> list[int]:
-    completions = engine.generate(prompts, case.count, Sampling(), np.random.default_rng(seed))
+    completions = generate(engine, prompts, case.count, Sampling(), np.random.default_rng(seed))
     return [len(c.tokens) for group in completions for c in group]
 
 

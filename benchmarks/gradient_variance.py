@@ -35,6 +35,7 @@ import torch
 from tba.batch import Batch, collate
 from tba.engines.transformers import TransformersEngine
 from tba.evaluation.estimators import Interval, relative_variance
+from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
@@ -101,7 +102,7 @@ class Sampler:
         chosen = self.rng.choice(len(self.prompts), size=ROWS // setting.group_size, replace=False)
         prompts = [self.prompts[i] for i in chosen]
         engine = self.engine(setting.tokens_asked) if setting.tokens_asked else self.ending
-        answered = engine.generate(prompts, setting.group_size, Sampling(1.0), self.rng)
+        answered = generate(engine, prompts, setting.group_size, Sampling(1.0), self.rng)
         scores = self.reference.log_probabilities_of(list(zip(prompts, answered, strict=True)))
         return collate([self._group(*row) for row in zip(prompts, answered, scores, strict=True)])
 

@@ -32,7 +32,7 @@ from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.tabular import TabularModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularTask
-from tba.protocols import Engine
+from tba.protocols import Engine, Flow, Partner
 from tba.recipe import Recipe
 from tba.record.metrics import read_metrics
 from tba.record.recorder import RecordSettings
@@ -63,19 +63,37 @@ class LightEngine:
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         self.inner.load(weights, version)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        """As the tabular engine, once the time is over."""
+    def flow(
+        self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
+    ) -> LightFlow:
+        return LightFlow(self.inner.flow(count, sampling, rng, partner), self.seconds)
+
+
+@dataclass
+class LightFlow:
+    """As the tabular engine's, once the time is over, a call at a time."""
+
+    inner: Flow
+    seconds: float
+
+    @property
+    def submitted(self) -> int:
+        return self.inner.submitted
+
+    @property
+    def wanted(self) -> int:
+        return self.inner.wanted
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        self.inner.submit(prompts)
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
         until = time.monotonic() + self.seconds
         while time.monotonic() < until and not (interrupted is not None and interrupted()):
             time.sleep(_LOOK)
-        return self.inner.generate(prompts, count, sampling, rng, interrupted)
+        return self.inner.next(interrupted, until_wanted)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch, Fetched, collate
 from tba.command.needs import needs
+from tba.generation import generate
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Pass, Shape, total, trainer
@@ -163,12 +164,12 @@ def searcher_half(recipe: Recipe, device: str, small: bool) -> dict[str, Any]:
     asked = prompts_of(recipe, model.tokenizer(), "train")[: recipe.prompts_per_round]
     rng, answers = np.random.default_rng(0), []
 
-    def generate() -> None:
+    def a_round() -> None:
         sampling = recipe.exploration.draw(rng)
-        answers[:] = engine.generate(asked, recipe.samples_per_prompt, sampling, rng)
+        answers[:] = generate(engine, asked, recipe.samples_per_prompt, sampling, rng)
 
-    generate()
-    seconds = seconds_of(generate, device)
+    a_round()
+    seconds = seconds_of(a_round, device)
     scoring = seconds_of(lambda: reference.log_probabilities_of(list(zip(asked, answers, strict=True))), device)
     tokens = sum(len(c.tokens) for row in answers for c in row)
     found = needs(recipe, Shape.of(config_of(small)))

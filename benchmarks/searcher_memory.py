@@ -27,6 +27,7 @@ from trainer_memory import RANK, RETURNED, SIZES, config_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.generation import generate
 from tba.models import memory
 from tba.models.precision import precision
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
@@ -99,7 +100,7 @@ def sampled(model: PreTrainedModel, size: str) -> None:
     settings = EngineSettings(slots=SLOTS, max_completion_tokens=WORK[size][0])
     engine = TransformersEngine(model, Numbers(), settings, Version())
     for _ in range(2):  # the second round has the cache of the first beside it while it reads prompts
-        engine.generate(prompts(SLOTS // 2), 2, Sampling(0.7, 1.0), np.random.default_rng(0))
+        generate(engine, prompts(SLOTS // 2), 2, Sampling(0.7, 1.0), np.random.default_rng(0))
 
 
 def scored(model: PreTrainedModel, size: str) -> None:

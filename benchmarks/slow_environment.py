@@ -30,7 +30,7 @@ from parts import forked, parts_of
 
 import tba
 from tba.clock import ShareClock
-from tba.environments.engine import FlowingEpisodes
+from tba.environments.engine import EpisodeEngine
 from tba.environments.hosts import Beginning, Here, Hosts, Question
 from tba.record.summary import Summary
 from tba.runtime.prompting import engine_of, prompts_of
@@ -166,7 +166,7 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
     made = replace(recipe, task=task_of(environment, processes), model=replace(recipe.model, path=str(model)))
     clock = ShareClock(state="generating")
     engine = engine_of(made, made.model, Version(), clock=clock)
-    assert isinstance(engine, FlowingEpisodes)
+    assert isinstance(engine, EpisodeEngine)
     prompts = prompts_of(made, made.model.tokenizer(), "train")
     flow = engine.flow(8, Sampling(), np.random.default_rng(0))
     found: list[Completion] = []

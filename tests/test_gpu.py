@@ -16,6 +16,7 @@ import torch
 import tba.recipes
 from tba.batch import Batch, _copying, collate, moved
 from tba.engines.transformers import EngineSettings
+from tba.generation import generate
 from tba.host_copies import HostCopies
 from tba.models.huggingface import HuggingFace
 from tba.policy.packed import PackedLayout
@@ -41,7 +42,7 @@ def prompts(model: HuggingFace) -> list[Prompt]:
 def sampled(model: HuggingFace) -> Batch:
     """Answers of the model's own engine, scored by its own reference."""
     engine, reference, asked = model.engine(Version()), model.reference(1.0, Version()), prompts(model)
-    answered = engine.generate(asked, 4, Sampling(1.0, 1.0), np.random.default_rng(0))
+    answered = generate(engine, asked, 4, Sampling(1.0, 1.0), np.random.default_rng(0))
     scored = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
     groups = []
     for prompt, row, scores in zip(asked, answered, scored, strict=True):

@@ -16,7 +16,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "types", "foreign"}
 TENSORS = {"sharding", "streaming", "host_copies"}  # torch alone
-SEAMS = GROUND | {"protocols", "batch"}
+SEAMS = GROUND | {"protocols", "generation", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"search", "intake", "training", "replay", "weights", "evaluation", "record"}
 
@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "clock": set(),
     "batch": {"types"},
     "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only
+    "generation": {"types", "protocols"},
     "schedules": {"errors"},
     "sharding": set(),
     "streaming": set(),
@@ -44,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     "objectives": SEAMS | {"schedules"},
     "replay": GROUND | {"protocols"},
     "weights": GROUND | {"protocols", "streaming", "host_copies"},
-    "evaluation": GROUND | {"protocols"},
+    "evaluation": GROUND | {"protocols", "generation"},
     "record": GROUND | {"protocols", "evaluation"},  # of evaluate the estimators, see below
     "search": SEAMS | {"clock"},
     "intake": SEAMS,

@@ -4,9 +4,9 @@ A plain loop (no searcher, replay, trainer or runtime) on the enumerable toy: 85
 two prompts, groups of 8. What is exact: the ideal policy pi* = pi_ref exp(r / beta) / Z, and the distance to it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 import pytest
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from tba.batch import collate
-from tba.engines.tabular import TabularEngine, log_behavior, sample_groups, tabular_prompts
+from tba.engines.tabular import TabularEngine, TabularFlow, log_behavior, sample_groups, tabular_prompts
 from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
-from tba.protocols import Objective
+from tba.protocols import Objective, Partner
 from tba.schedules import Constant, WarmupCosine
-from tba.types import Completion, Group, Prompt, Sampling, Trajectory, Version
+from tba.types import Completion, Group, Sampling, Trajectory, Version
 
 TASK = TabularTask()
 PROMPTS = tabular_prompts(TASK)
@@ -80,26 +80,30 @@ class Continued(TabularEngine):
         super().__init__(TASK)
         self.past = list[Tensor]()
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        now, ages = len(self.past) - 1, iter((20, 10, 0))
+    def flow(
+        self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
+    ) -> TabularFlow:
+        return ContinuedFlow(self, count, sampling, rng, partner)
 
-        def between() -> bool:
+
+class ContinuedFlow(TabularFlow):
+    _engine: Continued
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        return super().next(self.between, until_wanted)
+
+    @cached_property
+    def between(self) -> Callable[[], bool]:
+        engine, now, ages = self._engine, len(self._engine.past) - 1, iter((20, 10, 0))
+
+        def load() -> bool:
             step = max(0, now - next(ages))
-            self.load({WEIGHT: self.past[step]}, Version(0, step))
+            engine.load({WEIGHT: engine.past[step]}, Version(0, step))
             return False
 
-        flow, found = self.flow(count, sampling, rng), dict[int, list[Completion]]()
-        flow.submit(prompts)
-        while len(found) < len(prompts):
-            found.update(flow.next(between, until_wanted=False))
-        return [found[i] for i in range(len(prompts))]
+        return load
 
 
 def continued() -> Source:

@@ -11,6 +11,7 @@ import pytest
 from tba.__main__ import main
 from tba.engines.transformers import EngineSettings
 from tba.foreign import templated
+from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.record.summary import Summary
 from tba.types import Prompt, Sampling, Version
@@ -29,9 +30,9 @@ def asked(question: str) -> Prompt:
 def test_it_answers_a_question_and_scores_its_answer_as_it_sampled_it() -> None:
     """Engine and reference compute the same sum of 16 log-probabilities of some 5 nats each, in another order."""
     prompt = asked("What is the capital of France?")
-    (greedy,) = MODEL.engine(Version()).generate([prompt], 1, Sampling(0.0), np.random.default_rng(0))
+    (greedy,) = generate(MODEL.engine(Version()), [prompt], 1, Sampling(0.0), np.random.default_rng(0))
     assert "Paris" in greedy[0].text
-    (row,) = MODEL.engine(Version()).generate([prompt], 4, Sampling(1.0), np.random.default_rng(0))
+    (row,) = generate(MODEL.engine(Version()), [prompt], 4, Sampling(1.0), np.random.default_rng(0))
     (scored,) = MODEL.reference(1.0, Version()).log_probabilities_of([(prompt, row)])
     for completion, log_reference in zip(row, scored, strict=True):
         assert completion.log_behavior is not None

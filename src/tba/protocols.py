@@ -11,7 +11,7 @@ for type checkers only, so that replay and types stay free of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
@@ -161,56 +161,25 @@ class Exploration(Protocol):
 
 
 class Engine(Protocol):
-    """Samples from weights that can be replaced between calls; knows their version."""
+    """Samples answers from weights that can be replaced at any time; knows their version."""
 
     @property
     def version(self) -> Version: ...
 
     def load(self, weights: Mapping[str, torch.Tensor], version: Version) -> None:
-        """Copy `weights` into the model in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
-        ...
+        """Copy `weights` into the model in place. Raises `KeyError` or `ValueError` on a name or shape mismatch.
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        """`count` completions of each prompt; [i] are those of prompts[i].
-
-        Once `interrupted()` is true (asked every few tokens) what is unfinished comes back as
-        `StopReason.INTERRUPTED`, with at least the tokens it had (an unstarted one is left out).
+        While answers grow it may be called from `interrupted` (`Flow.next`): the weights that are there at a token
+        sample it, and an answer is by all those from `Completion.versions[0]` to `[1]`.
         """
         ...
 
+    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None) -> Flow:
+        """Returns an empty flow of `count` completions of each prompt; with a `partner` they have several turns,
+        between which it speaks.
 
-@runtime_checkable
-class InFlight(Protocol):
-    """An engine that can load newer weights in the middle of `generate`, when it asks whether it is interrupted."""
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether it is to do so."""
-        ...
-
-
-@runtime_checkable
-class Streaming(Protocol):
-    """An engine that hands out the answers to a prompt while others are still being answered."""
-
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """What `generate` returns, as (i, its completions): each prompt once, as soon as all its answers are there.
-
-        Between two of them nothing is computed, and other models may be used.
+        An engine has one flow at a time: another one ends it, and what that has not handed out is lost. Equal weights,
+        prompts and generators give equal answers; `tba.generation` has the ways to ask for those of a fixed number.
         """
         ...
 
@@ -218,7 +187,10 @@ class Streaming(Protocol):
 class Flow(Protocol):
     """Prompts that are being answered, to which more can be added at any time."""
 
-    submitted: int  # prompts so far
+    @property
+    def submitted(self) -> int:
+        """How many prompts there have been."""
+        ...
 
     @property
     def wanted(self) -> int:
@@ -226,29 +198,19 @@ class Flow(Protocol):
         ...
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Adds prompts; they are numbered from 0 in the order of submission."""
+        """Adds prompts; they are numbered from 0 in the order of submission. Raises `UserError` for one that is too
+        long or empty, and then adds none.
+        """
         ...
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
     ) -> list[tuple[int, list[Completion]]]:
         """Computes until prompts are finished, or (`until_wanted`) more are wanted; returns the finished ones as
-        (number, completions).
+        (number, completions). Between two calls nothing is computed, and other models may be used.
 
-        Once `interrupted()` is true it returns all that is left, as `Engine.generate` does.
-        """
-        ...
-
-
-@runtime_checkable
-class Flowing(Protocol):
-    """An engine that begins to answer further prompts as soon as others are finished, and may load newer weights in
-    between: an answer is then sampled by all those from `Completion.versions[0]` to `[1]`.
-    """
-
-    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator) -> Flow:
-        """Returns an empty flow of `count` completions of each prompt. One at a time: no other call of the engine
-        until all of its prompts are finished.
+        Once `interrupted()` is true (asked every few tokens) it returns all that is left: what is unfinished as
+        `StopReason.INTERRUPTED`, with at least the tokens it had (an unstarted one is left out).
         """
         ...
 
@@ -264,7 +226,12 @@ class Turn:
 
 
 class Partner(Protocol):
-    """Who an engine's completions talk with: asked at the end of a turn, it says what is to be read before the next."""
+    """Who an engine's completions talk with: asked at the end of a turn, it says what is to be read before the next.
+
+    A completion goes on after an EOS token or a stop string for as long as something is said that leaves room for
+    another token; its `mask` says which tokens were sampled. What has been read is not read again, and nobody waits for
+    another's partner.
+    """
 
     def hear(self, turns: Sequence[Turn]) -> None:
         """Takes turns that have ended; the answers may come later."""
@@ -278,36 +245,6 @@ class Partner(Protocol):
 
     def ended(self, request: int, completion: Completion) -> Completion:
         """Takes a completion that is at its end, for whatever reason; returns what the engine hands out for it."""
-        ...
-
-
-@runtime_checkable
-class Conversing(Protocol):
-    """An engine whose completions may have several turns, between which somebody else speaks."""
-
-    def converse(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        partner: Partner,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """What `Streaming.stream` gives, of completions in turns: their `mask` says which tokens were sampled.
-
-        A completion goes on after an EOS token or a stop string for as long as the partner says something that leaves
-        room for another token. What has been read is not read again, and nobody waits for another's partner.
-        """
-        ...
-
-
-@runtime_checkable
-class FlowingTurns(Protocol):
-    """An engine that does so while prompts are added, as `Flowing` does."""
-
-    def flow_with(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner) -> Flow:
-        """Returns an empty flow of `count` completions of each prompt, in turns, between which `partner` speaks."""
         ...
 
 

@@ -13,6 +13,7 @@ from talker import Talker
 
 from tba.engines import transformers
 from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.generation import stream
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 
@@ -22,7 +23,7 @@ def converse(
     prompts = prompts or ragged_prompts(3, 9, 1, 9, 12, 3)
     settings = EngineSettings(slots=slots, max_completion_tokens=40, stop_strings=stop)
     engine = TransformersEngine(often_ending(family), Letters(), settings, Version(0, 3))
-    found = dict(engine.converse(prompts, 4, Sampling(0.9), np.random.default_rng(0), partner))
+    found = dict(stream(engine, prompts, 4, Sampling(0.9), np.random.default_rng(0), partner=partner))
     return [found[i] for i in range(len(prompts))]
 
 
@@ -83,7 +84,7 @@ def test_every_token_is_read_exactly_once(late: bool, monkeypatch: pytest.Monkey
     model, prompts, read = often_ending("qwen3"), ragged_prompts(3, 9, 5), []
     engine = TransformersEngine(model, Letters(), EngineSettings(slots=4, max_completion_tokens=40))
     model.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True)
-    found = dict(engine.converse(prompts, 5, Sampling(), np.random.default_rng(2), Talker(late=late)))
+    found = dict(stream(engine, prompts, 5, Sampling(), np.random.default_rng(2), partner=Talker(late=late)))
     answers = [c for row in found.values() for c in row]
     # The last token of a completion is drawn and never read.
     assert sum(read) == sum(len(p.tokens) for p in prompts) + sum(len(c.tokens) - 1 for c in answers)
@@ -117,7 +118,9 @@ def test_an_interruption_hands_out_what_is_there_with_its_mask() -> None:
 
     engine = TransformersEngine(often_ending("llama"), Letters(), EngineSettings(slots=4, max_completion_tokens=40))
     partner = Talker(most=99, late=True)
-    found = dict(engine.converse(ragged_prompts(3, 4), 4, Sampling(), np.random.default_rng(0), partner, interrupted))
+    found = dict(
+        stream(engine, ragged_prompts(3, 4), 4, Sampling(), np.random.default_rng(0), interrupted, partner=partner)
+    )
     answers = [c for row in found.values() for c in row]
     assert StopReason.INTERRUPTED in {c.stop_reason for c in answers}
     assert any(c.observed for c in answers)

@@ -14,6 +14,7 @@ from tba.engines.rows import draw
 from tba.engines.rules import rules_of
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
+from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.search.vine import Vine
 from tba.settings import find
@@ -31,7 +32,7 @@ def test_no_answer_ends_early_or_begins_otherwise_and_log_behavior_is_renormalis
     prompts = ragged_prompts(3, 7, 5)
     allowed = [Letters().encode(letter)[0] for letter in "abc"]
     engine = TransformersEngine(model, Letters(), RULED)
-    answers = engine.generate(prompts, 30, Sampling(temperature), np.random.default_rng(0))
+    answers = generate(engine, prompts, 30, Sampling(temperature), np.random.default_rng(0))
     ended = 0
     for prompt, group in zip(prompts, answers, strict=True):
         for completion in group:
@@ -45,7 +46,7 @@ def test_no_answer_ends_early_or_begins_otherwise_and_log_behavior_is_renormalis
             expected = rows.log_softmax(-1)[torch.arange(len(tokens)), torch.from_numpy(tokens)]
             np.testing.assert_allclose(completion.log_behavior, expected, atol=1e-4)
     assert ended > 20  # the least number of tokens holds the end back, and nothing else
-    greedy = engine.generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    greedy = generate(engine, prompts, 1, Sampling(0.0), np.random.default_rng(0))
     assert all(c.tokens[0] in allowed and EOS not in c.tokens[:LEAST] for (c,) in greedy)
 
 

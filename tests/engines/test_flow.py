@@ -10,6 +10,7 @@ from test_transformers_engine import engine_of, tokens_of
 
 from tba.engines import transformers
 from tba.engines.transformers import Flow, TransformersEngine
+from tba.generation import generate
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 GREEDY = Sampling(temperature=0.0)
@@ -34,7 +35,7 @@ def test_prompts_that_come_one_by_one_are_answered_like_those_that_come_together
     prompts = ragged_prompts(3, 9, 1, 9, 12, 3, 7, 2)  # the longest come when the cache has room for shorter ones only
     for family in ("llama", "gemma3"):
         model = build(family)
-        together = engine_of(model).generate(prompts, 2, GREEDY, np.random.default_rng(0))
+        together = generate(engine_of(model), prompts, 2, GREEDY, np.random.default_rng(0))
         assert tokens_of(flowed(engine_of(model), prompts, 2, GREEDY)) == tokens_of(together)
 
 
@@ -57,7 +58,7 @@ def test_answers_of_many_lengths_leave_hardly_a_row_empty_where_rounds_leave_man
     of_flow, rows[:] = np.mean(rows) / 16, []
     flow.next(lambda: True)
     for first in range(0, len(prompts), 8):
-        engine.generate(prompts[first : first + 8], 2, Sampling(), np.random.default_rng(0))
+        generate(engine, prompts[first : first + 8], 2, Sampling(), np.random.default_rng(0))
     assert of_flow >= 0.97
     assert np.mean(rows) / 16 < 0.8
 

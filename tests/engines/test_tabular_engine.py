@@ -8,6 +8,7 @@ import torch
 
 from tba.batch import collate
 from tba.engines.tabular import TabularEngine, log_behavior, sample_groups, tabular_prompts
+from tba.generation import generate
 from tba.policy.tabular import TabularPolicy, TabularTask, distribution
 from tba.protocols import Engine
 from tba.types import Sampling, StopReason, Version
@@ -29,7 +30,7 @@ def behavior_policy(sampling: Sampling) -> TabularPolicy:
 def test_frequencies_and_log_behavior_are_those_of_the_enumerated_behavior(sampling: Sampling) -> None:
     n, prompts = 20_000, tabular_prompts(TASK)
     exact = distribution(behavior_policy(sampling))
-    answers = TabularEngine(TASK).generate(prompts, n, sampling, np.random.default_rng(0))
+    answers = generate(TabularEngine(TASK), prompts, n, sampling, np.random.default_rng(0))
     for prompt, completions in zip(prompts, answers, strict=True):
         p_O = exact[TASK.question(prompt)].numpy()
         counts = Counter(TASK.outcome(c.tokens) for c in completions)
@@ -49,7 +50,7 @@ def test_a_very_high_temperature_draws_every_token_uniformly() -> None:
 
 def test_temperature_0_is_greedy_with_log_behavior_0() -> None:
     engine, prompts = TabularEngine(TASK), tabular_prompts(TASK)
-    for completions in engine.generate(prompts, 5, Sampling(temperature=0.0), np.random.default_rng(0)):
+    for completions in generate(engine, prompts, 5, Sampling(temperature=0.0), np.random.default_rng(0)):
         assert len({c.digest for c in completions}) == 1
         assert all(c.log_behavior is not None and not c.log_behavior.any() for c in completions)
 
@@ -68,7 +69,7 @@ def test_on_its_own_weights_log_behavior_at_temperature_1_is_the_policys_log_pro
 
 
 def test_an_eos_ends_a_completion_and_is_part_of_it_and_a_truncated_one_has_none() -> None:
-    for c in TabularEngine(TASK).generate(tabular_prompts(TASK), 500, Sampling(), np.random.default_rng(0))[0]:
+    for c in generate(TabularEngine(TASK), tabular_prompts(TASK), 500, Sampling(), np.random.default_rng(0))[0]:
         assert (c.tokens == 0).sum() == (c.tokens[-1] == 0)
         assert c.stop_reason is (StopReason.EOS if c.tokens[-1] == 0 else StopReason.LENGTH)
         assert c.stop_reason is StopReason.EOS or len(c.tokens) == TASK.length
@@ -77,7 +78,7 @@ def test_an_eos_ends_a_completion_and_is_part_of_it_and_a_truncated_one_has_none
 
 def test_equal_generators_give_equal_completions() -> None:
     first, second = (
-        TabularEngine(TASK).generate(tabular_prompts(TASK), 50, Sampling(), np.random.default_rng(3)) for _ in range(2)
+        generate(TabularEngine(TASK), tabular_prompts(TASK), 50, Sampling(), np.random.default_rng(3)) for _ in range(2)
     )
     assert [[c.digest for c in row] for row in first] == [[c.digest for c in row] for row in second]
 
@@ -86,7 +87,7 @@ def test_equal_generators_give_equal_completions() -> None:
 def test_interrupted_it_gives_back_what_it_had_and_leaves_out_what_it_had_not_begun(calls: int) -> None:
     asked = iter([False] * calls + [True])
     rng, prompts = np.random.default_rng(0), tabular_prompts(TASK)
-    rows = TabularEngine(TASK).generate(prompts, 50, Sampling(), rng, interrupted=lambda: next(asked))
+    rows = generate(TabularEngine(TASK), prompts, 50, Sampling(), rng, interrupted=lambda: next(asked))
     assert [len(row) for row in rows] == [50 * (calls > 0)] * 2
     for c in rows[0] + rows[1]:
         assert c.stop_reason is (StopReason.EOS if c.tokens[-1] == 0 else StopReason.INTERRUPTED)
@@ -100,7 +101,7 @@ def test_it_samples_from_the_weights_it_was_given_and_signs_with_their_version()
     policy.become(wanted)
     engine.load(policy.weights(), Version(1, 7))
     policy.load({name: torch.zeros_like(w) for name, w in policy.weights().items()})  # the engine has its own copy
-    for completions in engine.generate(tabular_prompts(TASK), 20, Sampling(), np.random.default_rng(0)):
+    for completions in generate(engine, tabular_prompts(TASK), 20, Sampling(), np.random.default_rng(0)):
         assert {TASK.outcome(c.tokens) for c in completions} == {42}
         assert {c.versions for c in completions} == {(Version(1, 7), Version(1, 7))}
     assert engine.version == Version(1, 7)

@@ -32,6 +32,7 @@ from tba.engines import transformers
 from tba.engines.rules import Room
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import TbaError, UserError
+from tba.generation import generate, stream
 from tba.protocols import Engine
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
@@ -65,7 +66,7 @@ class NoEnd(Letters):
 def test_log_behavior_is_the_plain_forwards_log_softmax_to_1e_4(family: str, temperature: float) -> None:
     model = build(family)
     prompts = ragged_prompts(3, 9, 1, 9, 12, 3)  # 24 requests on 5 slots: rows are refilled many times
-    completions = engine_of(model).generate(prompts, 4, Sampling(temperature), np.random.default_rng(0))
+    completions = generate(engine_of(model), prompts, 4, Sampling(temperature), np.random.default_rng(0))
     longest = 0
     for prompt, group in zip(prompts, completions, strict=True):
         assert len(group) == 4
@@ -81,7 +82,7 @@ def test_log_behavior_is_the_plain_forwards_log_softmax_to_1e_4(family: str, tem
 def test_greedy_completions_are_those_of_generate(family: str) -> None:
     model = build(family)
     prompts = ragged_prompts(3, 9, 1, 9, 12, 3)
-    completions = engine_of(model, slots=4).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    completions = generate(engine_of(model, slots=4), prompts, 1, Sampling(0.0), np.random.default_rng(0))
     for prompt, (completion,) in zip(prompts, completions, strict=True):
         ids = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
         whole = model.generate(
@@ -97,10 +98,10 @@ def test_a_request_gives_the_same_completion_at_any_number_of_slots(
     slots: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, prompts = build("llama"), ragged_prompts(3, 9, 1, 9, 12, 3)
-    reference = engine_of(model, slots=7).generate(prompts, 4, Sampling(top_p=0.95), np.random.default_rng(1))
+    reference = generate(engine_of(model, slots=7), prompts, 4, Sampling(top_p=0.95), np.random.default_rng(1))
     monkeypatch.setattr(transformers, "PREFILL_TOKENS", 1)
     engine = engine_of(model, slots=slots)
-    assert tokens_of(engine.generate(prompts, 4, Sampling(top_p=0.95), np.random.default_rng(1))) == tokens_of(
+    assert tokens_of(generate(engine, prompts, 4, Sampling(top_p=0.95), np.random.default_rng(1))) == tokens_of(
         reference
     )
 
@@ -108,16 +109,16 @@ def test_a_request_gives_the_same_completion_at_any_number_of_slots(
 def test_what_an_earlier_call_left_in_the_slots_changes_nothing() -> None:
     model, prompts = build("qwen3"), ragged_prompts(2, 5, 3)
     used = engine_of(model)
-    used.generate(ragged_prompts(30, 25, 31, seed=9), 4, Sampling(1.5), np.random.default_rng(5))
+    generate(used, ragged_prompts(30, 25, 31, seed=9), 4, Sampling(1.5), np.random.default_rng(5))
     fresh = engine_of(model)
-    again = [e.generate(prompts, 3, Sampling(), np.random.default_rng(2)) for e in (used, fresh, used)]
+    again = [generate(e, prompts, 3, Sampling(), np.random.default_rng(2)) for e in (used, fresh, used)]
     assert tokens_of(again[0]) == tokens_of(again[1]) == tokens_of(again[2])
 
 
 def test_samples_of_one_prompt_are_not_copies_and_the_seed_decides_them() -> None:
     engine, prompts = engine_of(build("llama")), ragged_prompts(4)
-    first = tokens_of(engine.generate(prompts, 12, Sampling(), np.random.default_rng(0)))
-    other = tokens_of(engine.generate(prompts, 12, Sampling(), np.random.default_rng(1)))
+    first = tokens_of(generate(engine, prompts, 12, Sampling(), np.random.default_rng(0)))
+    other = tokens_of(generate(engine, prompts, 12, Sampling(), np.random.default_rng(1)))
     assert len({tuple(t) for t in first}) == 12
     assert first != other
 
@@ -126,7 +127,7 @@ def test_first_token_frequencies_match_the_models_probabilities() -> None:
     model, (prompt,) = build("llama"), ragged_prompts(6)
     engine = engine_of(model, slots=256, max_completion_tokens=1)
     n = 20_000
-    (group,) = engine.generate([prompt], n, Sampling(), np.random.default_rng(0))
+    (group,) = generate(engine, [prompt], n, Sampling(), np.random.default_rng(0))
     probability = plain_log_probabilities(model, prompt, np.array([0])).exp()[0].double().numpy()
     observed = np.bincount([c.tokens[0] for c in group], minlength=VOCABULARY)
     chi_square = ((observed - n * probability) ** 2 / (n * probability)).sum()
@@ -143,7 +144,7 @@ def test_every_prompt_is_read_once_and_no_finished_row_is_computed() -> None:
         computed += kwargs["input_ids"].numel()
 
     hook = model.register_forward_pre_hook(count, with_kwargs=True)
-    completions = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    completions = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
     hook.remove()
     # The last token of a completion is never fed to the model.
     assert computed == 3 + 9 + 1 + 9 + 12 + 3 + sum(len(t) - 1 for t in tokens_of(completions))
@@ -154,7 +155,7 @@ def test_eos_is_the_last_token_and_every_configured_eos_ends_a_completion() -> N
     model, prompts = build("llama"), ragged_prompts(4, 7)
     model.generation_config.eos_token_id = [7, 8]
     model.config.eos_token_id = 9
-    completions = engine_of(model).generate(prompts, 40, Sampling(), np.random.default_rng(0))
+    completions = generate(engine_of(model), prompts, 40, Sampling(), np.random.default_rng(0))
     ends = {EOS, 7, 8, 9}
     last = set()
     for completion in chain.from_iterable(completions):
@@ -170,7 +171,7 @@ def test_completions_carry_text_version_and_sampling() -> None:
     assert isinstance(engine, TransformersEngine)
     as_protocol: Engine = engine
     assert as_protocol.version == Version(0, 3)
-    ((completion,),) = engine.generate(ragged_prompts(4), 1, Sampling(0.9, 0.95), np.random.default_rng(0))
+    ((completion,),) = generate(engine, ragged_prompts(4), 1, Sampling(0.9, 0.95), np.random.default_rng(0))
     assert completion.text == Letters().decode(completion.tokens.tolist())
     assert completion.versions == (Version(0, 3), Version(0, 3))
     assert completion.sampling == Sampling(0.9, 0.95)
@@ -182,12 +183,12 @@ def test_completions_carry_text_version_and_sampling() -> None:
 def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it() -> None:
     model, prompts = never_ending(build("llama")), ragged_prompts(4, 7)
     plain = TransformersEngine(model, NoEnd(), EngineSettings(slots=6, max_completion_tokens=20))
-    free = list(chain.from_iterable(plain.generate(prompts, 20, Sampling(), np.random.default_rng(0))))
+    free = list(chain.from_iterable(generate(plain, prompts, 20, Sampling(), np.random.default_rng(0))))
     strings = (free[3].text[4:6], free[8].text[10:13])  # pieces that do occur, the second across several looks
     stopping = TransformersEngine(
         model, NoEnd(), EngineSettings(slots=6, max_completion_tokens=20, stop_strings=strings)
     )
-    stopped = list(chain.from_iterable(stopping.generate(prompts, 20, Sampling(), np.random.default_rng(0))))
+    stopped = list(chain.from_iterable(generate(stopping, prompts, 20, Sampling(), np.random.default_rng(0))))
     seen = 0
     for whole, cut in zip(free, stopped, strict=True):
         found = [(at + len(s), at) for s in strings if (at := whole.text.find(s)) >= 0]
@@ -209,7 +210,7 @@ def test_a_stop_string_ends_a_completion_at_the_token_that_completes_it() -> Non
 def test_an_interruption_returns_what_was_begun_and_leaves_out_the_rest() -> None:
     model, prompts = never_ending(build("llama")), ragged_prompts(4, 7, 5)
     engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=5, max_completion_tokens=30))
-    whole = engine.generate(prompts, 3, Sampling(), np.random.default_rng(0))
+    whole = generate(engine, prompts, 3, Sampling(), np.random.default_rng(0))
     asked = 0
 
     def third_time() -> bool:
@@ -217,29 +218,29 @@ def test_an_interruption_returns_what_was_begun_and_leaves_out_the_rest() -> Non
         asked += 1
         return asked == 3
 
-    part = engine.generate(prompts, 3, Sampling(), np.random.default_rng(0), third_time)
+    part = generate(engine, prompts, 3, Sampling(), np.random.default_rng(0), third_time)
     assert [len(group) for group in part] == [3, 2, 0]  # five slots, none of which had finished
     for complete, begun in zip(chain(whole[0], whole[1][:2]), chain.from_iterable(part), strict=True):
         assert begun.stop_reason is StopReason.INTERRUPTED
         assert begun.tokens.tolist() == complete.tokens[: len(begun.tokens)].tolist()
         assert 1 <= len(begun.tokens) < 30
-    assert tokens_of(engine.generate(prompts, 3, Sampling(), np.random.default_rng(0))) == tokens_of(whole)
+    assert tokens_of(generate(engine, prompts, 3, Sampling(), np.random.default_rng(0))) == tokens_of(whole)
 
 
 def test_a_prompt_is_handed_out_as_soon_as_its_answers_are_there_and_the_others_go_on_as_they_would() -> None:
     model, prompts = build("llama"), ragged_prompts(3, 9, 1, 9, 12, 3)
     engine = engine_of(model)
-    whole = engine.generate(prompts, 4, Sampling(), np.random.default_rng(1))
+    whole = generate(engine, prompts, 4, Sampling(), np.random.default_rng(1))
     handed_out = []
-    for i, completions in engine.stream(prompts, 4, Sampling(), np.random.default_rng(1)):
+    for i, completions in stream(engine, prompts, 4, Sampling(), np.random.default_rng(1)):
         handed_out.append(i)
         assert tokens_of([completions]) == tokens_of([whole[i]])
         rows = plain_log_probabilities(model, prompts[i], completions[0].tokens, 1.0)  # the model is its own meanwhile
         expected = rows[torch.arange(len(rows)), torch.from_numpy(completions[0].tokens.astype(np.int64))]
         np.testing.assert_allclose(completions[0].log_behavior, expected, atol=1e-4)
     assert sorted(handed_out) == list(range(6))
-    assert list(engine.stream([], 3, Sampling(), np.random.default_rng(0))) == []
-    assert list(engine.stream(prompts[:2], 0, Sampling(), np.random.default_rng(0))) == [(0, []), (1, [])]
+    assert list(stream(engine, [], 3, Sampling(), np.random.default_rng(0))) == []
+    assert list(stream(engine, prompts[:2], 0, Sampling(), np.random.default_rng(0))) == [(0, []), (1, [])]
 
 
 def test_the_first_prompt_is_handed_out_before_the_last_one_is_read() -> None:
@@ -252,7 +253,7 @@ def test_the_first_prompt_is_handed_out_before_the_last_one_is_read() -> None:
         forwards += 1
 
     model.register_forward_hook(count)
-    at = [forwards for _ in engine.stream(prompts, 4, Sampling(), np.random.default_rng(1))]
+    at = [forwards for _ in stream(engine, prompts, 4, Sampling(), np.random.default_rng(1))]
     assert at == sorted(at)
     assert at[0] < at[-1] / 3
 
@@ -261,7 +262,7 @@ def test_what_is_interrupted_is_handed_out_at_the_end() -> None:
     model, prompts = never_ending(build("llama")), ragged_prompts(4, 7, 5)
     engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=5, max_completion_tokens=30))
     answers = iter([False, False, True])
-    part = dict(engine.stream(prompts, 3, Sampling(), np.random.default_rng(0), lambda: next(answers)))
+    part = dict(stream(engine, prompts, 3, Sampling(), np.random.default_rng(0), lambda: next(answers)))
     assert {i: len(group) for i, group in part.items()} == {0: 3, 1: 2, 2: 0}
     assert {c.stop_reason for group in part.values() for c in group} == {StopReason.INTERRUPTED}
 
@@ -269,27 +270,27 @@ def test_what_is_interrupted_is_handed_out_at_the_end() -> None:
 def test_length_ends_at_the_limit_or_at_the_models_last_position() -> None:
     model = never_ending(build("gpt2"))  # 64 positions
     engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=3, max_completion_tokens=20))
-    completions = engine.generate(ragged_prompts(63, 10, 50), 2, Sampling(), np.random.default_rng(0))
+    completions = generate(engine, ragged_prompts(63, 10, 50), 2, Sampling(), np.random.default_rng(0))
     assert [len(t) for t in tokens_of(completions)] == [1, 1, 20, 20, 14, 14]
     assert {c.stop_reason for c in chain.from_iterable(completions)} == {StopReason.LENGTH}
 
 
 def test_no_prompts_or_no_samples_give_no_completions() -> None:
     engine = engine_of(build("llama"))
-    assert engine.generate([], 3, Sampling(), np.random.default_rng(0)) == []
-    assert engine.generate(ragged_prompts(3, 4), 0, Sampling(), np.random.default_rng(0)) == [[], []]
+    assert generate(engine, [], 3, Sampling(), np.random.default_rng(0)) == []
+    assert generate(engine, ragged_prompts(3, 4), 0, Sampling(), np.random.default_rng(0)) == [[], []]
 
 
 def test_loading_weights_in_place_gives_the_new_models_completions() -> None:
     old, new, prompts = build("llama", seed=0), build("llama", seed=1), ragged_prompts(4, 7)
     engine = engine_of(old)
-    before = tokens_of(engine.generate(prompts, 5, Sampling(), np.random.default_rng(0)))
+    before = tokens_of(generate(engine, prompts, 5, Sampling(), np.random.default_rng(0)))
     address = old.model.embed_tokens.weight.data_ptr()
     engine.load({name: p.detach() for name, p in new.named_parameters()}, Version(1, 8))
-    after = engine.generate(prompts, 5, Sampling(), np.random.default_rng(0))
+    after = generate(engine, prompts, 5, Sampling(), np.random.default_rng(0))
     assert old.model.embed_tokens.weight.data_ptr() == address
     assert tokens_of(after) != before
-    assert tokens_of(after) == tokens_of(engine_of(new).generate(prompts, 5, Sampling(), np.random.default_rng(0)))
+    assert tokens_of(after) == tokens_of(generate(engine_of(new), prompts, 5, Sampling(), np.random.default_rng(0)))
     assert engine.version == after[0][0].versions[0] == Version(1, 8)
 
 
@@ -331,14 +332,14 @@ def test_outside_of_generate_the_model_keeps_its_own_attention() -> None:
     model = build("gemma3")
     engine = engine_of(model)
     assert model.config._attn_implementation == "sdpa"
-    engine.generate(ragged_prompts(4), 1, Sampling(), np.random.default_rng(0))
+    generate(engine, ragged_prompts(4), 1, Sampling(), np.random.default_rng(0))
     assert model.config._attn_implementation == "sdpa"
 
     def fails() -> bool:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate(ragged_prompts(4), 1, Sampling(), np.random.default_rng(0), fails)
+        generate(engine, ragged_prompts(4), 1, Sampling(), np.random.default_rng(0), fails)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -346,12 +347,12 @@ def test_weights_that_are_not_finite_raise_and_leave_no_trace() -> None:
     model, prompts = build("llama"), ragged_prompts(4, 7)
     engine = engine_of(model)
     good = {name: p.detach().clone() for name, p in model.named_parameters()}
-    expected = tokens_of(engine.generate(prompts, 5, Sampling(), np.random.default_rng(0)))
+    expected = tokens_of(generate(engine, prompts, 5, Sampling(), np.random.default_rng(0)))
     engine.load(good | {"model.norm.weight": torch.full((32,), torch.nan)}, Version(0, 4))
     with pytest.raises(TbaError, match=r"version 0\.4 give probabilities that are not finite"):
-        engine.generate(prompts, 5, Sampling(), np.random.default_rng(0))
+        generate(engine, prompts, 5, Sampling(), np.random.default_rng(0))
     engine.load(good, Version(0, 5))
-    assert tokens_of(engine.generate(prompts, 5, Sampling(), np.random.default_rng(0))) == expected
+    assert tokens_of(generate(engine, prompts, 5, Sampling(), np.random.default_rng(0))) == expected
 
 
 def test_a_prompt_that_is_too_long_or_empty_is_refused_with_its_length() -> None:
@@ -359,9 +360,9 @@ def test_a_prompt_that_is_too_long_or_empty_is_refused_with_its_length() -> None
     with pytest.raises(UserError, match="9 tokens, more than max_prompt_tokens = 8"):
         Room(20, 8, 64).check(ragged_prompts(9)[0])
     with pytest.raises(UserError, match="64 tokens, which leaves no room for an answer in the model's 64 positions"):
-        engine_of(model).generate(ragged_prompts(64), 1, Sampling(), np.random.default_rng(0))
+        generate(engine_of(model), ragged_prompts(64), 1, Sampling(), np.random.default_rng(0))
     with pytest.raises(UserError, match="no tokens"):
-        engine_of(model).generate([Prompt("t", np.zeros(0, np.int32))], 1, Sampling(), np.random.default_rng(0))
+        generate(engine_of(model), [Prompt("t", np.zeros(0, np.int32))], 1, Sampling(), np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,11 @@ from tba.batch import collate
 from tba.engines.transformers import EngineSettings
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
+from tba.generation import generate, stream
 from tba.models.huggingface import HuggingFace
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings
-from tba.protocols import Conversing, Engine, Streaming
+from tba.protocols import Engine
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 
@@ -135,7 +136,7 @@ def test_log_behavior_is_the_trainers_log_policy_at_the_same_temperature(
     engine: Engine, model: HuggingFace, temperature: float
 ) -> None:
     prompts = prompts_of(5, 150, 1, 270, 150)
-    answered = engine.generate(prompts, 6, Sampling(temperature), np.random.default_rng(0))
+    answered = generate(engine, prompts, 6, Sampling(temperature), np.random.default_rng(0))
     assert [len(row) for row in answered] == [6] * 5
     assert farthest(answered, trained_on(model, prompts, answered, temperature)) < TOLERANCE
     assert {c.versions for row in answered for c in row} == {(Version(0, 3), Version(0, 3))}
@@ -143,7 +144,7 @@ def test_log_behavior_is_the_trainers_log_policy_at_the_same_temperature(
 
 def test_log_behavior_is_renormalised_over_what_top_p_keeps(engine: Engine, model: HuggingFace) -> None:
     prompts = prompts_of(12, 40)
-    answered = engine.generate(prompts, 8, Sampling(1.0, 0.6), np.random.default_rng(0))
+    answered = generate(engine, prompts, 8, Sampling(1.0, 0.6), np.random.default_rng(0))
     plain, _ = load_model(model.path, "cpu", torch.float32)
     for prompt, row in zip(prompts, answered, strict=True):
         for c in row:
@@ -163,11 +164,11 @@ def test_weights_replaced_in_place_are_what_it_samples_from_also_behind_a_cached
     engine: Engine, model: HuggingFace
 ) -> None:
     prompts = prompts_of(200, 300)  # whole blocks of each are in the prefix cache after the first call
-    before = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    before = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
     weights = changed(model)
     engine.load(weights, Version(1, 8))
     assert engine.version == Version(1, 8)
-    after = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    after = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
     assert {c.versions for row in after for c in row} == {(Version(1, 8), Version(1, 8))}
     assert farthest(after, trained_on(model, prompts, after, 1.0, weights)) < TOLERANCE
     assert farthest(after, trained_on(model, prompts, after, 1.0)) > 0.05  # the old weights say something else
@@ -184,31 +185,30 @@ def test_weights_of_another_model_are_refused_and_nothing_is_changed(engine: Eng
     with pytest.raises(ValueError, match="shape"):
         engine.load(weights | {name: torch.zeros(2, 2)}, Version(0, 4))
     assert engine.version == Version(0, 3)
-    answered = engine.generate(prompts, 3, Sampling(), np.random.default_rng(0))
+    answered = generate(engine, prompts, 3, Sampling(), np.random.default_rng(0))
     assert farthest(answered, trained_on(model, prompts, answered, 1.0)) < TOLERANCE
 
 
 def test_more_requests_than_slots_give_whole_groups_which_the_seed_decides(engine: Engine) -> None:
     prompts = prompts_of(4, 7, 11)
-    first, again, other = (engine.generate(prompts, 20, Sampling(), np.random.default_rng(seed)) for seed in (0, 0, 1))
+    first, again, other = (generate(engine, prompts, 20, Sampling(), np.random.default_rng(seed)) for seed in (0, 0, 1))
     tokens = [[[c.tokens.tolist() for c in row] for row in made] for made in (first, again, other)]
     assert [len(row) for row in first] == [20] * 3
     assert tokens[0] == tokens[1] != tokens[2]
     assert all(len({tuple(t) for t in row}) > 10 for row in tokens[0])  # no copies of one answer
 
 
-def test_each_prompt_is_handed_out_once_with_what_generate_gives(engine: Streaming) -> None:
+def test_each_prompt_is_handed_out_once_with_what_generate_gives(engine: Engine) -> None:
     prompts = prompts_of(4, 7, 11)
-    whole = engine.generate(prompts, 20, Sampling(), np.random.default_rng(0))
-    parts = list(engine.stream(prompts, 20, Sampling(), np.random.default_rng(0)))
+    whole = generate(engine, prompts, 20, Sampling(), np.random.default_rng(0))
+    parts = list(stream(engine, prompts, 20, Sampling(), np.random.default_rng(0)))
     assert sorted(i for i, _ in parts) == [0, 1, 2]
     assert all([told([c]) for c in row] == [told([c]) for c in whole[i]] for i, row in parts)
-    assert isinstance(engine, Streaming)
 
 
 def test_first_token_frequencies_are_the_models_probabilities(engine: Engine, model: HuggingFace) -> None:
     (prompt,), n = prompts_of(6), 4000
-    (row,) = engine.generate([prompt], n, Sampling(), np.random.default_rng(0))
+    (row,) = generate(engine, [prompt], n, Sampling(), np.random.default_rng(0))
     plain, _ = load_model(model.path, "cpu", torch.float32)
     logits_V = plain(input_ids=torch.tensor([prompt.tokens.tolist()])).logits[0, -1]
     probability_V = logits_V.detach().softmax(-1).numpy()
@@ -219,8 +219,8 @@ def test_first_token_frequencies_are_the_models_probabilities(engine: Engine, mo
 
 def test_greedy_completions_and_their_ends_are_the_transformers_engines(engine: Engine, model: HuggingFace) -> None:
     prompts = prompts_of(3, 9, 30, 31, 32, 64, 200)
-    ours = engine.generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
-    theirs = of_transformers(model).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    ours = generate(engine, prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    theirs = generate(of_transformers(model), prompts, 1, Sampling(0.0), np.random.default_rng(0))
     assert [told(row) for row in ours] == [told(row) for row in theirs]
     assert all(c.log_behavior is not None and not c.log_behavior.any() for (c,) in ours)
 
@@ -228,7 +228,7 @@ def test_greedy_completions_and_their_ends_are_the_transformers_engines(engine: 
 def test_what_it_samples_ends_with_an_eos_token_or_at_the_longest(engine: Engine, model: HuggingFace) -> None:
     tokenizer = model.tokenizer()
     eos = tokenizer.eos_token_id
-    (row,) = engine.generate(prompts_of(8), 200, Sampling(), np.random.default_rng(3))
+    (row,) = generate(engine, prompts_of(8), 200, Sampling(), np.random.default_rng(3))
     assert {c.stop_reason for c in row} == {StopReason.EOS, StopReason.LENGTH}
     for c in row:
         assert eos not in c.tokens[:-1].tolist()
@@ -243,8 +243,8 @@ def test_stop_strings_end_a_completion_where_the_transformers_engine_ends_it(
     stops = ("a", "f", "kb", "no")
     stopping = replace(model, generation=replace(model.generation, stop_strings=stops))
     prompts = prompts_of(*range(3, 43))
-    ours = serving(stopping).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
-    theirs = of_transformers(stopping).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    ours = generate(serving(stopping), prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    theirs = generate(of_transformers(stopping), prompts, 1, Sampling(0.0), np.random.default_rng(0))
     assert [told(row) for row in ours] == [told(row) for row in theirs]
     assert sum(c.stop_reason is StopReason.STOP_STRING for (c,) in ours) > 5
     assert not any(stop in c.text for (c,) in ours for stop in stops)
@@ -252,7 +252,7 @@ def test_stop_strings_end_a_completion_where_the_transformers_engine_ends_it(
 
 def test_an_interrupted_call_gives_what_there_was_and_leaves_nothing_behind(engine: Engine, model: HuggingFace) -> None:
     prompts = prompts_of(20, 21, 22, 23)
-    answered = engine.generate(prompts, 8, Sampling(), np.random.default_rng(0), asked(times=1))
+    answered = generate(engine, prompts, 8, Sampling(), np.random.default_rng(0), asked(times=1))
     begun = [c for row in answered for c in row]
     assert 0 < len(begun) < 32  # 16 slots: some were not started, and are left out
     assert all(c.stop_reason is not StopReason.LENGTH for c in begun)
@@ -262,8 +262,8 @@ def test_an_interrupted_call_gives_what_there_was_and_leaves_nothing_behind(engi
     kept = [(p, row) for p, row in zip(prompts, answered, strict=True) if row]
     expected = trained_on(model, [p for p, _ in kept], [row for _, row in kept], 1.0)
     assert farthest([row for _, row in kept], expected) < TOLERANCE
-    assert engine.generate(prompts, 8, Sampling(), np.random.default_rng(0), lambda: True) == [[], [], [], []]
-    whole = engine.generate(prompts, 8, Sampling(), np.random.default_rng(0))
+    assert generate(engine, prompts, 8, Sampling(), np.random.default_rng(0), lambda: True) == [[], [], [], []]
+    whole = generate(engine, prompts, 8, Sampling(), np.random.default_rng(0))
     assert [len(row) for row in whole] == [8] * 4
     assert not any(c.stop_reason is StopReason.INTERRUPTED for row in whole for c in row)
 
@@ -272,21 +272,20 @@ def test_weights_that_are_not_finite_are_told(engine: Engine, model: HuggingFace
     weights = {name: torch.full_like(t, torch.nan) for name, t in model.policy(1.0).weights().items()}
     engine.load(weights, Version(0, 4))
     with pytest.raises(TbaError, match=r"version 0\.4"):
-        engine.generate(prompts_of(5), 2, Sampling(), np.random.default_rng(0))
+        generate(engine, prompts_of(5), 2, Sampling(), np.random.default_rng(0))
 
 
 def test_a_prompt_that_leaves_no_room_is_refused(engine: Engine) -> None:
     with pytest.raises(UserError, match="no room for an answer"):
-        engine.generate(prompts_of(320), 1, Sampling(), np.random.default_rng(0))
-    (row,) = engine.generate(prompts_of(318), 3, Sampling(), np.random.default_rng(0))
+        generate(engine, prompts_of(320), 1, Sampling(), np.random.default_rng(0))
+    (row,) = generate(engine, prompts_of(318), 3, Sampling(), np.random.default_rng(0))
     assert max(len(c.tokens) for c in row) <= 2
 
 
 def test_weights_in_flight_change_the_rest_of_what_is_growing_and_each_token_has_its_own(
     serving: Serving, model: HuggingFace
 ) -> None:
-    eager = replace(model, vllm=VllmSettings(update="in_flight"))
-    engine = serving(eager)
+    engine = serving(model)
     assert isinstance(engine, VllmEngine)
     weights, prompts = changed(model), prompts_of(150, 40)
 
@@ -296,7 +295,7 @@ def test_weights_in_flight_change_the_rest_of_what_is_growing_and_each_token_has
         return False
 
     asks = asked(times=1, only=True)
-    answered = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0), newer)
+    answered = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0), newer)
     old, new = (trained_on(model, prompts, answered, 1.0, w) for w in (None, weights))
     changed_over = [c for row in answered for c in row if c.versions == (Version(0, 3), Version(0, 4))]
     assert len(changed_over) >= 4
@@ -319,9 +318,8 @@ def test_what_is_said_after_an_observation_has_the_trainers_log_probability(
     serving: Serving, model: HuggingFace, late: bool
 ) -> None:
     engine = serving(often_stopping(model))
-    assert isinstance(engine, Conversing)
     prompts, partner = prompts_of(5, 150, 1, 270, 150), Talker(late=late, letters=len(ALPHABET) - 2)
-    found = dict(engine.converse(prompts, 6, Sampling(0.7), np.random.default_rng(0), partner))
+    found = dict(stream(engine, prompts, 6, Sampling(0.7), np.random.default_rng(0), partner=partner))
     answered = [found[i] for i in range(len(prompts))]
     assert [len(row) for row in answered] == [6] * 5
     for row, expected in zip(answered, trained_on(model, prompts, answered, 0.7), strict=True):
@@ -343,9 +341,8 @@ def test_what_is_said_after_an_observation_has_the_trainers_log_probability(
 def test_its_conversations_are_the_transformers_engines(serving: Serving, model: HuggingFace) -> None:
     stopping, prompts, told_by = often_stopping(model), prompts_of(*range(3, 23)), []
     for engine in (serving(stopping), of_transformers(stopping)):
-        assert isinstance(engine, Conversing)
         partner = Talker(letters=len(ALPHABET) - 2)
-        found = dict(engine.converse(prompts, 2, Sampling(0.0), np.random.default_rng(0), partner))
+        found = dict(stream(engine, prompts, 2, Sampling(0.0), np.random.default_rng(0), partner=partner))
         masks = {i: [None if c.mask is None else c.mask.tolist() for c in row] for i, row in found.items()}
         told_by.append(({i: told(row) for i, row in found.items()}, masks, partner.turns))
     assert told_by[0] == told_by[1]
@@ -356,15 +353,14 @@ def test_an_interrupted_conversation_gives_what_there_was_and_leaves_nothing_beh
     serving: Serving, model: HuggingFace
 ) -> None:
     engine = serving(often_stopping(model))
-    assert isinstance(engine, Conversing)
     prompts, partner = prompts_of(20, 21, 22, 23), Talker(most=99, late=True, letters=len(ALPHABET) - 2)
-    given = dict(engine.converse(prompts, 8, Sampling(), np.random.default_rng(0), partner, asked(times=2)))
+    given = dict(stream(engine, prompts, 8, Sampling(), np.random.default_rng(0), asked(times=2), partner=partner))
     begun = [c for row in given.values() for c in row]
     assert sorted(given) == [0, 1, 2, 3]
     assert 0 < len(begun) <= 32
     assert any(c.observed for c in begun)
     assert {c.stop_reason for c in begun} >= {StopReason.INTERRUPTED}
-    whole = engine.generate(prompts, 8, Sampling(), np.random.default_rng(0))
+    whole = generate(engine, prompts, 8, Sampling(), np.random.default_rng(0))
     assert [len(row) for row in whole] == [8] * 4
 
 
@@ -375,9 +371,9 @@ def test_one_process_or_two_serve_a_model_without_tied_embeddings(
     """Tensor parallel over two CPU processes; their weights go by file."""
     engine = serving(replace(untied, vllm=VllmSettings(tensor_parallel=processes)))
     weights, prompts = changed(untied), prompts_of(30, 150)
-    first = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    first = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
     engine.load(weights, Version(0, 4))
-    second = engine.generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    second = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
     assert farthest(first, trained_on(untied, prompts, first, 1.0)) < TOLERANCE
     assert farthest(second, trained_on(untied, prompts, second, 1.0, weights)) < TOLERANCE
     assert farthest(second, trained_on(untied, prompts, second, 1.0)) > 0.05
@@ -426,14 +422,14 @@ def test_adapters_are_merged_on_their_way_into_the_engine(serving: Serving, unti
     generator = torch.Generator().manual_seed(3)
     policy = adapted.policy(0.7)
     weights = {name: 0.3 * torch.randn(t.shape, generator=generator) for name, t in policy.weights().items()}
-    before = engine.generate(prompts, 3, Sampling(temperature=0), np.random.default_rng(1))
+    before = generate(engine, prompts, 3, Sampling(temperature=0), np.random.default_rng(1))
     engine.load(weights, Version(0, 4))
-    sampled = engine.generate(prompts, 4, Sampling(temperature=0.7), np.random.default_rng(2))
+    sampled = generate(engine, prompts, 4, Sampling(temperature=0.7), np.random.default_rng(2))
     # The adapters change each element by about 8 x 0.3 x 0.3 x sqrt(4) = 1.4, ten times what it was: logits, and with
     # them what float32 rounds off, are ten times as large as in the other tests.
     assert farthest(sampled, trained_on(adapted, prompts, sampled, 0.7, weights)) < 10 * TOLERANCE
     assert {c.versions for row in sampled for c in row} == {(Version(0, 4), Version(0, 4))}
-    after = engine.generate(prompts, 3, Sampling(temperature=0), np.random.default_rng(1))
+    after = generate(engine, prompts, 3, Sampling(temperature=0), np.random.default_rng(1))
     assert [c.tokens.tolist() for c in after[0]] != [c.tokens.tolist() for c in before[0]]
     reference = adapted.reference(0.7, Version())  # the base, whatever the engine was given
     found = reference.log_probabilities_of(list(zip(prompts, sampled, strict=True)))

@@ -14,14 +14,14 @@ import pytest
 from tests.environments.turning_toy import Turning, task
 
 from tba.engines.tabular import TabularEngine
-from tba.environments.engine import EpisodeEngine, Episodes
+from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
 from tba.environments.guess_number import BEST, GUESSES, GuessNumber, halving, timid
-from tba.environments.hosts import Here
 from tba.environments.scripted import acted
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward, EnvironmentTask, Player
 from tba.errors import UserError
+from tba.generation import generate
 from tba.policy.tabular import TabularTokenizer
 from tba.protocols import Environment, Turn
 from tba.search.prompts import PromptSettings, encode
@@ -80,7 +80,7 @@ def test_an_environment_that_fails_costs_its_own_episode_and_no_other(caplog: py
     found = {}
     for make in (Turning, Broken):
         engine = EpisodeEngine(TabularEngine(task), Within(make), Speech(TabularTokenizer(4), chat=False))
-        found[make] = engine.generate(prompts, 200, Sampling(1e6), np.random.default_rng(0))
+        found[make] = generate(engine, prompts, 200, Sampling(1e6), np.random.default_rng(0))
     failed = 0
     for completion in chain.from_iterable(found[Broken]):
         tokens = completion.tokens.tolist()
@@ -113,7 +113,8 @@ def test_a_last_turn_that_was_cut_off_is_told_by_itself_and_one_that_had_ended_o
     mask: list[int], turns: int, cut: int
 ) -> None:
     (prompt, *_) = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
-    partner = Episodes(Here(Within(Told)), Speech(TabularTokenizer(4), chat=False), 1)
+    engine = EpisodeEngine(TabularEngine(task), Within(Told), Speech(TabularTokenizer(4), chat=False))
+    partner = engine.flow(1, Sampling(), np.random.default_rng(0))
     partner.submit([prompt])
     partner.hear([Turn(0, "A", StopReason.EOS, 9)] * turns)
     tokens, sampled = np.array([1, 2, 3, 4], np.int32), None if all(mask) else np.array(mask, np.bool_)
@@ -138,7 +139,7 @@ def test_an_environment_that_draws_without_its_seed_is_refused() -> None:
 
 def test_what_was_never_acted_is_not_graded() -> None:
     prompts = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
-    ((completion,), _) = TabularEngine(task).generate(prompts, 1, Sampling(), np.random.default_rng(0))
+    ((completion,), _) = generate(TabularEngine(task), prompts, 1, Sampling(), np.random.default_rng(0))
     with pytest.raises(UserError, match="graded by acting"):
         EnvironmentReward().judge([(prompts[0], completion)])
 

@@ -22,6 +22,7 @@ from tba.environments.engine import EpisodeEngine
 from tba.environments.hosts import Answer, Beginning, EpisodeLimits, Here, Hosts, Question
 from tba.environments.speech import Speech
 from tba.errors import UserError
+from tba.generation import generate
 from tba.policy.tabular import TabularTokenizer
 from tba.protocols import Environment
 from tba.search.prompts import PromptSettings, encode
@@ -236,7 +237,7 @@ def test_episodes_are_the_same_wherever_they_are_played() -> None:
     found = []
     for worlds in (Here(task), Hosts(task, EpisodeLimits(4))):
         engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False), worlds)
-        rows = engine.generate(prompts, 40, Sampling(1e6), np.random.default_rng(0))
+        rows = generate(engine, prompts, 40, Sampling(1e6), np.random.default_rng(0))
         found.append([(c.digest, c.stop_reason, c.judgement) for c in chain.from_iterable(rows)])
         if isinstance(worlds, Hosts):
             worlds.end()
@@ -260,7 +261,7 @@ def test_a_process_that_ends_is_a_failed_episode_of_the_engines_and_others_go_on
     prompts = encode(task.problems("train"), task.name, TabularTokenizer(4), PromptSettings()).prompts
     worlds = Hosts(Playing(Deadly, task.turns), EpisodeLimits(8))
     engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False), worlds)
-    rows = engine.generate(prompts, 50, Sampling(1e6), np.random.default_rng(0))
+    rows = generate(engine, prompts, 50, Sampling(1e6), np.random.default_rng(0))
     failed = 0
     for completion in chain.from_iterable(rows):
         assert completion.judgement is not None

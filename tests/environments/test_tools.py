@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tba.engines.transformers import EngineSettings, TransformersEngine
-from tba.environments.engine import EpisodeEngine, FlowingEpisodes
+from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
 from tba.environments.guess_number import GuessNumber
 from tba.environments.hosts import EpisodeLimits, Hosts
@@ -22,6 +22,7 @@ from tba.environments.task import EnvironmentTask
 from tba.environments.tools import Call, calls_in, schemas_of
 from tba.errors import UserError
 from tba.foreign import templated
+from tba.generation import generate
 from tba.protocols import Environment
 from tba.search.prompts import PromptSettings, encode
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
@@ -296,7 +297,7 @@ def test_what_is_trained_is_what_was_sampled_and_results_are_masked(template: st
         TransformersEngine(network, model, settings), Calling(), Speech(model, True, problems[0].tools)
     )
     several = 0
-    for row in engine.generate(prompts, 8, Sampling(), np.random.default_rng(0)):
+    for row in generate(engine, prompts, 8, Sampling(), np.random.default_rng(0)):
         for completion in row:
             assert completion.judgement is not None
             assert completion.judgement.reward == -1
@@ -327,9 +328,9 @@ def test_episodes_that_flow_in_processes_are_those_that_are_played_here_one_prom
     prompts = encode(made.problems("train"), made.name, model, PromptSettings()).prompts
     engine = TransformersEngine(network, model, EngineSettings(slots=5, max_completion_tokens=200))
     speech = Speech(model, False)
-    here = EpisodeEngine(engine, made, speech).generate(prompts, 4, Sampling(), np.random.default_rng(0))
+    here = generate(EpisodeEngine(engine, made, speech), prompts, 4, Sampling(), np.random.default_rng(0))
     worlds = Hosts(made, EpisodeLimits(3))
-    flow = FlowingEpisodes(engine, made, speech, worlds).flow(4, Sampling(), np.random.default_rng(0))
+    flow = EpisodeEngine(engine, made, speech, worlds).flow(4, Sampling(), np.random.default_rng(0))
     found: dict[int, list[Completion]] = {}
     submitted = 0
     while len(found) < 3:

@@ -25,6 +25,7 @@ from tba.environments.engine import EpisodeEngine
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentReward
 from tba.errors import UserError
+from tba.generation import generate
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTokenizer
 from tba.record.summary import Summary
 from tba.replay.codec import decode_prompt, encode_prompt
@@ -72,7 +73,7 @@ def test_the_value_of_a_turn_is_the_mean_reward_of_all_that_can_follow_it_in_the
     engine = EpisodeEngine(TabularEngine(task), task, Speech(TabularTokenizer(4), chat=False))
     prompts = [replace(p, seed=seed) for seed, p in enumerate(tabular_prompts(task))]
     rng, counts = np.random.default_rng(0), Counter[str]()
-    answered = engine.generate(prompts, 6, Sampling(), rng)
+    answered = generate(engine, prompts, 6, Sampling(), rng)
     played = [
         Trajectory("", prompt, c, 0.0, np.zeros(len(c.tokens), np.float32), Version())
         for prompt, row in zip(prompts, answered, strict=True)

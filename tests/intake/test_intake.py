@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tba.engines.tabular import TabularEngine
+from tba.generation import generate
 from tba.intake.encoding import Encoder, Known
 from tba.intake.files import Values, read
 from tba.intake.intake import CHUNK, Entry, Intake
@@ -144,7 +145,7 @@ def test_more_lines_than_are_written_together_all_arrive_in_order(tmp_path: Path
 
 def test_trajectories_of_another_run_come_with_their_behaviour(tmp_path: Path) -> None:
     engine = TabularEngine(TASK, Version(0, 3))
-    (completions,) = engine.generate(PROMPTS["train"][:1], 5, Sampling(), np.random.default_rng(0))
+    (completions,) = generate(engine, PROMPTS["train"][:1], 5, Sampling(), np.random.default_rng(0))
     zeros = [np.zeros(len(c.tokens), dtype=np.float32) for c in completions]
     old = [
         Trajectory(f"u{i}", PROMPTS["train"][0], c, 7.0, zero, Version(0, 2), provenance={"searcher": "searcher-0"})

@@ -15,6 +15,7 @@ import tba.recipes
 from tba.batch import Batch, collate
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
+from tba.generation import generate
 from tba.models import memory
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Pass, Shape
@@ -49,7 +50,7 @@ def prompts(of: HuggingFace) -> list[Prompt]:
 def test_trainer_and_reference_agree_to_the_bit_and_adapters_alone_are_trained_and_published() -> None:
     of = model()
     asked, engine, reference = prompts(of), of.engine(Version()), of.reference(1.0, Version())
-    answered = engine.generate(asked, 5, Sampling(), np.random.default_rng(5))
+    answered = generate(engine, asked, 5, Sampling(), np.random.default_rng(5))
     scored = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
     groups = []
     for p, row in zip(asked, zip(answered, scored, strict=True), strict=True):

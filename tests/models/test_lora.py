@@ -15,6 +15,7 @@ import tba.recipes
 from tba.batch import Batch, collate
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
+from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
@@ -49,7 +50,7 @@ def changed(policy: CausalPolicy) -> dict[str, torch.Tensor]:
 def sampled(model: HuggingFace, prompts: list[Prompt], weights: Mapping[str, torch.Tensor]) -> list[list[Completion]]:
     engine = model.engine(Version())
     engine.load(weights, Version(0, 7))
-    return engine.generate(prompts, 5, Sampling(temperature=0.8), np.random.default_rng(5))
+    return generate(engine, prompts, 5, Sampling(temperature=0.8), np.random.default_rng(5))
 
 
 def batch_of(prompts: list[Prompt], answered: list[list[Completion]], model: HuggingFace) -> Batch:
@@ -115,7 +116,7 @@ def test_a_reference_shares_the_engines_base_and_takes_adapters_of_its_own_at_a_
 
     adapters = changed(MODEL.policy(1.0))
     engine.load(adapters, Version(0, 1))
-    answered = engine.generate(prompts, 2, Sampling(), np.random.default_rng(1))
+    answered = generate(engine, prompts, 2, Sampling(), np.random.default_rng(1))
     before = reference.log_probabilities_of(list(zip(prompts, answered, strict=True)))
     reference.load(adapters, Version(0, 1))
     after = reference.log_probabilities_of(list(zip(prompts, answered, strict=True)))

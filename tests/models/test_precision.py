@@ -17,6 +17,7 @@ from tba.batch import collate
 from tba.command.weights import with_weights
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
+from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.models.precision import Precision, Wanted, precision
 from tba.policy.lora import LoraSettings
@@ -75,7 +76,7 @@ def test_reference_and_trainer_agree_to_the_bit_in_bfloat16_on_the_same_rows(ran
     tokenizer = model.tokenizer()
     prompts = [Prompt("sums", np.array(tokenizer.encode(text), np.int32), text) for text in TEXTS]
     engine, reference = model.engine(Version()), model.reference(1.0, Version())
-    answered = engine.generate(prompts, 5, Sampling(), np.random.default_rng(5))
+    answered = generate(engine, prompts, 5, Sampling(), np.random.default_rng(5))
     scored = reference.log_probabilities_of(list(zip(prompts, answered, strict=True)))
     batch = collate(
         [
@@ -98,7 +99,7 @@ def test_reference_and_trainer_agree_to_the_bit_in_bfloat16_on_the_same_rows(ran
         published = dict(policy.weights().items())
         assert {t.dtype for t in published.values()} == {HALF}
         engine.load(published, Version(0, 1))
-        again = engine.generate(prompts, 5, Sampling(), np.random.default_rng(5))
+        again = generate(engine, prompts, 5, Sampling(), np.random.default_rng(5))
         assert [[c.tokens.tolist() for c in row] for row in again] == [
             [c.tokens.tolist() for c in row] for row in answered
         ]
@@ -112,7 +113,7 @@ def test_at_another_precision_the_same_rows_would_begin_with_noise() -> None:
         path=str(BASE), device="cpu", dtype="bfloat16", generation=EngineSettings(max_completion_tokens=6)
     )
     prompt = Prompt("sums", np.array(half.tokenizer().encode(TEXTS[0]), np.int32), TEXTS[0])
-    answers = half.engine(Version()).generate([prompt], 20, Sampling(), np.random.default_rng(5))[0]
+    answers = generate(half.engine(Version()), [prompt], 20, Sampling(), np.random.default_rng(5))[0]
     low, high = (
         m.reference(1.0, Version()).log_probabilities(prompt, answers) for m in (half, replace(half, dtype="float32"))
     )

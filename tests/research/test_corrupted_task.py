@@ -8,6 +8,7 @@ import pytest
 
 from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
+from tba.generation import generate
 from tba.policy.tabular import TabularTask, TabularTokenizer
 from tba.research.corrupted_task import Corrupted, CorruptedReward
 from tba.research.fabricating import Fabricating, FabricatingEngine
@@ -69,8 +70,10 @@ def test_junk_is_the_share_of_training_answers_that_is_asked_for_uniform_and_as_
     tokenizer = TabularTokenizer(toy.symbols)
     ours = encode(Corrupted(toy).problems("train"), "toy", tokenizer, PromptSettings()).prompts
     engine = FabricatingEngine(TabularEngine(toy), tokenizer, np.arange(1, 5, dtype=np.int32), 0.3)
-    plain = TabularEngine(toy).generate(ours, 500, Sampling(), np.random.default_rng(3))
-    mixed = engine.generate(ours, 500, Sampling(), np.random.default_rng(3))
+    rng = np.random.default_rng(3)
+    rng.integers(2**62)  # the seed of what is made up
+    plain = generate(TabularEngine(toy), ours, 500, Sampling(), rng)
+    mixed = generate(engine, ours, 500, Sampling(), np.random.default_rng(3))
     pairs = [(a, b) for x, y in zip(plain, mixed, strict=True) for a, b in zip(x, y, strict=True)]
     junk = [(a, b) for a, b in pairs if b.stop_reason is StopReason.EXTERNAL]
     assert len(junk) / len(pairs) == pytest.approx(0.3, abs=0.05)
@@ -84,7 +87,7 @@ def test_junk_is_the_share_of_training_answers_that_is_asked_for_uniform_and_as_
         assert made_up.log_behavior is not None
         assert made_up.log_behavior.sum() == pytest.approx(-math.log(4) * (len(made_up.tokens) - ended), rel=1e-5)
     held_out = encode(Corrupted(toy).problems("eval"), "toy", tokenizer, PromptSettings()).prompts
-    answers = engine.generate(held_out, 100, Sampling(), np.random.default_rng(3))
+    answers = generate(engine, held_out, 100, Sampling(), np.random.default_rng(3))
     assert StopReason.EXTERNAL not in {c.stop_reason for row in answers for c in row}
 
 
@@ -92,7 +95,7 @@ def test_a_fabricating_model_makes_up_answers_of_the_tokenizers_own_characters()
     model = Fabricating(path=str(BASE), device="cpu", junk=1.0)
     engine = model.engine(Version())
     ours = encode(Corrupted(SUMS).problems("train")[:2], "sums", model.tokenizer(), PromptSettings()).prompts
-    answers = engine.generate(ours, 5, Sampling(), np.random.default_rng(0))
+    answers = generate(engine, ours, 5, Sampling(), np.random.default_rng(0))
     assert {c.stop_reason for row in answers for c in row} == {StopReason.EXTERNAL}
     assert {character for row in answers for c in row for character in c.text} <= set("0123456789+=")
 

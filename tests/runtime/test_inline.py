@@ -18,6 +18,7 @@ from runs import TASK, distance, final_weights, inline, inline_again, made, quie
 from tba.batch import collate
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
+from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
@@ -83,7 +84,7 @@ def plain_loop(recipe: Recipe) -> dict[str, torch.Tensor]:
         for position in range((step - 1) * B, step * B):
             epoch, index = divmod(position, len(prompts))
             asked.append(prompts[np.random.default_rng([seed, epoch]).permutation(len(prompts))[index]])
-        answered = engine.generate(asked, K, Sampling(1.1, 0.95), sampling)
+        answered = generate(engine, asked, K, Sampling(1.1, 0.95), sampling)
         groups = []
         for prompt, completions in zip(asked, answered, strict=True):
             marks = reward.judge([(prompt, c) for c in completions])

@@ -13,6 +13,7 @@ from runs import final_weights, processes
 from safetensors.torch import load_file
 
 from tba.engines.transformers import EngineSettings
+from tba.generation import generate
 from tba.models.huggingface import HuggingFace, WarmStart, warm_started
 from tba.recipes.calculator import recipe as calculator
 from tba.record.summary import Summary
@@ -36,7 +37,7 @@ class Ran:
     trajectories: list[Trajectory]
 
 
-@pytest.fixture(scope="module", params=["round", "in_flight", "adapters"])
+@pytest.fixture(scope="module", params=["whole", "adapters"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     task = Gsm8k(path=str(DATA), style="vineppo")
     start = WarmStart(  # half knows the fifteen problems of the file: some of its answers are right
@@ -46,7 +47,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     )
     base = warm_started(start, task, lambda line: None)
     path = tmp_path_factory.mktemp("vllm") / "run"
-    how = ("--model.lora.rank", "8") if request.param == "adapters" else ("--model.vllm.update", str(request.param))
+    how = ("--model.lora.rank", "8") if request.param == "adapters" else ()
     overrides = (
         *how,
         *("--task.path", str(DATA), "--model.path", str(base), "--model.device", "cpu"),
@@ -113,7 +114,7 @@ def test_its_checkpoint_is_a_model_that_vllm_loads_as_transformers_does(ran: Ran
     theirs = replace(model, generation=replace(model.generation, engine="transformers"))
     prompts = [t.prompt for t in ran.trajectories[:: len(ran.trajectories) // 4]]
     found, expected = (
-        m.engine(Version()).generate(prompts, 1, Sampling(0.0), np.random.default_rng(0)) for m in (model, theirs)
+        generate(m.engine(Version()), prompts, 1, Sampling(0.0), np.random.default_rng(0)) for m in (model, theirs)
     )
     assert [c.tokens.tolist() for (c,) in found] == [c.tokens.tolist() for (c,) in expected]
 
@@ -136,7 +137,7 @@ def test_episodes_are_played_in_processes_and_trained(tmp_path: Path) -> None:
     path = tmp_path / "run"
     overrides = (
         *("--model.path", str(base), "--model.generation.engine", "vllm", "--model.generation.slots", "32"),
-        *("--model.vllm.update", "in_flight", "--task.limits.processes", "8", "--task.held-out", "20"),
+        *("--task.limits.processes", "8", "--task.held-out", "20"),
         *("--steps", "16", "--searchers", "1", "--groups-per-step", "2", "--group-size", "4"),
         *("--samples-per-prompt", "8", "--prompts-per-round", "3", "--replay.pacing.warm-up", "24"),
         *("--replay.pacing.max-mean-uses", "1", "--evaluation.problems", "16", "--evaluation.every", "4"),

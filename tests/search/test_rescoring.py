@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from tba.engines.transformers import EngineSettings
+from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
@@ -36,7 +37,7 @@ def answers(model: HuggingFace, each: int) -> list[Trajectory]:
     tokenizer, reference = model.tokenizer(), model.reference(0.7, Version())
     prompts = [Prompt("t", np.array(tokenizer.encode(t), np.int32), t) for t in ("1+2=", "7.", "12+34+56=")]
     engine, rng = model.engine(Version()), np.random.default_rng(0)
-    groups = engine.generate(prompts, each, Sampling(), rng)
+    groups = generate(engine, prompts, each, Sampling(), rng)
     pairs = [(p, group[i]) for i in range(each) for p, group in zip(prompts, groups, strict=True)]
     return [
         Trajectory(f"t{i}", p, c, 0.5, reference.log_probabilities(p, [c])[0], Version())

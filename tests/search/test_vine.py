@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tba.engines.tabular import TabularEngine, sample_groups, tabular_prompts
+from tba.engines.tabular import TabularEngine, TabularFlow, sample_groups, tabular_prompts
 from tba.errors import UserError
 from tba.policy.tabular import TabularPolicy, TabularTask, TabularTokenizer, distribution
 from tba.search.vine import Vine
@@ -29,9 +29,35 @@ class Counted:
     engine: TabularEngine
     asked: list[tuple[Prompt, int]] = field(default_factory=list)
 
-    def generate(self, prompts: Sequence[Prompt], count: int, *rest: object) -> list[list[Completion]]:
-        self.asked += [(prompt, count) for prompt in prompts]
-        return self.engine.generate(prompts, count, *rest)  # type: ignore[arg-type]
+    def flow(self, count: int, *rest: object) -> TabularFlow:
+        flow = self.engine.flow(count, *rest)  # type: ignore[arg-type]
+        submit = flow.submit
+
+        def remembering(prompts: Sequence[Prompt]) -> None:
+            self.asked += [(prompt, count) for prompt in prompts]
+            submit(prompts)
+
+        flow.submit = remembering  # type: ignore[method-assign]
+        return flow
+
+
+@dataclass
+class Same:
+    """An engine, and its flow, that gives the same answer to everything at once."""
+
+    completion: Completion
+    count: int = 0
+    asked: int = 0  # prompts of the last flow
+
+    def flow(self, count: int, *rest: object) -> Same:
+        self.count, self.asked = count, 0
+        return self
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        self.asked += len(prompts)
+
+    def next(self, *rest: object, **named: object) -> list[tuple[int, list[Completion]]]:
+        return [(i, [self.completion] * self.count) for i in range(self.asked)]
 
 
 def judged(count: int = 12, seed: int = 0) -> list[Trajectory]:
@@ -146,13 +172,8 @@ def test_beyond_the_last_step_that_is_estimated_the_value_is_the_reward_and_noth
         np.array(tokenizer.encode(text, add_special_tokens=False), np.int32), text, StopReason.EOS, (Version(),) * 2
     )
 
-    class Constant:
-        """Continues everything with one token, at once."""
-
-        def generate(self, prompts: Sequence[Prompt], count: int, *rest: object) -> list[list[Completion]]:
-            self.asked = len(prompts)
-            tokens = np.array(tokenizer.encode("a", add_special_tokens=False), np.int32)
-            return [[Completion(tokens, "a", StopReason.EOS, (Version(),) * 2)] * count for _ in prompts]
+    one = np.array(tokenizer.encode("a", add_special_tokens=False), np.int32)
+    engine = Same(Completion(one, "a", StopReason.EOS, (Version(),) * 2))
 
     class Length:
         """As many tenths as the answer has letters."""
@@ -163,13 +184,12 @@ def test_beyond_the_last_step_that_is_estimated_the_value_is_the_reward_and_noth
     prompt = Prompt("letters", np.array([1], np.int32))
     t = Trajectory("t", prompt, completion, 0.9, np.zeros(len(completion.tokens), np.float32), Version())
     for limit, values in ((2, [0.1, 0.2, 0.3, 0.9, 0.9]), (None, [0.1, 0.2, 0.3, 0.4, 0.5])):
-        engine = Constant()
         rollouts = Vine(2, max_steps=limit).start(engine, Length(), tokenizer)  # type: ignore[arg-type]
         (grown,) = rollouts.grow([t], Sampling(), np.random.default_rng(0), Counter())
         assert grown.arrays["step_start"].tolist() == [0, 2, 4, 6, 8]
         assert grown.arrays["step_value"].tolist() == pytest.approx(values)
         assert engine.asked == (3 if limit else 5)
-    cut = Vine(2, max_steps=None, max_tokens=3).start(Constant(), Length(), tokenizer)  # type: ignore[arg-type]
+    cut = Vine(2, max_steps=None, max_tokens=3).start(engine, Length(), tokenizer)  # type: ignore[arg-type]
     (grown,) = cut.grow([t], Sampling(), np.random.default_rng(0), Counter())
     assert grown.arrays["step_value"].tolist() == pytest.approx([0.1, 0.2, 0.2, 0.2, 0.2])  # "a\nb" of each
 
@@ -178,10 +198,8 @@ def test_what_a_stop_string_removed_is_not_in_the_text_that_is_marked() -> None:
     tokenizer = character_tokenizer("\nabcX")
     seen: list[Completion] = []
 
-    class Stopped:
-        def generate(self, prompts: Sequence[Prompt], count: int, *rest: object) -> list[list[Completion]]:
-            tokens = np.array(tokenizer.encode("cX", add_special_tokens=False), np.int32)
-            return [[Completion(tokens, "c", StopReason.STOP_STRING, (Version(),) * 2)] * count for _ in prompts]
+    two = np.array(tokenizer.encode("cX", add_special_tokens=False), np.int32)
+    stopped = Same(Completion(two, "c", StopReason.STOP_STRING, (Version(),) * 2))
 
     class Seen:
         def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
@@ -192,7 +210,7 @@ def test_what_a_stop_string_removed_is_not_in_the_text_that_is_marked() -> None:
     completion = Completion(tokens, "a\nb", StopReason.EOS, (Version(),) * 2)
     prompt = Prompt("letters", np.array([1], np.int32))
     t = Trajectory("t", prompt, completion, 0.0, np.zeros(3, np.float32), Version())
-    rollouts = Vine(1).start(Stopped(), Seen(), tokenizer)  # type: ignore[arg-type]
+    rollouts = Vine(1).start(stopped, Seen(), tokenizer)  # type: ignore[arg-type]
     rollouts.grow([t], Sampling(), np.random.default_rng(0), Counter())
     assert [c.text for c in seen] == ["c", "a\nc"]
     assert [c.stop_reason for c in seen] == [StopReason.STOP_STRING] * 2

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import torch
 
 from tba.batch import Fetched, collate
+from tba.generation import generate
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
 from tba.protocols import Policy, Tokenizer
@@ -67,7 +68,7 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         chosen = rng.integers(len(prompts), size=recipe.prompts_per_round)
         asked = [prompts[int(j)] for j in chosen]
         began, sampling = time.perf_counter(), recipe.exploration.draw(rng)
-        answered = engine.generate(asked, recipe.samples_per_prompt, sampling, rng)
+        answered = generate(engine, asked, recipe.samples_per_prompt, sampling, rng)
         generating.append(time.perf_counter() - began)
         tokens.append((sum(len(p.tokens) for p in asked), sum(len(c.tokens) for row in answered for c in row)))
         pairs = [(p, c) for p, row in zip(asked, answered, strict=True) for c in row]

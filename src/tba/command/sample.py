@@ -19,6 +19,7 @@ import torch
 from tba.command.evaluate import with_checkpoint
 from tba.command.options import SampleOptions
 from tba.errors import UserError
+from tba.generation import generate
 from tba.protocols import Engine
 from tba.recipe import Recipe
 from tba.record.terminal import terminal
@@ -63,7 +64,7 @@ def _lines(recipe: Recipe, engine: Engine, prompts: list[Prompt], samples: int) 
     reward, rng = reward_of(recipe.task), np.random.default_rng([recipe.seed, 13])
     for start in range(0, len(prompts), recipe.evaluation.chunk):
         part = prompts[start : start + recipe.evaluation.chunk]
-        answered = engine.generate(part, samples, Sampling(recipe.policy_temperature), rng)
+        answered = generate(engine, part, samples, Sampling(recipe.policy_temperature), rng)
         marks = iter(reward.judge([(p, c) for p, row in zip(part, answered, strict=True) for c in row]))
         for prompt, row in zip(part, answered, strict=True):
             for completion in row:

@@ -8,13 +8,14 @@ Shape legend: Q prompts, N nodes, V next tokens, B rows, T positions (as in `tba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from tba.generation import generate
 from tba.policy.tabular import EOS, TabularReference, TabularTask, TabularTokenizer, checked
 from tba.protocols import Engine, Partner, Reference, Turn
 from tba.types import Completion, Group, IntArray, Prompt, Sampling, Split, StopReason, Trajectory, Version
@@ -29,8 +30,8 @@ class TabularEngine:
     def __init__(self, task: TabularTask, version: Version = Version()) -> None:  # noqa: B008 - frozen
         self.task = task
         self._version = version
-        self._logits_QNV: Table = task.reference_logits_QNV.copy()
-        self._tokenizer = TabularTokenizer(task.symbols)
+        self.logits_QNV: Table = task.reference_logits_QNV.copy()
+        self.tokenizer = TabularTokenizer(task.symbols)
 
     @property
     def version(self) -> Version:
@@ -38,214 +39,138 @@ class TabularEngine:
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
-        self._logits_QNV[:] = checked(weights, self._logits_QNV.shape).detach().cpu().numpy()
+        self.logits_QNV[:] = checked(weights, self.logits_QNV.shape).detach().cpu().numpy()
         self._version = version
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        """Samples `count` completions of each prompt, position by position; `interrupted` is asked before each.
+    def flow(
+        self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
+    ) -> TabularFlow:
+        """Returns what answers prompts for as long as some are submitted. See `protocols.Engine`.
 
-        After its letter a prompt may have symbols: an answer that was begun, which is continued.
+        After its letter a prompt may have symbols: an answer that was begun, which is continued. With a partner every
+        sampled symbol is a turn, and what it says are symbols too: nodes of the same tree.
         """
-        asked = np.array([self.task.question(p) for p in prompts for _ in range(count)], dtype=np.int64)
-        log_behavior_QNV = log_behavior(self._logits_QNV, sampling)
-        tokens_BT = np.zeros((len(asked), self.task.length), dtype=np.int32)
-        log_behavior_BT = np.zeros(tokens_BT.shape, dtype=np.float32)
-        length_B = np.zeros(len(asked), dtype=np.int64)
-        begun = [self.task.begun(p) for p in prompts]
-        node_B = np.repeat([self.task.outcome(symbols) for symbols in begun], count)
-        room_B = self.task.length - np.repeat([len(symbols) for symbols in begun], count)
-        live = np.arange(len(asked))  # the rows without an EOS, and with room
-        for t in range(self.task.length):
-            live = live[room_B[live] > t]
-            if not live.size or (interrupted is not None and interrupted()):
-                break
-            log_p_BV = log_behavior_QNV[asked[live], node_B[live]]
-            drawn = _draw(np.exp(log_p_BV), rng)
-            tokens_BT[live, t] = drawn
-            log_behavior_BT[live, t] = log_p_BV[np.arange(len(live)), drawn]
-            length_B[live] = t + 1
-            node_B[live] = node_B[live] * self.task.symbols + drawn
-            live = live[drawn != EOS]
-        answers: list[list[Completion]] = []
-        for i in range(len(prompts)):
-            rows = [b for b in range(i * count, (i + 1) * count) if length_B[b]]
-            answers.append(
-                [
-                    self.completion(
-                        tokens_BT[b, : length_B[b]], log_behavior_BT[b, : length_B[b]], int(room_B[b]), sampling
-                    )
-                    for b in rows
-                ]
-            )
-        return answers
-
-    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator) -> TabularFlow:
-        """Returns what answers prompts for as long as some are submitted. See `protocols.Flowing`."""
-        return TabularFlow(self, count, sampling, rng)
-
-    def converse(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        partner: Partner,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields completions of which every sampled symbol is a turn; at an EOS, and at the longest, nothing follows.
-
-        See `protocols.Conversing`. What the partner says are symbols too: nodes of the same tree.
-        """
-        log_behavior_QNV = log_behavior(self._logits_QNV, sampling)
-        growing = [
-            _Growing(i, prompt, self.task.begun(prompt))
-            for i, prompt in enumerate(p for p in prompts for _ in range(count))
-        ]
-        ended: list[list[Completion]] = [[] for _ in prompts]
-        going_on = growing
-        while going_on and not (interrupted is not None and interrupted()):
-            nodes = [self.task.outcome([*row.begun, *row.tokens]) for row in going_on]
-            questions = [self.task.question(row.prompt) for row in going_on]
-            log_p_RV = log_behavior_QNV[questions, nodes]
-            for row, token, log_p_V in zip(going_on, _draw(np.exp(log_p_RV), rng).tolist(), log_p_RV, strict=True):
-                row.append([token], [log_p_V[token]], True)
-            partner.hear(
-                [
-                    Turn(
-                        row.request,
-                        self._tokenizer.decode(row.tokens[-1:]),
-                        StopReason.EOS if row.tokens[-1] == EOS else StopReason.STOP_STRING,
-                        0 if row.tokens[-1] == EOS else self.task.length - len(row.begun) - len(row.tokens),
-                    )
-                    for row in going_on
-                ]
-            )
-            heard: dict[int, IntArray | None] = {}
-            while len(heard) < len(going_on):
-                heard |= partner.replies(wait=True)
-            going_on = [row for row in going_on if row.takes(heard[row.request], self.task.length - len(row.begun))]
-        for row in growing:
-            if row.tokens:
-                completion = replace(
-                    self.completion(
-                        np.array(row.tokens, np.int32),
-                        np.array(row.log_behavior, np.float32),
-                        self.task.length - len(row.begun),
-                        sampling,
-                    ),
-                    stop_reason=row.stop_reason,
-                    mask=np.array(row.mask) if not all(row.mask) else None,
-                )
-                ended[row.request // count].append(partner.ended(row.request, completion))
-        yield from enumerate(ended)
-
-    def completion(
-        self, tokens: npt.NDArray[np.int32], log_behavior: npt.NDArray[np.float32], room: int, sampling: Sampling
-    ) -> Completion:
-        if tokens[-1] == EOS:
-            stop_reason = StopReason.EOS
-        else:
-            stop_reason = StopReason.LENGTH if len(tokens) == room else StopReason.INTERRUPTED
-        return Completion(
-            tokens=tokens.copy(),
-            text=self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True),
-            stop_reason=stop_reason,
-            versions=(self._version, self._version),
-            sampling=sampling,
-            log_behavior=log_behavior.copy(),
-        )
+        return TabularFlow(self, count, sampling, rng, partner)
 
 
 class TabularFlow:
-    """Grows all answers by a symbol at a time: each is drawn from the table that the engine has then, so an answer that
-    is begun is continued by newer weights.
-    """
+    """Grows all answers by a symbol at a time, in the order of prompts; `interrupted` is asked before each."""
 
-    def __init__(self, engine: TabularEngine, count: int, sampling: Sampling, rng: np.random.Generator) -> None:
+    def __init__(
+        self, engine: TabularEngine, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None
+    ) -> None:
         self._engine, self._count, self._sampling, self._rng = engine, count, sampling, rng
+        self._partner = partner
         self._growing: dict[int, list[_Growing]] = {}  # by number of its prompt
         self.submitted = 0
 
     @property
     def wanted(self) -> int:
         """As many as have answers that grow in `_ROWS` rows."""
-        free = _ROWS - sum(not row.ended for rows in self._growing.values() for row in rows)
-        return max(0, free) // self._count if self._growing else max(1, free // self._count)
+        free = _ROWS - sum(row.reason is None for rows in self._growing.values() for row in rows)
+        return max(0 if self._growing else 1, free // max(1, self._count))
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
-        for prompt in prompts:
-            self._growing[self.submitted] = [_Growing(i, prompt) for i in range(self._count)]
+        """Adds prompts. Raises `ValueError` for one that is none of the task's, and then adds none."""
+        task = self._engine.task
+        begun = [(task.question(prompt), task.begun(prompt)) for prompt in prompts]
+        for question, symbols in begun:
+            self._growing[self.submitted] = [
+                _Growing(self.submitted * self._count + j, question, task.outcome(symbols), task.length - len(symbols))
+                for j in range(self._count)
+            ]
             self.submitted += 1
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
     ) -> list[tuple[int, list[Completion]]]:
         """See `protocols.Flow`."""
-        done: list[int] = []
-        while self._growing and not done and not (until_wanted and self.wanted):
+        while not (done := self._done()) and self._growing and not (until_wanted and self.wanted):
             if interrupted is not None and interrupted():
                 done = list(self._growing)
                 break
-            self._grow([row for rows in self._growing.values() for row in rows if not row.ended])
-            done = [number for number, rows in self._growing.items() if all(row.ended for row in rows)]
-        return [(number, self._completions(self._growing.pop(number))) for number in done]
+            self._grow([row for rows in self._growing.values() for row in rows if row.reason is None])
+        return [(number, [self._completion(r) for r in self._growing.pop(number) if r.tokens]) for number in done]
+
+    def _done(self) -> list[int]:
+        return [number for number, rows in self._growing.items() if all(row.reason for row in rows)]
 
     def _grow(self, rows: Sequence[_Growing]) -> None:
-        task, version = self._engine.task, self._engine.version
-        questions = [task.question(row.prompt) for row in rows]
-        nodes = [task.outcome([*task.begun(row.prompt), *row.tokens]) for row in rows]
-        log_p_RV = log_behavior(self._engine._logits_QNV, self._sampling)[questions, nodes]
+        nodes = [row.question for row in rows], [row.node for row in rows]
+        log_p_RV = log_behavior(self._engine.logits_QNV[nodes], self._sampling)
         for row, token, log_p_V in zip(rows, _draw(np.exp(log_p_RV), self._rng).tolist(), log_p_RV, strict=True):
-            row.append([token], [log_p_V[token]], True)
-            row.versions = (row.versions[0] if row.versions else version, version)
-            row.ended = token == EOS or len(row.tokens) == task.length - len(task.begun(row.prompt))
+            row.sample(token, log_p_V[token], self._engine)
+        heard: dict[int, IntArray | None] = {}
+        if self._partner is not None:
+            self._partner.hear([row.turn(self._engine.tokenizer.decode(row.tokens[-1:])) for row in rows])
+            while len(heard) < len(rows):
+                heard |= self._partner.replies(wait=True)
+            for row in rows:
+                row.hear(heard[row.request], self._engine.task)
 
-    def _completions(self, rows: Sequence[_Growing]) -> list[Completion]:
-        """Of those that have a symbol."""
-        found = []
-        for row in rows:
-            if row.versions:
-                room = self._engine.task.length - len(self._engine.task.begun(row.prompt))
-                tokens, log_behavior = np.array(row.tokens, np.int32), np.array(row.log_behavior, np.float32)
-                completion = self._engine.completion(tokens, log_behavior, room, self._sampling)
-                found.append(replace(completion, versions=row.versions))
-        return found
+    def _completion(self, row: _Growing) -> Completion:
+        tokens = np.array(row.tokens, np.int32)
+        assert row.versions is not None
+        completion = Completion(
+            tokens=tokens,
+            text=self._engine.tokenizer.decode(row.tokens, skip_special_tokens=True),
+            stop_reason=row.reason or StopReason.INTERRUPTED,
+            versions=row.versions,
+            sampling=self._sampling,
+            log_behavior=np.array(row.log_behavior, np.float32),
+            mask=None if all(row.mask) else np.array(row.mask),
+        )
+        return completion if self._partner is None else self._partner.ended(row.request, completion)
 
 
 @dataclass
 class _Growing:
-    """A completion, so far."""
+    """An answer, so far."""
 
     request: int
-    prompt: Prompt
-    begun: list[int] = field(default_factory=list)  # the part of an answer that the prompt ends with
+    question: int
+    node: int
+    room: int  # tokens that it has at most
     tokens: list[int] = field(default_factory=list)
     log_behavior: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
-    stop_reason: StopReason = StopReason.INTERRUPTED
     versions: tuple[Version, Version] | None = None  # the first and the last that have sampled it
-    ended: bool = False
+    reason: StopReason | None = None  # why it has ended
 
-    def append(self, tokens: Sequence[int], log_behavior: Sequence[float], sampled: bool) -> None:
+    def __post_init__(self) -> None:
+        if self.room <= 0:
+            self.reason = StopReason.LENGTH
+
+    def sample(self, token: int, log_p: float, engine: TabularEngine) -> None:
+        """Take a token that was drawn."""
+        self.versions = (self.versions[0] if self.versions else engine.version, engine.version)
+        self._append([token], log_p, True, engine.task)
+        if token == EOS:
+            self.reason = StopReason.EOS
+        elif len(self.tokens) == self.room:
+            self.reason = StopReason.LENGTH
+
+    def turn(self, text: str) -> Turn:
+        """Returns the token that was drawn as a turn."""
+        ended = self.reason is StopReason.EOS
+        room = 0 if ended else self.room - len(self.tokens)
+        return Turn(self.request, text, StopReason.EOS if ended else StopReason.STOP_STRING, room)
+
+    def hear(self, said: IntArray | None, task: TabularTask) -> None:
+        """Take what the partner says; it has ended where there is nothing, or no room behind it."""
+        if said is None:
+            self.reason = StopReason.EOS
+        elif self.reason is None and len(self.tokens) + len(said) < self.room:
+            self._append(said.tolist(), 0.0, False, task)
+        else:
+            self.reason = self.reason or StopReason.LENGTH
+
+    def _append(self, tokens: Sequence[int], log_p: float, sampled: bool, task: TabularTask) -> None:
         self.tokens += tokens
-        self.log_behavior += log_behavior
+        self.log_behavior += [log_p] * len(tokens)
         self.mask += [sampled] * len(tokens)
-
-    def takes(self, heard: IntArray | None, length: int) -> bool:
-        """Whether it goes on after what the partner has said."""
-        if heard is not None and self.tokens[-1] != EOS and len(self.tokens) + len(heard) < length:
-            self.append(heard.tolist(), [0.0] * len(heard), False)
-            return True
-        at_its_end = heard is None or self.tokens[-1] == EOS
-        self.stop_reason = StopReason.EOS if at_its_end else StopReason.LENGTH
-        return False
+        for token in tokens:
+            self.node = self.node if token == EOS else self.node * task.symbols + token
 
 
 def log_behavior(logits: Table, sampling: Sampling) -> Table:
@@ -290,7 +215,7 @@ def sample_groups(
     engine = TabularEngine(task) if engine is None else engine
     reference = TabularReference(task) if reference is None else reference
     groups = []
-    for prompt, completions in zip(prompts, engine.generate(prompts, count, sampling, rng), strict=True):
+    for prompt, completions in zip(prompts, generate(engine, prompts, count, sampling, rng), strict=True):
         log_references = reference.log_probabilities(prompt, completions)
         judgements = task.reward().judge([(prompt, c) for c in completions])
         groups.append(

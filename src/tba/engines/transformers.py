@@ -16,7 +16,7 @@ Shape legend: R rows, V vocabulary, P tokens of a prompt, T tokens of a completi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -126,58 +126,9 @@ class TransformersEngine:
                 del value  # before the next one is made
         self._version = version
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        """`count` completions of each prompt; [i] are those of prompts[i]. See `protocols.Engine`.
-
-        Raises `UserError` for a prompt that is too long or empty, before anything is generated.
-        """
-        found: dict[int, list[Completion]] = dict(self.stream(prompts, count, sampling, rng, interrupted))
-        return [found[i] for i in range(len(prompts))]
-
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
-        yield from self._streamed(prompts, Flow(self, count, sampling, rng), interrupted)
-
-    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator) -> Flow:
-        """Returns what answers prompts for as long as some are submitted. See `protocols.Flowing`."""
-        return Flow(self, count, sampling, rng)
-
-    def flow_with(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner) -> Flow:
-        """Returns the same of completions in turns, between which `partner` speaks. See `protocols.FlowingTurns`."""
+    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None) -> Flow:
+        """Returns what answers prompts for as long as some are submitted. See `protocols.Engine`."""
         return Flow(self, count, sampling, rng, partner)
-
-    def converse(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        partner: Partner,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields completions in turns, between which `partner` speaks. See `protocols.Conversing`."""
-        yield from self._streamed(prompts, self.flow_with(count, sampling, rng, partner), interrupted)
-
-    def _streamed(
-        self, prompts: Sequence[Prompt], flow: Flow, interrupted: Callable[[], bool] | None
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        flow.submit(prompts)
-        while flow.prompts:
-            yield from flow.next(interrupted, until_wanted=False)
 
     def read(self, prompts: Sequence[Prompt]) -> PackedPrompts:
         """Run prompts through the model once, together."""

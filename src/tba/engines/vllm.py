@@ -2,7 +2,7 @@
 
 Invariants: a completion's log-probabilities are of the weights that sampled each of its tokens, after temperature and
 top-p, renormalised. When weights are replaced no key or value of the old ones is used again: the prefix cache is
-emptied, and for completions still being generated (only where `update` says in_flight) they are computed again.
+emptied, and for completions still being generated they are computed again.
 
 vLLM is imported when an engine is made: it takes seconds, and only this engine needs it.
 """
@@ -17,11 +17,11 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ from tba.policy.loading import load_model
 from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import Streamed, shapes_of, write_tensors
-from tba.types import Completion, FloatArray, Prompt, Sampling, StopReason, Version
+from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
 SUPPORTED = ("0.32",)
 GIVEN = "TBA_GPU_SHARE"  # in the environment: which part of its GPUs' memory is this process's (`runtime.devices`)
@@ -59,7 +59,6 @@ class VllmSettings:
     memory_share: float = 0.5  # share of this searcher's part of each GPU's memory; the reference needs some too
     cache_gb: float | None = None  # key-value cache, 10^9 bytes; None: what is left, on a CPU what the slots need
     max_prompt_tokens: int | None = None  # a longer prompt is an error; None: the model's number of positions
-    update: Literal["round", "in_flight"] = "round"  # load new weights between rounds, or at once
     graphs: bool = True  # compile the model and record CUDA graphs when the engine starts; never on a CPU
 
     def __post_init__(self) -> None:
@@ -159,8 +158,7 @@ class VllmEngine:
             gpu_memory_utilization=own.memory_share * float(os.environ.get(GIVEN, 1)),
             kv_cache_memory_bytes=_cache_bytes(settings, own, config, device, dtype),
             enforce_eager=device.type == "cpu" or not own.graphs,
-            # otherwise a token would be attributed to the next weights
-            async_scheduling=False if self.in_flight else None,
+            async_scheduling=False,  # otherwise a token would be attributed to the next weights
             disable_log_stats=True,
             use_tqdm_on_load=False,
             load_format="dummy" if untied else "safetensors",
@@ -183,11 +181,6 @@ class VllmEngine:
     def version(self) -> Version:
         return self._version
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether `load` may be called from `interrupted` while `generate` runs."""
-        return self.own.update == "in_flight"
-
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` (by Hugging Face name) into the model in place, and forget what was computed with the old.
 
@@ -195,8 +188,6 @@ class VllmEngine:
         `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
         copied.
         """
-        if self._generating and not self.in_flight:
-            raise TbaError("weights were to be replaced in the middle of a round: set --model.vllm.update in_flight")
         if self._adapted is not None:
             matched(self._adapted, shapes_of(weights), is_adapter)
             weights = merged_with(self._adapted, weights)
@@ -227,20 +218,9 @@ class VllmEngine:
         self._llm.set_weight_version(str(version))
         self._version = version
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        """`count` completions of each prompt; [i] are those of prompts[i]. See `protocols.Engine`.
-
-        Raises `UserError` for a prompt that is too long or empty, before anything is generated.
-        """
-        answered = dict(self.stream(prompts, count, sampling, rng, interrupted))
-        return [answered[i] for i in range(len(prompts))]
+    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None) -> _Rounds:
+        """Returns what answers prompts in rounds. See `protocols.Engine`."""
+        return _Rounds(self, count, sampling, rng, partner)
 
     def stream(
         self,
@@ -250,7 +230,7 @@ class VllmEngine:
         rng: np.random.Generator,
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
+        """Yields `count` completions of each prompt, in the order in which they are finished."""
         for prompt in prompts:
             self.room.check(prompt)
         if not prompts or count < 1:
@@ -287,7 +267,7 @@ class VllmEngine:
         partner: Partner,
         interrupted: Callable[[], bool] | None = None,
     ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields completions in turns, between which `partner` speaks. See `protocols.Conversing`.
+        """Yields completions in turns, between which `partner` speaks.
 
         Each turn is a request of its own, behind all that was said before: what vLLM has read of that, in whole blocks,
         it finds in its prefix cache.
@@ -444,6 +424,68 @@ class VllmEngine:
         if grown.stopped and reason is StopReason.LENGTH:
             reason = StopReason.STOP_STRING
         return n, text, reason
+
+
+@dataclass
+class _Rounds:
+    """A flow in rounds: prompts that are submitted are begun when all before them are finished."""
+
+    engine: VllmEngine
+    count: int
+    sampling: Sampling
+    rng: np.random.Generator
+    partner: Partner | None
+    submitted: int = 0
+    first: int = 0  # prompt of the present round
+    left: int = 0  # prompts of it that have not been handed out
+    waiting: list[Prompt] = field(default_factory=list)
+    round: Iterator[tuple[int, list[Completion]]] = field(default_factory=lambda: iter(()))
+    interrupted: Callable[[], bool] | None = None
+
+    @property
+    def wanted(self) -> int:
+        """A round that fills the slots, once there is none."""
+        return 0 if self.left or self.waiting else -(-self.engine.settings.slots // max(1, self.count))
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            self.engine.room.check(prompt)
+        self.waiting += prompts
+        self.submitted += len(prompts)
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """See `protocols.Flow`."""
+        self.interrupted = interrupted
+        if not self.left and self.waiting:
+            self.first, self.left = self.submitted - len(self.waiting), len(self.waiting)
+            given = (self.waiting, self.count, self.sampling, self.rng)
+            told, self.waiting = lambda: self.interrupted is not None and self.interrupted(), []
+            if self.partner is None:
+                self.round = self.engine.stream(*given, told)
+            else:
+                self.round = self.engine.converse(*given, _From(self.partner, self.first * self.count), told)
+        found = [(self.first + i, completions) for i, completions in islice(self.round, 1)]
+        self.left -= len(found)
+        return found
+
+
+@dataclass
+class _From:
+    """A partner whose requests are numbered from another one on."""
+
+    partner: Partner
+    first: int
+
+    def hear(self, turns: Sequence[Turn]) -> None:
+        self.partner.hear([replace(turn, request=turn.request + self.first) for turn in turns])
+
+    def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
+        return {request - self.first: heard for request, heard in self.partner.replies(wait).items()}
+
+    def ended(self, request: int, completion: Completion) -> Completion:
+        return self.partner.ended(request + self.first, completion)
 
 
 def _extend(grown: _Growing, part: Any) -> None:

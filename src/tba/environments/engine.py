@@ -20,7 +20,7 @@ import numpy as np
 from tba.environments.episode import EpisodeFailed
 from tba.environments.hosts import Answer, Beginning, Here, Hosts, Question
 from tba.environments.speech import Speech
-from tba.protocols import Acted, Conversing, Engine, Flow, FlowingTurns, InFlight, Turn
+from tba.protocols import Acted, Engine, Flow, Partner, Turn
 from tba.types import Completion, IntArray, Judgement, Prompt, Sampling, StopReason, Version
 
 if TYPE_CHECKING:
@@ -44,114 +44,32 @@ class EpisodeEngine:
     def version(self) -> Version:
         return self.engine.version
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether the engine takes newer weights in the middle of episodes. See `protocols.InFlight`."""
-        return isinstance(self.engine, InFlight) and self.engine.in_flight
-
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` into the engine. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         self.engine.load(weights, version)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        """`count` episodes of each prompt; [i] are those of prompts[i]. See `protocols.Engine`."""
-        found: dict[int, list[Completion]] = dict(self.stream(prompts, count, sampling, rng, interrupted))
-        return [found[i] for i in range(len(prompts))]
-
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields the same by prompt, in the order in which they are finished. See `protocols.Streaming`."""
-        assert isinstance(self.engine, Conversing)  # as its maker has seen
-        partner = self._episodes(count)
-        partner.submit(prompts)
-        try:
-            for finished in self.engine.converse(prompts, count, sampling, rng, partner, interrupted):
-                yield from partner.judged([finished])
-            while partner.waits:
-                partner.listen(wait=True)
-                yield from partner.judged([], interrupted is not None and interrupted())
-        finally:
-            partner.close()
-
-    def _episodes(self, count: int) -> Episodes:
+    def flow(
+        self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
+    ) -> Episodes:
+        """Returns an empty flow of `count` episodes of each prompt, in which only the environment speaks."""
+        assert partner is None
         worlds = Here(self.task) if self.worlds is None else self.worlds
-        return Episodes(worlds, self.speech, count, self.still)
-
-
-class FlowingEpisodes(EpisodeEngine):
-    """The same where further episodes can be begun while others are going on. See `protocols.Flowing`."""
-
-    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator) -> EpisodeFlow:
-        """Returns an empty flow of `count` episodes of each prompt."""
-        assert isinstance(self.engine, FlowingTurns)  # as its maker has seen
-        episodes = self._episodes(count)
-        return EpisodeFlow(self.engine.flow_with(count, sampling, rng, episodes), episodes)
-
-
-@dataclass
-class EpisodeFlow:
-    """Prompts that are being answered in environments, to which more can be added. See `protocols.Flow`."""
-
-    flow: Flow
-    episodes: Episodes
-    _finished: int = 0  # prompts that the engine has handed out
-
-    @property
-    def submitted(self) -> int:
-        """Prompts so far."""
-        return self.flow.submitted
-
-    @property
-    def wanted(self) -> int:
-        """How many more prompts could begin to be answered now."""
-        return self.flow.wanted
-
-    def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Adds prompts."""
-        self.flow.submit(prompts)
-        self.episodes.submit(prompts)
-
-    def next(
-        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
-    ) -> list[tuple[int, list[Completion]]]:
-        """Computes until prompts are finished and judged, or (`until_wanted`) more are wanted; returns the former."""
-        while True:
-            found: list[tuple[int, list[Completion]]] = []
-            if self._finished < self.submitted:
-                found = self.flow.next(interrupted, until_wanted)
-                self._finished += len(found)
-            elif self.episodes.waits:
-                self.episodes.listen(wait=True)
-            judged = list(self.episodes.judged(found, interrupted is not None and interrupted()))
-            if not self.episodes.outstanding:
-                self.episodes.close()
-                return judged
-            if judged or (until_wanted and self.wanted):
-                return judged
+        worlds.close()  # of an earlier flow that was not played to its end
+        episodes = Episodes(worlds, self.speech, count, self.still)
+        episodes.flow = self.engine.flow(count, sampling, rng, episodes)
+        return episodes
 
 
 @dataclass
 class Episodes:
-    """The episodes of an engine's requests; its partner (`protocols.Partner`)."""
+    """Prompts that are being answered in environments: a flow (`protocols.Flow`), and the partner of the one within."""
 
     worlds: Here | Hosts
     speech: Speech
     count: int  # requests of each prompt
     still: Callable[[], AbstractContextManager[None]] = nullcontext
-    submitted: int = 0  # prompts
+    flow: Flow = field(init=False)  # of the turns
+    _left: int = 0  # prompts that it has not handed out
     _prompts: dict[int, Prompt] = field(default_factory=dict)  # those that have not been handed out
     _begun: set[int] = field(default_factory=set)  # requests
     _heard: dict[int, int] = field(default_factory=dict)  # turns that the environment was told, by request
@@ -164,11 +82,45 @@ class Episodes:
     _why: str = ""  # the last one failed
     _reported: float = field(default_factory=time.monotonic)
 
+    @property
+    def submitted(self) -> int:
+        """How many prompts there have been."""
+        return self.flow.submitted
+
+    @property
+    def wanted(self) -> int:
+        """How many more prompts could begin to be answered now."""
+        return self.flow.wanted
+
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Adds prompts, numbered in the order of submission."""
-        for prompt in prompts:
-            self._prompts[self.submitted] = prompt
-            self.submitted += 1
+        first = self.submitted
+        self.flow.submit(prompts)
+        self._prompts.update(enumerate(prompts, first))
+        self._left += len(prompts)
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """Computes until prompts are finished and judged, or (`until_wanted`) more are wanted; returns the former."""
+        judged: list[tuple[int, list[Completion]]] = []
+        try:
+            while self._prompts and not judged:
+                found: list[tuple[int, list[Completion]]] = []
+                if self._left:
+                    found = self.flow.next(interrupted, until_wanted)
+                    self._left -= len(found)
+                else:
+                    self._listen(wait=True)
+                judged = list(self._judged(found, interrupted is not None and interrupted()))
+                if until_wanted and self.wanted:
+                    break
+        except BaseException:
+            self._close()
+            raise
+        if not self._prompts:
+            self._close()
+        return judged
 
     def hear(self, turns: Sequence[Turn]) -> None:
         """Play each turn to its environment."""
@@ -179,7 +131,7 @@ class Episodes:
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
         """What the environments have said."""
-        self.listen(wait and not self._said)
+        self._listen(wait and not self._said)
         said, self._said = self._said, {}
         return said
 
@@ -193,30 +145,20 @@ class Episodes:
             turns = completion.turns
             was_cut = len(turns) > self._heard.get(request, 0)
             self._ask(request, None, self.speech.text(completion.tokens[turns[-1][0] :]) if was_cut else None)
-            self.listen(wait=False)
+            self._listen(wait=False)
         if request not in self._judgements:
             self._unjudged[id(completion)] = request
             return completion
         return self._with_judgement(request, completion)
 
-    def listen(self, wait: bool) -> None:
+    def _listen(self, wait: bool) -> None:
         """Take in what the environments have answered; with `wait` at least one of them, but only for a moment."""
         with self.still() if wait else nullcontext():
             answers = self.worlds.answers(wait)
         for request, answer in answers.items():
             self._take(request, answer)
 
-    @property
-    def outstanding(self) -> int:
-        """How many prompts have not been handed out."""
-        return len(self._prompts)
-
-    @property
-    def waits(self) -> bool:
-        """Whether there are finished prompts whose episodes have not all been judged."""
-        return bool(self._held)
-
-    def judged(
+    def _judged(
         self, finished: Sequence[tuple[int, list[Completion]]], interrupted: bool = False
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Takes prompts that an engine has finished; yields those that have been judged, these and earlier ones.
@@ -233,7 +175,7 @@ class Episodes:
         if time.monotonic() - self._reported > _BETWEEN_REPORTS:
             self._report()
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Let go what has not ended, and say what has failed."""
         self.worlds.close()
         self._report()

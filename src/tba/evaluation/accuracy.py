@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.evaluation.estimators import pass_at_k
+from tba.generation import generate
 from tba.protocols import Engine, Reward
 from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Version
 
@@ -196,7 +197,7 @@ class _Examiner:
                 self.stopped = True
                 break
             chunk = prompts[start : start + self.settings.chunk]
-            answered = self.engine.generate(chunk, count, sampling, self.rng, self.interrupted)
+            answered = generate(self.engine, chunk, count, sampling, self.rng, self.interrupted)
             self.tokens += sum(len(c.tokens) for row in answered for c in row)
             self.trajectories += sum(len(row) for row in answered)
             if any(len(row) < count or any(c.stop_reason is StopReason.INTERRUPTED for c in row) for row in answered):

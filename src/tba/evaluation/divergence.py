@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.errors import UserError
+from tba.generation import generate
 from tba.protocols import Engine, Reference, Reward
 from tba.types import Prompt, Sampling
 
@@ -57,7 +58,7 @@ def divergence(
     log_policy_sum = log_reference_sum = 0.0
     for start in range(0, len(prompts), chunk):
         asked = prompts[start : start + chunk]
-        answered = engine.generate(asked, samples, sampling, rng)
+        answered = generate(engine, asked, samples, sampling, rng)
         log_reference = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
         judged = iter(reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
         for prompt, row, scored in zip(asked, answered, log_reference, strict=True):

@@ -16,6 +16,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.evaluation.estimators import pass_at_k
+from tba.generation import generate
 from tba.protocols import Engine, Reward
 from tba.types import Prompt, Sampling
 
@@ -52,7 +53,7 @@ def diversity(
     right: list[list[str]] = []
     for start in range(0, len(prompts), chunk):
         asked = prompts[start : start + chunk]
-        answered = engine.generate(asked, samples, Sampling(policy_temperature), rng)
+        answered = generate(engine, asked, samples, Sampling(policy_temperature), rng)
         judged = iter(reward.judge([(p, c) for p, row in zip(asked, answered, strict=True) for c in row]))
         for row in answered:
             marks = islice(judged, len(row))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Engine, Tokenizer
+from tba.protocols import Engine, Flow, Partner, Tokenizer
 from tba.research.corrupted_task import CORRUPTED
 from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
@@ -56,20 +56,18 @@ class FabricatingEngine:
         """Load weights into the inner engine."""
         self.engine.load(weights, version)
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> list[list[Completion]]:
-        """Returns the inner engine's answers, some replaced by junk if the prompt may be corrupted."""
-        answered = self.engine.generate(prompts, count, sampling, rng, interrupted)
-        return [
-            [self._fabricated(c, rng) if self._is_junk(p, c, rng) else c for c in row]
-            for p, row in zip(prompts, answered, strict=True)
-        ]
+    def flow(
+        self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
+    ) -> FabricatingFlow:
+        """Returns a flow of the inner engine's answers, some replaced by junk if the prompt may be corrupted."""
+        own = np.random.default_rng(rng.integers(2**62))  # prompts are handed out while others are being answered
+        return FabricatingFlow(self, self.engine.flow(count, sampling, rng, partner), own)
+
+    def fabricated(
+        self, prompt: Prompt, completions: Sequence[Completion], rng: np.random.Generator
+    ) -> list[Completion]:
+        """Returns the answers to a prompt, some replaced."""
+        return [self._fabricated(c, rng) if self._is_junk(prompt, c, rng) else c for c in completions]
 
     def _is_junk(self, prompt: Prompt, completion: Completion, rng: np.random.Generator) -> bool:
         if not prompt.fields.get(CORRUPTED) or completion.stop_reason is StopReason.INTERRUPTED:
@@ -93,3 +91,34 @@ class FabricatingEngine:
             log_behavior=log_behavior,
             mask=None,
         )
+
+
+@dataclass
+class FabricatingFlow:
+    """What flows from the inner engine, replaced by junk as it is handed out."""
+
+    engine: FabricatingEngine
+    flow: Flow
+    rng: np.random.Generator
+    _prompts: dict[int, Prompt] = field(default_factory=dict)
+
+    @property
+    def submitted(self) -> int:
+        return self.flow.submitted
+
+    @property
+    def wanted(self) -> int:
+        return self.flow.wanted
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Adds prompts."""
+        first = self.submitted
+        self.flow.submit(prompts)
+        self._prompts.update(enumerate(prompts, first))
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """See `protocols.Flow`."""
+        found = self.flow.next(interrupted, until_wanted)
+        return [(i, self.engine.fabricated(self._prompts.pop(i), completions, self.rng)) for i, completions in found]

@@ -12,12 +12,12 @@ from types import FunctionType
 import numpy as np
 
 from tba.clock import ShareClock
-from tba.environments.engine import EpisodeEngine, FlowingEpisodes
+from tba.environments.engine import EpisodeEngine
 from tba.environments.hosts import CAN_FORK, EpisodeLimits, Here, Hosts
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
-from tba.protocols import Acted, Conversing, Engine, FlowingTurns, Journal, Model, PromptSource, Reward, Task, Tokenizer
+from tba.protocols import Acted, Engine, Journal, Model, PromptSource, Reward, Task, Tokenizer
 from tba.recipe import Recipe
 from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.search.vine import VineRollouts
@@ -64,22 +64,14 @@ def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock 
     """Returns the engine of a recipe's model; where the task is acted in environments, one whose answers are episodes.
 
     clock: where the time that it stands still for environments counts as theirs.
-
-    Raises `UserError` when the engine cannot hold a conversation.
     """
     task = recipe.task
     if not isinstance(task, Acted):
         return model.engine(version)
     worlds = worlds_of(task, inline=recipe.runtime == "inline")  # before there is a model whose memory it would share
     engine = model.engine(version)
-    if not isinstance(engine, Conversing):
-        raise UserError(
-            f"task {recipe.task.name} is acted in several turns, which {type(engine).__name__} does not do: choose "
-            "another engine (--model.generation.engine)"
-        )
-    kind = FlowingEpisodes if isinstance(engine, FlowingTurns) else EpisodeEngine
     still = nullcontext if clock is None else partial(_standing_still, clock)
-    return kind(engine, task, speech_of(recipe.task, model.tokenizer()), worlds, still)
+    return EpisodeEngine(engine, task, speech_of(recipe.task, model.tokenizer()), worlds, still)
 
 
 def vine_of(recipe: Recipe, model: Model, engine: Engine, reward: Reward) -> VineRollouts | None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tba.clock import ShareClock
-from tba.protocols import Examined, Flowing, Journal, Model, Records, Reward, WeightSource
+from tba.protocols import Examined, Journal, Model, Records, Reward, WeightSource
 from tba.recipe import Recipe
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
@@ -240,7 +240,7 @@ def _loop_of(
         hand_down_seconds=math.inf if recipe.runtime == "inline" or recipe.vine else HAND_DOWN,
         clock=clock,
     )
-    flows = recipe.run.continuous and recipe.runtime != "inline" and recipe.vine is None and isinstance(engine, Flowing)
+    flows = recipe.run.continuous and recipe.runtime != "inline" and recipe.vine is None
     examiner = Examiner(
         engine=engine,
         prompts=prompts_of(recipe, model.tokenizer(), "eval"),

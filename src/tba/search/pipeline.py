@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 from tba.clock import Searching
 from tba.errors import DeadlineExceeded
-from tba.protocols import Concurrent, Flow, Flowing, PublishedWeights
+from tba.protocols import Concurrent, Flow, PublishedWeights
 from tba.search.searcher import GENERATING, Answered, Finished, Searcher
 from tba.types import Completion, FloatArray, Judgement, Prompt, Sampling
 
@@ -58,7 +58,7 @@ class _Part:
 
 @dataclass
 class Pipeline:
-    """Makes a searcher's rounds flow into one another. Its engine is `Flowing`."""
+    """Makes a searcher's rounds flow into one another."""
 
     searcher: Searcher
     deadline: float  # seconds that a stage may take over a part
@@ -110,7 +110,7 @@ class Pipeline:
 
     def _flowing(self) -> Flow:
         """Returns what prompts flow through; another way of sampling begins when the one before is finished."""
-        searcher, engine = self.searcher, self.searcher.engine
+        searcher = self.searcher
         sampling = searcher.exploration.draw(searcher.rng)
         if self._flow is None:
             self.reading = None
@@ -119,8 +119,7 @@ class Pipeline:
             return self._flow[0]
         else:
             self._empty()
-        assert isinstance(engine, Flowing)
-        self._flow = engine.flow(searcher.samples_per_prompt, sampling, searcher.rng), sampling
+        self._flow = searcher.engine.flow(searcher.samples_per_prompt, sampling, searcher.rng), sampling
         return self._flow[0]
 
     def _generated(self, flow: Flow) -> int:

@@ -3,9 +3,9 @@
 A long round is sent in parts, each prompt with all its answers, so that answers are young when they arrive. Here one
 step follows another; `Pipeline` makes the same steps while others are going on.
 
-Invariant: it never waits for the trainer. Newer weights, if there are any, are loaded between rounds (or while it
-generates, by an engine that supports it), and between rounds the reference that they name; what is generated is either
-written (with its leases, in one transaction), rejected or in flight, and each is counted here.
+Invariant: it never waits for the trainer. Newer weights, if there are any, are loaded between rounds, and with them the
+reference that they name; what is generated is either written (with its leases, in one transaction), rejected or in
+flight, and each is counted here.
 """
 
 from __future__ import annotations
@@ -23,18 +23,8 @@ import numpy as np
 
 from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
-from tba.protocols import (
-    Embedder,
-    Engine,
-    Exploration,
-    InFlight,
-    Journal,
-    PromptSource,
-    Reference,
-    Reward,
-    Streaming,
-    WeightSource,
-)
+from tba.generation import generate, stream
+from tba.protocols import Embedder, Engine, Exploration, Journal, PromptSource, Reference, Reward, WeightSource
 from tba.search.embedding import embedded
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
@@ -115,7 +105,7 @@ class Searcher:
         asked = self.prompts.take(self.prompts_per_round)
         sampling = self.exploration.draw(self.rng)
         sent = rejected = 0
-        for answered in _due(self._answered(*asked, sampling), self._hold):
+        for answered in _due(self._answered(*asked, sampling), self.hand_down_seconds):
             finished, counts = self.sort(answered)
             with self.clock.state("reward"):
                 judgements = self.judge(finished)
@@ -133,20 +123,12 @@ class Searcher:
         self.require_use(sent, rejected)
         return sent
 
-    @property
-    def _hold(self) -> float:
-        """Seconds of a round after which what is finished is sent."""
-        return self.hand_down_seconds if isinstance(self.engine, Streaming) else math.inf
-
     def _answered(self, positions: Sequence[int], prompts: Sequence[Prompt], sampling: Sampling) -> Iterator[Answered]:
         """Yields a round's prompts with their completions, as they are finished or all at the end."""
-        engine, began = self.engine, time.perf_counter()
-        asked = (prompts, self.samples_per_prompt, sampling, self.rng, self._asked())
+        began = time.perf_counter()
+        asked = (self.engine, prompts, self.samples_per_prompt, sampling, self.rng, self.interrupted)
         found: Iterable[tuple[int, Sequence[Completion]]]
-        if self.hand_down_seconds < math.inf and isinstance(engine, Streaming):
-            found = engine.stream(*asked)
-        else:
-            found = enumerate(engine.generate(*asked))
+        found = stream(*asked) if self.hand_down_seconds < math.inf else enumerate(generate(*asked))
         for i, completions in found:
             yield Answered(positions[i], prompts[i], completions, began)
 
@@ -204,20 +186,6 @@ class Searcher:
                 f"the last: {self.rejected}; what can be used has a reward from {-self.largest_reward:g} to "
                 f"{self.largest_reward:g} and finite log-probabilities: fix the reward, then start again or --resume"
             )
-
-    def _asked(self) -> Callable[[], bool] | None:
-        """Returns what the engine calls while it generates; it loads newer weights, where that is allowed."""
-        if not (isinstance(self.engine, InFlight) and self.engine.in_flight):
-            return self.interrupted
-
-        def ask() -> bool:
-            published = self.weights.newer_than(self.engine.version)
-            if published is not None:
-                with self.clock.state("weights"):
-                    self.engine.load(published.read(), published.version)
-            return self.interrupted is not None and self.interrupted()
-
-        return ask
 
     def refer(self) -> None:
         """Score under the version that the newest weights name from here on. It is pinned; the first one is what the

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
+from tba.generation import generate
 from tba.protocols import Engine, Reward, Tokenizer
 from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Trajectory
 
@@ -164,7 +165,7 @@ class VineRollouts:
         asked = list(wanted.values())
         counts["asked_tokens"] += sum(len(prompt.tokens) for prompt in asked)
         n = self.settings.rollouts
-        continued = self.engine.generate(asked, n, sampling, rng, interrupted)
+        continued = generate(self.engine, asked, n, sampling, rng, interrupted)
         answered, whole = [], []
         for prefix, rollouts in zip(wanted, continued, strict=True):
             tokens = np.frombuffer(prefix[1], np.int32)

@@ -28,6 +28,7 @@ from tba.apps.red_team.word_classifier import WordWeights
 from tba.command.evaluate import with_checkpoint
 from tba.errors import UserError
 from tba.foreign import read_json
+from tba.generation import generate
 from tba.protocols import Engine, Tokenizer
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
@@ -95,7 +96,7 @@ def sampled(engine: Engine, prompts: Sequence[Prompt], count: int, recipe: Recip
     """Returns `count` attacks at the policy temperature, spread evenly over the prompts."""
     each = -(-count // len(prompts))
     rng = np.random.default_rng([recipe.seed, 13])
-    answered = engine.generate(prompts, each, Sampling(recipe.policy_temperature), rng)
+    answered = generate(engine, prompts, each, Sampling(recipe.policy_temperature), rng)
     return [completion.text.strip() for row in zip(*answered, strict=True) for completion in row][:count]
 
 

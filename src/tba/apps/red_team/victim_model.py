@@ -19,6 +19,7 @@ from transformers.utils import logging
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, templated
+from tba.generation import generate
 from tba.types import Prompt, Sampling
 
 
@@ -50,7 +51,8 @@ class VictimModel:
         """Returns `count` answers to each."""
         texts = [self._read(attack) for attack in attacks]
         draws = count if self.temperature > 0 else 1  # greedy answers are all the same
-        found = self._engine.generate(
+        found = generate(
+            self._engine,
             [self._prompt(text) for text in texts],
             draws,
             Sampling(self.temperature, self.top_p if self.temperature > 0 else 1.0),

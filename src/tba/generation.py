@@ -1,0 +1,49 @@
+"""The answers of an engine to a fixed number of prompts: what one flow gives that they all are submitted to at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from tba.protocols import Engine, Partner
+from tba.types import Completion, Prompt, Sampling
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    count: int,
+    sampling: Sampling,
+    rng: np.random.Generator,
+    interrupted: Callable[[], bool] | None = None,
+) -> list[list[Completion]]:
+    """Returns `count` completions of each prompt; [i] are those of prompts[i].
+
+    Once `interrupted()` is true, what is unfinished comes back as `Flow.next` says. Raises `UserError` for a prompt
+    that is too long or empty, before anything is generated.
+    """
+    found = dict(stream(engine, prompts, count, sampling, rng, interrupted))
+    return [found[i] for i in range(len(prompts))]
+
+
+def stream(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    count: int,
+    sampling: Sampling,
+    rng: np.random.Generator,
+    interrupted: Callable[[], bool] | None = None,
+    partner: Partner | None = None,
+) -> Iterator[tuple[int, list[Completion]]]:
+    """Yields what `generate` returns, as (i, its completions): each prompt once, as soon as all its answers are there.
+
+    With a `partner` the completions have several turns, between which it speaks.
+    """
+    flow = engine.flow(count, sampling, rng, partner)
+    flow.submit(prompts)
+    left = len(prompts)
+    while left:
+        found = flow.next(interrupted, until_wanted=False)
+        left -= len(found)
+        yield from found
