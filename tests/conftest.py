@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
 import torch
 from hypothesis import HealthCheck, settings
 
+from tba.cards import cards
 from tba.runtime.local import forkserver
 
 gc.disable()  # until all is imported: torch and transformers are two million objects, which each collection visits
@@ -29,7 +30,7 @@ settings.load_profile("untimed")
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a GPU, or vLLM, is skipped where there is none."""
-    if not torch.cuda.is_available() and os.environ.get("TBA_TEST_DEVICE", "cuda") == "cuda":
+    if not cards() and os.environ.get("TBA_TEST_DEVICE", "cuda") == "cuda":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU: make test-gpu"))

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
 GROUND = {"errors", "types", "foreign"}
-TENSORS = {"sharding", "streaming", "host_copies"}  # torch alone
+TENSORS = {"sharding", "streaming", "host_copies", "cards"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
 PARTS = {"search", "intake", "training", "replay", "weights", "evaluation", "record"}
@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "sharding": set(),
     "streaming": set(),
     "host_copies": {"streaming"},
+    "cards": set(),
     "policy": SEAMS | TENSORS,
     "engines": SEAMS | {"policy", "streaming"},
     "environments": SEAMS | {"rewards"},  # of rewards how child processes are kept and limited
@@ -56,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "fields": {"errors"},  # of any settings
     "shipped": {"errors"},
     "settings": GROUND | {"recipe", "fields", "shipped"},  # recipes and studies by name, when they are asked for
-    "runtime": SEAMS | PARTS | {"clock", "environments", "recipe", "settings", "shipped"},
+    "runtime": SEAMS | PARTS | {"cards", "clock", "environments", "recipe", "settings", "shipped"},
     "command": CORE | {"fields"},
     "apps.preference": CORE | {"command"},
     "apps.red_team": CORE | {"command"},

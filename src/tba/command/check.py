@@ -24,6 +24,7 @@ import torch
 from rich.console import Group
 from rich.text import Text
 
+from tba.cards import cards
 from tba.command.needs import Room, needs, refuse_what_cannot_fit
 from tba.command.signal import Signal
 from tba.errors import DeadlineExceeded, UserError
@@ -58,6 +59,11 @@ _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.5}
 def validate(recipe: Recipe) -> list[str]:
     """Returns warnings. Raises `UserError` for a recipe that cannot run."""
     warnings = []
+    if fault := cards().fault:
+        warnings.append(
+            f"the GPUs of this machine are left alone, since CUDA cannot be started ({fault}): install the build of "
+            "torch that suits their driver, which `python tools/preflight.py` names, or the CPU build (TORCH=cpu)"
+        )
     if recipe.runtime == "cluster":
         require_ray()
     if recipe.runtime == "processes":
@@ -84,7 +90,7 @@ def validate(recipe: Recipe) -> list[str]:
         warnings.append("searchers ask for GPUs and the trainer for none: set --cluster.trainer-gpus, or it has none")
     parts = recipe.searchers + recipe.trainer.ranks
     cores = os.cpu_count() or 1
-    if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not torch.cuda.is_available():
+    if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not cards():
         warnings.append(f"{parts} processes share {cores} cores: they will slow each other down")
     return warnings
 
@@ -260,7 +266,7 @@ def _room(recipe: Recipe) -> Room:
     machine = machine_memory_bytes()
     if recipe.runtime != "processes" or not recipe.model.gpus_per_searcher:
         return Room(machine)
-    gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    gpus = cards().memory
     own = {part: int(place.share * min(gpus[i] for i in place.gpus)) for part, place in _places(recipe).items()}
     return Room(machine, own["trainer"], min(own[f"searcher-{i}"] for i in range(recipe.searchers)))
 

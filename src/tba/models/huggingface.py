@@ -26,6 +26,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from tba.cards import cards
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.environments.scripted import acted, written
@@ -265,7 +266,7 @@ class HuggingFace:
     def _device(self) -> torch.device:
         if self.device != "auto":
             return torch.device(self.device)
-        if torch.cuda.is_available():
+        if cards():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 

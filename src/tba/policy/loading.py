@@ -60,7 +60,7 @@ def load_model(
         elif seed is None:
             model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
         else:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **SAFE), dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)

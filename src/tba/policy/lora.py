@@ -59,7 +59,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dt
         raise UserError("adapters (model.lora) need the library peft: pip install -e '.[lora]'") from error
     targets: Any = list(settings.targets) or "all-linear"
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # A is the same in every process
         try:
             inject_adapter_in_model(config, model)

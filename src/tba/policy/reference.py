@@ -6,6 +6,7 @@ Invariant: the same forward as the policy's own (`policy.causal`), so that at eq
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ class FrozenReference:
         batch = _batch(answered)
         scored: dict[int, FloatArray] = {}
         for rows in micro_batches(batch, self._tokens_per_pass, share_prompt=self._policy.share_prompt):
-            with torch.inference_mode(), torch.cuda.stream(self._stream):
+            with torch.inference_mode(), self._in_order():
                 log_RT = self._policy.evaluate(batch.select(rows)).log_policy_BT.cpu().numpy()
             for row, log_T in zip(rows.tolist(), log_RT, strict=True):
                 scored[row] = log_T[: int(batch.length_B[row])].copy()
@@ -71,9 +72,13 @@ class FrozenReference:
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
         """Copy `weights` in, in place. Raises `KeyError` or `ValueError` on a name or shape mismatch."""
         switch_adapters(self._policy.model, on=True)
-        with torch.cuda.stream(self._stream):  # in order with what it scores
+        with self._in_order():  # with what it scores
             self._policy.load(weights)
         self._version = version
+
+    def _in_order(self) -> AbstractContextManager[object]:
+        """Inside, work on a GPU is done in its stream; elsewhere CUDA is not asked for one."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 def _batch(answered: Sequence[Answered]) -> Batch:

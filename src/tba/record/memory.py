@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -72,7 +73,7 @@ class FreedMemory:
 def peak_gpu_memory_bytes() -> int | None:
     """The most GPU memory torch ever held in this process, over all its GPUs; None when it has used none."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized():
         return None
     return sum(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
 
@@ -96,14 +97,14 @@ def machine_memory_bytes() -> int | None:
     return min(whole, int(limit)) if limit.isdigit() else whole
 
 
-def machine() -> dict[str, Json]:
-    """A description of this machine, without its name: system, processor, cores, memory and GPUs."""
+def machine(gpus: Sequence[str] = ()) -> dict[str, Json]:
+    """A description of this machine, without its name: system, processor, cores, memory and GPUs, given by name."""
     return {
         "system": f"{platform.system()} {platform.machine()}",
         "cpu": _cpu_name(),
         "cores": usable_cores(),
         "memory_bytes": machine_memory_bytes(),
-        "gpus": _gpu_names(),
+        "gpus": list(gpus),
     }
 
 
@@ -116,14 +117,6 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             found[package] = "not installed"
     return found
-
-
-def _gpu_names() -> list[str]:
-    """GPUs of a torch that is loaded; asking for their names starts none."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return []
-    return [torch.cuda.get_device_properties(i).name for i in range(torch.cuda.device_count())]
 
 
 def _cpu_name() -> str:

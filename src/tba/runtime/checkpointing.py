@@ -90,7 +90,7 @@ def generators() -> dict[str, Json]:
     """
     name, key, position, has_gauss, gauss = np.random.get_state(legacy=True)
     kind, numbers, gauss_next = random.getstate()
-    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {
         "torch": _text(torch.get_rng_state()),
         "cuda": [_text(state) for state in devices],
@@ -102,8 +102,9 @@ def generators() -> dict[str, Json]:
 def set_generators(state: Json) -> None:
     """The inverse of `generators`; devices that no longer exist are left out."""
     torch.set_rng_state(_tensor(state["torch"]))
-    for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
-        torch.cuda.set_rng_state(_tensor(text), device)
+    if torch.cuda.is_initialized():
+        for device, text in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(_tensor(text), device)
     name, key, *rest = state["numpy"]
     np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
     kind, numbers, gauss_next = state["python"]

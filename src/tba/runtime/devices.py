@@ -1,7 +1,7 @@
 """Which GPU of this machine each worker of a run gets, decided before anything starts.
 
 Invariant: a pure function of what the workers want and how many GPUs there are. What a worker is given is all that it
-sees (CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to more than `USABLE`.
+sees (CUDAVISIBLE_DEVICES), and the shares of memory on one GPU never add up to more than `USABLE`.
 
 - Enough GPUs: each rank of the trainer has one, each searcher one (several for an engine that is spread over them).
 - Fewer: the trainer's ranks keep one each, and searchers share those that are left.
@@ -15,14 +15,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from tba.cards import GIVEN, VISIBLE, cards
 from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.training.ranks import name_of_rank
 
 USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
 TRAINER = 0.5  # of it, where searchers are on the same GPU: a trainer has moments and gradients, a searcher two copies
-GIVEN = "TBA_GPU_SHARE"  # in a worker's environment: its share of its GPUs' memory (`engines.vllm` reads it too)
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def _too_few(ranks: int, searchers: int, gpus: int, each: int, whose: str) -> st
     some = f"{searchers} searcher{'s' if searchers > 1 else ''}"
     return (
         f"{wanted}, {some} {of_one} each: at least {least}, and {whose} {gpus}; {less}, or let there be more of "
-        f"them ({_VISIBLE})"
+        f"them ({VISIBLE})"
     )
 
 
@@ -84,36 +83,29 @@ def places_here(recipe: Recipe, searchers: Sequence[str]) -> dict[str, Place]:
     """A place on this machine for each worker of the run. Raises `UserError` where they do not fit."""
     ranks = [name_of_rank(rank) for rank in range(recipe.trainer.ranks)]
     each = recipe.model.gpus_per_searcher
-    gpus = gpus_here() if each else 0
+    gpus = len(cards()) if each else 0
     if each and not gpus:
         raise UserError(
-            f"the model should run on GPUs, but this machine shows none ({_VISIBLE}): set --model.device cpu"
+            f"the model should run on GPUs, but this machine shows none ({VISIBLE}): set --model.device cpu"
         )
     return placed(ranks, searchers, gpus, max(1, each))
 
 
-def gpus_here() -> int:
-    """How many GPUs this process sees. CUDA is not started for it: workers are forked, and could not use it then."""
-    import torch  # knows the GPUs
-
-    return torch.cuda.device_count()
-
-
 def environment_of(place: Place, visible: str | None = None) -> dict[str, str]:
-    """What a worker's process is given so that it sees its own GPUs only; without any, nothing.
+    """What a worker's process is given so that it sees its own GPUs only; without any, none.
 
-    visible: the driver's own CUDA_VISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
+    visible: the driver's own CUDAVISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
     """
     if not place.gpus:
-        return {}
+        return {VISIBLE: ""}
     names = None if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
     numbers = [str(gpu) if names is None else names[gpu] for gpu in place.gpus]
-    return {_VISIBLE: ",".join(numbers), GIVEN: f"{place.share:.4f}"}
+    return {VISIBLE: ",".join(numbers), GIVEN: f"{place.share:.4f}"}
 
 
 def visible(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The driver's own CUDA_VISIBLE_DEVICES."""
-    return environ.get(_VISIBLE)
+    """The driver's own CUDAVISIBLE_DEVICES."""
+    return environ.get(VISIBLE)
 
 
 def keep_to_share(environ: Mapping[str, str] = os.environ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tba.cards import cards
 from tba.clock import SEARCHERS_TIME, State, share_of
 from tba.foreign import read_json
 from tba.protocols import Arithmetic
@@ -21,6 +22,7 @@ from tba.record.falls import noted_falls
 from tba.record.faults import count_faults, note_unreadable
 from tba.record.ledger import Ledger
 from tba.record.live import Status
+from tba.record.memory import machine
 from tba.record.metrics import RunningMetrics
 from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.follower import JournalFollower
@@ -128,6 +130,7 @@ def summarise(
             **{name: result["peak_memory_bytes"] for name, result in results.items()},
         },
         utilisation=utilisation(trainer, recipe.trainer.ranks, owners),
+        machine=machine(cards().names),
     )
     summary.write(run.path)
     return summary

@@ -130,7 +130,7 @@ def supervise(
             f"none of the {len(pairs)} pairs can be trained on: each needs a prompt and at most {settings.max_length} "
             "tokens; give other pairs or raise max_length"
         )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(settings.seed)
         model.train()
         steps = _train(model, trained, settings, rng, progress)

@@ -149,7 +149,7 @@ def test_by_default_parts_ask_for_the_gpus_that_they_would_have_on_one_machine(
     assert [p.asked["GPU"] for p in found] == expected
     assert all(p.node.key == "a" for p in found if p.worker == "trainer")
     for share in (p.asked["GPU"] for p in found):
-        assert share_of_gpu(share) == ({} if share >= 1 else {"TBA_GPU_SHARE": f"{share * 0.95:.4f}"})
+        assert share_of_gpu(share) == {"TBA_GPU_SHARE": f"{min(share, 1) * 0.95:.4f}"}
 
 
 def test_without_gpus_for_the_model_nothing_is_asked_for_and_what_is_set_goes_before() -> None:

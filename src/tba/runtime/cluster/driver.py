@@ -179,7 +179,7 @@ class ActorWorker:
         soft = self._searches or not self.placed.node.here
         place = NodeAffinitySchedulingStrategy(self.placed.node.key, soft=soft)
         # Ray would leave all GPUs visible to a worker that asks for none, including those that it has given to others.
-        environment = share_of_gpu(asked["GPU"]) if asked["GPU"] else {"CUDA_VISIBLE_DEVICES": ""}
+        environment = share_of_gpu(asked["GPU"])
         self._actor = (
             _remote(concurrency_groups={"ask": 1})(PartActor)
             .options(

@@ -11,12 +11,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from tba.cards import GIVEN, VISIBLE, cards
 from tba.errors import UserError
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes, usable_cores
 from tba.record.text import size
 from tba.runtime.cluster.gateway import KEPT
-from tba.runtime.devices import GIVEN, USABLE, Place
+from tba.runtime.devices import USABLE, Place
 from tba.runtime.devices import placed as placed_on_gpus
 from tba.training.ranks import name_of_rank
 
@@ -65,10 +66,8 @@ class Node:
 
 def this_machine() -> Node:
     """Returns the single node of a cluster of our own."""
-    import torch  # finds the GPUs
-
     memory = machine_memory_bytes() or 0
-    return Node("here", "this machine", usable_cores(), torch.cuda.device_count(), memory, here=True)
+    return Node("here", "this machine", usable_cores(), len(cards()), memory, here=True)
 
 
 @dataclass(frozen=True)
@@ -109,8 +108,10 @@ def requests(recipe: Recipe, gpus: int, searchers: Sequence[str]) -> dict[str, d
 
 
 def share_of_gpu(gpus: float) -> dict[str, str]:
-    """Returns the environment of a worker that was given so much of a GPU: its share of the GPU's memory."""
-    return {GIVEN: f"{gpus * USABLE:.4f}"} if 0 < gpus < 1 else {}
+    """Returns the environment of a worker that was given so many GPUs: its share of each one's memory. One that was
+    given none sees none; of the others Ray says which they see.
+    """
+    return {GIVEN: f"{min(gpus, 1.0) * USABLE:.4f}"} if gpus else {VISIBLE: ""}
 
 
 def plan(recipe: Recipe, nodes: Sequence[Node], searchers: Sequence[str]) -> list[Placed]:

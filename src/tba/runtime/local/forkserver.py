@@ -97,9 +97,12 @@ def prepare() -> None:
     """Fork this process's forkserver now, which costs nothing: for a command that still has only one thread.
 
     Without it, starting the first worker starts an interpreter as the forkserver, which imports everything once more.
+    So it is where this process has started CUDA, which what is forked from it could not use.
     """
     global _forkserver
-    if _CAN_FORK and _forkserver is None and threading.active_count() == 1:
+    torch = sys.modules.get("torch")
+    started = torch is not None and torch.cuda.is_initialized()
+    if _CAN_FORK and _forkserver is None and threading.active_count() == 1 and not started:
         _forkserver = Forkserver.forked()
 
 

@@ -1,0 +1,99 @@
+"""The GPUs of this machine, and whether CUDA can be started on them, asked for without starting it in this process.
+
+Invariant: a process that forks others never starts CUDA by asking here, since CUDA cannot be used in what is forked
+after that. Even `torch.cuda.device_count` starts it where NVML is not there, and `is_available` always does. A child
+is asked instead, once. A worker that was given GPUs of its own forks nothing that needs them, and asks by itself.
+
+Where GPUs are there and CUDA cannot be started (a driver that is too old for this build of torch), they are hidden from
+this process from then on: parts of torch count GPUs by NVML, and would fail on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import asdict, dataclass
+from functools import cache
+
+import torch
+
+GIVEN = "TBA_GPU_SHARE"  # in a worker's environment: its share of its GPUs' memory (`engines.vllm` reads it too)
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_DEADLINE = 120.0  # seconds for an interpreter that is started to ask
+_ASKING = "from tba.cards import *; import sys; sys.stdout.write(asked())"
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The GPUs that this process sees and can compute on."""
+
+    names: tuple[str, ...] = ()
+    memory: tuple[int, ...] = ()  # bytes of each
+    fault: str = ""  # why CUDA cannot be started though there are GPUs; there is none here then
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+
+_fault = ""  # of the GPUs that are hidden from this process
+
+
+def cards() -> Cards:
+    """Returns the GPUs that this process sees. The first call takes as long as CUDA takes to start."""
+    global _fault
+    visible = os.environ.get(VISIBLE)
+    if visible == "" or not (torch.backends.cuda.is_built() or torch.version.hip):
+        return Cards(fault=_fault)
+    found = _seen(visible)
+    if found.fault:
+        _fault, os.environ[VISIBLE] = found.fault, ""
+    return found
+
+
+@cache
+def _seen(visible: str | None) -> Cards:
+    if GIVEN in os.environ or torch.cuda.is_initialized() or not hasattr(os, "fork"):
+        said = asked()
+    else:
+        said = _asked_in_a_child()
+    found = json.loads(said)
+    return Cards(tuple(found["names"]), tuple(found["memory"]), found["fault"])
+
+
+def asked() -> str:
+    """Returns this machine's GPUs as JSON. Starts CUDA where there are any."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what torch warns of is the fault
+        count = torch.cuda.device_count()
+        try:
+            own = [torch.cuda.get_device_properties(i) for i in range(count)]
+        except (RuntimeError, AssertionError) as error:
+            return json.dumps(asdict(Cards(fault=str(error).strip().split("\n")[0].partition(". ")[0])))
+    return json.dumps({"names": [p.name for p in own], "memory": [p.total_memory for p in own], "fault": ""})
+
+
+def _asked_in_a_child() -> str:
+    """Returns the same without starting CUDA here: from a child, or an interpreter where CUDA is started already."""
+    reads, writes = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they are a matrix library's
+        child = os.fork()
+    if child == 0:
+        try:
+            if not torch.cuda._is_in_bad_fork():  # else CUDA was started before, by whomever
+                os.write(writes, asked().encode())
+        finally:
+            os._exit(0)
+    os.close(writes)
+    with os.fdopen(reads, "rb") as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    if said:
+        return said.decode()
+    done = subprocess.run(  # noqa: S603 - our own words
+        [sys.executable, "-c", _ASKING], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE
+    )
+    return done.stdout or json.dumps(asdict(Cards(fault=(done.stderr.strip().splitlines() or ["it cannot"])[-1])))

@@ -1,0 +1,86 @@
+"""GPUs are counted without starting CUDA, and left alone where it cannot be started.
+
+Counts are faked on a CPU build of torch: it then counts GPUs and cannot start CUDA, like any build where the driver is
+too old.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import command
+
+import tba.cards
+from tba.cards import GIVEN, VISIBLE, Cards, cards
+from tba.command.check import validate
+from tba.settings import find
+
+
+@pytest.fixture
+def shown(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """So many GPUs as torch counts, none of which can be used."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: request.param if os.environ.get(VISIBLE) != "" else 0)
+    monkeypatch.setattr(tba.cards, "_fault", "")
+    monkeypatch.delenv(VISIBLE, raising=False)
+    monkeypatch.setenv(VISIBLE, "to be undone")  # the test's end restores what was there
+    monkeypatch.delenv(VISIBLE)
+    tba.cards._seen.cache_clear()
+    return int(request.param)
+
+
+@pytest.mark.parametrize("shown", [1, 2, 4, 8], indirect=True)
+def test_the_quickstart_runs_to_its_end_where_gpus_are_counted_and_cuda_cannot_be_started(
+    shown: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    short = ("--steps", "2", "--evaluation.every", "0", "--evaluation.problems", "4", "--replay.pacing.warm-up", "140")
+    short = (*short, "--record.no-curves")
+    running = command("train", "quickstart", *short, "--run-name", "run")
+    out, err = running.communicate(120)
+    assert (running.returncode, err) == (0, "")
+    assert "CUDA cannot be started" in " ".join(out.split())
+    assert "not compiled with CUDA" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("shown", [4], indirect=True)
+def test_gpus_that_cannot_be_used_are_hidden_and_the_reason_is_kept(shown: int) -> None:
+    first, again = cards(), cards()
+    assert (len(first), len(again)) == (0, 0)
+    assert first.fault == again.fault == "Torch not compiled with CUDA enabled"
+    assert os.environ[VISIBLE] == ""
+    with torch.random.fork_rng():  # torch's own code asks for each GPU that it counts
+        pass
+    assert any("Torch not compiled with CUDA enabled" in line for line in validate(find("quickstart")))
+
+
+@pytest.mark.parametrize("shown", [2], indirect=True)
+def test_gpus_are_asked_for_in_a_child_but_by_a_worker_that_was_given_some(
+    shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asking = []
+
+    def properties(gpu: int) -> SimpleNamespace:
+        asking.append(os.getpid())
+        return SimpleNamespace(name=f"card {gpu}", total_memory=80 * 10**9)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    both = Cards(("card 0", "card 1"), (80 * 10**9, 80 * 10**9))
+    assert cards() == both
+    assert asking == []
+    monkeypatch.setenv(GIVEN, "0.9500")
+    monkeypatch.setenv(VISIBLE, "0,1")
+    assert cards() == both
+    assert asking == [os.getpid()] * 2
+
+
+def test_a_build_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.backends.cuda.is_built():
+        pytest.skip("this build of torch has CUDA")
+    monkeypatch.setattr(tba.cards, "_fault", "")
+    monkeypatch.setattr(os, "fork", None)  # which nobody needs for that
+    assert cards() == Cards()
