@@ -13,12 +13,25 @@ from tba.evaluation.estimators import (
     Interval,
     bootstrap_interval,
     difference_of_means,
+    mean_interval,
     paired_difference,
     pass_at_k,
     relative_variance,
     wilson_interval,
 )
 from tba.evaluation.student_t import quantile
+
+
+def test_a_mean_of_three_seeds_has_students_interval_which_covers() -> None:
+    found = mean_interval([1.32, 1.35, 1.53])
+    assert (found.estimate, found.low, found.high) == pytest.approx((1.40, 1.118, 1.682), abs=2e-3)  # 4.303 s / sqrt 3
+    rng = np.random.default_rng(3)
+    draws = rng.normal(1.0, 2.0, (2000, 3))
+    assert sum(not mean_interval(row).excludes(1.0) for row in draws) / 2000 == pytest.approx(0.95, abs=0.015)
+    assert sum(not bootstrap_interval(row, resamples=200).excludes(1.0) for row in draws) / 2000 < 0.8
+    assert mean_interval([2.0]) == Interval(2.0, -np.inf, np.inf)
+    with pytest.raises(ValueError, match="at least one value"):
+        mean_interval([])
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))

@@ -169,6 +169,24 @@ def paired_difference(
     return bootstrap_interval(second - first, confidence=confidence, resamples=resamples, seed=seed)
 
 
+def mean_interval(values: Values, *, confidence: float = 0.95) -> Interval:
+    """The interval of a mean of independent values, such as one per seed, by Student's t.
+
+    Differences of pairs are given as values. It holds what it promises from two values on as far as they are normal,
+    where a bootstrap of three covers 76 % instead of 95; one value says nothing about spread, and its bounds are
+    infinite. Raises `ValueError` for none.
+    """
+    _normal_quantile(confidence)  # refuses what is no confidence
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"the interval of a mean needs a row of at least one value, but got shape {array.shape}")
+    mean = float(array.mean())
+    if array.size == 1:
+        return Interval(mean, -math.inf, math.inf)
+    half = quantile(0.5 + confidence / 2, array.size - 1) * float(array.std(ddof=1)) / math.sqrt(array.size)
+    return Interval(mean, mean - half, mean + half)
+
+
 def difference_of_means(first: Values, second: Values, *, confidence: float = 0.95) -> Interval:
     """The interval of mean(second) - mean(first) of two independent rows, by Student's t (Welch 1947).
 

@@ -97,7 +97,7 @@ class TrajectoryBalance:
         if power != 1:
             gap_B = gap_B + (power - 1) * masked_sum(batch.log_reference_BT, batch.mask_BT)
         log_rho_B = None if self.off_policy == "none" else sequence_log_ratio(output.log_policy_BT.detach(), batch)
-        weight_B = self._weight_B(gap_B.detach(), log_rho_B, batch)
+        weight_B = self.weight_B(gap_B.detach(), log_rho_B, batch)
         log_z_B = self._log_z_B(gap_B.detach(), weight_B, log_rho_B, output, batch)
         residual_B = gap_B - log_z_B
         scale = beta / 2 if self.form == "advantage" else 1.0
@@ -117,7 +117,7 @@ class TrajectoryBalance:
         )
         return loss_B.mean(), metrics | {"beta": beta}
 
-    def _weight_B(self, gap_B: Tensor, log_rho_B: Tensor | None, batch: Batch) -> Tensor:
+    def weight_B(self, gap_B: Tensor, log_rho_B: Tensor | None, batch: Batch) -> Tensor:
         """[B] positive weights; of mean 1 in each group where log Z is estimated from the group."""
         if log_rho_B is None:
             return torch.ones_like(gap_B)

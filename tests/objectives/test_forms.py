@@ -1,0 +1,155 @@
+"""The forms of Trajectory Balance against their formulas, written once more: loops over groups in plain floats."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from objective_cases import BETA, random_batch, slopes
+from torch import Tensor
+
+from tba.batch import Batch
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.protocols import PolicyOutput
+from tba.research.tb_forms import ExactWithOffset
+
+beta = BETA(1)
+
+
+@dataclass
+class Row:
+    """One answer, as plain numbers."""
+
+    reward: float
+    log_ratio: float  # log(pi / pi_ref)
+    log_rho: float | None  # log(pi / mu); None: unknown
+
+    @property
+    def h(self) -> float:
+        return self.reward - beta * self.log_ratio
+
+
+def groups_of(batch: Batch, log_policy_BT: Tensor) -> list[list[tuple[int, Row]]]:
+    """Rows by group, each with its place in the batch."""
+    behavior_BT = batch.some_behavior_BT if batch.log_behavior_BT is None else batch.log_behavior_BT
+    found: list[list[tuple[int, Row]]] = [[] for _ in range(batch.groups)]
+    for b in range(batch.rows):
+        places = [t for t in range(int(batch.length_B[b])) if batch.mask_BT[b, t]]
+        pi = sum(float(log_policy_BT[b, t]) for t in places)
+        reference = sum(float(batch.log_reference_BT[b, t]) for t in places)
+        mu = math.nan if behavior_BT is None else sum(float(behavior_BT[b, t]) for t in places)
+        row = Row(float(batch.reward_B[b]), pi - reference, None if math.isnan(mu) else pi - mu)
+        found[int(batch.group_B[b])].append((b, row))
+    return found
+
+
+def weights(form: str, rows: Sequence[Row]) -> list[float]:
+    """Of mean 1: min(rho, 8), log rho scaled to a spread of 2 nats; tapered: min(rho, 1) below the mean, else 1."""
+    log_rho = [row.log_rho or 0.0 for row in rows]
+    mean = sum(log_rho) / len(rows)
+    spread = math.sqrt(sum((x - mean) ** 2 for x in log_rho) / len(rows))
+    if spread > 2:
+        log_rho = [x * 2 / spread for x in log_rho]
+    average = sum(row.h for row in rows) / len(rows)
+    if form == "none":
+        found = [1.0] * len(rows)
+    elif form == "tapered":
+        found = [1.0 if row.h > average else min(math.exp(x), 1.0) for row, x in zip(rows, log_rho, strict=True)]
+    else:
+        found = [min(math.exp(x), 8.0) for x in log_rho]
+    return [w * len(rows) / sum(found) for w in found]
+
+
+def pushed(form: str, rows: Sequence[Row]) -> list[tuple[float, float]]:
+    """(w, h minus its centre) of each row, in units of reward."""
+    w = weights(form, rows)
+    mean = sum(a * row.h for a, row in zip(w, rows, strict=True)) / len(rows)
+    low = mean - 0.5 * (mean - min(row.h for row in rows))
+    return [
+        (a, row.h - (low if form == "robust" and row.log_rho is not None else mean))
+        for a, row in zip(w, rows, strict=True)
+    ]
+
+
+def far(seed: int, times: float) -> tuple[Batch, Tensor]:
+    """A batch, and a policy so many times as far from the behaviour as `random_batch` has it."""
+    batch, log_policy_BT = random_batch(seed, rows=14)
+    assert batch.log_behavior_BT is not None
+    return batch, batch.log_behavior_BT + times * (log_policy_BT - batch.log_behavior_BT)
+
+
+@pytest.mark.parametrize("times", [0.0, 1.0, 5.0])
+@pytest.mark.parametrize("form", ["none", "exact", "tapered", "robust"])
+@pytest.mark.parametrize("known", ["all", "some", "none"])
+def test_value_and_gradient_are_those_of_the_formula(form: str, times: float, known: str) -> None:
+    for seed in range(8):
+        batch, log_policy_BT = far(seed, times)
+        assert batch.log_behavior_BT is not None
+        if known != "all":
+            unknown_B1 = torch.arange(batch.rows)[:, None] % (3 if known == "some" else 1) == 0
+            there_BT = batch.log_behavior_BT.masked_fill(unknown_B1, torch.nan) if known == "some" else None
+            batch = replace(batch, log_behavior_BT=None, some_behavior_BT=there_BT)
+        objective = TrajectoryBalance(BETA, off_policy=form)  # type: ignore[arg-type]
+        loss, metrics = objective(PolicyOutput(log_policy_BT), batch, 1)
+        expected_loss, expected_BT, size = 0.0, torch.zeros_like(log_policy_BT), 0.0
+        for group in groups_of(batch, log_policy_BT):
+            terms = pushed(form if known != "none" or form != "robust" else "exact", [row for _, row in group])
+            for (b, _), (w, a) in zip(group, terms, strict=True):
+                expected_loss += w * a * a / (2 * beta) / batch.rows
+                expected_BT[b] = -w * a / batch.rows * batch.mask_BT[b].double()
+                size += abs(a) / beta / batch.rows
+        assert float(loss) == pytest.approx(expected_loss, rel=1e-12, abs=1e-12)
+        assert float(metrics["residual"]) == pytest.approx(size, rel=1e-6)
+        torch.testing.assert_close(slopes(objective, batch, log_policy_BT)[0], expected_BT, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("growing", [False, True])
+def test_the_offset_comes_from_earlier_batches_alone(growing: bool) -> None:
+    objective, strength = ExactWithOffset(BETA, 1.5, growing), 1.5
+    means: tuple[float, float] | None = None
+    for step in range(1, 6):
+        batch, log_policy_BT = far(step, 1.0 + step % 3)
+        c = 0.0 if means is None else strength * means[0] * (means[1] ** 2 if growing else 1)
+        expected_BT, gaps, shares = torch.zeros_like(log_policy_BT), [], []
+        for group in groups_of(batch, log_policy_BT):
+            rows = [row for _, row in group]
+            terms = pushed("exact", rows)
+            for (b, row), (w, a) in zip(group, terms, strict=True):
+                assert row.log_rho is not None
+                expected_BT[b] = -(w * a + c * min(math.exp(row.log_rho), 8.0)) / batch.rows * batch.mask_BT[b].double()
+            low, high = min(a for _, a in terms), max(a for _, a in terms)
+            gaps.append(-low)
+            if high - low > 1e-6:
+                shares.append(-low / (high - low))
+        new = sum(gaps) / len(gaps), sum(shares) / len(shares)
+        means = new if means is None else (0.9 * means[0] + 0.1 * new[0], 0.9 * means[1] + 0.1 * new[1])
+        torch.testing.assert_close(_slopes(objective, batch, log_policy_BT, step), expected_BT, rtol=0, atol=1e-12)
+        assert c > 0.1 or step == 1
+
+
+def test_micro_batches_of_groups_and_another_run_see_the_offset_of_the_whole() -> None:
+    whole, parts = ExactWithOffset(BETA), ExactWithOffset(BETA)
+    for _ in range(2):
+        for step in (1, 2, 3):
+            batch, log_policy_BT = far(step, 2.0)
+            found_BT = torch.zeros_like(log_policy_BT)
+            for g in range(batch.groups):
+                rows = (batch.group_B == g).nonzero()[:, 0]
+                part = batch.select(rows)
+                width = part.completion_BT.shape[1]
+                own_BT = _slopes(parts, part, log_policy_BT[rows][:, :width], step)
+                found_BT[rows, :width] = own_BT * len(rows) / batch.rows
+            expected_BT = _slopes(whole, batch, log_policy_BT, step)
+            torch.testing.assert_close(found_BT, expected_BT, rtol=0, atol=1e-12)
+            if step == 1:  # begins without one, in a second run too
+                exact_BT = slopes(TrajectoryBalance(BETA, off_policy="exact"), batch, log_policy_BT)[0]
+                torch.testing.assert_close(expected_BT, exact_BT, rtol=0, atol=1e-12)
+
+
+def _slopes(objective: ExactWithOffset, batch: Batch, log_policy_BT: Tensor, step: int) -> Tensor:
+    leaf_BT = log_policy_BT.clone().requires_grad_()
+    loss, _ = objective(PolicyOutput(leaf_BT), batch, step)
+    return torch.autograd.grad(loss, leaf_BT)[0]
