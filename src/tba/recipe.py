@@ -26,7 +26,7 @@ from tba.search.prompts import PromptSettings
 from tba.search.vine import Vine
 from tba.training.control import Control
 from tba.training.optimizer import OptimizerSettings
-from tba.training.ranks import RankSettings
+from tba.training.ranks import LOADING, RankSettings
 from tba.types import Json
 from tba.weights.directory import PublishSettings
 
@@ -56,15 +56,17 @@ class RuntimeSettings:
 
     @property
     def first_sign_deadline(self) -> float:
-        """Seconds until a part must give its first heartbeat: it loads libraries and a model before."""
-        return max(self.silence_deadline, 120.0)
+        """Seconds until a part must give its first heartbeat: it loads libraries and a model before, for which ranks of
+        the trainer wait as long for each other.
+        """
+        return max(self.silence_deadline, LOADING + 60.0)
 
     @property
     def journal_deadline(self) -> float:
         """Seconds that a part waits for the journal's lock: a part that hangs while it holds the lock is killed
         earlier.
         """
-        return self.first_sign_deadline + 30.0
+        return max(self.silence_deadline, 120.0) + 30.0
 
 
 @dataclass(frozen=True)

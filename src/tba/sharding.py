@@ -6,7 +6,7 @@ deals them; the last ranks may hold fewer, or none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -24,6 +24,8 @@ class Sharding:
 
     mesh: Any  # a one-dimensional torch DeviceMesh
     compute: torch.dtype  # of forward and backward; parameters, sums of gradients and moments keep their own
+    meet: Callable[[], None] = lambda: None  # waits for all ranks: a rank that has read its rows calls it, before any
+    # collective, since others may still be reading theirs
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:

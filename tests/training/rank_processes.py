@@ -26,15 +26,17 @@ def ranks_of(
     patience: float = 60.0,
     word: float = 60.0,
     code: int = 0,
+    loading: float = 60.0,
 ) -> Iterator[Ranks]:
     """Rank 0 of `count`; the others live in forked processes and have ended with `code` when this ends.
 
-    patience: seconds that each waits inside a step. word: that the others wait for what rank 0 says.
+    patience: seconds that each waits inside a step. word: that the others wait for what rank 0 says. loading: that rank
+    0 waits for the others to load the model.
     """
 
     def started(rank: int) -> Ranks:
         shared, device = dist.FileStore(str(store), count), torch.device("cpu")
-        return Ranks(rank, count, Meeting(shared), device, 60.0, word if rank else 60.0, patience)
+        return Ranks(rank, count, Meeting(shared), device, 60.0, word if rank else 60.0, patience, loading)
 
     children = []
     gc.collect()  # a child that collected the process groups of an earlier test would wait for threads it does not have

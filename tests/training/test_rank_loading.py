@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from transformers import (
 )
 
 from tba.batch import collate
+from tba.errors import DeadlineExceeded
 from tba.models.huggingface import HuggingFace
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_unfilled
@@ -124,6 +126,41 @@ def test_files_of_half_precision_fill_shards_of_float32_whose_rows_do_not_divide
         found = gathered_of(ranks)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def loaded_after(seconds: float, path: Path, ranks: Ranks) -> None:
+    """Load the rows of a rank whose disk is slow, and evaluate with the others."""
+    model, files = load_unfilled(path, torch.float32)
+    threading.Event().wait(seconds)
+    policy = CausalPolicy(model)
+    policy.shard(ranks.sharding(torch.float32), files)
+    policy.evaluate(collate(groups_of([3, 2])))
+
+
+@pytest.mark.parametrize(("late", "seconds"), [(1, 10.0), (0, 4.0)])
+def test_a_rank_that_loads_for_longer_than_a_collective_may_take_is_waited_for(
+    tmp_path: Path, late: int, seconds: float
+) -> None:
+    path = saved(LlamaForCausalLM(LlamaConfig(**GROUPED)), tmp_path / "model")
+
+    def life(ranks: Ranks) -> None:
+        loaded_after(seconds if late else 0.0, path, ranks)
+
+    with ranks_of(2, tmp_path / "store", life, patience=3.0) as ranks:
+        loaded_after(0.0 if late else seconds, path, ranks)
+
+
+def test_a_rank_that_has_not_loaded_by_the_deadline_is_named(tmp_path: Path) -> None:
+    path = saved(LlamaForCausalLM(LlamaConfig(**GROUPED)), tmp_path / "model")
+
+    def life(ranks: Ranks) -> None:
+        loaded_after(0.0 if ranks.rank == 2 else 4.0, path, ranks)
+
+    with (
+        pytest.raises(DeadlineExceeded, match=r"trainer rank 0 waited 2 s for rank 1 to load the model"),
+        ranks_of(3, tmp_path / "store", life, loading=2.0) as ranks,
+    ):
+        loaded_after(0.0, path, ranks)
 
 
 def test_adapters_are_new_and_equal_on_every_rank_though_no_file_has_them(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import struct
 import traceback
@@ -37,6 +38,7 @@ from tba.types import Json
 
 STEP = 120.0  # seconds that a rank may wait inside a step: all of them compute the same layer, so a rank that is later
 # by that much hangs
+LOADING = 3600.0  # seconds that ranks wait for each other to load the model, from a slow disk or the Hub
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,8 @@ class Message:
 class Ranks:
     """This process's place among `count` ranks. All of them make theirs at the same time.
 
-    Each waits at most `deadline` seconds for another to start or to take weights, `word_deadline` for a message from
-    rank 0, and `step` inside a step.
+    Each waits at most `deadline` seconds for another to start or to take weights, `loading` for it to load the model,
+    `word_deadline` for a message from rank 0, and `step` inside a step.
     """
 
     def __init__(
@@ -97,11 +99,12 @@ class Ranks:
         deadline: float,
         word_deadline: float,
         step: float = STEP,
+        loading: float = LOADING,
     ) -> None:
         from torch.distributed.device_mesh import DeviceMesh  # heavy to import, and most trainers have one rank
 
         self.rank, self.count, self.device = rank, count, device
-        self.deadline, self.word_deadline, self.step = deadline, word_deadline, step
+        self.deadline, self.word_deadline, self.step, self.loading = deadline, word_deadline, step, loading
         _listen_on(meeting.address)
         if device.type == "cuda":
             torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -116,7 +119,7 @@ class Ranks:
             self.saving: Any = dist.new_group(backend="gloo", timeout=patience)
 
     def sharding(self, compute: torch.dtype) -> Sharding:
-        return Sharding(self.mesh, compute)
+        return Sharding(self.mesh, compute, self.meet)
 
     def say(self, word: str, tensors: Mapping[str, Tensor] | None = None, **facts: Json) -> None:
         """Send a message from rank 0 to all others."""
@@ -207,9 +210,17 @@ class Ranks:
         return self.deadline if group is self.weights else self.word_deadline
 
     def meet(self) -> None:
-        """Wait until all ranks have come here: with their model loaded, after which nobody is late inside a step."""
-        with self._waits("for the other ranks to load the model", self.word_deadline):
-            dist.barrier(self._messages)
+        """Wait until all ranks have come here: with their model loaded, after which nobody is late inside a step.
+
+        Raises `DeadlineExceeded`, which on rank 0 names those that have not.
+        """
+        try:
+            dist.monitored_barrier(self._messages, timedelta(seconds=self.loading), wait_all_ranks=True)
+        except RuntimeError as error:
+            late = _LATE.search(str(error))
+            who = f"rank {late[1].strip()}" if late else "rank 0" if self.rank else "the other ranks"
+            deadline = self.word_deadline if self.rank else self.loading  # the group's, while rank 0 is not there
+            raise self._named(error, f"for {who} to load the model", deadline) from error
 
     @contextmanager
     def inside(self, word: str) -> Iterator[None]:
@@ -239,9 +250,12 @@ class Ranks:
 
     def _named(self, error: RuntimeError, what: str, deadline: float) -> DeadlineExceeded | PartFailed:
         first = str(error).strip().split("\n")[0]
-        if "imed out" in first or "imeout" in first:
+        if "imed out" in first or "imeout" in first or _LATE.search(first):
             return DeadlineExceeded(f"trainer rank {self.rank} waited {deadline:g} s {what} ({first})")
         return PartFailed(f"trainer rank {self.rank} waited {what}, which is gone ({first})")
+
+
+_LATE = re.compile(r"Ranks? ([0-9, ]+) failed to pass monitoredBarrier")
 
 
 def _collective_of(error: BaseException) -> str | None:
