@@ -512,3 +512,41 @@ def test_a_writer_whose_file_was_taken_away_acknowledges_nothing(tmp_path: Path)
     with pytest.raises(UserError, match="is gone: put it back"):
         JournalWriter(path, "searcher-0", create=False)
     assert not path.exists()
+
+
+def test_a_journal_that_is_set_back_to_an_older_copy_is_refused_by_the_number_of_its_rows(path: Path) -> None:
+    follower = JournalFollower(path)
+    with JournalWriter(path, "searcher-0") as writer:
+        writer.put([trajectory(seed) for seed in range(5)])
+        assert len(follower.drain()) == 5
+        writer.put([trajectory(seed) for seed in range(5, 12)])
+        assert len(follower.drain()) == 7
+        with sqlite3.connect(path) as older:  # what its readers see once files and log are those of before
+            older.execute("DELETE FROM trajectories WHERE seq > 5")
+            older.execute("DELETE FROM bodies WHERE seq > 5")
+            older.execute("UPDATE totals SET value = 5, again = 5 WHERE name = 'rows'")
+        said = "was set back to an older copy while it was in use: it has 5 rows and had 12, so at least 7 are missing"
+        for act in (follower.drain, follower.totals, lambda: writer.put([trajectory(12)]), follower.close):
+            with pytest.raises(UserError, match=said):
+                act()
+    with JournalFollower(path) as follower:
+        assert len(follower.drain()) == 5  # and nothing was added to it
+
+
+def test_a_journal_that_is_written_over_by_another_program_is_noticed_by_its_follower(path: Path) -> None:
+    follower = JournalFollower(path)
+    with JournalWriter(path, "searcher-0") as writer:
+        writer.put([trajectory(seed) for seed in range(5)])
+        assert follower.checkpoint()
+        older = path.read_bytes()
+        writer.put([trajectory(seed) for seed in range(5, 60)])
+        assert follower.checkpoint()
+        assert follower.checkpoint()  # its own writing is nobody else's
+        assert len(follower.drain()) == 60
+        with path.open("r+b") as file:
+            file.write(older)
+            file.flush()
+            os.utime(path)
+        for act in (follower.drain, follower.close):
+            with pytest.raises(UserError, match="was written over by another program while it was in use"):
+                act()

@@ -236,3 +236,42 @@ def test_records_with_damaged_lines_are_told_and_the_run_goes_on(run: Path, caps
     summary = Summary.read(run)
     assert summary is not None
     assert (summary.steps, summary.faults["unreadable_lines"]) == (45, 3)
+
+
+def test_what_is_known_of_a_run_without_its_weights_and_checkpoints_tells_of_an_older_journal(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, earlier = held(run / "journal.sqlite").rows, held(run / "earlier").rows
+    read = int(read_metrics(run)[-1]["journal_rows"])
+    assert earlier < read <= rows
+    shutil.rmtree(run / "checkpoints")
+    shutil.rmtree(run / "weights")
+    an_earlier_copy(run)
+    resume = ["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]
+    assert main(resume) == 2  # by the summary
+    assert (
+        f"at least {rows - earlier:,} of the {rows:,} trajectories that it held are missing" in capsys.readouterr().err
+    )
+    (run / "summary.json").unlink()
+    assert main(resume) == 2  # by the last line of metrics
+    assert (
+        f"at least {read - earlier:,} of the {read:,} trajectories that it held are missing" in capsys.readouterr().err
+    )
+
+
+def test_commands_that_read_or_add_to_a_run_say_that_its_journal_is_an_older_copy(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, earlier = held(run / "journal.sqlite").rows, held(run / "earlier").rows
+    an_earlier_copy(run)
+    assert main(["replay", str(run)]) == 0
+    said = f"{rows - earlier:,} of the {rows:,} trajectories that the run had are missing"
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["report", str(run), "--out", str(tmp_path / "report.html")]) == 0
+    assert said in (tmp_path / "report.json").read_text()
+    capsys.readouterr()
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text('{"prompt": "1+2=", "completion": "3"}\n')
+    assert main(["import", str(run), str(answers), "--trust"]) == 2
+    assert f"at least {rows - earlier:,} of the {rows:,} trajectories that it held" in capsys.readouterr().err
+    assert held(run / "journal.sqlite").rows == earlier

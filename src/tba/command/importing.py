@@ -18,6 +18,7 @@ from tba.recipe import Recipe
 from tba.record.jsonl import JsonLines
 from tba.record.terminal import terminal
 from tba.record.text import printable
+from tba.runtime.checkpointing import loss_of
 from tba.runtime.importing import demonstrations, entries_of, intake_of, prepare
 from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
@@ -40,6 +41,8 @@ def import_files(path: Path, files: Sequence[Path], options: ImportOptions, over
         run = RunDirectory.open(path)
         recipe = run.recipe_to_read(options.trust)
         refuse(recipe, files)
+        if (lost := loss_of(run, run.journal(recipe))) is not None:
+            raise UserError(f"{lost}; put it back if there is a copy, or resume with --accept-lost-rows first")
     take_in(recipe, run, files, options, console)
     if options.recipe is not None:
         console.print(

@@ -22,6 +22,7 @@ from tba.record.terminal import terminal
 from tba.record.text import count, printable, size
 from tba.replay.reading import JournalReader, Share, written_out
 from tba.replay.uses import unpack_uses
+from tba.runtime.checkpointing import held_by_journal, missing_from
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import newest_sound
 from tba.types import Json
@@ -33,7 +34,7 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
     """`tba replay RUN`: print, query or export what the journal holds."""
     run = RunDirectory.open(path)
     journal = run.journal_there()
-    used = uses_of(run)
+    used, held = uses_of(run), held_by_journal(run)  # before the journal is read: a run in progress adds to it
     if options.export is not None:
         if options.sql is not None:
             raise UserError("give --sql or --export, not both: an export has all trajectories")
@@ -42,7 +43,7 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
         return 0
     with JournalReader(journal, used, options.seconds) as reader:
         if options.sql is None:
-            _show(terminal(), path, journal, reader)
+            _show(terminal(), path, journal, reader, held.rows)
         else:
             _answer(*reader.query(options.sql))
     return 0
@@ -79,12 +80,14 @@ def _cell(value: object) -> str:
     return printable(str(value), longest=sys.maxsize, newlines=False)
 
 
-def _show(console: Console, path: Path, journal: Path, reader: JournalReader) -> None:
+def _show(console: Console, path: Path, journal: Path, reader: JournalReader, known: int) -> None:
     totals = reader.totals
     console.print(
         f"{path}: {totals.rows:,} trajectories, {count(totals.tokens)} tokens, {size(journal.stat().st_size)}",
         highlight=False,
     )
+    if totals.rows < known:
+        console.print(missing_from(totals.rows, known), style="yellow", highlight=False)
     if totals.retired_rows:
         console.print(f"{totals.retired_rows:,} of them were deleted from disk (--replay.keep-gb)", highlight=False)
     for recovery in reader.recoveries:

@@ -25,7 +25,7 @@ from tba.record.summary import Summary
 from tba.record.terminal import terminal
 from tba.replay.journal import JournalWriter
 from tba.replay.missing_rows import accept, find_loss
-from tba.runtime.checkpointing import held_by_journal, note_recoveries
+from tba.runtime.checkpointing import held_by_journal, loss_of, note_recoveries
 from tba.runtime.elastic import Joined
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of
@@ -90,21 +90,19 @@ def resumable(
     if checkpoint is not None and "uses" not in checkpoint.state.get("replay", {}):
         raise UserError(f"{checkpoint.path} was made by an earlier version of this program: start a new run")
     _refuse_finished(run, recipe, checkpoint)
-    _refuse_lost_rows(run, recipe, checkpoint, accept_lost_rows)
+    _refuse_lost_rows(run, recipe, accept_lost_rows)
     return recipe, checkpoint
 
 
-def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None, accepted: bool) -> None:
-    journal, held = run.journal(recipe), held_by_journal(run, checkpoint)
-    loss = find_loss(journal, held)
-    if loss is None:
+def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, accepted: bool) -> None:
+    journal = run.journal(recipe)
+    if (lost := loss_of(run, journal)) is None:
         return
     if not accepted:
-        raise UserError(
-            f"the journal {journal} {loss.why}: at least {loss.rows:,} of the {held.rows:,} trajectories that it held "
-            "are missing; put it back if there is a copy, or continue without them with --accept-lost-rows"
-        )
-    accept(journal, held, loss)
+        raise UserError(f"{lost}; put it back if there is a copy, or continue without them with --accept-lost-rows")
+    held = held_by_journal(run)
+    if (loss := find_loss(journal, held)) is not None:
+        accept(journal, held, loss)
 
 
 def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None) -> None:

@@ -31,6 +31,7 @@ from tba.record.text import frame_of
 from tba.replay.buffer import LEFT
 from tba.replay.excerpt import Facts, chosen, read_bodies, read_facts
 from tba.replay.reading import JournalReader
+from tba.runtime.checkpointing import held_by_journal, missing_from
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import newest_sound
 from tba.types import Evaluation, Json, Sampling, Trajectory, is_text
@@ -67,7 +68,7 @@ def run_data(path: Path, most: int, budget: int) -> dict[str, Json]:
         "frame": frame_of([a["prompt"] for a in answers] + [p["text"] for p in prompts if "text" in p]),
         "account": _account(record),
         "facts": [] if record.summary is None else list(facts_of(record.summary).items()),
-        "notes": [] if hidden else _notes(record),
+        "notes": [*filter(None, [journal.pop("lost")]), *([] if hidden else _notes(record))],
         "metrics": _curves(record.metrics),
         "rates": {name: [_short(x), _short(y)] for name, (x, y) in metrics.rates(record.metrics).items()},
         "evaluations": [_evaluation(e) for e in record.evaluations],
@@ -269,10 +270,12 @@ def _journal(
 ) -> dict[str, Json]:
     journal = run.journal_there()
     if not journal.is_file():
-        return {"searchers": [], "fates": None, "trajectories": None}
+        return {"searchers": [], "fates": None, "trajectories": None, "lost": None}
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     known = checkpoint is not None
+    held = held_by_journal(run)
     with JournalReader(journal, deadline_s=DEADLINE_S) as reader:
+        lost = missing_from(reader.totals.rows, held.rows) if reader.totals.rows < held.rows else None
         facts = read_facts(reader, fates_of(run))
         samples = _trained_samples(reader, record.directory)
         rows = chosen(facts, most, np.array(sorted(samples), np.int64))
@@ -284,6 +287,7 @@ def _journal(
         "searchers": _searchers(facts, clock),
         "fates": {"as_of": str(checkpoint.version), "counts": _fates(facts)} if checkpoint is not None else None,
         "trajectories": excerpt.to_json(_pieces(run, excerpt.token_ids)),
+        "lost": lost,
     }
 
 

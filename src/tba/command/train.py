@@ -28,7 +28,7 @@ from tba.record.show import closing_page
 from tba.record.summary import Summary
 from tba.record.terminal import terminal
 from tba.replay.database import suspect_mark
-from tba.runtime.checkpointing import note_recoveries
+from tba.runtime.checkpointing import loss_of, note_recoveries
 from tba.runtime.disk import disk_full
 from tba.runtime.importing import is_prepared, take_over
 from tba.runtime.inline import Inline
@@ -193,7 +193,7 @@ def _recovered(recipe: Recipe, run: RunDirectory) -> UserError | None:
     if not suspect_mark(journal).exists():
         return None
     try:
-        found = "; ".join(note_recoveries(run, journal))
+        found = "; ".join([*note_recoveries(run, journal), *filter(None, [loss_of(run, journal)])])
     except TbaError:  # it cannot be recovered, or somebody else has it open: the error stands
         return None
     again = f"continue with `tba train --resume {shlex.quote(str(run.path))}`"

@@ -57,6 +57,11 @@ class Ledger:
         return Ledger(**{name: getattr(self, name) + getattr(other, name) for name in TERMS})
 
     @property
+    def written(self) -> int:
+        """All that was appended to the journal."""
+        return self.generated + self.imported - self.rejected - self.in_flight_at_stop
+
+    @property
     def accounted(self) -> int:
         """All that is known to have become of what was generated and imported."""
         left = self.evicted + self.rejected + self.duplicate + self.damaged

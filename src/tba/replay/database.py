@@ -88,6 +88,8 @@ class Database:
         self._schema = schema
         self._file: tuple[int, int] | None = None  # the file's identity, once it is open
         self._bytes = 0  # that it had when it was last looked at: it never shrinks, nothing is vacuumed
+        self._rows = 0  # that had ever been inserted when it was last looked at: an older copy has fewer
+        self._written: int | None = None  # when the file was written last, where nobody else writes it
         if create:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         elif not self.path.is_file():
@@ -99,7 +101,7 @@ class Database:
         try:
             with self._explained():
                 self._waiting(lambda: self._prepare(schema))
-            self._file, self._bytes = self._file_there()
+            self._file, self._bytes, _ = self._file_there()
         except BaseException:
             self._connection.close()
             raise
@@ -147,6 +149,8 @@ class Database:
             try:
                 self.require_file()
                 yield self._connection
+                if self._file is not None:
+                    self._require_rows()  # which are more now
                 self._waiting(lambda: self._connection.execute("COMMIT"))
             except BaseException:
                 if self._connection.in_transaction:
@@ -171,35 +175,58 @@ class Database:
             return self._waiting(lambda: self._connection.execute(query, parameters).fetchall())
 
     def require_file(self) -> None:
-        """Raises `UserError` when the file that was opened was deleted, replaced by another one, or cut.
+        """Raises `UserError` when the file that was opened was deleted, replaced by another one, cut, written over, or
+        set back to an older copy.
 
-        What was written from then on would be lost with it. Checked in every transaction; costs a `stat`.
+        What was written from then on would be lost with it. Checked in every transaction; costs a `stat` and a query.
         """
-        there, size = self._file_there()
-        if self._file is None or (there == self._file and size >= self._bytes):
+        with self.lock:
+            there, size, written = self._file_there()
+            if self._file is None:  # it is being made
+                return
+            how = ""
+            if there != self._file:
+                self._refuse_other(there is None)
+            elif size < self._bytes:
+                how = f"cut from {self._bytes:,} to {size:,} bytes"
+            elif self._written not in (None, written):
+                how = "written over by another program"
+            if how:
+                with suppress(OSError):
+                    suspect_mark(self.path).touch()
+                raise UserError(
+                    f"{self.path} was {how} while it was in use: end what uses it; whoever opens it next sets it aside "
+                    "and recovers its rows"
+                )
             self._bytes = size
-            return
-        if there == self._file:
-            with suppress(OSError):
-                suspect_mark(self.path).touch()
-            raise UserError(
-                f"{self.path} was cut from {self._bytes:,} to {size:,} bytes while it was in use: end what uses it; "
-                "whoever opens it next sets it aside and recovers its rows"
-            )
+            self._require_rows()
+
+    def _refuse_other(self, gone: bool) -> None:
         ((rows,),) = self._connection.execute(self._schema.rows).fetchall()
-        how = "was deleted" if there is None else "was replaced by another file"
+        how = "was deleted" if gone else "was replaced by another file"
         raise UserError(
             f"{self.path} {how} while it was in use, and with it {rows:,} rows are missing: put it back if there is a "
             "copy, or continue without them (tba train --resume RUN --accept-lost-rows)"
         )
 
-    def _file_there(self) -> tuple[tuple[int, int] | None, int]:
-        """Returns the file's identity and its bytes."""
+    def _require_rows(self) -> None:
+        """Raises `UserError` when there were more rows before: no program of ours takes any away."""
+        ((rows,),) = self.rows(self._schema.rows)
+        if rows < self._rows:
+            raise UserError(
+                f"{self.path} was set back to an older copy while it was in use: it has {rows:,} rows and had "
+                f"{self._rows:,}, so at least {self._rows - rows:,} are missing: put the newer file back if there is a "
+                "copy, or continue without them (tba train --resume RUN --accept-lost-rows)"
+            )
+        self._rows = rows
+
+    def _file_there(self) -> tuple[tuple[int, int] | None, int, int]:
+        """Returns the file's identity, its bytes, and when it was written last."""
         try:
             found = os.stat(self.path)
         except FileNotFoundError:
-            return None, 0
-        return (found.st_dev, found.st_ino), found.st_size
+            return None, 0, 0
+        return (found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns
 
     @property
     def wal_size(self) -> int:
@@ -208,12 +235,19 @@ class Database:
         return wal.stat().st_size if wal.exists() else 0
 
     def checkpoint(self) -> bool:
-        """Move the write-ahead log into the file and truncate it; returns False when another process prevented that."""
-        self.require_file()  # what is written fills the place of what was cut off
-        self.rows("PRAGMA wal_checkpoint(PASSIVE)")  # most of the work, while writers go on
-        ((busy, _, _),) = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
-        self.require_file()  # which has grown
-        return not busy
+        """Move the write-ahead log into the file and truncate it; returns False when another process prevented that.
+
+        From the first one on nobody else may write the file.
+        """
+        with self.lock:
+            self.require_file()  # what is written fills the place of what was cut off
+            try:
+                self.rows("PRAGMA wal_checkpoint(PASSIVE)")  # most of the work, while writers go on
+                ((busy, _, _),) = self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+            finally:
+                self._written = self._file_there()[2]
+            self.require_file()  # which has grown
+            return not busy
 
     def _waiting(self, act: Callable[[], T]) -> T:
         """Returns `act()`, retried while the file is locked, until the deadline."""

@@ -191,6 +191,7 @@ class JournalFollower:
 
     def totals(self) -> Totals:
         """Returns what was ever appended and deleted."""
+        self._database.require_file()
         values = dict(self._database.rows("SELECT name, value FROM totals WHERE name <> 'retired_until'"))
         return Totals(**values)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -42,6 +43,11 @@ class Held:
         """The inverse of `state`; what is not there, or is no number, is 0."""
         found = state if isinstance(state, dict) else {}
         return cls(**{name: n for name in cls.__slots__ if isinstance(n := found.get(name), int) and n >= 0})
+
+    @classmethod
+    def most(cls, known: Sequence[Held]) -> Held:
+        """Returns the largest count of each kind, and the identity if any knows it."""
+        return cls(*(max((getattr(held, name) for held in known), default=0) for name in cls.__slots__))
 
     def state(self) -> dict[str, Json]:
         return asdict(self)

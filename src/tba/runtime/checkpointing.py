@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import logging
 import random
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,8 +22,10 @@ import torch
 from tba.clock import ShareClock
 from tba.errors import UserError
 from tba.record.faults import count_faults, record_fault
+from tba.record.metrics import JOURNAL_ROWS, read_last
+from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.replay.missing_rows import Held
+from tba.replay.missing_rows import Held, find_loss
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version
@@ -75,12 +78,40 @@ def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
     return new
 
 
-def held_by_journal(run: RunDirectory, checkpoint: Checkpoint | None) -> Held:
-    """Returns the most that the journal is known to have held, according to the newest weights or the checkpoint."""
+def held_by_journal(run: RunDirectory) -> Held:
+    """Returns the most that the journal is known to have held, according to the newest weights, the newest checkpoint,
+    the last line of metrics and the summary.
+    """
     weights = WeightDirectory(run.weights)
     known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
+    checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
-    return max(known, key=lambda held: held.rows, default=Held())
+    last = read_last(run.path)
+    known += [] if last is None else [Held(rows=int(last.get(JOURNAL_ROWS, 0)))]
+    with suppress(UserError):  # a summary that cannot be read
+        summary = Summary.read(run.path)
+        known += [] if summary is None else [Held(summary.trajectories.written, summary.tokens.written)]
+    return Held.most(known)
+
+
+def missing_from(there: int, known: int) -> str:
+    """Returns the sentence about a journal of so many rows whose run knows of more."""
+    return (
+        f"{known - there:,} of the {known:,} trajectories that the run had are missing: its journal is an older copy, "
+        "or was damaged"
+    )
+
+
+def loss_of(run: RunDirectory, journal: Path) -> str | None:
+    """Returns how many rows the journal lacks of what the run knows that it held, as a sentence; None: none."""
+    held = held_by_journal(run)
+    loss = find_loss(journal, held)
+    if loss is None:
+        return None
+    return (
+        f"the journal {journal} {loss.why}: at least {loss.rows:,} of the {held.rows:,} trajectories that it held are "
+        "missing"
+    )
 
 
 def generators() -> dict[str, Json]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tba.cards import cards
 from tba.clock import SEARCHERS_TIME, State, share_of
+from tba.errors import UserError
 from tba.foreign import read_json
 from tba.protocols import Arithmetic
 from tba.recipe import Recipe
@@ -26,6 +27,7 @@ from tba.record.memory import machine
 from tba.record.metrics import RunningMetrics
 from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.follower import JournalFollower
+from tba.runtime.checkpointing import loss_of
 from tba.runtime.elastic import Joined
 from tba.runtime.run_dir import RunDirectory
 from tba.runtime.watching import Watch
@@ -84,6 +86,8 @@ def summarise(
 ) -> Summary:
     """Write summary.json of a run whose parts have ended, and return it."""
     trainer = read_json(run.result("trainer"), GO_ON)
+    if (lost := loss_of(run, run.journal(recipe))) is not None:
+        raise UserError(f"{lost}; put it back if there is a copy, or {GO_ON} with --accept-lost-rows")
     joined = Joined(run).record()
     names = [*searchers, *(searcher["name"] for searcher in joined)]
     results = {name: read_json(run.result(name), GO_ON, **_SEARCHER) for name in names if run.result(name).exists()}

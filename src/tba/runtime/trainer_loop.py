@@ -31,7 +31,7 @@ from tba.record.falls import STALE, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
-from tba.record.metrics import EVALUATING, GENERATED_TOKENS, PART
+from tba.record.metrics import EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
@@ -284,6 +284,7 @@ class TrainerLoop:
             **self.references.metrics(),
             **self._steer(metrics),
             **self._searched,
+            JOURNAL_ROWS: float(self.journal.position),
         }
         version, log_policy = self.trainer.version, self.trainer.log_policy
         self.recorder.step(version, self.ended_training, metrics | own, trajectories, log_policy)
