@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -82,14 +82,20 @@ def saved(model: PreTrainedModel, folder: Path) -> Path:
     return folder
 
 
+def whole(policy: CausalPolicy, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a sharded policy, on rank 0; the others send their rows."""
+    shards = policy.everything()
+    return _streamed(shards, {name: own_rows(tensor) for name, tensor in shards.items()}, ranks, None)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_sharded_policy_has_the_weights_and_the_forward_of_the_whole_model(family: str, tmp_path: Path) -> None:
     make, as_it_is = FAMILIES[family]
     torch.manual_seed(0)
     path = saved(make(), tmp_path / "model")
     batch = collate(groups_of([3, 2]))
-    whole = CausalPolicy(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
-    expected = whole.evaluate(batch).log_policy_BT
+    plain = CausalPolicy(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+    expected = plain.evaluate(batch).log_policy_BT
     with ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks:
         model, files = load_unfilled(path, torch.float32)
         assert (files is not None) == as_it_is
@@ -97,9 +103,9 @@ def test_a_sharded_policy_has_the_weights_and_the_forward_of_the_whole_model(fam
         policy = CausalPolicy(model)
         policy.shard(ranks.sharding(torch.float32), files)
         own = {name: own_rows(tensor) for name, tensor in policy.everything().items()}
-        assert own.keys() == whole.everything().keys()
-        assert all(torch.equal(own[name], tensor) for name, tensor in whole.everything().items())
-        assert policy.share_prompt == whole.share_prompt
+        assert own.keys() == plain.everything().keys()
+        assert all(torch.equal(own[name], tensor) for name, tensor in plain.everything().items())
+        assert policy.share_prompt == plain.share_prompt
         assert all(is_sharded(p) for p in policy.parameters())  # nothing is left gathered
         found = policy.evaluate(batch).log_policy_BT
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
@@ -117,7 +123,7 @@ def test_files_of_half_precision_fill_shards_of_float32_whose_rows_do_not_divide
         model, files = load_unfilled(path, torch.float32)
         policy = CausalPolicy(model)
         policy.shard(ranks.sharding(torch.float32), files)
-        return {name: tensor.clone() for name, tensor in _streamed(policy.everything(), ranks, None)}
+        return {name: tensor.clone() for name, tensor in whole(policy, ranks)}
 
     def life(ranks: Ranks) -> None:
         gathered_of(ranks)
@@ -172,13 +178,13 @@ def test_adapters_are_new_and_equal_on_every_rank_though_no_file_has_them(tmp_pa
 
     def life(ranks: Ranks) -> None:
         policy = recipe.policy(1.0, sharding=ranks.sharding(torch.float32))
-        for _ in _streamed(policy.everything(), ranks, None):
+        for _ in whole(policy, ranks):
             pass
         policy.evaluate(batch)
 
     with ranks_of(2, tmp_path / "store", life) as ranks:
         policy = recipe.policy(1.0, sharding=ranks.sharding(torch.float32))
-        found = {name: tensor.clone() for name, tensor in _streamed(policy.everything(), ranks, None)}
+        found = {name: tensor.clone() for name, tensor in whole(policy, ranks)}
         torch.testing.assert_close(policy.evaluate(batch).log_policy_BT, expected, rtol=0, atol=1e-6)
     assert sum(map(is_adapter, found)) == 2 * 2 * 7  # A and B of seven layers in two blocks
     for name, tensor in found.items():
