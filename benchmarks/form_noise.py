@@ -263,6 +263,15 @@ def _chance(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
+def largest(rows: Sequence[tuple[str, str, int, str, str]], forms: Sequence[str]) -> str:
+    """By data and form over all rewards and K, with its sign."""
+    lines = [f"| data | {' | '.join(forms)} |", f"|{'---|' * (1 + len(forms))}"]
+    for data in dict.fromkeys(row[1] for row in rows):
+        found = [max((float(r[4]) for r in rows if (r[1], r[3]) == (data, form)), key=abs) for form in forms]
+        lines.append(f"| {data} | {' | '.join(f'{x:+.3f}' for x in found)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", nargs="+", default=list(FORMS), choices=list(FORMS))
@@ -278,6 +287,7 @@ def main() -> None:
         found = [Cell(reward, data, size, form).bias for form in given.forms]
         print(f"| {reward} | {data} | {size} | {' | '.join(f'{x:+.3f}' for x in found)} |", flush=True)
         rows += [(reward, data, size, form, f"{x:.5f}") for form, x in zip(given.forms, found, strict=True)]
+    print(f"\nThe largest distance:\n\n{largest(rows, given.forms)}")
     if given.csv is not None:
         with given.csv.open("w", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([("rewards", "data", "K", "form", "bias"), *rows])

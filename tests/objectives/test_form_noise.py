@@ -1,0 +1,97 @@
+"""Where forms settle when rewards are noisy, by enumeration: the table of `benchmarks/form_noise.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_FILE = Path(__file__).parents[2] / "benchmarks" / "form_noise.py"
+LINEAR = ("none", "exact")  # in the reward, with weights that depend on the answer alone
+AS_SAMPLED = ("fresh", "fixed_9", "fixed_1")
+
+
+@pytest.fixture(scope="module")
+def noise() -> Any:
+    spec = importlib.util.spec_from_file_location("form_noise", _FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(sys.modules, "form_noise", module)  # its dataclasses look themselves up
+        spec.loader.exec_module(module)
+        yield module
+
+
+def cells(noise: Any, form: str, data: tuple[str, ...]) -> list[Any]:
+    """All rewards and sizes of these data, save normal rewards at K = 20, which are a matter of seconds each."""
+    found = [noise.Cell(reward, d, size, form) for reward, d, size in product(noise.REWARDS, data, noise.SIZES)]
+    return [c for c in found if (c.reward, c.size) != ("gaussian", 20)]
+
+
+@pytest.mark.parametrize("form", LINEAR)
+def test_noise_does_not_move_a_form_that_is_linear_in_the_reward_on_any_data(noise: Any, form: str) -> None:
+    found = {c: c.bias for c in cells(noise, form, (*AS_SAMPLED, "distinct"))}
+    assert len(found) == 44
+    assert {c: b for c, b in found.items() if abs(b) > 1e-3} == {}
+
+
+@pytest.mark.parametrize("form", LINEAR)
+@pytest.mark.parametrize("reward", ["plus_minus", "zero_one", "world", "gaussian"])
+def test_nor_do_data_of_ten_updates_ago(noise: Any, form: str, reward: str) -> None:
+    assert abs(noise.Cell(reward, "stale", 4, form).bias) < 1e-3
+
+
+def test_an_offset_from_earlier_batches_moves_nothing_on_data_as_they_were_sampled(noise: Any) -> None:
+    for form in ("offset", "growing"):
+        assert max(abs(c.bias) for c in cells(noise, form, AS_SAMPLED)) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("form", "reward", "data", "size", "bias"),
+    [
+        ("robust", "plus_minus", "fresh", 4, 0.225),  # the group's lowest contains the answer's own reward
+        ("robust", "plus_minus", "fresh", 20, 0.148),
+        ("robust", "zero_one", "fresh", 4, 0.257),
+        ("robust", "world", "fresh", 4, 0.117),
+        ("robust", "plus_minus", "fixed_9", 4, 0.508),
+        ("robust", "zero_one", "fixed_1", 4, 0.652),
+        ("robust", "zero_one", "distinct", 20, -0.187),
+        ("tapered", "plus_minus", "fresh", 4, 0.0),  # its weights are all 1
+        ("tapered", "plus_minus", "fixed_9", 4, 0.159),  # they depend on the sign of A, and so on luck
+        ("tapered", "zero_one", "fixed_1", 20, 0.612),
+        ("tapered", "zero_one", "distinct", 20, 0.0),
+        ("offset", "zero_one", "distinct", 20, -0.201),  # every answer is pushed up alike, however rare it is
+        ("growing", "zero_one", "distinct", 20, -0.185),
+    ],
+)
+def test_other_forms_are_moved_so_far(noise: Any, form: str, reward: str, data: str, size: int, bias: float) -> None:
+    assert noise.Cell(reward, data, size, form).bias == pytest.approx(bias, abs=0.001)
+
+
+@pytest.mark.parametrize(("reward", "bias"), [("plus_minus", 0.403), ("zero_one", 0.709), ("gaussian", 0.0)])
+def test_selection_by_reward_moves_every_form_as_far_as_it_moves_the_mean_reward(
+    noise: Any, reward: str, bias: float
+) -> None:
+    """It keeps what was lucky: among the selected the risky answer gives more. The optimum of these is found."""
+    (world,) = noise.WORLDS[reward]
+    means = []
+    for chances in (world.risky, world.safe):
+        kept = [(r, p * noise.math.exp(r)) for r, p in chances]
+        means.append(sum(r * p for r, p in kept) / sum(p for _, p in kept))
+    best = 1 / (1 + noise.math.exp((means[1] - means[0]) / noise.BETA))
+    assert best - noise.BEST == pytest.approx(bias, abs=0.001)
+    for form in ("none", "exact", "tapered"):
+        assert noise.Cell(reward, "selected", 8, form).bias == pytest.approx(bias, abs=0.001)
+    assert noise.Cell(reward, "selected", 8, "growing").bias == pytest.approx(bias, abs=0.013)
+
+
+def test_robust_without_noise_is_not_moved(noise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    certain = noise.World(1.0, ((0.90, 1.0),), ((0.95, 1.0),))
+    monkeypatch.setitem(noise.WORLDS, "plus_minus", (certain,))
+    for data in AS_SAMPLED:
+        assert abs(noise.Cell("plus_minus", data, 4, "robust").bias) < 1e-3
