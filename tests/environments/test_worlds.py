@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import chain
 
 import numpy as np
+import pytest
 import torch
 from tests.environments.turning_toy import Play, distance_to_ideal, log_probability, plays
 
@@ -74,9 +75,15 @@ def test_with_one_world_in_a_group_it_is_reached_from_any_data() -> None:
     assert max(trained(PLAIN, together=False)) <= 0.02
 
 
-def test_with_several_worlds_in_a_group_the_data_decide_where_it_leads() -> None:
+def test_with_several_worlds_in_a_group_the_data_decide_where_the_papers_form_leads() -> None:
     """What a world pays to everybody looks like merit of whatever was said in it."""
-    assert max(trained(PLAIN, together=True)) > 0.05
+    assert max(trained(PLAIN, together=True)) == pytest.approx(0.43, abs=0.01)
+    assert max(trained(TrajectoryBalance(Constant(BETA), off_policy="tapered"), together=True)) > 0.3
+    assert max(trained(TrajectoryBalance(Constant(BETA), off_policy="robust"), together=True)) > 0.03
+
+
+def test_weighted_as_if_they_were_the_policys_own_they_lead_to_the_ideal_all_the_same() -> None:
+    assert max(trained(TrajectoryBalance(Constant(BETA), off_policy="exact"), together=True)) <= 1e-3
 
 
 def test_an_observation_is_part_of_no_probability() -> None:
