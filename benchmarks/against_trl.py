@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from async_speedup import EVALUATION, TARGET, reached, run
 
-from tba.evaluation.estimators import bootstrap_interval
+from tba.evaluation.estimators import mean_interval
 from tba.models.huggingface import HuggingFace
 from tba.recipes.instruct import recipe as instruct
 from tba.recipes.quickstart import recipe
@@ -190,7 +190,7 @@ def report(facts: dict[str, Any], trainers: list[str]) -> None:
             pairs = [(o["seconds"], r["seconds"]) for o, r in zip(facts[ours], runs, strict=True)]
             ratios = np.array([r / o for o, r in pairs if o and r])
             if len(ratios):
-                i = bootstrap_interval(ratios)
+                i = mean_interval(ratios)
                 times = f"{i.estimate:.2f} times {ours} [{i.low:.2f}, {i.high:.2f}]"
                 print(f"{'':11} {times}, {len(ratios)} of {len(pairs)} seeds reached it on both sides")
 

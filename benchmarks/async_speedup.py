@@ -27,7 +27,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tba.evaluation.estimators import bootstrap_interval
+from tba.evaluation.estimators import mean_interval
 
 TARGET = 0.80
 SAMPLED = "pass@1/sampled"
@@ -145,7 +145,7 @@ def report(sides: dict[str, list[Outcome]], one: Outcome, threads: int, out: Pat
         "final": {side: [o.final for o in found] for side, found in sides.items()},
     }
     if len(ratios):
-        i = bootstrap_interval(ratios)
+        i = mean_interval(ratios)
         print(f"\nsync / async wall-clock to {TARGET:.0%}: mean {i.estimate:.2f}x [{i.low:.2f}, {i.high:.2f}]", end="")
         print(f", median {np.median(ratios):.2f}x, {len(ratios)} of {len(pairs)} seeds reached it on both sides")
     print(f"g = {1000 * g:.0f} ms, t = {1000 * t:.0f} ms per step on one thread: limit {facts['limit']:.2f}x")

@@ -1,4 +1,4 @@
-"""GSM8K on a laptop: makes the mixture for the warm start, and compares before and after with a paired bootstrap.
+"""GSM8K on a laptop: makes the mixture for the warm start, and compares before and after, paired by problem.
 
     python benchmarks/gsm8k.py data --gsm8k DIR --out mixture.jsonl
     python benchmarks/gsm8k.py compare before.json after.json
@@ -48,7 +48,7 @@ def slip(response: str, rng: random.Random) -> str:
 
 
 def compare(before: Path, after: Path) -> None:
-    """Each metric before and after, with the paired bootstrap interval of the difference over problems."""
+    """Each metric before and after, with the difference over problems and Student's interval of it."""
     one, two = (json.loads(path.read_text())["scores"] for path in (before, after))
     for metric in one:
         d = paired_difference(np.array(one[metric]), np.array(two[metric]))

@@ -1,4 +1,4 @@
-"""What the tasks `instruct` and `ifeval` show of a model before and after: by kind, with paired bootstrap intervals.
+"""What the tasks `instruct` and `ifeval` show of a model before and after: by kind, differences paired by prompt.
 
     python benchmarks/instruct.py kinds RUN [--csv FILE]
     python benchmarks/instruct.py kinds BEFORE.jsonl AFTER.jsonl [AFTER.jsonl ...] [--kinds held_out] [--csv FILE]
@@ -60,7 +60,7 @@ def main() -> None:
 
 def kinds(names: Sequence[str], found: Sequence[Rows], table: Path | None) -> None:
     """Print a Markdown table of what came after by kind, all prompts first, and write its rows to a csv file."""
-    columns = "".join(f" {name} | difference, paired bootstrap, 95 % |" for name in names)
+    columns = "".join(f" {name} | difference, paired, 95 % |" for name in names)
     print(f"| | n | before |{columns}\n{'|---' * (3 + 2 * len(names))}|")
     for runs in zip(*(rows[::-1][:2] + rows[:-2] for rows in found), strict=True):
         kind, n, before = runs[0][:3]

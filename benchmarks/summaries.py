@@ -6,7 +6,7 @@
 The two files are of `tba eval summaries --texts`. A judge is a folder of `tba reward-model`; a win is a summary that it
 scores above the base's summary of the same post (a tie is half of one). *Nearly equal long* are the pairs within a
 tenth in words; *length-controlled* is the win rate at equal length by a logistic regression on the difference of
-log-lengths (Dubois et al., arXiv 2404.04475, in its simplest form). Intervals are bootstraps over pairs. The second
+log-lengths (Dubois et al., arXiv 2404.04475, in its simplest form). Intervals are Student's t over pairs. The second
 form says how often a judge prefers a post's own summary to another post's of equal length (benchmarks/post_pairs.py).
 """
 
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from tba.apps.preference.reward_model import ModelScore
 from tba.apps.preference.tldr import Tldr
-from tba.evaluation.estimators import Interval, bootstrap_interval
+from tba.evaluation.estimators import Interval, mean_interval
 from tba.settings import find
 
 Floats = npt.NDArray[np.float64]
@@ -90,8 +90,8 @@ def compare(posts: Path, before: Path, after: Path, judges: list[str], out: Path
         a, b = (scored(judge, [(post, pair[side]) for post, *pair in pairs]) for side in (0, 1))
         won = wins(a, b)
         row = {
-            "all": bootstrap_interval(won),
-            "nearly equal long": bootstrap_interval(won[near]),
+            "all": mean_interval(won),
+            "nearly equal long": mean_interval(won[near]),
             "length-controlled": controlled(won, ratio),
         }
         print(f"{Path(judge).name}: score {a.mean():.2f} -> {b.mean():.2f}")
@@ -124,7 +124,7 @@ def validate(file: Path, judges: list[str]) -> None:
         by_post: dict[str, list[float]] = defaultdict(list)
         for row, won in zip(rows, wins(rejected, chosen), strict=True):
             by_post[row["prompt"]].append(float(won))
-        right = bootstrap_interval(np.array([np.mean(v) for v in by_post.values()]))
+        right = mean_interval(np.array([np.mean(v) for v in by_post.values()]))
         print(f"{Path(judge).name}: {percent(right)} of {len(rows)} pairs of {len(by_post)} posts in the right order")
 
 

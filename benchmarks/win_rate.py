@@ -3,7 +3,7 @@
     python benchmarks/win_rate.py studies/summaries/runs/tb-0.3-0 studies/summaries/runs/tb-0.3-1 ...
 
 Each run's first and last evaluation answer the same prompts (the recipe has to record them all, `--evaluation.shown`).
-The interval is a bootstrap over prompts of the mean change over runs; the base's own answers are sampled in each run.
+The interval is Student's t over prompts of the mean change over runs; the base's own answers are sampled in each run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from tba.evaluation.accuracy import SAMPLED
-from tba.evaluation.estimators import bootstrap_interval, paired_difference
+from tba.evaluation.estimators import mean_interval, paired_difference
 from tba.record.run import RunRecord
 
 
@@ -43,7 +43,7 @@ def main() -> int:
             by_prompt[prompt].append((before[prompt], won))
     means = np.array([np.mean(pairs, axis=0) for pairs in by_prompt.values()])
     for name, values in (("before", means[:, 0]), ("after", means[:, 1])):
-        i = bootstrap_interval(values)
+        i = mean_interval(values)
         print(f"{name:6} {100 * i.estimate:5.1f} % [{100 * i.low:.1f}, {100 * i.high:.1f}]")
     d = paired_difference(means[:, 0], means[:, 1])
     print(f"change {100 * d.estimate:+5.1f} points [{100 * d.low:+.1f}, {100 * d.high:+.1f}], {len(runs)} runs")

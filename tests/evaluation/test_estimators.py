@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tba.evaluation.estimators import (
     Interval,
-    bootstrap_interval,
     difference_of_means,
     mean_interval,
     paired_difference,
     pass_at_k,
+    ratio_interval,
     relative_variance,
     wilson_interval,
 )
@@ -28,7 +28,6 @@ def test_a_mean_of_three_seeds_has_students_interval_which_covers() -> None:
     rng = np.random.default_rng(3)
     draws = rng.normal(1.0, 2.0, (2000, 3))
     assert sum(not mean_interval(row).excludes(1.0) for row in draws) / 2000 == pytest.approx(0.95, abs=0.015)
-    assert sum(not bootstrap_interval(row, resamples=200).excludes(1.0) for row in draws) / 2000 < 0.8
     assert mean_interval([2.0]) == Interval(2.0, -np.inf, np.inf)
     with pytest.raises(ValueError, match="at least one value"):
         mean_interval([])
@@ -67,26 +66,23 @@ def test_wilson_keeps_within_0_and_1_and_holds_its_figure() -> None:
     assert wilson_interval(0, 20).high == pytest.approx(0.1611, abs=1e-4)  # z^2 / (n + z^2)
 
 
-def test_the_bootstrap_of_a_mean_covers_it_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(5)
-    draws = rng.normal(1.5, 2.0, size=(400, 60))
-    covered = sum(not bootstrap_interval(row, resamples=400, seed=i).excludes(1.5) for i, row in enumerate(draws))
-    assert 0.915 <= covered / 400 <= 0.975  # 0.95 give or take 2.3 standard errors, less the bootstrap's small-n loss
-
-
-def test_bootstrap_bounds_agree_with_the_normal_ones_on_a_large_sample() -> None:
+def test_the_interval_of_a_share_of_many_agrees_with_the_normal_one() -> None:
     values = np.random.default_rng(0).random(4000) < 0.4
-    interval = bootstrap_interval(values, resamples=4000)
+    interval = mean_interval(values)
     half = 1.96 * np.sqrt(values.mean() * (1 - values.mean()) / 4000)
-    assert interval.estimate == pytest.approx(values.mean())
-    assert interval.low == pytest.approx(values.mean() - half, abs=1.5e-3)
-    assert interval.high == pytest.approx(values.mean() + half, abs=1.5e-3)
+    assert (interval.estimate, interval.low, interval.high) == pytest.approx(
+        (values.mean(), values.mean() - half, values.mean() + half), abs=2e-5
+    )
 
 
-def test_equal_seeds_give_equal_bounds() -> None:
-    values = np.random.default_rng(1).random(50)
-    assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
-    assert bootstrap_interval(values, seed=3) != bootstrap_interval(values, seed=4)
+def test_a_ratio_over_clusters_covers_as_often_as_it_says() -> None:
+    """Documents with 1 to 5 pairs each; whether their pairs agree goes with the document."""
+    rng, covered = np.random.default_rng(4), 0
+    for _ in range(1000):
+        count = rng.integers(1, 6, 40)
+        total = rng.binomial(count, np.where(rng.random(40) < 0.5, 0.9, 0.5))
+        covered += not ratio_interval(total, count).excludes(0.7)
+    assert covered / 1000 == pytest.approx(0.95, abs=0.02)
 
 
 def test_pairing_sees_a_small_rise_that_the_spread_of_the_problems_hides() -> None:
@@ -96,7 +92,7 @@ def test_pairing_sees_a_small_rise_that_the_spread_of_the_problems_hides() -> No
     paired = paired_difference(before, after)
     assert paired.estimate == pytest.approx((after - before).mean())
     assert paired.excludes(0.0)
-    assert not bootstrap_interval(before).excludes(float(after.mean()))
+    assert not mean_interval(before).excludes(float(after.mean()))
 
 
 def test_no_change_at_all_does_not_exclude_0() -> None:
@@ -104,13 +100,11 @@ def test_no_change_at_all_does_not_exclude_0() -> None:
     assert not paired_difference(before, before).excludes(0.0)
 
 
-def test_a_bootstrap_refuses_nothing_and_what_is_not_paired() -> None:
-    with pytest.raises(ValueError, match="at least one value"):
-        bootstrap_interval([])
+def test_an_interval_refuses_what_is_not_paired_and_what_is_no_confidence() -> None:
     with pytest.raises(ValueError, match="equal lengths"):
         paired_difference([1.0], [1.0, 0.0])
     with pytest.raises(ValueError, match="confidence"):
-        bootstrap_interval([1.0], confidence=95)
+        mean_interval([1.0], confidence=95)
 
 
 def test_a_difference_of_two_means_is_the_textbooks_interval() -> None:

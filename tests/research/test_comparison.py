@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tba.evaluation.estimators import Interval, bootstrap_interval
+from tba.evaluation.estimators import Interval, mean_interval
 from tba.research.comparison import Outcome, Statistic, rows, verdict, versus
 from tba.research.study_plots import draw_against, draw_frontier, draw_over_time, lines_of, mean_curve
 from tba.research.study_table import Comparison, cell, page, view, write_tables
@@ -33,11 +33,15 @@ WHOLE = Comparison(
 )
 
 
-def test_a_mean_has_its_standard_deviation_and_its_bootstrap_interval() -> None:
+def test_a_mean_has_its_standard_deviation_and_students_interval() -> None:
     found = Statistic.of([0.90, 0.92, 0.94])
-    interval = bootstrap_interval([0.90, 0.92, 0.94])
+    interval = mean_interval([0.90, 0.92, 0.94])
     assert (found.mean, found.spread, found.n) == (pytest.approx(0.92), pytest.approx(0.02), 3)
-    assert (found.low, found.high) == (interval.low, interval.high) == (pytest.approx(0.90), pytest.approx(0.94))
+    assert (
+        (found.low, found.high)
+        == (interval.low, interval.high)
+        == (pytest.approx(0.87032, abs=1e-5), pytest.approx(0.96968, abs=1e-5))
+    )
 
 
 def test_one_run_has_no_spread_and_no_interval() -> None:
@@ -80,8 +84,8 @@ def test_not_worse_by_a_margin_needs_the_whole_interval() -> None:
 def test_the_page_has_the_numbers(tmp_path: Path) -> None:
     written = page(WHOLE)
     assert "| variant | n | sampled accuracy, % | s to target | failed |" in written
-    assert "| tb | 3 | 92.0 ± 2.0 [90.0, 94.0] | - |  |" in written
-    assert "| grpo | 2 | 71.0 ± 1.4 [70.0, 72.0] | 30.0 (1 of 2) | 1 of 3: NonFiniteLoss at step 12 |" in written
+    assert "| tb | 3 | 92.0 ± 2.0 [87.0, 97.0] | - |  |" in written
+    assert "| grpo | 2 | 71.0 ± 1.4 [58.3, 83.7] | 30.0 (1 of 2) | 1 of 3: NonFiniteLoss at step 12 |" in written
     assert "| rloo | 3 | 3.0 ± 0.0 |" in written  # lag, among what it took
     assert "| rloo | tb | -2.0 | [-6.2, +2.2] | open |" in written
     assert "- grpo, seed 2: NonFiniteLoss at step 12: nan | inf" in written

@@ -21,7 +21,7 @@ from tba.__main__ import main
 from tba.command.options import StudyOptions
 from tba.command.weights import with_weights
 from tba.errors import UserError
-from tba.evaluation.estimators import bootstrap_interval
+from tba.evaluation.estimators import mean_interval
 from tba.recipe import ClusterSettings, Recipe
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
@@ -175,7 +175,7 @@ def test_a_table_is_what_the_runs_own_files_say(whole: Path) -> None:
         mean = sum(values) / 2
         assert float(row["mean"]) == pytest.approx(mean)
         assert float(row["spread"]) == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
-        interval = bootstrap_interval(values)
+        interval = mean_interval(values)
         assert (float(row["low"]), float(row["high"])) == pytest.approx((interval.low, interval.high))
         assert row["n"] == "2"
 

@@ -1,13 +1,13 @@
 """Figures of accuracy and their confidence intervals. Pure functions of numbers.
 
-Invariant: every estimator is unbiased or says its method, every random one takes a seed, and an interval always
-contains the figure it belongs to.
+Invariant: every estimator is unbiased or says its method, nothing is drawn, and an interval always contains the figure
+it belongs to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -17,8 +17,6 @@ import numpy.typing as npt
 from tba.evaluation.student_t import quantile
 
 Values = Sequence[float] | npt.NDArray[np.floating] | npt.NDArray[np.integer] | npt.NDArray[np.bool_]
-
-INDICES_AT_ONCE = 1 << 20  # resampled indices held in memory at a time (8 MiB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,58 +63,20 @@ def wilson_interval(correct: float, n: int, confidence: float = 0.95) -> Interva
     return Interval(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
 
 
-def bootstrap_interval(values: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0) -> Interval:
-    """The percentile bootstrap interval of a mean (Efron and Tibshirani 1993, ch. 13); equal seeds, equal bounds.
+def ratio_interval(totals: Values, counts: Values, *, confidence: float = 0.95) -> Interval:
+    """The interval of sum(totals) / sum(counts) over clusters, [i] of both being one of them, by Student's t.
 
-    `values` are independent, one per problem: average the samples of a problem first. Raises `ValueError` for none.
-    """
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim != 1 or array.size == 0:
-        raise ValueError(f"a bootstrap needs a row of at least one value, but got shape {array.shape}")
-    return _percentiles(
-        float(array.mean()), array.size, lambda drawn: array[drawn].mean(axis=1), confidence, resamples, seed
-    )
-
-
-def ratio_interval(
-    totals: Values, counts: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> Interval:
-    """The percentile bootstrap interval of sum(totals) / sum(counts): whole clusters are drawn, [i] of both is one.
-
-    For shares of things that come in clusters, such as pairs of a document. Clusters without any count do not matter.
-    Raises `ValueError` for unequal lengths, or when nothing is counted.
+    For shares of things that come in clusters, such as pairs of a document: t of what each cluster's total has above
+    the ratio times its count (Cochran 1977, section 6.3). Clusters without any count do not matter. Raises `ValueError`
+    for unequal lengths, or when nothing is counted.
     """
     total, count = np.asarray(totals, dtype=np.float64), np.asarray(counts, dtype=np.float64)
     if total.shape != count.shape or total.ndim != 1 or not count.sum() > 0:
         raise ValueError(f"a ratio needs clusters with something in them, but got {total.shape} of {count.shape}")
     total, count = total[count > 0], count[count > 0]
-
-    def ratios(drawn: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        found: npt.NDArray[np.float64] = total[drawn].sum(axis=1) / count[drawn].sum(axis=1)
-        return found
-
-    return _percentiles(float(total.sum() / count.sum()), total.size, ratios, confidence, resamples, seed)
-
-
-def _percentiles(
-    estimate: float,
-    size: int,
-    statistic: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.float64]],
-    confidence: float,
-    resamples: int,
-    seed: int,
-) -> Interval:
-    """Bounds from `resamples` draws of `size` out of `size`; `statistic` gives one figure for each row of places."""
-    _normal_quantile(confidence)  # refuses what is no confidence
-    rng = np.random.default_rng(seed)
-    found = np.empty(resamples)
-    slice_size = max(1, INDICES_AT_ONCE // size)
-    for start in range(0, resamples, slice_size):
-        stop = min(start + slice_size, resamples)
-        found[start:stop] = statistic(rng.integers(size, size=(stop - start, size)))
-    tail = (1 - confidence) / 2
-    low, high = np.quantile(found, [tail, 1 - tail])
-    return Interval(estimate, min(float(low), estimate), max(float(high), estimate))
+    ratio = float(total.sum() / count.sum())
+    around = mean_interval((total - ratio * count) / count.mean(), confidence=confidence)
+    return Interval(ratio, ratio + min(around.low, 0.0), ratio + max(around.high, 0.0))
 
 
 def auc_interval(positive: Values, negative: Values, *, confidence: float = 0.95) -> Interval:
@@ -156,24 +116,22 @@ def mean_distance(similarity: npt.NDArray[np.floating], *, confidence: float = 0
     return Interval(float(estimate), float(estimate) - half, float(estimate) + half)
 
 
-def paired_difference(
-    before: Values, after: Values, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> Interval:
-    """The bootstrap interval of mean(after - before), problem by problem: [i] of both is the same problem.
+def paired_difference(before: Values, after: Values, *, confidence: float = 0.95) -> Interval:
+    """The interval of mean(after - before), problem by problem, by Student's t: [i] of both is the same problem.
 
     Pairing takes out how hard the problems are, which is most of the spread. Raises `ValueError` for unequal lengths.
     """
     first, second = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if first.shape != second.shape:
         raise ValueError(f"a paired difference needs equal lengths, but got {first.shape} and {second.shape}")
-    return bootstrap_interval(second - first, confidence=confidence, resamples=resamples, seed=seed)
+    return mean_interval(second - first, confidence=confidence)
 
 
 def mean_interval(values: Values, *, confidence: float = 0.95) -> Interval:
-    """The interval of a mean of independent values, such as one per seed, by Student's t.
+    """The interval of a mean of independent values, one per seed or per problem, by Student's t.
 
-    Differences of pairs are given as values. It holds what it promises from two values on as far as they are normal,
-    where a bootstrap of three covers 76 % instead of 95; one value says nothing about spread, and its bounds are
+    Average what belongs to one problem first. It holds what it promises from two values on as far as they are normal
+    (a percentile bootstrap of three covers 76 % instead of 95); one value says nothing about spread, and its bounds are
     infinite. Raises `ValueError` for none.
     """
     _normal_quantile(confidence)  # refuses what is no confidence
@@ -191,7 +149,7 @@ def difference_of_means(first: Values, second: Values, *, confidence: float = 0.
     """The interval of mean(second) - mean(first) of two independent rows, by Student's t (Welch 1947).
 
     Unequal spreads are allowed for. A handful of values, such as seeds, is enough for it to hold what it promises as
-    far as they are normal (a bootstrap of three is much too narrow); a single one on either side says nothing about
+    far as they are normal; a single one on either side says nothing about
     spread, and the bounds are infinite. Raises `ValueError` for an empty row.
     """
     _normal_quantile(confidence)  # refuses what is no confidence

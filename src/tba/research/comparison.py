@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from tba.evaluation.estimators import Interval, bootstrap_interval, difference_of_means
+from tba.evaluation.estimators import Interval, difference_of_means, mean_interval
 
 Verdict: TypeAlias = Literal["yes", "no", "open"]
 
@@ -34,7 +34,7 @@ class Statistic:
 
     mean: float
     spread: float  # standard deviation over runs (n - 1); not a number for one run
-    low: float  # 95 % bootstrap interval of the mean; not a number for one run
+    low: float  # 95 % interval of the mean, Student's t; not a number for one run
     high: float
     n: int
 
@@ -43,7 +43,7 @@ class Statistic:
         """Returns the statistic of some values. Raises `ValueError` for none."""
         if len(values) == 1:
             return cls(values[0], math.nan, math.nan, math.nan, 1)
-        interval = bootstrap_interval(values)
+        interval = mean_interval(values)
         return cls(interval.estimate, float(np.std(values, ddof=1)), interval.low, interval.high, len(values))
 
 

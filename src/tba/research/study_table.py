@@ -25,9 +25,8 @@ from tba.research.figures import COLUMNS, DATA, MACHINE, heading, shown
 TABLE_FILE, DATA_FILE, RUNS_FILE = "table.md", "table.csv", "runs.csv"
 
 NOTE = (
-    "Mean ± standard deviation over runs [95 % bootstrap interval of the mean]; n is the number of runs that ended "
-    "well, and a figure that fewer have says how many. With a handful of runs the bootstrap is narrower than it should "
-    "be; differences from a baseline are therefore by Student's t (Welch)."
+    "Mean ± standard deviation over runs [95 % interval of the mean by Student's t]; n is the number of runs that "
+    "ended well, and a figure that fewer have says how many. Differences from a baseline are by t too (Welch)."
 )
 
 
@@ -83,7 +82,7 @@ def page(comparison: Comparison) -> str:
 
 
 def view(comparison: Comparison) -> RenderableType:
-    """Returns the same for a terminal, without the bootstrap intervals."""
+    """Returns the same for a terminal, without the intervals."""
     parts: list[RenderableType] = []
     for sheet in sheets(comparison, intervals=False):
         parts.append(Padding(Group(Text(sheet.title, style="bold"), _Columns(sheet)), (1, 0, 0, 0)))

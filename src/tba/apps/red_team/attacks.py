@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tba.evaluation.estimators import Interval, bootstrap_interval, mean_distance, wilson_interval
+from tba.evaluation.estimators import Interval, mean_distance, mean_interval, wilson_interval
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def attack_report(
         attacks=len(attacks),
         distinct=len(set(attacks)),
         success=wilson_interval(int(succeeded_N.sum()), len(attacks)),
-        toxic=bootstrap_interval(toxic_N),
+        toxic=mean_interval(toxic_N),
         distance=mean_distance(similarity),
         distance_of_successes=mean_distance(similarity[np.ix_(places, places)]) if len(places) >= 3 else None,
         families=None if families is None else _families([attacks[i] for i in places.tolist()], families),
