@@ -214,3 +214,24 @@ def test_reading_leaves_a_journal_of_the_present_version_byte_for_byte(run: Path
     with sqlite3.connect(journal) as connection:
         assert connection.execute("PRAGMA quick_check").fetchall() == [("ok",)]
     connection.close()
+
+
+@pytest.mark.parametrize(
+    ("sql", "said"),
+    [
+        ("SELECT hex(zeroblob(1000000000))", "string or blob too big"),
+        ("SELECT printf('%*c', 1000000000, 'a')", "string or blob too big"),
+        ("SELECT " + ",".join(["zeroblob(60000000) || ''"] * 300), "needs more than 512 MB of memory"),
+        (
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 9) SELECT zeroblob(60000000) FROM n",
+            "the answer is longer than 256 MB",
+        ),
+    ],
+)
+def test_a_query_has_bounded_memory_and_a_bounded_answer(
+    run: Path, sql: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["replay", str(run), "--sql", sql]) == 2
+    complaint = capsys.readouterr().err
+    assert said in complaint
+    assert complaint.count("\n") == 1

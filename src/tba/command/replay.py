@@ -45,7 +45,7 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
         if options.sql is None:
             _show(terminal(), path, journal, reader, held.rows)
         else:
-            _answer(*reader.query(options.sql))
+            _answer(*reader.answer(options.sql))
     return 0
 
 

@@ -29,6 +29,9 @@ from tba.types import Json, Trajectory
 _MAY = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 _LOOK = 20_000  # virtual machine instructions between two checks of the deadline
 _AT_ONCE = 512  # trajectories of an export
+_VALUE = 64 << 20  # bytes of the largest value that a person's query may make
+_MEMORY = 512 << 20  # bytes that SQLite may take for it
+_ANSWER = 256 << 20  # characters of its answer
 _PARTS = 10  # ranges that a table is divided into
 
 
@@ -77,6 +80,18 @@ class JournalReader:
         rows = self._rows(sql, *values)
         names = next(rows)
         return [str(name) for name in names], rows
+
+    def answer(self, sql: str) -> tuple[list[str], Iterator[tuple[Any, ...]]]:
+        """Returns what `query` does, with bounds on the memory and the length of the answer, for anybody's SQL.
+
+        The bound on memory stays in force for all of SQLite in this process.
+        """
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE)
+        self._connection.set_authorizer(None)
+        self._connection.execute(f"PRAGMA hard_heap_limit = {_MEMORY}")
+        self._connection.set_authorizer(_authorize)
+        names, rows = self.query(sql)
+        return names, _at_most(rows, _ANSWER)
 
     def by_version(self) -> list[Share]:
         """Returns shares by version, oldest weights first, in ranges of steps where there are many."""
@@ -146,6 +161,10 @@ class JournalReader:
         self._connection.set_progress_handler(lambda: time.monotonic() > limit, _LOOK)
         try:
             yield
+        except MemoryError as error:
+            raise UserError(
+                f"the query needs more than {_MEMORY >> 20} MB of memory: select fewer or smaller values"
+            ) from error
         except (sqlite3.Error, sqlite3.Warning) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_INTERRUPT:
                 raise self._late() from error
@@ -170,6 +189,18 @@ class JournalReader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _at_most(rows: Iterator[tuple[Any, ...]], size: int) -> Iterator[tuple[Any, ...]]:
+    """Yields rows for as long as they have at most `size` characters together."""
+    left = size
+    for row in rows:
+        left -= sum(len(value) if isinstance(value, str | bytes) else 8 for value in row)
+        if left < 0:
+            raise UserError(
+                f"the answer is longer than {size >> 20} MB and was ended: add a LIMIT, or use --export for everything"
+            )
+        yield row
 
 
 def written_out(path: Path, used: npt.NDArray[np.int32]) -> Iterator[list[dict[str, Json]]]:
