@@ -91,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    _open_standard_streams()
     from tba.errors import TbaError, UserError
     from tba.record.text import printable
 
@@ -112,6 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
         return 0
     except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            print(f"tba: the output cannot be written ({error.strerror}): send it elsewhere", file=sys.stderr)
+            return 2
         if error.errno not in UNUSABLE or error.filename is None:
             raise
         named = printable(str(error.filename), newlines=False)
@@ -120,6 +124,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tba: stopped", file=sys.stderr)
         return 130
+
+
+def _open_standard_streams() -> None:
+    """Open those that whoever started this had closed (`tba train >&-`): otherwise the next file that is opened would
+    be taken for one of them, and printed into.
+    """
+    if None not in (sys.stdin, sys.stdout, sys.stderr):
+        return
+    while (nowhere := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(nowhere, True)
+    os.close(nowhere)
+    for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
+        if getattr(sys, name) is None:
+            opened = os.fdopen(number, mode, closefd=False)
+            setattr(sys, name, opened)
+            setattr(sys, f"__{name}__", opened)
 
 
 def _asked_for_help(command: str, *arguments: str) -> bool:

@@ -220,7 +220,6 @@ def test_reading_leaves_a_journal_of_the_present_version_byte_for_byte(run: Path
     ("sql", "said"),
     [
         ("SELECT hex(zeroblob(1000000000))", "string or blob too big"),
-        ("SELECT printf('%*c', 1000000000, 'a')", "string or blob too big"),
         ("SELECT " + ",".join(["zeroblob(60000000) || ''"] * 300), "needs more than 512 MB of memory"),
         (
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 9) SELECT zeroblob(60000000) FROM n",

@@ -8,6 +8,7 @@ import resource
 import signal
 import sqlite3
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from runs import (
+    TOY,
     alive,
     children,
     command,
@@ -531,3 +533,32 @@ def test_user_errors_of_a_reward_are_not_asked_again(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such problem"):
         PatientReward(Wrong(), 5.0, 3, told=lambda what: None).judge([])
     assert calls == [1]
+
+
+def test_a_run_whose_output_has_nowhere_to_go_trains_to_its_end(tmp_path: Path) -> None:
+    few = ("--runtime", "inline", *SHORT, "--steps", "3")
+    for name, said in (("full", "standard output cannot be written (No space left on device)"), ("closed", "")):
+        if name == "full":
+            out = os.open("/dev/full", os.O_WRONLY)
+        else:
+            unread, out = os.pipe()
+            os.close(unread)
+        run = command("train", str(TOY), "--runs", str(tmp_path), "--run-name", name, *few, out=out)
+        os.close(out)
+        until(lambda run=run: run.poll() is not None, SECONDS, "the run to end")
+        complaints = os.pread(run.err, 1 << 16, 0).decode()
+        assert run.returncode == 0, complaints
+        assert said in complaints
+        assert "Traceback" not in complaints
+        summary = Summary.read(tmp_path / name)
+        assert summary is not None
+        assert summary.steps == 3
+
+
+@pytest.mark.parametrize(("to", "code"), [(">&-", 0), ("> /dev/full", 2), (">&- 2>&- <&-", 0)])
+def test_a_command_with_closed_or_full_streams_ends_without_a_traceback(to: str, code: int) -> None:
+    ended = subprocess.run(
+        ["/bin/sh", "-c", f"exec {sys.executable} -m tba recipes {to}"], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert ended.returncode == code
+    assert "Traceback" not in ended.stderr

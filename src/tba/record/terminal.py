@@ -1,17 +1,48 @@
 """The terminals to which messages for people are printed.
 
-Invariant: what is printed is text: nothing in it stands for a style, a picture or a command to the terminal.
+Invariant: what is printed is text: nothing in it stands for a style, a picture or a command to the terminal. What
+cannot be printed any more ends no run.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Any
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.text import Text
 
 from tba.record.text import printable
+
+
+class LossyOutput:
+    """Standard output for as long as it can be written: after that (a full disk, a reader that has gone) nothing is."""
+
+    def write(self, text: str) -> int:
+        """Write the text; returns its length."""
+        try:
+            sys.stdout.write(text)
+        except OSError as error:
+            self._give_up(error)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush standard output."""
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # which then takes what is buffered, too
+        os.close(nowhere)
+        if not isinstance(error, BrokenPipeError):
+            print(f"tba: standard output cannot be written ({error.strerror}): it goes on without", file=sys.stderr)  # noqa: T201
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
 
 
 class Terminal(Console):
@@ -24,4 +55,4 @@ class Terminal(Console):
 
 def terminal(quiet: bool = False) -> Terminal:
     """Standard output; quiet: nothing is printed."""
-    return Terminal(markup=False, emoji=False, quiet=quiet)
+    return Terminal(markup=False, emoji=False, quiet=quiet, file=cast(IO[str], LossyOutput()))

@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -171,7 +171,8 @@ class JournalReader:
             tables = "prompts, trajectories, bodies, uses, counters, totals, outcomes, evaluations, recoveries"
             raise UserError(f"the query cannot be answered ({error}): give one SELECT over {tables}") from error
         finally:
-            self._connection.set_progress_handler(None, 0)
+            with suppress(sqlite3.ProgrammingError):  # closed, with rows that nobody has fetched
+                self._connection.set_progress_handler(None, 0)
 
     def _late(self) -> DeadlineExceeded:
         return DeadlineExceeded(
