@@ -102,7 +102,7 @@ class LightModel(TabularModel):
 
     seconds: float = 1.0  # of a call
 
-    def engine(self, version: Version) -> Engine:
+    def engine(self, version: Version, longest_prompt: int = 1) -> Engine:
         return LightEngine(super().engine(version), self.seconds)
 
 

@@ -317,8 +317,10 @@ GONE: Mapping[str, Gone] = {
     "trainer.compute": Gone("float32", "the trainer computes as searchers do, in --model.dtype"),
     "publish.dtype": Gone("own", "weights are published in the precision of the engines, --model.dtype"),
     "model.generation.prefill_tokens": Gone(2048, "it is always 2048 tokens"),
+    "model.generation.max_prompt_tokens": Gone(None, "it is always --prompts.max-tokens"),
+    "model.vllm.max_prompt_tokens": Gone(None, "it is always --prompts.max-tokens"),
+    "model.vllm.memory_share": Gone(..., "its cache is what the slots need, or --model.vllm.cache-gb"),
     "model.vllm.update": Gone(..., "searchers whose rounds flow load newer weights at once, others between two rounds"),
-    "model.generation.max_prompt_tokens": Gone(None, "--model.vllm.max-prompt-tokens replaces it for vllm"),
 }
 LARGEST_SQUARED = 1e9  # |reward| over beta: its square, summed over a batch, is far from float32's largest number
 _PACKAGE = Path(__file__).parent

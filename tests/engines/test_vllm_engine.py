@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
 from tba.generation import generate, stream
 from tba.models.huggingface import HuggingFace
+from tba.models.serving import doubt
 from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings
 from tba.protocols import Engine
@@ -83,8 +85,10 @@ def serving() -> Iterator[Serving]:
 
 
 @pytest.fixture
-def engine(serving: Serving, model: HuggingFace) -> Engine:
-    return serving(model)
+def engine(serving: Serving, model: HuggingFace) -> VllmEngine:
+    engine = serving(model)
+    assert isinstance(engine, VllmEngine)
+    return engine
 
 
 def prompts_of(*lengths: int, seed: int = 0) -> list[Prompt]:
@@ -282,31 +286,159 @@ def test_a_prompt_that_leaves_no_room_is_refused(engine: Engine) -> None:
     assert max(len(c.tokens) for c in row) <= 2
 
 
-def test_weights_in_flight_change_the_rest_of_what_is_growing_and_each_token_has_its_own(
-    serving: Serving, model: HuggingFace
+def over_a_change(
+    model: HuggingFace, prompt: Prompt, c: Completion, weights: dict[str, torch.Tensor], by_old: int
+) -> np.ndarray:
+    """Log-probabilities of an answer of which the model sampled the first `by_old` tokens, and then the same with
+    `weights`, which keeps the keys and values of what it had read before.
+    """
+    plain, _ = load_model(model.path, "cpu", torch.float32)
+    ids = [*prompt.tokens.tolist(), *c.tokens.tolist()][:-1]
+    read = min(len(prompt.tokens) + by_old - 1, len(ids))
+    with torch.no_grad():
+        old = plain(input_ids=torch.tensor([ids[:read]]), use_cache=True)
+        logits_TV = old.logits[0, len(prompt.tokens) - 1 :]
+        if ids[read:]:
+            plain.load_state_dict(weights, strict=False)
+            new = plain(input_ids=torch.tensor([ids[read:]]), past_key_values=old.past_key_values)
+            logits_TV = torch.cat([logits_TV, new.logits[0]])
+    return logits_TV.log_softmax(-1).gather(1, torch.from_numpy(c.tokens).long()[:, None])[:, 0].numpy()
+
+
+def test_weights_that_come_in_the_middle_sample_the_rest_and_what_was_read_before_is_kept(
+    engine: VllmEngine, model: HuggingFace
 ) -> None:
-    engine = serving(model)
-    assert isinstance(engine, VllmEngine)
-    weights, prompts = changed(model), prompts_of(150, 40)
+    """Before the change a token has the old policy's log-probability, after it that of the new weights behind the keys
+    and values of the old ones; what begins afterwards has the new policy's, also where the prompt was in the cache.
+    """
+    weights, prompts, by_old = changed(model), prompts_of(150, 40), 8  # steps between two questions
+    asks = asked(times=1, only=True)
+    flow = engine.flow(4, Sampling(), np.random.default_rng(0))
+    flow.submit(prompts)
 
     def newer() -> bool:
         if asks():
             engine.load(weights, Version(0, 4))
+            flow.submit(prompts)
         return False
 
-    asks = asked(times=1, only=True)
-    answered = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0), newer)
-    old, new = (trained_on(model, prompts, answered, 1.0, w) for w in (None, weights))
-    changed_over = [c for row in answered for c in row if c.versions == (Version(0, 3), Version(0, 4))]
-    assert len(changed_over) >= 4
-    for row, before, after in zip(answered, old, new, strict=True):
-        for c, by_old, by_new in zip(row, before, after, strict=True):
-            assert c.log_behavior is not None
-            far_old, far_new = np.abs(c.log_behavior - by_old), np.abs(c.log_behavior - by_new)
-            at = int((far_old < TOLERANCE).cumprod().sum())  # the tokens that the old weights account for
-            assert at >= 1
-            assert (far_new[at:] < TOLERANCE).all()
-            assert c.versions[1] == Version(0, 4 if at < len(c.tokens) else 3)
+    found = {}
+    while len(found) < 4:
+        found |= dict(flow.next(newer, until_wanted=False))
+    over = [(p, c) for p, row in zip(prompts, (found[0], found[1]), strict=True) for c in row]
+    assert sum(len(c.tokens) > by_old for _, c in over) >= 4
+    for prompt, c in over:
+        assert c.log_behavior is not None
+        expected = over_a_change(model, prompt, c, weights, by_old)
+        assert np.abs(c.log_behavior - expected).max() < TOLERANCE
+        assert c.versions == (Version(0, 3), Version(0, 4 if len(c.tokens) > by_old else 3))
+    later = [found[2], found[3]]
+    assert {c.versions for row in later for c in row} == {(Version(0, 4), Version(0, 4))}
+    assert farthest(later, trained_on(model, prompts, later, 1.0, weights)) < TOLERANCE
+
+
+def test_a_version_that_comes_again_finds_nothing_that_others_have_computed_under_its_name(
+    engine: VllmEngine, model: HuggingFace
+) -> None:
+    """As where an older version is evaluated in between: what was growing then kept its keys and values."""
+    prompts, own, other = prompts_of(300), dict(model.policy(1.0).weights()), changed(model)
+    loads = iter([(other, Version(0, 4)), (own, Version(0, 3)), (other, Version(0, 4)), (own, Version(0, 3))])
+
+    def newer() -> bool:
+        if (load := next(loads, None)) is not None:
+            engine.load(*load)
+        return False
+
+    flow = engine.flow(4, Sampling(), np.random.default_rng(0))
+    flow.submit(prompts)
+    while not flow.next(newer, until_wanted=False):
+        pass
+    assert engine.version == Version(0, 3 if next(loads, None) is None else 4)
+    engine.load(own, Version(0, 3))
+    after = generate(engine, prompts, 4, Sampling(), np.random.default_rng(1))
+    assert farthest(after, trained_on(model, prompts, after, 1.0)) < TOLERANCE
+
+
+def flowed(engine: VllmEngine, prompts: list[Prompt], count: int, sampling: Sampling) -> list[list[Completion]]:
+    """What a flow answers to which prompts are given as it wants them."""
+    flow, left, found = engine.flow(count, sampling, np.random.default_rng(0)), list(prompts), {}
+    while len(found) < len(prompts):
+        wanted = flow.wanted
+        given, left = left[:wanted], left[wanted:]
+        flow.submit(given)
+        found |= dict(flow.next(until_wanted=len(given) == wanted))
+    return [found[i] for i in range(len(prompts))]
+
+
+def test_prompts_that_join_while_others_are_answered_get_what_they_get_together(
+    engine: VllmEngine, model: HuggingFace
+) -> None:
+    prompts = prompts_of(*range(3, 40))
+    together = generate(engine, prompts, 2, Sampling(0.0), np.random.default_rng(0))
+    assert [told(row) for row in flowed(engine, prompts, 2, Sampling(0.0))] == [told(row) for row in together]
+    sampled = flowed(engine, prompts, 3, Sampling(0.7))
+    again = generate(engine, prompts, 3, Sampling(0.7), np.random.default_rng(0))
+    assert [told(row) for row in sampled] == [told(row) for row in again]  # the seed decides, not when it was asked
+    assert farthest(sampled, trained_on(model, prompts, sampled, 0.7)) < TOLERANCE
+
+
+def test_slots_are_busy_with_answers_of_many_lengths_where_rounds_leave_them_empty(
+    serving: Serving, model: HuggingFace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-normal lengths, as long as the rest of the model's positions behind a prompt: there is no EOS before."""
+    long = replace(model.generation, max_completion_tokens=256, min_completion_tokens=255)
+    engine, rng = serving(replace(model, generation=long)), np.random.default_rng(0)
+    assert isinstance(engine, VllmEngine)
+    lengths = np.clip(np.exp(rng.normal(np.log(30), 0.6, 120)), 4, 250).astype(int)
+    prompts, slots, steps = prompts_of(*(320 - lengths).tolist()), engine.settings.slots, []
+    step = engine._llm.step
+    monkeypatch.setattr(engine._llm, "step", lambda: steps.append(engine.growing) or step())
+
+    def busy(answered: list[list[Completion]]) -> float:
+        made, computed = sum(len(c.tokens) for row in answered for c in row), len(steps)
+        steps.clear()
+        return made / (computed * slots)
+
+    flow = flowed(engine, prompts, 4, Sampling())
+    assert [[len(c.tokens) for c in row] for row in flow] == [[n] * 4 for n in lengths.tolist()]
+    assert min(steps[:-260]) == slots  # all of them, until the last prompts have begun
+    in_flow = busy(flow)
+    rounds = [generate(engine, prompts[i : i + 4], 4, Sampling(), rng) for i in range(0, len(prompts), 4)]
+    in_rounds = busy([row for made in rounds for row in made])
+    print(f"slots busy: {in_flow:.1%} as a flow, its end included; {in_rounds:.1%} in rounds of 4 prompts")
+    assert in_flow > 0.9 > 0.7 > in_rounds
+
+
+def test_turns_find_in_the_prefix_cache_what_was_said_and_read_until_the_weights_are_others(
+    serving: Serving, model: HuggingFace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = serving(often_stopping(model))
+    assert isinstance(engine, VllmEngine)
+    prompts, partner, seen = prompts_of(270, 281, 290), Talker(most=3, letters=len(ALPHABET) - 2), []
+    step = engine._llm.step
+
+    def watched() -> list[Any]:
+        outputs = step()
+        seen.extend((o.num_cached_tokens, engine._growing[o.request_id].turns) for o in outputs)
+        return outputs
+
+    monkeypatch.setattr(engine._llm, "step", watched)
+    flow = engine.flow(4, Sampling(), np.random.default_rng(0), partner)
+    flow.submit(prompts[:1])
+    found = {}
+    while len(found) < 3:
+        found |= dict(flow.next(until_wanted=False))
+        flow.submit(prompts[flow.submitted : flow.submitted + 1])  # joins when the one before is at its end
+    answered = [found[i] for i in range(3)]
+    assert {cached for cached, turns in seen if turns > 1} == {256}  # two blocks of 128: all that is whole
+    for row, expected in zip(answered, trained_on(model, prompts, answered, 1.0), strict=True):
+        for c, wanted in zip(row, expected, strict=True):
+            sampled = np.ones(len(c.tokens), bool) if c.mask is None else c.mask
+            assert np.abs(c.log_behavior[sampled] - wanted[: sampled.sum()]).max() < TOLERANCE
+    seen.clear()
+    engine.load(changed(model), Version(0, 4))
+    generate(engine, prompts[:1], 1, Sampling(), np.random.default_rng(0))
+    assert {cached for cached, _ in seen} == {0}
 
 
 def often_stopping(model: HuggingFace) -> HuggingFace:
@@ -382,6 +514,43 @@ def test_one_process_or_two_serve_a_model_without_tied_embeddings(
 def test_a_cpu_build_cannot_share_a_model_with_tied_embeddings(model: HuggingFace) -> None:
     with pytest.raises(UserError, match="tied embeddings"):
         replace(model, vllm=VllmSettings(tensor_parallel=2)).engine(Version())
+
+
+def test_it_passes_the_self_test_by_which_auto_takes_it_and_an_engine_without_updates_does_not(
+    engine: VllmEngine, model: HuggingFace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def probe() -> Any:
+        return load_model(model.path, "cpu", torch.float32)[0]
+
+    assert doubt(engine, probe(), 250) is None
+    assert engine.version == Version(0, 3)
+    prompts = prompts_of(40, 200)
+    answered = generate(engine, prompts, 4, Sampling(), np.random.default_rng(0))
+    assert farthest(answered, trained_on(model, prompts, answered, 1.0)) < TOLERANCE  # its weights are there again
+    monkeypatch.setattr(engine, "load", lambda weights, version: None)
+    assert "from the policy's after an update" in str(doubt(engine, probe(), 250))
+
+
+def test_it_has_positions_for_the_longest_prompt_and_answer_and_no_more(model: HuggingFace) -> None:
+    engine = model.engine(Version(), longest_prompt=100)
+    assert isinstance(engine, VllmEngine)
+    assert engine._llm.model_config.max_model_len == 100 + 24
+    (row,) = generate(engine, prompts_of(100), 2, Sampling(), np.random.default_rng(0))
+    assert len(row) == 2
+    with pytest.raises(UserError, match=r"101 tokens, and this engine was made for 100: .* raise --prompts.max-tokens"):
+        generate(engine, prompts_of(101), 2, Sampling(), np.random.default_rng(0))
+
+
+def test_what_vllm_refuses_at_its_start_is_one_sentence(model: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"with a cache of 2e-05 GB \(.*\): set --model.vllm.cache-gb"):
+        replace(model, vllm=VllmSettings(cache_gb=2e-5)).engine(Version())
+
+    def lost(arguments: object) -> None:  # as where another process gives memory back while it is measured
+        raise AssertionError("Error in memory profiling.\nInitial free memory 70 GiB, current free memory 71 GiB.")
+
+    monkeypatch.setattr("vllm.LLMEngine.from_engine_args", lost)
+    with pytest.raises(UserError, match=r"\(Error in memory profiling. Initial free memory 70 GiB, .*\): set"):
+        model.engine(Version())
 
 
 def test_another_version_of_vllm_is_refused(model: HuggingFace, monkeypatch: pytest.MonkeyPatch) -> None:

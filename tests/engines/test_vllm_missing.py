@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
+from pathlib import Path
 
 import pytest
 
 from tba.engines.transformers import EngineSettings
-from tba.engines.vllm import VllmSettings
+from tba.engines.vllm import VllmSettings, roomy
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.types import Version
@@ -31,11 +33,22 @@ def test_what_the_engine_cannot_do_is_said_when_the_recipe_is_made() -> None:
     ("settings", "what"),
     [
         ({"tensor_parallel": 0}, "tensor_parallel"),
-        ({"memory_share": 1.2}, "memory_share"),
         ({"cache_gb": 0.0}, "cache_gb"),
-        ({"max_prompt_tokens": 0}, "max_prompt_tokens"),
     ],
 )
 def test_settings_out_of_range_are_refused(settings: dict[str, float], what: str) -> None:
     with pytest.raises(UserError, match=what):
         VllmSettings(**settings)  # type: ignore[arg-type]
+
+
+def test_weights_that_go_through_a_file_take_the_first_folder_that_has_room(tmp_path: Path) -> None:
+    """As in a container, whose /dev/shm has 64 MB unless it is asked for more."""
+    small, large, missing = "/dev/shm", str(tmp_path), str(tmp_path / "nothing")
+    there = {place: shutil.disk_usage(place).free for place in (small, large)}
+    few, many = sorted(there, key=lambda place: there[place])
+    assert roomy(1000, (missing, few, many)) == few
+    if there[few] < there[many] - 2**28:  # files that others write meanwhile
+        assert roomy(there[few], (few, many)) == many
+    with pytest.raises(UserError, match=r"start the container with a larger --shm-size, or set TMPDIR") as told:
+        roomy(10**18, (missing, few, many))
+    assert f"GB in {few} and" in str(told.value)

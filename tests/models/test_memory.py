@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,22 @@ def test_adapters_have_a_base_in_the_compute_type_and_its_reference_shares_the_e
     assert memory.engine(shape, searcher)["weights"] == 2 * (shape.parameters + own)
     assert memory.engine(shape, searcher)["keys and values"] == 10 * 64 * 3 * 2 * 32 * 2
     assert memory.reference(shape, searcher)["weights"] == 2 * own
+
+
+def test_vllms_cache_is_what_the_slots_need_or_what_is_left_of_the_searchers_part() -> None:
+    shape, low = Shape.of(QWEN), precision("bfloat16", "cuda", adapters=False)
+    searcher = Sampling(low, slots=10, positions=300, prompt=100, device="cuda")  # three blocks of 128
+    of_block = 128 * 3 * 2 * 32 * 2  # layers, keys and values, their width, bytes of a number
+    assert memory.vllm_cache(shape, searcher) == (10 * 3 + 2) * of_block
+    assert memory.vllm_cache(shape, searcher, room=100 * 10**9) == (10 * 3 + 2) * of_block
+    assert memory.vllm_cache(shape, searcher, gpus=2) == (10 * 3 + 2) * of_block // 2  # of each, half of the heads
+    beside = 2 * shape.parameters + memory.engine(shape, searcher)["a step"]
+    beside += memory.total(memory.reference(shape, searcher)) + 2**30
+    assert memory.vllm_cache(shape, searcher, room=beside + 20 * of_block) == 20 * of_block
+    assert memory.vllm_cache(shape, searcher, room=beside) == (3 + 2) * of_block  # the longest answer alone
+    adapted = replace(searcher, rank=8)  # with a base in this process, which its reference shares
+    kept = memory.engine(shape, adapted)["weights"] + 2 * shape.adapters(8) - 2 * shape.parameters
+    assert memory.vllm_cache(shape, adapted, room=beside + kept + 9 * of_block) == 9 * of_block
 
 
 def test_memory_grows_with_tokens_and_checkpointing_keeps_one_hidden_state_of_each_layer() -> None:

@@ -37,7 +37,7 @@ class Ran:
     trajectories: list[Trajectory]
 
 
-@pytest.fixture(scope="module", params=["whole", "adapters"])
+@pytest.fixture(scope="module", params=["flow", "adapters"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     task = Gsm8k(path=str(DATA), style="vineppo")
     start = WarmStart(  # half knows the fifteen problems of the file: some of its answers are right
@@ -47,7 +47,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     )
     base = warm_started(start, task, lambda line: None)
     path = tmp_path_factory.mktemp("vllm") / "run"
-    how = ("--model.lora.rank", "8") if request.param == "adapters" else ()
+    how = ("--model.lora.rank", "8") if request.param == "adapters" else ("--run.continuous",)
     overrides = (
         *how,
         *("--task.path", str(DATA), "--model.path", str(base), "--model.device", "cpu"),
@@ -137,7 +137,7 @@ def test_episodes_are_played_in_processes_and_trained(tmp_path: Path) -> None:
     path = tmp_path / "run"
     overrides = (
         *("--model.path", str(base), "--model.generation.engine", "vllm", "--model.generation.slots", "32"),
-        *("--task.limits.processes", "8", "--task.held-out", "20"),
+        *("--run.continuous", "--task.limits.processes", "8", "--task.held-out", "20"),
         *("--steps", "16", "--searchers", "1", "--groups-per-step", "2", "--group-size", "4"),
         *("--samples-per-prompt", "8", "--prompts-per-round", "3", "--replay.pacing.warm-up", "24"),
         *("--replay.pacing.max-mean-uses", "1", "--evaluation.problems", "16", "--evaluation.every", "4"),

@@ -67,7 +67,7 @@ def needs(recipe: Recipe, shape: Shape) -> list[Need]:
         targets=lora.targets,
     )
     found = [Need("trainer", device, trainer(shape, of_pass))]
-    if model.generation.engine == "transformers":
+    if model.generation.engine != "vllm":
         found.append(Need("searcher", device, engine(shape, of_searcher)))
     found.append(Need("reference", device, reference(shape, of_searcher)))
     buffer = recipe.replay.buffer
@@ -133,7 +133,7 @@ def _smaller(recipe: Recipe, half: str) -> Iterator[tuple[str, Recipe]]:
     if not model.lora.rank:
         adapted = with_model(gradient_checkpointing=True, lora=replace(model.lora, rank=_RANK))
         yield f"--model.lora.rank {_RANK} --model.gradient-checkpointing", adapted
-    if model.generation.engine == "transformers" and recipe.trainer.ranks == 1:
+    if model.generation.engine != "vllm" and recipe.trainer.ranks == 1:
         lora = replace(model.lora, rank=model.lora.rank or _RANK)
         flags_of_4_bit = f"--model.dtype 4-bit --model.lora.rank {lora.rank} --model.gradient-checkpointing"
         yield flags_of_4_bit, with_model(gradient_checkpointing=True, lora=lora, dtype="4-bit")

@@ -88,7 +88,7 @@ class Room:
             raise UserError(f"a prompt of task {prompt.task} has no tokens, but at least 1 is needed")
         if limit is not None and n > limit:
             raise UserError(
-                f"a prompt has {n} tokens, more than max_prompt_tokens = {limit}: drop it or raise the limit"
+                f"a prompt has {n} tokens, and this engine was made for {limit}: drop it, or raise --prompts.max-tokens"
             )
         if positions is not None and n >= positions:
             raise UserError(

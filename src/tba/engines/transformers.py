@@ -47,7 +47,8 @@ class EngineSettings:
     field makes no sense.
     """
 
-    engine: Literal["transformers", "vllm"] = "transformers"  # the sampling engine; vllm has settings of its own, too
+    engine: Literal["transformers", "vllm", "auto"] = "transformers"  # the sampling engine; vllm has settings of its
+    # own, too; auto: vllm on CUDA if it is installed and passes a self-test at the start, else transformers
     slots: int = 64  # completions that are generated simultaneously
     max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
     stop_strings: tuple[str, ...] = ()  # a completion ends before the first of these in its text

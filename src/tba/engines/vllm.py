@@ -1,8 +1,9 @@
 """Sampling by vLLM, in this process, through its public interface alone.
 
 Invariants: a completion's log-probabilities are of the weights that sampled each of its tokens, after temperature and
-top-p, renormalised. When weights are replaced no key or value of the old ones is used again: the prefix cache is
-emptied, and for completions still being generated they are computed again.
+top-p, renormalised. Weights are replaced between two steps: what grows then keeps keys and values of the older ones, as
+in the transformers engine, and its version is a span. Nothing that begins later finds these in the prefix cache: each
+request is salted with how often weights had been replaced.
 
 vLLM is imported when an engine is made: it takes seconds, and only this engine needs it.
 """
@@ -11,15 +12,16 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import os
+import shutil
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +39,12 @@ from tba.policy.loading import load_model
 from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import Streamed, shapes_of, write_tensors
-from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
+from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version
 
 SUPPORTED = ("0.32",)
-GIVEN = "TBA_GPU_SHARE"  # in the environment: which part of its GPUs' memory is this process's (`runtime.devices`)
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
-_BLOCK = 128  # positions in a block of keys and values, at most
+_SPARE = 1 << 24  # bytes that are left free in a folder: vLLM's processes talk through it
+_REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError, KeyError, OSError, ImportError)
 _ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process: weights are passed directly, not pickled
     "VLLM_HOST_IP": "127.0.0.1",
@@ -56,52 +58,14 @@ class VllmSettings:
     """The settings of vLLM alone (`--model.generation.engine vllm`)."""
 
     tensor_parallel: int = 1  # processes, one for each GPU, that share one engine; the reference stays on the first
-    memory_share: float = 0.5  # share of this searcher's part of each GPU's memory; the reference needs some too
-    cache_gb: float | None = None  # key-value cache, 10^9 bytes; None: what is left, on a CPU what the slots need
-    max_prompt_tokens: int | None = None  # a longer prompt is an error; None: the model's number of positions
+    cache_gb: float | None = None  # key-value cache of each GPU, 10^9 bytes; None: what the slots need, or is left
     graphs: bool = True  # compile the model and record CUDA graphs when the engine starts; never on a CPU
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1:
             raise UserError(f"vllm's tensor_parallel is {self.tensor_parallel}, but it must be at least 1")
-        if not 0 < self.memory_share <= 1:
-            raise UserError(f"vllm's memory_share is {self.memory_share}, give a share above 0 and up to 1")
         if self.cache_gb is not None and not self.cache_gb > 0:
             raise UserError(f"vllm's cache_gb is {self.cache_gb}, give a number above 0")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise UserError(f"vllm's max_prompt_tokens is {self.max_prompt_tokens}, but it must be at least 1")
-
-
-@dataclass
-class _Growing:
-    """One completion that is being generated."""
-
-    tokens: list[int] = field(default_factory=list)
-    log_behavior: list[float] = field(default_factory=list)
-    stopped: bool = False  # vLLM has seen a stop string
-    finished: bool = False
-    versions: tuple[Version, Version] | None = None  # by vLLM's own record, once it is finished
-
-
-@dataclass
-class _Talk:
-    """One completion in turns: what it has said and read before the turn that is growing."""
-
-    prompt: Prompt
-    seed: int
-    name: str = ""  # of its turn's request
-    turns: int = 0
-    turn: _Growing | None = None  # that is growing; None: its partner is asked, or it is at its end
-    tokens: list[int] = field(default_factory=list)
-    log_behavior: list[float] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    reason: StopReason = StopReason.INTERRUPTED
-    versions: tuple[Version, Version] | None = None
-
-    def append(self, tokens: Sequence[int], log_behavior: Sequence[float], sampled: bool) -> None:
-        self.tokens.extend(tokens)
-        self.log_behavior.extend(log_behavior)
-        self.sampled.extend([sampled] * len(tokens))
 
 
 class VllmEngine:
@@ -118,10 +82,14 @@ class VllmEngine:
         own: VllmSettings,
         device: torch.device,
         dtype: torch.dtype,
+        longest_prompt: int,
+        cache_bytes: Callable[[PretrainedConfig], int],
         version: Version | None = None,
         adapted: PreTrainedModel | None = None,
     ) -> None:
-        """adapted: the same model with adapters; then only adapters are loaded, which vLLM is given merged.
+        """longest_prompt: in tokens, a longer one is refused; cache_bytes: of keys and values on each GPU, from the
+        model's configuration; adapted: the same model with adapters; then only adapters are loaded, which vLLM is given
+        merged.
 
         Raises `UserError` when vLLM is missing, of another version, for another device or cannot serve the model.
         """
@@ -137,11 +105,12 @@ class VllmEngine:
             )
         self._names = _names(self._shapes, untied)
         positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-        self.room = Room(settings.max_completion_tokens, own.max_prompt_tokens, positions)
+        self.room = Room(settings.max_completion_tokens, longest_prompt, positions)
         self._stop = StopStrings(settings.stop_strings, tokenizer)
         self._eos = eos_ids(_generation_config(path), config, tokenizer)
-        longest = _longest(settings, own, positions)
+        longest = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
         whole = device.type == "cpu"  # prompts in parts and seeds of requests do not work together there
+        cache = cache_bytes(config)
         arguments = vllm.EngineArgs(
             model=path,
             tokenizer=path,
@@ -150,13 +119,13 @@ class VllmEngine:
             tensor_parallel_size=own.tensor_parallel,
             max_model_len=longest,
             max_num_seqs=settings.slots,
-            max_num_batched_tokens=max(PREFILL_TOKENS, settings.slots, (longest or 0) if whole else 0),
+            max_num_batched_tokens=max(PREFILL_TOKENS, settings.slots, longest if whole else 0),
             enable_chunked_prefill=not whole,
             enable_prefix_caching=True,
             logprobs_mode="processed_logprobs",
             generation_config="vllm",  # the sampling settings are ours
-            gpu_memory_utilization=own.memory_share * float(os.environ.get(GIVEN, 1)),
-            kv_cache_memory_bytes=_cache_bytes(settings, own, config, device, dtype),
+            kv_cache_memory_bytes=cache,
+            gpu_memory_utilization=0.01,  # has no effect beside these bytes, but so much has to be free at the start
             enforce_eager=device.type == "cpu" or not own.graphs,
             async_scheduling=False,  # otherwise a token would be attributed to the next weights
             disable_log_stats=True,
@@ -168,12 +137,15 @@ class VllmEngine:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # meant for vLLM's authors
                 self._llm: Any = vllm.LLMEngine.from_engine_args(arguments)
-        except (ValueError, NotImplementedError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"vllm cannot serve the model at {path} with these settings ({reason})") from error
-        self._calls = count()
-        self._generating = False
-        self._set(Version() if version is None else version)
+        except _REFUSALS as error:
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise UserError(
+                f"vllm cannot serve the model at {path} with a cache of {cache / 1e9:.2g} GB ({reason}): set "
+                "--model.vllm.cache-gb, fewer --model.generation.slots, or --model.generation.engine transformers"
+            ) from error
+        self._numbers, self._loads = count(), 0
+        self._growing: dict[str, Answer] = {}  # by the name of the request
+        self._version = Version() if version is None else version
         if untied:
             self._replace(load_model(path, device, dtype)[0].state_dict())
 
@@ -182,7 +154,7 @@ class VllmEngine:
         return self._version
 
     def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
-        """Copy `weights` (by Hugging Face name) into the model in place, and forget what was computed with the old.
+        """Copy `weights` (by Hugging Face name) into the model in place, also while answers grow.
 
         A tied weight may be given under any of its names; a model with adapters is given these alone. Raises
         `KeyError` for an unknown or a missing name and `ValueError` for a wrong shape, in which cases nothing was
@@ -192,9 +164,7 @@ class VllmEngine:
             matched(self._adapted, shapes_of(weights), is_adapter)
             weights = merged_with(self._adapted, weights)
         self._replace(weights)
-        if not self._llm.reset_prefix_cache(reset_running_requests=self._generating):
-            raise TbaError(f"vllm kept keys and values of weights older than {version}")
-        self._set(version)
+        self._version = version
 
     def _replace(self, weights: Mapping[str, Tensor]) -> None:
         """Replace weights by all of the model's own names, one after the other."""
@@ -203,303 +173,253 @@ class VllmEngine:
         names = {name: self._names[place] for place, name in chosen.items() if place in self._names}
         like = {one: shapes[name] for name, its in names.items() for one in its}
         named = Streamed(like, lambda: ((one, t) for name, t in weights.items() for one in names.get(name, ())))
+        self._loads += 1
         if self.own.tensor_parallel == 1:
             self._reload({"weights_iterator": iter(named.items())})
         else:  # its workers are other processes, and nothing is to be pickled: through a file
-            with _memory_folder() as folder:
-                write_tensors(folder / "model.safetensors", named)
-                self._reload({"weights_path": str(folder)})
+            size = sum(t.numel() * t.element_size() for t in like.values())
+            with tempfile.TemporaryDirectory(prefix="tba-weights-", dir=roomy(size)) as folder:
+                write_tensors(Path(folder) / "model.safetensors", named)
+                self._reload({"weights_path": folder})
 
     def _reload(self, what: dict[str, object]) -> None:
         with torch.no_grad():
             self._llm.collective_rpc("reload_weights", kwargs=what)
 
-    def _set(self, version: Version) -> None:
-        self._llm.set_weight_version(str(version))
-        self._version = version
+    def flow(
+        self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
+    ) -> VllmFlow:
+        """Returns an empty flow of `count` completions of each prompt; the one before is given up."""
+        self._llm.abort_request(list(self._growing))
+        self._growing.clear()
+        return VllmFlow(self, count, sampling, rng, partner)
 
-    def flow(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None) -> _Rounds:
-        """Returns what answers prompts in rounds. See `protocols.Engine`."""
-        return _Rounds(self, count, sampling, rng, partner)
-
-    def stream(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields `count` completions of each prompt, in the order in which they are finished."""
-        for prompt in prompts:
-            self.room.check(prompt)
-        if not prompts or count < 1:
-            yield from ((i, []) for i in range(len(prompts)))
-            return
-        drawn = count if sampling.temperature > 0 else 1  # it gives no second sample of the greedy answer
-        call = next(self._calls)
-        growing: dict[str, list[_Growing]] = {}
-        first = self._version
-        self._generating = True
-        try:
-            for i, prompt in enumerate(prompts):
-                growing[f"{call}.{i}"] = [_Growing() for _ in range(drawn)]
-                parameters = self._parameters(prompt, drawn, sampling, int(rng.integers(2**62)))
-                self._llm.add_request(f"{call}.{i}", {"prompt_token_ids": prompt.tokens.tolist()}, parameters)
-            left = list(growing)
-            for name in self._run(growing, interrupted):
-                left.remove(name)
-                row = [self._completion(g, sampling, first) for g in growing[name]]
-                yield int(name.rpartition(".")[2]), row * (count // drawn)
-        finally:
-            self._llm.abort_request([name for name, row in growing.items() if not all(g.finished for g in row)])
-            self._generating = False
-        for name in left:
-            row = [self._completion(g, sampling, first) for g in growing[name] if g.tokens]
-            yield int(name.rpartition(".")[2]), row * (count // drawn)
-
-    def converse(
-        self,
-        prompts: Sequence[Prompt],
-        count: int,
-        sampling: Sampling,
-        rng: np.random.Generator,
-        partner: Partner,
-        interrupted: Callable[[], bool] | None = None,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Yields completions in turns, between which `partner` speaks.
-
-        Each turn is a request of its own, behind all that was said before: what vLLM has read of that, in whole blocks,
-        it finds in its prefix cache.
-        """
-        for prompt in prompts:
-            self.room.check(prompt)
-        first, call = self._version, next(self._calls)
-        talks = [_Talk(prompt, int(rng.integers(2**62))) for prompt in prompts for _ in range(count)]
-        ended: dict[int, Completion] = {}
-        left = dict.fromkeys(range(len(prompts)), count)
-
-        def finished(request: int) -> Iterator[tuple[int, list[Completion]]]:
-            ended[request] = partner.ended(request, self._conversation(talks[request], sampling, first))
-            i = request // count
-            left[i] -= 1
-            if not left[i]:
-                del left[i]
-                yield i, [ended.pop(r) for r in range(i * count, (i + 1) * count)]
-
-        self._generating = True
-        try:
-            for request in range(len(talks)):
-                self._ask(talks[request], call, request, sampling)
-            steps = 0
-            while left and count:
-                if steps % _STEPS_BETWEEN_ASKING == 0 and interrupted is not None and interrupted():
-                    break
-                steps += 1
-                turns: list[Turn] = []
-                computes = self._llm.has_unfinished_requests()
-                for output in self._llm.step() if computes else ():
-                    request = int(output.request_id.rpartition(".")[2])
-                    talk = talks[request]
-                    assert talk.turn is not None
-                    _extend(talk.turn, output.outputs[0])
-                    if not talk.turn.finished:
-                        continue
-                    text = self._said(talk, sampling)
-                    if talk.reason is StopReason.LENGTH:
-                        yield from finished(request)
-                    else:
-                        turns.append(Turn(request, text, talk.reason, self.room.of(talk.prompt) - len(talk.tokens)))
-                if turns:
-                    partner.hear(turns)
-                for request, heard in partner.replies(wait=not self._llm.has_unfinished_requests()).items():
-                    talk = talks[request]
-                    if heard is not None and len(talk.tokens) + len(heard) < self.room.of(talk.prompt):
-                        talk.append(heard.tolist(), [0.0] * len(heard), False)
-                        self._ask(talk, call, request, sampling)
-                        continue
-                    if heard is not None:
-                        talk.reason = StopReason.LENGTH
-                    yield from finished(request)
-        finally:
-            self._llm.abort_request([talk.name for talk in talks if talk.turn is not None])
-            self._generating = False
-        for i in left:
-            for request in range(i * count, (i + 1) * count):
-                talk = talks[request]
-                if request in ended:
-                    continue
-                if talk.turn is not None:
-                    self._said(talk, sampling)
-                talk.reason = StopReason.INTERRUPTED
-                if talk.tokens:
-                    ended[request] = partner.ended(request, self._conversation(talk, sampling, first))
-            yield i, [ended[r] for r in range(i * count, (i + 1) * count) if r in ended]
-
-    def _ask(self, talk: _Talk, call: int, request: int, sampling: Sampling) -> None:
-        """Begin the next turn."""
-        before, talk.name = len(talk.tokens), f"{call}.{talk.turns}.{request}"
-        parameters = self._parameters(talk.prompt, 1, sampling, talk.seed + talk.turns, before)
-        prompt = {"prompt_token_ids": [*talk.prompt.tokens.tolist(), *talk.tokens]}
-        self._llm.add_request(talk.name, prompt, parameters)
-        talk.turn, talk.turns = _Growing(), talk.turns + 1
-
-    def _said(self, talk: _Talk, sampling: Sampling) -> str:
-        """Take the turn that was growing as said; returns its text."""
-        assert talk.turn is not None
-        log_behavior = self._finite(talk.turn, sampling)
-        n, text, reason = self._end(talk.turn)
-        if talk.turn.versions is not None:
-            begun = talk.turn.versions if talk.versions is None else talk.versions
-            talk.versions = begun[0], talk.turn.versions[1]
-        talk.append(talk.turn.tokens[:n], log_behavior[:n].tolist(), True)
-        talk.reason, talk.turn = reason, None
-        return text
-
-    def _conversation(self, talk: _Talk, sampling: Sampling, first: Version) -> Completion:
-        return Completion(
-            np.array(talk.tokens, dtype=np.int32),
-            self._stop.text(talk.tokens),
-            talk.reason,
-            talk.versions or (first, self._version),
-            sampling,
-            np.array(talk.log_behavior, dtype=np.float32),
-            None if all(talk.sampled) else np.array(talk.sampled),
-        )
-
-    def _parameters(self, prompt: Prompt, count: int, sampling: Sampling, seed: int, before: int = 0) -> Any:
-        """before: tokens that the completion has already."""
+    def ask(self, answer: Answer, sampling: Sampling) -> None:
+        """Begin the next turn of an answer, behind all that it has said and read."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        return SamplingParams(
-            n=count,
+        begun = answer.begun = len(answer.tokens)
+        longest = self.room.of(answer.prompt) - begun
+        parameters = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            seed=None if sampling.temperature == 0 else seed,
+            seed=None if sampling.temperature == 0 else answer.seed + answer.turns,
             stop=list(self.settings.stop_strings),
             detokenize=bool(self.settings.stop_strings),
             ignore_eos=True,  # all tokens that end a completion are listed:
             stop_token_ids=sorted(self._eos),
-            max_tokens=self.room.of(prompt) - before,
-            min_tokens=max(0, self.settings.min_completion_tokens - before),
+            max_tokens=longest,
+            min_tokens=min(longest, max(0, self.settings.min_completion_tokens - begun)),
             logprobs=0,  # of the token that was sampled
+            flat_logprobs=True,
             output_kind=RequestOutputKind.DELTA,
         )
+        if answer.turns == 0:
+            answer.first = self._version
+        answer.turns += 1
+        name = str(next(self._numbers))
+        prompt = {"prompt_token_ids": [*answer.prompt.tokens.tolist(), *answer.tokens], "cache_salt": str(self._loads)}
+        self._llm.add_request(name, prompt, parameters)
+        self._growing[name] = answer
 
-    def _run(self, growing: Mapping[str, list[_Growing]], interrupted: Callable[[], bool] | None) -> Iterator[str]:
-        """Runs until all are finished, or `interrupted` says so; yields each request's name when it is finished."""
-        steps = 0
-        while self._llm.has_unfinished_requests():
-            if interrupted is not None and steps % _STEPS_BETWEEN_ASKING == 0 and interrupted():
-                return
-            for output in self._llm.step():
-                row = growing[output.request_id]
-                for part in output.outputs:
-                    _extend(row[part.index], part)
-                if all(g.finished for g in row):
-                    yield output.request_id
-            steps += 1
+    def grow(self) -> list[Answer]:
+        """Compute a step, which gives most of what grows a token; returns the answers whose turn has ended by it."""
+        ended: list[Answer] = []
+        for output in self._llm.step():
+            answer, (part,) = self._growing[output.request_id], output.outputs
+            answer.tokens.extend(part.token_ids)
+            answer.log_behavior.extend(part.logprobs.logprobs)
+            answer.last = self._version
+            if part.finish_reason is not None:
+                if part.finish_reason not in ("stop", "length"):
+                    raise TbaError(f"vllm ended an answer for a reason of its own: {part.finish_reason}")
+                del self._growing[output.request_id]
+                self._end(answer, isinstance(part.stop_reason, str))
+                ended.append(answer)
+        return ended
 
-    def _completion(self, grown: _Growing, sampling: Sampling, first: Version) -> Completion:
-        log_behavior = self._finite(grown, sampling)
-        n, text, reason = self._end(grown)
-        versions = grown.versions or (first, self._version)
-        tokens = np.array(grown.tokens[:n], dtype=np.int32)
-        return Completion(tokens, text, reason, versions, sampling, log_behavior[:n].copy())
+    def give_up(self) -> list[Answer]:
+        """Stop what grows; returns the answers, cut where they are."""
+        answers = list(self._growing.values())
+        self._llm.abort_request(list(self._growing))
+        self._growing.clear()
+        for answer in answers:
+            self._end(answer, stopped=False)
+        return answers
 
-    def _finite(self, grown: _Growing, sampling: Sampling) -> FloatArray:
-        """Returns the log-probabilities of what was sampled. Raises `TbaError` if they are none."""
-        log_behavior = np.array(grown.log_behavior, dtype=np.float32)
-        if not np.isfinite(log_behavior).all():
+    @property
+    def growing(self) -> int:
+        """How many answers grow."""
+        return len(self._growing)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens without special ones."""
+        return self._stop.text(tokens)
+
+    def _end(self, answer: Answer, stopped: bool) -> None:
+        """Cut the present turn of an answer where it ended; stopped: vLLM has seen a stop string. Raises `TbaError`
+        where its log-probabilities are none.
+        """
+        if not np.isfinite(answer.log_behavior).all():
             raise TbaError(f"the weights of version {self.version} give probabilities that are not finite")
-        if sampling.temperature == 0:
-            log_behavior[:] = 0.0  # the log-probability of a draw that could not have been another
-        return log_behavior
-
-    def _end(self, grown: _Growing) -> tuple[int, str, StopReason]:
-        """Returns where what has grown ends: (its tokens, its text, why)."""
-        n, text, reason = self._stop.ended(grown.tokens, self._eos, not grown.finished)
+        n, answer.text, answer.reason = self._stop.ended(answer.tokens[answer.begun :], self._eos, False)
         # its text as it was generated; not that of all tokens together
-        if grown.stopped and reason is StopReason.LENGTH:
-            reason = StopReason.STOP_STRING
-        return n, text, reason
+        if stopped and answer.reason is StopReason.LENGTH:
+            answer.reason = StopReason.STOP_STRING
+        del answer.tokens[answer.begun + n :], answer.log_behavior[answer.begun + n :]
 
 
 @dataclass
-class _Rounds:
-    """A flow in rounds: prompts that are submitted are begun when all before them are finished."""
+class Answer:
+    """One completion that is being generated. Each of its turns is a request of vLLM's, behind all that was said."""
 
-    engine: VllmEngine
-    count: int
-    sampling: Sampling
-    rng: np.random.Generator
-    partner: Partner | None
-    submitted: int = 0
-    first: int = 0  # prompt of the present round
-    left: int = 0  # prompts of it that have not been handed out
-    waiting: list[Prompt] = field(default_factory=list)
-    round: Iterator[tuple[int, list[Completion]]] = field(default_factory=lambda: iter(()))
-    interrupted: Callable[[], bool] | None = None
+    request: int
+    prompt: Prompt
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    log_behavior: list[float] = field(default_factory=list)
+    heard: list[tuple[int, int]] = field(default_factory=list)  # where it was spoken to, as (begin, end)
+    begun: int = 0  # where its present turn begins
+    turns: int = 0
+    text: str = ""  # of its present turn, once that is at its end
+    reason: StopReason = StopReason.INTERRUPTED
+    first: Version = field(default_factory=Version)  # the weights that were there when it was begun
+    last: Version = field(default_factory=Version)  # and at its newest token
+    completion: Completion | None = None  # once it is at its end
+
+    def hear(self, tokens: IntArray) -> None:
+        """Add what the policy has not said."""
+        self.heard.append((len(self.tokens), len(self.tokens) + len(tokens)))
+        self.tokens.extend(tokens.tolist())
+        self.log_behavior.extend([0.0] * len(tokens))
+
+
+class VllmFlow:
+    """Prompts that are being answered. See `protocols.Flow`.
+
+    vLLM has as many requests as there are slots, the others wait here: so each is read by the weights that are there
+    when it begins, and no more prompts are leased than are answered soon.
+    """
+
+    def __init__(
+        self,
+        engine: VllmEngine,
+        count: int,
+        sampling: Sampling,
+        rng: np.random.Generator,
+        partner: Partner | None = None,
+    ) -> None:
+        self.engine, self.sampling, self.rng, self.partner = engine, sampling, rng, partner
+        once = sampling.temperature == 0 and partner is None  # it gives no second sample of the greedy answer
+        self.each, self.copies = (min(count, 1), count) if once else (max(count, 0), 1)
+        self.submitted = 0
+        self._left: dict[int, list[Answer]] = {}  # those of prompts that have not been handed out
+        self._queue: deque[Answer] = deque()  # those that are to begin a turn
+        self._asked: dict[int, Answer] = {}  # those whose partner has not answered yet, by request
+        self._done: list[int] = []  # prompts that are to be handed out
+        self._steps = 0  # since `interrupted` was asked, and before it is asked at all 0
 
     @property
     def wanted(self) -> int:
-        """A round that fills the slots, once there is none."""
-        return 0 if self.left or self.waiting else -(-self.engine.settings.slots // max(1, self.count))
+        """How many more prompts are to be submitted now: none while the queue can fill the slots that are free, then so
+        many that half of the slots' worth is left in it.
+        """
+        slots = self.engine.settings.slots
+        crowd = max(0, len(self._asked) - slots)
+        free = slots - self.engine.growing - len(self._queue) - crowd
+        return -(-(free + slots // 2) // max(1, self.each)) if free > 0 else 0
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Adds prompts to the queue. Raises `UserError` for one that is too long or empty, and then adds none."""
         for prompt in prompts:
             self.engine.room.check(prompt)
-        self.waiting += prompts
-        self.submitted += len(prompts)
+        for prompt in prompts:
+            first = self.submitted * self.each
+            answers = [Answer(first + i, prompt, int(self.rng.integers(2**62))) for i in range(self.each)]
+            self._left[self.submitted] = answers
+            self._queue.extend(answers)
+            self._done += [] if answers else [self.submitted]
+            self.submitted += 1
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
     ) -> list[tuple[int, list[Completion]]]:
-        """See `protocols.Flow`."""
-        self.interrupted = interrupted
-        if not self.left and self.waiting:
-            self.first, self.left = self.submitted - len(self.waiting), len(self.waiting)
-            given = (self.waiting, self.count, self.sampling, self.rng)
-            told, self.waiting = lambda: self.interrupted is not None and self.interrupted(), []
-            if self.partner is None:
-                self.round = self.engine.stream(*given, told)
+        """Computes until prompts are finished, or (`until_wanted`) more are wanted; returns the finished ones, by
+        number in the order of submission. Once `interrupted()` they are all of them, with what they had.
+        """
+        while self._left and not self._done:
+            if self._steps % _STEPS_BETWEEN_ASKING == 0 and interrupted is not None and interrupted():
+                self._give_up()
+                break
+            self._listen()
+            while self._queue and self.engine.growing < self.engine.settings.slots:
+                self.engine.ask(self._queue.popleft(), self.sampling)
+            self._steps = self._steps + 1 if self.engine.growing else 0
+            self._end_turns(self.engine.grow() if self.engine.growing else [])
+            if until_wanted and self.wanted:
+                break
+        done, self._done = self._done, []
+        found = [(i, [a.completion for a in self._left.pop(i) if a.completion is not None]) for i in done]
+        return [(i, completions * self.copies) for i, completions in found]
+
+    def _listen(self) -> None:
+        """Take in what the partner has said: its answers are before others in the queue, or at their end."""
+        if self.partner is None or not self._asked:
+            return
+        going_on: list[Answer] = []
+        for request, heard in self.partner.replies(wait=not (self.engine.growing or self._queue)).items():
+            answer = self._asked.pop(request)
+            if heard is not None and len(answer.tokens) + len(heard) < self.engine.room.of(answer.prompt):
+                answer.hear(heard)
+                going_on.append(answer)
             else:
-                self.round = self.engine.converse(*given, _From(self.partner, self.first * self.count), told)
-        found = [(self.first + i, completions) for i, completions in islice(self.round, 1)]
-        self.left -= len(found)
-        return found
+                answer.reason = answer.reason if heard is None else StopReason.LENGTH
+                self._finish(answer)
+        self._queue.extendleft(reversed(going_on))
 
+    def _end_turns(self, ended: Sequence[Answer]) -> None:
+        turns: list[Turn] = []
+        for answer in ended:
+            if self.partner is None or answer.reason is StopReason.LENGTH:
+                self._finish(answer)
+            else:
+                self._asked[answer.request] = answer
+                room = self.engine.room.of(answer.prompt) - len(answer.tokens)
+                turns.append(Turn(answer.request, answer.text, answer.reason, room))
+        if turns and self.partner is not None:
+            self.partner.hear(turns)
 
-@dataclass
-class _From:
-    """A partner whose requests are numbered from another one on."""
+    def _give_up(self) -> None:
+        """End all answers where they are; one that has no token yet is left out."""
+        for answer in (*self.engine.give_up(), *self._asked.values(), *self._queue):
+            answer.reason = StopReason.INTERRUPTED
+            if answer.tokens:
+                self._finish(answer)
+        self._asked.clear()
+        self._queue.clear()
+        self._done = list(self._left)
 
-    partner: Partner
-    first: int
-
-    def hear(self, turns: Sequence[Turn]) -> None:
-        self.partner.hear([replace(turn, request=turn.request + self.first) for turn in turns])
-
-    def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
-        return {request - self.first: heard for request, heard in self.partner.replies(wait).items()}
-
-    def ended(self, request: int, completion: Completion) -> Completion:
-        return self.partner.ended(request + self.first, completion)
-
-
-def _extend(grown: _Growing, part: Any) -> None:
-    """Extend a completion by what is new in vLLM's output (a `CompletionOutput`)."""
-    grown.tokens.extend(part.token_ids)
-    grown.log_behavior.extend(
-        found[token].logprob for token, found in zip(part.token_ids, part.logprobs or (), strict=True)
-    )
-    if part.finish_reason is None:
-        return
-    grown.finished = True
-    grown.stopped = isinstance(part.stop_reason, str)
-    if spans := part.weight_versions:
-        grown.versions = Version.parse(spans[0].version), Version.parse(spans[-1].version)
+    def _finish(self, answer: Answer) -> None:
+        """Make the completion of an answer that is at its end."""
+        greedy = self.sampling.temperature == 0  # the log-probability of a draw that could not have been another is 0
+        log_behavior = np.zeros(len(answer.tokens)) if greedy else np.array(answer.log_behavior)
+        mask = np.ones(len(answer.tokens), dtype=np.bool_)
+        for begin, end in answer.heard:
+            mask[begin:end] = False
+        completion = Completion(
+            np.array(answer.tokens, dtype=np.int32),
+            answer.text if self.partner is None else self.engine.text(answer.tokens),
+            answer.reason,
+            (answer.first, answer.last),
+            self.sampling,
+            log_behavior.astype(np.float32),
+            mask if answer.heard else None,
+        )
+        answer.completion = completion if self.partner is None else self.partner.ended(answer.request, completion)
+        number = answer.request // self.each
+        if all(a.completion is not None for a in self._left[number]):
+            self._done.append(number)
 
 
 def _imported(device: torch.device) -> Any:
@@ -559,36 +479,17 @@ def _generation_config(path: str) -> GenerationConfig | None:
         return None
 
 
-def _longest(settings: EngineSettings, own: VllmSettings, positions: int | None) -> int | None:
-    """Returns the positions of the longest prompt with the longest answer. None: as many as the model has."""
-    if own.max_prompt_tokens is None:
-        return positions
-    wanted = own.max_prompt_tokens + settings.max_completion_tokens
-    return wanted if positions is None else min(wanted, positions)
+def roomy(size: int, places: Sequence[str] = ("/dev/shm", tempfile.gettempdir())) -> str:  # noqa: S108
+    """Returns the first folder that has room for `size` bytes. Raises `UserError` where none has.
 
-
-def _cache_bytes(
-    settings: EngineSettings, own: VllmSettings, config: PretrainedConfig, device: torch.device, dtype: torch.dtype
-) -> int | None:
-    """Returns the room for keys and values in bytes; None: vLLM takes what is left of its share of the GPU's memory."""
-    if own.cache_gb is not None:
-        return int(own.cache_gb * 1e9)
-    if device.type != "cpu":
-        return None
-    text: Any = config.get_text_config()
-    longest = _longest(settings, own, getattr(text, "max_position_embeddings", None))
-    if longest is None:
-        raise UserError("this model has no limit on its positions: set --model.vllm.max-prompt-tokens")
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    of_a_position = 2 * text.num_hidden_layers * heads * width * dtype.itemsize
-    blocks = settings.slots * math.ceil(longest / _BLOCK) + 2  # one is never used, one to spare
-    return blocks * _BLOCK * of_a_position
-
-
-@contextmanager
-def _memory_folder() -> Iterator[Path]:
-    """Yields a folder that is deleted afterwards; in memory where the system has such a place."""
-    memory = Path("/dev/shm")  # noqa: S108 - where Linux keeps files in memory
-    with tempfile.TemporaryDirectory(prefix="tba-weights-", dir=memory if memory.is_dir() else None) as folder:
-        yield Path(folder)
+    Linux keeps files in memory at /dev/shm; there is little of it in a container unless it is asked for.
+    """
+    free = {place: shutil.disk_usage(place).free for place in places if Path(place).is_dir()}
+    found = next((place for place, there in free.items() if there > size + _SPARE), None)
+    if found is None:
+        named = " and ".join(f"{there / 1e9:.2f} GB in {place}" for place, there in free.items())
+        raise UserError(
+            f"vllm's processes are given weights through a file of {size / 1e9:.2f} GB, and there are {named}: start "
+            f"the container with a larger --shm-size, or set TMPDIR to a folder that has room"
+        )
+    return found

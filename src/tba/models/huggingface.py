@@ -7,11 +7,15 @@ setting (cached).
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
+import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import urlsplit
@@ -23,8 +27,8 @@ import safetensors
 import safetensors.torch
 import torch
 from huggingface_hub import constants, try_to_load_from_cache
-from transformers import AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from tba.cards import cards
 from tba.engines.transformers import EngineSettings, TransformersEngine
@@ -36,8 +40,10 @@ from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
 from tba.models.arithmetic import arithmetic_of
 from tba.models.gguf import SUFFIX, converted
+from tba.models.memory import Sampling, Shape, vllm_cache
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
+from tba.models.serving import doubt
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled
 from tba.policy.lora import FILE as ADAPTERS
@@ -51,7 +57,9 @@ from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bp
 from tba.types import Json, Problem, Version
 from tba.weights.atomic_dir import cache_folder
 
+log = logging.getLogger("tba.searcher")
 FACTS = "warm_start.json"
+GIVEN = "TBA_GPU_SHARE"  # in the environment: which part of its GPU's memory is this process's (`runtime.devices`)
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
 _CONNECT = 5.0  # seconds to reach the Hub
 # found by this process: finding means building and encoding all problems. The task's class is part of the key, since a
@@ -141,6 +149,8 @@ class HuggingFace:
     warm_start: WarmStart | None = None
 
     def __post_init__(self) -> None:
+        if self.vllm.tensor_parallel > 1 and self.generation.engine != "vllm":
+            raise UserError("--model.vllm.tensor-parallel is for --model.generation.engine vllm: choose that engine")
         if self.dtype == "4-bit" and (not self.lora.rank or self.generation.engine == "vllm"):
             raise UserError(
                 "--model.dtype 4-bit is for the frozen base of adapters in the transformers engine: give "
@@ -150,7 +160,7 @@ class HuggingFace:
     @property
     def unused(self) -> Mapping[str, str]:
         """Fields without effect: those of an engine that is not chosen, and the warm start where there are weights."""
-        found = {} if self.generation.engine == "vllm" else {"vllm": "generation.engine vllm"}
+        found = {} if self.generation.engine != "transformers" else {"vllm": "generation.engine vllm"}
         return found | ({"warm_start": 'path ""'} if self.path and self.warm_start is not None else {})
 
     def prepared(self, task: Task, log: Callable[[str], None] = lambda line: None) -> HuggingFace:
@@ -230,22 +240,72 @@ class HuggingFace:
     def gpus_per_searcher(self) -> int:
         if self._device.type != "cuda":
             return 0
-        return self.vllm.tensor_parallel if self.generation.engine == "vllm" else 1
+        return self.vllm.tensor_parallel
 
-    def engine(self, version: Version) -> TransformersEngine | VllmEngine:
-        served = self.generation.engine == "vllm"
-        if self.lora.rank or not served:
-            model, tokenizer = self._load(self.path, self._device, self.compute)
-        else:  # vLLM has its own copy; on the other engine's, adapters are merged
-            model, tokenizer = None, self.tokenizer()
+    def engine(self, version: Version, longest_prompt: int = 512) -> TransformersEngine | VllmEngine:
+        """Returns the engine that the settings name; by `auto` vLLM where it is on CUDA, and has shown that it samples
+        from the policy, and the log says which it is. A searcher finds that out before it loads its reference, which is
+        as large as what the test needs.
+        """
+        chosen = self.generation.engine
+        base = self._base() if self.lora.rank or chosen == "transformers" else None
+        if chosen == "vllm":
+            return self._vllm(version, longest_prompt, base)
+        if chosen == "auto":
+            served = self._vllm_or_why_not(version, longest_prompt, base)
+            if not isinstance(served, str):
+                return served
+            log.info("answers are sampled by transformers: %s", served)
+            base = self._base() if base is None else base
+        return TransformersEngine(base, self.tokenizer(), self.generation, version)
+
+    def _base(self) -> PreTrainedModel:
+        """Returns the model that an engine has in this process, with adapters where there are to be some."""
+        model, _ = self._load(self.path, self._device, self.compute)
         if self.lora.rank:
             add_adapters(model, self.lora, self.compute)
             _ENGINES[repr(self)] = model
-        if not served:
-            return TransformersEngine(model, tokenizer, self.generation, version)
+        return model
+
+    def _vllm(self, version: Version, longest_prompt: int, base: PreTrainedModel | None) -> VllmEngine:
+        """Returns vLLM, which has its own copy of the weights; with adapters it is given those of `base`, merged."""
+        given = (self.generation, self.vllm, self._device, self.compute)
         with _no_bars():
-            settings = (self.generation, self.vllm, self._device, self.compute)
-            return VllmEngine(self.path, tokenizer, *settings, version, model)
+            cache = partial(self._cache_bytes, longest_prompt)
+            return VllmEngine(self.path, self.tokenizer(), *given, longest_prompt, cache, version, base)
+
+    def _vllm_or_why_not(self, version: Version, longest_prompt: int, base: PreTrainedModel | None) -> VllmEngine | str:
+        """Returns vLLM if it can be had and passes the self-test, else the reason in words."""
+        if self._device.type != "cuda" or self.dtype == "4-bit":
+            return f"vllm is for CUDA and whole weights, not for {self.dtype} on {self._device.type}"
+        if self.generation.first or self.generation.never_first:
+            return "vllm has no rule for the first token of an answer"
+        served: VllmEngine | None = None
+        try:
+            served = self._vllm(version, longest_prompt, base)
+            probe = copy_on_same_base(base) if base else self._load(self.path, self._device, self.compute)[0]
+            why = doubt(served, probe, longest_prompt)
+            if why is None:
+                log.info("answers are sampled by vllm, which has passed its self-test")
+                return served
+        except UserError as error:
+            why = str(error)
+        served = probe = None
+        gc.collect()
+        torch.cuda.empty_cache()
+        return why
+
+    def _cache_bytes(self, longest_prompt: int, config: PretrainedConfig) -> int:
+        """Returns the bytes of keys and values that vLLM is given on each GPU."""
+        if self.vllm.cache_gb is not None:
+            return int(self.vllm.cache_gb * 1e9)
+        shape, room = Shape.of(config), None
+        longest = min(longest_prompt + self.max_completion_tokens, shape.positions)
+        slots, lora = self.generation.slots, self.lora
+        of = Sampling(self.precision, slots, longest, longest_prompt, rank=lora.rank, targets=lora.targets)
+        if self._device.type == "cuda":
+            room = int(float(os.environ.get(GIVEN, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
+        return vllm_cache(shape, of, self.vllm.tensor_parallel, room)
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:
@@ -358,13 +418,13 @@ def teach(
 @contextmanager
 def _no_bars() -> Iterator[None]:
     """Inside, transformers draws no progress bars: reading and writing a folder takes a moment."""
-    drawn = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    drawn = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if drawn:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
 
 
 def _loaded(path: str, device: torch.device | str, dtype: torch.dtype, four_bit: bool = False) -> tuple[Any, Any]:

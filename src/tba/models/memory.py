@@ -31,6 +31,8 @@ from tba.policy.causal import KEPT_BYTES, chunk_of
 
 Bytes: TypeAlias = dict[str, int]  # by part; parts are alive at the same time
 SCORED = 8192  # tokens of a pass of the reference (`FrozenReference`)
+_BLOCK = 128  # positions in a block of vLLM's keys and values, at most
+_GRAPHS = 1 << 30  # bytes allowed for what vLLM records and keeps for itself, which no formula here knows
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,22 @@ def engine(shape: Shape, of: Sampling) -> Bytes:
         "keys and values": of.slots * -(-of.positions // 16) * 16 * shape.layers * 2 * shape.keys * i,
         "a step": max(prefill, step),
     } | _made_whole(shape, of.precision)
+
+
+def vllm_cache(shape: Shape, of: Sampling, gpus: int = 1, room: int | None = None) -> int:
+    """Bytes of keys and values for vLLM on each of its `gpus`: what the slots need, or what is left for them of `room`,
+    the searcher's part of a GPU, and at least what the longest answer needs.
+    """
+    i = of.precision.compute.itemsize
+    of_block = _BLOCK * shape.layers * 2 * max(shape.keys // gpus, shape.head_width) * i
+    longest = -(-of.positions // _BLOCK)
+    wanted = (of.slots * longest + 2) * of_block  # one is never used, one to spare
+    if room is None:
+        return wanted
+    parts = engine(shape, of)
+    beside = shape.parameters * i // gpus + parts["a step"] + total(reference(shape, of)) + _GRAPHS
+    beside += parts["weights"] if of.rank else 0  # the base that adapters are merged into
+    return min(wanted, max(room - beside, (longest + 2) * of_block))
 
 
 def reference(shape: Shape, of: Sampling) -> Bytes:

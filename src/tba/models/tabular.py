@@ -78,7 +78,7 @@ class TabularModel:
     def gpus_per_searcher(self) -> int:
         return 0
 
-    def engine(self, version: Version) -> Engine:
+    def engine(self, version: Version, longest_prompt: int = 1) -> Engine:
         return TabularEngine(self.task, version)
 
     def reference(self, temperature: float, version: Version) -> TabularReference:

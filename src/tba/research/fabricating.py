@@ -32,11 +32,12 @@ class Fabricating(HuggingFace):
         if not 0 <= self.junk <= 1:
             raise UserError(f"a fabricating model has junk {self.junk}: give a share from 0 to 1")
 
-    def engine(self, version: Version) -> Any:
+    def engine(self, version: Version, longest_prompt: int = 512) -> Any:
         tokenizer = self.tokenizer()
         special = set(tokenizer.all_special_ids)
         vocabulary = [i for i in range(len(tokenizer)) if i not in special]
-        return FabricatingEngine(super().engine(version), tokenizer, np.array(vocabulary, dtype=np.int32), self.junk)
+        engine = super().engine(version, longest_prompt)
+        return FabricatingEngine(engine, tokenizer, np.array(vocabulary, dtype=np.int32), self.junk)
 
 
 @dataclass

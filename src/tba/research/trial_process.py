@@ -62,7 +62,7 @@ def measure(recipe: Recipe, run: RunDirectory, divergence_of: Sequence[int], div
         return
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
-    engine = model.engine(Version())
+    engine = model.engine(Version(), recipe.prompts.max_tokens)
     prompts = prompts_of(recipe, model.tokenizer(), "eval")
     found = {}
     if all(diversity_of):

@@ -65,11 +65,12 @@ def engine_of(recipe: Recipe, model: Model, version: Version, clock: ShareClock 
 
     clock: where the time that it stands still for environments counts as theirs.
     """
-    task = recipe.task
+    task, longest = recipe.task, recipe.prompts.max_tokens
+    longest += recipe.model.max_completion_tokens if recipe.vine else 0  # beginnings of answers are prompts there
     if not isinstance(task, Acted):
-        return model.engine(version)
+        return model.engine(version, longest)
     worlds = worlds_of(task, inline=recipe.runtime == "inline")  # before there is a model whose memory it would share
-    engine = model.engine(version)
+    engine = model.engine(version, longest)
     still = nullcontext if clock is None else partial(_standing_still, clock)
     return EpisodeEngine(engine, task, speech_of(recipe.task, model.tokenizer()), worlds, still)
 

@@ -55,7 +55,8 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     embedder = SentenceEncoder.load(options.embedder, options.device)
     second = None if options.check is None else second_classifier(options.check, embedder)
     model = recipe.model.prepared(task, lambda line: console.print(line, highlight=False))
-    attacks = sampled(model.engine(Version()), _prompts(recipe, model.tokenizer()), options.attacks, recipe)
+    engine = model.engine(Version(), recipe.prompts.max_tokens)
+    attacks = sampled(engine, _prompts(recipe, model.tokenizer()), options.attacks, recipe)
     embedding = embedder.embed(attacks)
 
     def report(toxic: Sequence[float]) -> AttackReport:

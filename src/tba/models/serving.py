@@ -1,0 +1,97 @@
+"""Whether an engine samples from the policy: the self-test by which `--model.generation.engine auto` takes vLLM.
+
+Invariant: what is compared are log-probabilities of tokens that the engine has drawn, as it says them and as the
+policy's own forward gives them: with the weights that both began with, after an update of every weight, and after an
+update back, which restores them to the bit. The update flips one bit of the mantissa of each number, so that undoing it
+needs no second copy.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import chain, count
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tba.policy.lora import has_adapters, is_adapter, untied
+from tba.policy.reference import FrozenReference
+from tba.types import Completion, Prompt, Sampling
+
+if TYPE_CHECKING:
+    from tba.engines.transformers import TransformersEngine
+    from tba.engines.vllm import VllmEngine
+
+# of the mean |difference| of a token: float32 sums in another order; in 16 bits engine and trainer differ by 0.01
+TOLERANCE = {4: 1e-3, 2: 0.03}
+_MOVED = 4.0  # times that tolerance an update has to move log-probabilities: otherwise it would show nothing
+_PROMPTS, _ANSWERS, _LONGEST = 4, 4, 32  # of the self-test: answers to each prompt; tokens of the longest prompt
+_TOKENS = 32  # of an answer, about
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+def doubt(engine: TransformersEngine | VllmEngine, model: PreTrainedModel, longest_prompt: int) -> str | None:
+    """Returns why the engine's log-probabilities are not those of `model`, in a sentence; None: they are.
+
+    model: the engine's own weights; with adapters, which are updated alone. It is the test's own, on the device and in
+    the precision of the engine. Afterwards the engine has the weights that it had.
+    """
+    policy, version = FrozenReference(model, engine.version), engine.version
+    weights = {name: t for name, t in untied(model).items() if is_adapter(name) or not has_adapters(model)}
+    masks = {name: _mask(tensor) for name, tensor in weights.items()}
+    tolerance = TOLERANCE[next(iter(weights.values())).element_size()]
+    prompts = _prompts(int(model.config.get_text_config().vocab_size), longest_prompt)
+    least = engine.settings.min_completion_tokens  # before it there is no end-of-text token, of which policies know not
+
+    def answers() -> list[list[Completion]]:
+        flow, asked = engine.flow(_ANSWERS, Sampling(), np.random.default_rng(0)), count()
+        found: dict[int, list[Completion]] = {}
+        flow.submit(prompts)
+        while len(found) < len(prompts):
+            found |= dict(flow.next(lambda: next(asked) * 8 > least + _TOKENS, until_wanted=False))
+        return [found[i] for i in range(len(prompts))]
+
+    def distance(answered: list[list[Completion]]) -> float:
+        """The mean |difference| of a token's log-probability; not a number where the engine or the policy has none."""
+        scored = policy.log_probabilities_of(list(zip(prompts, answered, strict=True)))
+        pairs = zip(chain(*answered), chain(*scored), strict=True)
+        apart = np.concatenate([np.abs(np.asarray(c.log_behavior) - own)[least:] for c, own in pairs])
+        return float(apart.mean()) if len(apart) else math.nan
+
+    def update() -> None:
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                tensor.view(_INTEGERS[tensor.element_size()]).bitwise_xor_(masks[name])
+        engine.load(weights, version)
+
+    found = {"at the start": distance(answers())}
+    update()
+    changed = answers()
+    found["after an update"] = distance(changed)
+    update()
+    found["after an update back"] = distance(answers())
+    for when, far in found.items():
+        if not far <= tolerance:
+            return f"its log-probabilities are {far:.2g} from the policy's {when}, where {tolerance:g} is allowed"
+    moved = distance(changed)
+    if not moved >= _MOVED * tolerance:
+        return f"an update of all weights moved its log-probabilities by {moved:.2g} only, which shows nothing"
+    return None
+
+
+def _prompts(vocabulary: int, longest: int) -> list[Prompt]:
+    """Some tokens, each prompt shorter than the one before: whole blocks of a cache, and parts of one."""
+    lengths = [max(1, min(longest, _LONGEST) - 5 * i) for i in range(_PROMPTS)]
+    return [Prompt("self-test", (np.arange(n) * 31 + 7 * n).astype(np.int32) % vocabulary) for n in lengths]
+
+
+def _mask(tensor: Tensor) -> int:
+    """Returns the bits that an update flips: a quarter of each number's power of two, which is 12 to 25 % of it. Of
+    zeros, such as new adapters have, those of 1/64.
+    """
+    if bool(tensor.any()):
+        return 1 << (-2 - round(math.log2(torch.finfo(tensor.dtype).eps)))
+    return int(torch.tensor(1 / 64, dtype=tensor.dtype).view(_INTEGERS[tensor.element_size()]))
