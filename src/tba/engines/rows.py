@@ -1,7 +1,8 @@
 """The completions that grow at the same time, as tensors on the model's device, and the draw of their next tokens.
 
 Invariant: row r's completion is token_RT[r, :count_R[r]]; `ended_R[r]` says whether an EOS token is among them. A step
-reads and writes all rows by tensor operations, and only top-p waits for the device.
+reads and writes all rows by tensor operations, and only top-p waits for the device. Rows that hold no completion may be
+stepped with the others, and stay at their first position (`use`).
 
 `log_behavior` is the log-probability of the drawn token after temperature and after top-p, renormalised over what top-p
 keeps. The draw is the inverse of the cumulative distribution at a given uniform number, so that equal uniforms give
@@ -46,6 +47,16 @@ class Rows:
         self.position_R = torch.zeros(slots, dtype=torch.int64, device=device)  # of the newest token in its sequence
         self.newest_R1 = torch.zeros(slots, 1, dtype=torch.int64, device=device)
         self.ended_R = torch.zeros(slots, dtype=torch.bool, device=device)
+        self._used = slots
+        self._used_R1 = torch.ones_like(self.count_R1)  # 1, or 0 of a row that stays where it is
+
+    def use(self, n: int) -> None:
+        """Let the rows from `n` on stay at their first position, whatever is appended to them."""
+        if n != self._used:
+            self._used = n
+            self._used_R1[:n] = 1
+            for state in (self._used_R1, self.count_R1, self.position_R):
+                state[n:] = 0
 
     def admit(self, rows: Tensor, prompt_length: Tensor, uniform: Tensor, logits: Tensor, sampling: Sampling) -> None:
         """Start completions in `rows` (int64 indices) with a token from each prompt's logits."""
@@ -68,8 +79,8 @@ class Rows:
         self.token_RT[:n].scatter_(1, count_R1, token_R[:, None])
         self.log_behavior_RT[:n].scatter_(1, count_R1, log_behavior_R[:, None])
         self.ended_R[:n] |= self.eos_V[token_R]
-        count_R1 += 1
-        self.position_R[:n] += 1
+        count_R1 += self._used_R1[:n]
+        self.position_R[:n] += self._used_R1[:n, 0]
 
     def hear(
         self, rows: Tensor, count: Tensor, heard: Heard, first: Tensor, logits: Tensor, sampling: Sampling

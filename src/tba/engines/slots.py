@@ -27,9 +27,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from tba.errors import UserError
+from tba.policy.varlen import takes_flash
 
 ATTENTION = "tba_slots"
 _ALIGNMENT = 16  # the kernels like widths of a multiple of this
+_NARROWEST = 128  # width of a step whose shapes do not change
 
 
 class AttentionPass(Protocol):
@@ -129,6 +131,11 @@ class PackedPrompts:
         self._values: dict[int, Tensor] = {}
         self.keys_LHND = self.values_LHND = self.logits_PV = torch.empty(0)
 
+    @property
+    def takes_flash(self) -> bool:
+        """Whether the flash kernel could read such keys and values, once they were computed."""
+        return takes_flash(self.keys_LHND, self.values_LHND) and not any(kind.softcap for kind in self.kinds.values())
+
     def run(self, model: PreTrainedModel) -> None:
         """Read the prompts; the logits after each one's last token are `logits_PV`, in the order they were given."""
         output = model(
@@ -178,9 +185,13 @@ class PackedPrompts:
 
 
 class SlotCache:
-    """Preallocated keys [L, R, H, S, D] and values of `slots` rows; reused between calls, never cleared."""
+    """Preallocated keys [L, R, H, S, D] and values of `slots` rows; reused between calls, never cleared.
 
-    def __init__(self, like: PackedPrompts, slots: int, length: int) -> None:
+    With `flash` each (row, head) is a sequence of the kernel of `policy/varlen.py`, which finds on the device how many
+    keys it has; otherwise a bias says what is seen, and the keys are read as far as the longest row needs.
+    """
+
+    def __init__(self, like: PackedPrompts, slots: int, length: int, flash: bool = False) -> None:
         """Room for `slots` rows of `length` positions, of the layers and heads that `like` was computed with."""
         layers, heads, _, width = like.keys_LHND.shape
         self.length = -(-length // _ALIGNMENT) * _ALIGNMENT
@@ -189,13 +200,19 @@ class SlotCache:
         self.values = like.values_LHND.new_zeros((*shape, like.values_LHND.shape[-1]))
         self._flat_keys = [k.view(-1, k.shape[-1]) for k in self.keys]
         self._flat_values = [v.view(-1, v.shape[-1]) for v in self.values]
-        lanes = torch.arange(slots * heads, device=self.keys.device).view(slots, heads)
+        sequences = slots * heads
+        lanes = torch.arange(sequences, device=self.keys.device).view(slots, heads)
         self.lanes = lanes * self.length  # [R, H], where each (row, head) begins in a flat view
         self._at = torch.arange(self.length, device=self.keys.device)
         self._position_R = self._at[:0]
         self._index = self._at[:0]
         self._width = 0
         self._bias: dict[int | None, Tensor] = {}
+        self.flash = flash and sequences * self.length < 2**31  # the kernel counts keys in 32 bits
+        if self.flash:
+            starts = torch.arange(sequences + 1, dtype=torch.int32, device=self.keys.device)
+            self._query_start, self._key_start = starts, starts * self.length
+            self._used = starts[:0]  # of each sequence: how many keys it has
 
     def fill(self, slots: Sequence[int], prompts: PackedPrompts, prompt: int) -> None:
         """Copy the keys and values of one packed prompt into `slots` (ascending)."""
@@ -227,18 +244,44 @@ class SlotCache:
         self._width = min(-(-width // _ALIGNMENT) * _ALIGNMENT, self.length)
         self._index = (self.lanes[: len(position_R)] + position_R[:, None]).view(-1)
         self._bias.clear()
+        if self.flash:
+            rows, heads = len(position_R), self.lanes.shape[1]
+            self._used = (position_R + 1).to(torch.int32)[:, None].expand(rows, heads).reshape(-1)
         return self
+
+    def fixed(self, width: int) -> int:
+        """Returns one of few widths from `width` on, for a pass that is to be computed again without new shapes."""
+        return self.length if self.flash else min(self.length, max(_NARROWEST, 1 << (width - 1).bit_length()))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """One token of each row: [R, H * Q, 1, D] -> [R, H * Q, 1, D]."""
         rows, heads, _, width = key.shape
         self.write(layer, self._index, key, value)
         # The Q query heads of a key head are laid out as Q queries: no key is repeated.
-        grouped = query.reshape(rows, heads, -1, width)
-        keys = self.keys[layer, :rows, :, : self._width]
-        values = self.values[layer, :rows, :, : self._width]
-        out = _attention(grouped, keys, values, self._bias_of(kind.window), kind)
+        if self.flash:
+            out = self._flash(layer, query.reshape(rows * heads, -1, width), kind)
+        else:
+            grouped = query.reshape(rows, heads, -1, width)
+            keys = self.keys[layer, :rows, :, : self._width]
+            values = self.values[layer, :rows, :, : self._width]
+            out = _attention(grouped, keys, values, self._bias_of(kind.window), kind)
         return out.reshape(rows, -1, 1, value.shape[-1])
+
+    def _flash(self, layer: int, query_NQD: Tensor, kind: AttentionKind) -> Tensor:
+        """Each (row, head) is a sequence of one token, whose Q heads share its keys: [R * H, Q, D] -> the same."""
+        n = len(query_NQD) + 1
+        # `length` is the most keys that a sequence can have: too large does no harm, and it never changes.
+        lengths = (self._query_start[:n], self._key_start[:n], 1, self.length)
+        window = {}
+        if (
+            kind.window is not None and kind.window < self.length
+        ):  # the kernel splits keys and groups heads only without
+            window = {"window_size_left": kind.window - 1, "window_size_right": 0}
+        keys, values = self._flat_keys[layer][:, None], self._flat_values[layer][:, None]
+        out, *_ = torch.ops.aten._flash_attention_forward(
+            query_NQD, keys, values, *lengths, 0.0, False, False, scale=kind.scale, seqused_k=self._used, **window
+        )
+        return out
 
     def write(self, layer: int, index: Tensor, key: Tensor, value: Tensor) -> None:
         """Store keys and values [..., D] at `index`, places in the flat views of `lanes`."""
@@ -254,6 +297,32 @@ class SlotCache:
             bias = self.keys.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf)[:, None, None]
             self._bias[window] = bias
         return bias
+
+
+def flash_fault(like: PackedPrompts) -> str | None:
+    """Returns in words how far the flash kernel is from the definition for two rows of different lengths, with a window
+    and without; None if that is rounding.
+    """
+    heads, width, length = like.keys_LHND.shape[1], like.keys_LHND.shape[3], 3 * _ALIGNMENT
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(like.keys_LHND)
+
+    position_R = torch.tensor([2, length - 7], device=like.keys_LHND.device)
+    kept_keys, kept_values = normal(2, 2, heads, length, width)
+    key, value = normal(2, 2, heads, 1, width)
+    query = normal(2, 2 * heads, 1, width)
+    for window in (None, _ALIGNMENT // 2):
+        kind, outs = AttentionKind(None, window, None), []
+        for flash in (True, False):
+            cache = SlotCache(like, 2, length, flash)
+            cache.keys[0], cache.values[0] = kept_keys, kept_values
+            outs.append(cache.at(position_R, length).attend(0, query, key, value, kind))
+        distance = float((outs[0] - outs[1]).abs().max())
+        if not distance <= 0.05:  # of averages of normal numbers: a few roundings to 8 bits
+            return f"a head's output differs by {distance:.2g} (window: {window})"
+    return None
 
 
 class Continuations:

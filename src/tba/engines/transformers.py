@@ -16,6 +16,7 @@ Shape legend: R rows, V vocabulary, P tokens of a prompt, T tokens of a completi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
@@ -27,13 +28,16 @@ from transformers import PreTrainedModel
 
 from tba.engines.rows import Heard, Rows
 from tba.engines.rules import Room, matched, rules_of
-from tba.engines.slots import Continuations, PackedPrompts, SlotCache, slot_attention
+from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fault, slot_attention
+from tba.engines.step import CudaGraphs, Step, unlike
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError
 from tba.policy.lora import has_adapters, is_adapter
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import shapes_of
 from tba.types import BoolArray, Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
+
+log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 2048  # prompts are read together up to this many tokens (one longer prompt goes alone)
 _STEPS_BETWEEN_LOOKS = 4  # where reading the tokens costs more than a step: on an accelerator, and for stop strings
@@ -101,13 +105,17 @@ class TransformersEngine:
         self.room = Room(settings.max_completion_tokens, None, positions)
         self._cache: SlotCache | None = None
         self._adapted = has_adapters(model)
+        if model.device.type == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, and prompts have many
         with torch.inference_mode():
-            vocabulary = _self_test(model)
+            vocabulary, self._flash = _self_test(model)
             eos_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
             eos_V[[i for i in self._eos if i < vocabulary]] = True
             least, first, never = settings.min_completion_tokens, settings.first, settings.never_first
             rules = rules_of(tokenizer, eos_V, least, first, never)
             self._rows = Rows(settings.slots, settings.max_completion_tokens, rules)
+        one_gpu = {p.device for p in model.parameters()} == {eos_V.device} and eos_V.device.type == "cuda"
+        self.step = Step(model, self._rows, CudaGraphs(eos_V.device) if one_gpu else None)
 
     @property
     def version(self) -> Version:
@@ -126,6 +134,7 @@ class TransformersEngine:
                 own[name].copy_(value)
                 del value  # before the next one is made
         self._version = version
+        self.step.loaded()
 
     def flow(self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None) -> Flow:
         """Returns what answers prompts for as long as some are submitted. See `protocols.Engine`."""
@@ -143,8 +152,9 @@ class TransformersEngine:
         """
         if self._cache is None or self._cache.length < length:
             before = self._cache if rows else None
+            self.step.forget()
             self._cache = None  # before its successor is allocated
-            self._cache = SlotCache(like, self.settings.slots, length)
+            self._cache = SlotCache(like, self.settings.slots, length, self._flash)
             if before is not None:
                 self._cache.keys[:, :rows, :, : before.length] = before.keys[:, :rows]
                 self._cache.values[:, :rows, :, : before.length] = before.values[:, :rows]
@@ -370,19 +380,12 @@ class Flow:
 
     def _grow(self) -> int:
         """Append one token to every row, `stride` times if no row reaches its limit before; returns how often."""
-        n, rows = self.extent, self.rows
+        n = self.extent
         steps = min(self.stride, int((self.limit_R - self.count_R)[:n].min()))
-        for _ in range(steps):
-            position_R = rows.position_R[:n]
-            output = self.engine.model(
-                input_ids=rows.newest_R1[:n],
-                position_ids=position_R[:, None],
-                attention_mask=torch.ones_like(rows.newest_R1[:n]),  # nothing is padding; no mask is built from it
-                use_cache=False,
-                tba_slots=self.cache.at(position_R, int((self.prompt_R + self.count_R)[:n].max())),
-            )
-            rows.extend(output.logits[:, -1], self.sampling)
-            self.count_R[:n] += 1
+        width = int((self.prompt_R + self.count_R)[:n].max())
+        for i in range(steps):
+            self.engine.step(self.cache, n, width + i, self.sampling)
+        self.count_R[:n] += steps
         return steps
 
     def _finished(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -585,8 +588,9 @@ class _Aside:
     state: _State | None = None  # its row's, which it does not have any more; None: it has it
 
 
-def _self_test(model: PreTrainedModel) -> int:
-    """Compare slots with the model's plain forward on two short prompts; returns the size of the logits.
+def _self_test(model: PreTrainedModel) -> tuple[int, bool]:
+    """Compare slots with the model's plain forward on two short prompts; returns the size of the logits, and whether
+    the flash kernel is to read the slots.
 
     Raises `UserError` for a model whose attention cannot go through the slots: refusing is better than sampling
     wrongly.
@@ -600,21 +604,43 @@ def _self_test(model: PreTrainedModel) -> int:
     own_attention = config._attn_implementation
     first = torch.arange(_PROBE, device=model.device) * 31 % config.vocab_size
     prompts = [first, first[2:-1]]
+    packed = PackedPrompts([p[:-1] for p in prompts])
     with slot_attention(model):
-        packed = PackedPrompts([p[:-1] for p in prompts])
         packed.run(model)
-        expected = kinds or ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
-        if any(e == "sliding_attention" and packed.kinds[layer].window is None for layer, e in enumerate(expected)):
-            raise UserError(f"{name} keeps its sliding window from the attention function: use the vllm engine for it")
-        if own_attention == "sdpa" and any(kind.softcap for kind in packed.kinds.values()):
-            raise UserError(
-                f"{name} caps its attention scores, which sdpa ignores: load it with attn_implementation=eager"
-            )
-        cache = SlotCache(packed, len(prompts), _PROBE)
-        for row in range(len(prompts)):
-            cache.fill([row], packed, row)
-        position_R = torch.tensor([len(p) - 1 for p in prompts], device=model.device)
-        newest_R1 = torch.stack([p[-1:] for p in prompts])
+    expected = kinds or ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
+    if any(e == "sliding_attention" and packed.kinds[layer].window is None for layer, e in enumerate(expected)):
+        raise UserError(f"{name} keeps its sliding window from the attention function: use the vllm engine for it")
+    if own_attention == "sdpa" and any(kind.softcap for kind in packed.kinds.values()):
+        raise UserError(f"{name} caps its attention scores, which sdpa ignores: load it with attn_implementation=eager")
+    plain = [model(input_ids=p[None], attention_mask=torch.ones_like(p[None]), use_cache=False).logits for p in prompts]
+    plain_RV = torch.cat([logits[0, -2:] for logits in plain])
+    if packed.takes_flash:
+        try:
+            fault = flash_fault(packed) or unlike(plain_RV, _through_slots(model, packed, prompts, flash=True))
+        except (RuntimeError, TypeError) as error:  # the kernel of this torch or this GPU takes no such call
+            fault = str(error)
+        if fault is None:
+            return plain_RV.shape[1], True
+        log.warning("the slots of %s are read without the flash kernel: %s", name, fault)
+    fault = unlike(plain_RV, _through_slots(model, packed, prompts, flash=False))
+    if fault is not None:
+        raise UserError(
+            f"{name} gives other probabilities through the slots than by its own forward ({fault}): use the vllm "
+            "engine for this model"
+        )
+    return plain_RV.shape[1], False
+
+
+def _through_slots(model: PreTrainedModel, packed: PackedPrompts, prompts: Sequence[Tensor], flash: bool) -> Tensor:
+    """Returns the logits after the last two tokens of each prompt, [2 * prompts, V]: of `packed`, which lacks the last,
+    and of a step.
+    """
+    cache = SlotCache(packed, len(prompts), _PROBE, flash)
+    for row in range(len(prompts)):
+        cache.fill([row], packed, row)
+    position_R = torch.tensor([len(p) - 1 for p in prompts], device=model.device)
+    newest_R1 = torch.stack([p[-1:] for p in prompts])
+    with slot_attention(model):
         output = model(
             input_ids=newest_R1,
             position_ids=position_R[:, None],
@@ -622,16 +648,4 @@ def _self_test(model: PreTrainedModel) -> int:
             use_cache=False,
             tba_slots=cache.at(position_R, _PROBE),
         )
-    tolerance = 1e-4 if output.logits.dtype in (torch.float32, torch.float64) else 0.1
-    for row, prompt in enumerate(prompts):
-        plain = model(input_ids=prompt[None], attention_mask=torch.ones_like(prompt[None]), use_cache=False).logits[
-            0, -2:
-        ]
-        slots = torch.stack([packed.logits_PV[row], output.logits[row, -1]])
-        distance = (plain.float().softmax(-1) - slots.float().softmax(-1)).abs().sum(-1).max().item() / 2
-        if not distance <= tolerance:
-            raise UserError(
-                f"{name} gives other probabilities through the slots than by its own forward (total variation "
-                f"{distance:.2g}): use the vllm engine for this model"
-            )
-    return int(output.logits.shape[-1])
+    return torch.stack([packed.logits_PV, output.logits[:, -1]], 1).flatten(0, 1)

@@ -143,13 +143,8 @@ class Attention:
         return query, key, value
 
     def _flash(self, query: Tensor, value: Tensor) -> bool:
-        """Whether the kernel of GPUs takes it; the meta device stands for one that does."""
-        width = query.shape[-1]
-        if self.softcap is not None or query.dtype not in (torch.bfloat16, torch.float16):
-            return False
-        if width > _WIDEST or width % 8 or value.shape[-1] != width:
-            return False
-        return query.is_meta or (query.is_cuda and _has_flash(query.device.index))
+        """Whether the kernel of GPUs takes it."""
+        return self.softcap is None and takes_flash(query, value)
 
     def _fused(self, query_nHQD: Tensor, key_nJTD: Tensor, causal: bool, window: int | None) -> bool:
         """Whether torch's kernel for CPUs takes it; its causal mask is that of equally many queries and keys."""
@@ -224,6 +219,16 @@ class Attention:
 def _computed(x: Tensor) -> Tensor:
     """The same in float32 on a CPU, whose kernel takes three times as long for half precision, backward."""
     return x.float() if x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def takes_flash(key: Tensor, value: Tensor) -> bool:
+    """Whether the kernel of GPUs takes keys (or queries) and values like these, [..., D]; the meta device stands for
+    one that has it.
+    """
+    width = key.shape[-1]
+    if key.dtype not in (torch.bfloat16, torch.float16) or width > _WIDEST or width % 8 or value.shape[-1] != width:
+        return False
+    return key.is_meta or (key.is_cuda and _has_flash(key.device.index))
 
 
 @cache
