@@ -51,7 +51,7 @@ from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.journal import JournalWriter
 from tba.runtime import searcher_loop
-from tba.runtime.disk import disk_full
+from tba.runtime.disk import disk_full, outside_cause
 from tba.runtime.inline import Inline
 from tba.runtime.run_dir import RunDirectory
 from tba.types import Version
@@ -562,3 +562,61 @@ def test_a_command_with_closed_or_full_streams_ends_without_a_traceback(to: str,
     )
     assert ended.returncode == code
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(5, "Input/output error"), "cannot be read or written (Input/output error)"),
+        (FileNotFoundError(2, "No such file or directory", "RUN/weights"), "weights cannot be read or written"),
+        (RuntimeError("Error while serializing: I/O error: Input/output error (os error 5)"), "(Input/output error)"),
+        (MemoryError(), "could not get the memory it needs"),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "could not get the memory",
+        ),
+        (OSError(28, "No space left on device"), "is full"),
+        (FileNotFoundError(2, "No such file or directory", "/data/of/mine.jsonl"), None),
+        (ValueError("no"), None),
+    ],
+)
+def test_what_is_around_a_run_and_fails_is_told_in_one_sentence_and_other_errors_are_not(
+    error: Exception, said: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.json").touch()
+    if getattr(error, "filename", None) and str(error.filename).startswith("RUN"):  # type: ignore[attr-defined]
+        error.filename = str(tmp_path / "weights")  # type: ignore[attr-defined]
+    told = outside_cause(error, tmp_path)
+    assert (told is None) == (said is None)
+    if told is not None and said is not None:
+        assert said in str(told)
+        assert f"tba train --resume {tmp_path}" in str(told)
+    (tmp_path / "recipe.json").unlink()
+    assert "was moved or deleted" in str(outside_cause(error, tmp_path))
+
+
+@pytest.mark.parametrize("what", ["the run", "weights"])
+def test_a_folder_that_is_moved_away_under_a_run_ends_it_in_a_sentence_and_no_other_is_made(
+    what: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "run"
+    few = (*SHORT, "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20")
+    run = train(path, "--runtime", "processes", "--steps", "100000", *few)
+    until(lambda: steps_of(path) >= 25, SECONDS, "some steps")
+    taken = path if what == "the run" else path / "weights"
+    os.rename(taken, tmp_path / "away")
+    try:
+        _, complaints = run.communicate(SECONDS)
+    finally:
+        run.kill()
+    assert run.returncode == 2, complaints
+    assert f"continue with `tba train --resume {path}`" in complaints.splitlines()[-1]
+    assert "Traceback" not in complaints
+    if what == "the run":
+        assert not path.exists()
+    os.rename(tmp_path / "away", taken)
+    steps = str(steps_of(path) + 5)
+    assert main(["train", "--resume", str(path), "--steps", steps, "--runtime", "inline"]) == 0
+    summary = Summary.read(path)
+    assert summary is not None
+    assert summary.trajectories.closes()

@@ -29,7 +29,7 @@ from tba.record.summary import Summary
 from tba.record.terminal import terminal
 from tba.replay.database import suspect_mark
 from tba.runtime.checkpointing import loss_of, note_recoveries
-from tba.runtime.disk import disk_full
+from tba.runtime.disk import outside_cause
 from tba.runtime.importing import is_prepared, take_over
 from tba.runtime.inline import Inline
 from tba.runtime.local.forkserver import prepare
@@ -177,11 +177,13 @@ def _failure_recorded(recipe: Recipe, run: RunDirectory) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = disk_full(error, run.path) or _recovered(recipe, run)
+        moved = not (run.path / "recipe.json").exists()
+        told = outside_cause(error, run.path) or _recovered(recipe, run)
         if told is None and not isinstance(error, TbaError):
             raise
         with suppress(OSError):  # there may be no room for it
-            Failure.record(run.path, told or error, explained=told is not None)
+            if not moved:
+                Failure.record(run.path, told or error, explained=told is not None)
         if told is None:
             raise
         raise told from error

@@ -1,4 +1,5 @@
-"""A full disk, whichever process meets it, ends in one sentence, and the run can be resumed once there is space.
+"""A full disk, whichever process meets it, ends in one sentence, and the run can be resumed once there is space. So do
+a run's folder that is taken away, a disk that gives errors, and memory that is used up.
 
 Invariant: what was acknowledged before is whole. Every file of a run is either appended to, and read up to its last
 whole record, or written under a temporary name and renamed; a write that fails takes nothing away.
@@ -7,6 +8,8 @@ whole record, or written under a temporary name and renamed; a write that fails 
 from __future__ import annotations
 
 import errno
+import os
+import re
 import resource
 import shutil
 from pathlib import Path
@@ -14,17 +17,16 @@ from pathlib import Path
 from tba.errors import UserError
 
 _ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # no space, no quota, no room under the limit of a file's size
+_FAILED = ("EIO", "ESTALE", "EROFS", "ENODEV", "ENXIO", "EUCLEAN", "ESHUTDOWN")  # a disk, or its file system, has
+_BROKEN = {getattr(errno, name) for name in _FAILED if hasattr(errno, name)}
+_OS_ERROR = re.compile(r"\b(?:os error|code:) (\d+)\b")  # in the words of a library in Rust
 _WORDS = ("no space left", "os error 28", "disk quota exceeded", "file too large", "os error 27", "disk is full")
 _NOTHING = 1 << 16  # bytes; less free space than this counts as none
 
 
 def disk_full(error: BaseException, run: Path) -> UserError | None:
     """Returns the error to raise for `error` if the disk of the run at `run` is full; None when it is another error."""
-    seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
-        cause = cause.__cause__ or cause.__context__
+    seen = _causes(error)
     of_disk = any(
         (isinstance(e, OSError) and e.errno in _ERRNOS) or any(word in str(e).lower() for word in _WORDS) for e in seen
     )
@@ -33,6 +35,49 @@ def disk_full(error: BaseException, run: Path) -> UserError | None:
     if of_disk or (vague and (limited or shutil.disk_usage(run).free < _NOTHING)):
         return no_space(run)
     return None
+
+
+def outside_cause(error: BaseException, run: Path) -> UserError | None:
+    """Returns the error to raise for `error` if what is around the run at `run` has caused it: its disk is full or
+    gives errors, its folder or a part of it was taken away, or there is no memory left. None when it is another error.
+    """
+    if not (run / "recipe.json").exists():
+        return UserError(
+            f"the folder of the run, {run}, was moved or deleted while it was in use: put it back (nothing is written "
+            f"in its place), then continue with `tba train --resume {run}`"
+        )
+    if (full := disk_full(error, run)) is not None:
+        return full
+    for cause in _causes(error):
+        if isinstance(cause, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(cause):
+            return UserError(
+                f"a process of the run at {run} could not get the memory it needs: give it more, or make the run "
+                "smaller (`tba check` says what takes how much: --model.generation.slots, --max-tokens-per-pass), then "
+                f"continue with `tba train --resume {run}`"
+            )
+        place = getattr(cause, "filename", None)
+        within = isinstance(place, str) and run.resolve() in Path(place).resolve().parents
+        if isinstance(cause, OSError) and (within or cause.errno in _BROKEN):
+            return UserError(
+                f"{place or f'a file of the run at {run}'} cannot be read or written ({cause.strerror}): it was taken "
+                f"away, or its disk gives errors; put it right, then continue with `tba train --resume {run}`"
+            )
+        if (number := _OS_ERROR.search(str(cause))) is not None and int(number[1]) in _BROKEN:
+            return UserError(
+                f"a file of the run at {run} cannot be read or written ({os.strerror(int(number[1]))}): its disk gives "
+                f"errors; put it right, then continue with `tba train --resume {run}`"
+            )
+    return None
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """Returns the error and what has led to it."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return seen
 
 
 def no_space(run: Path) -> UserError:

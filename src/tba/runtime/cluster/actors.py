@@ -30,7 +30,7 @@ from tba.runtime.cluster.gateway import Exchange, note_place
 from tba.runtime.cluster.remote import Visitors, checkpoint_through, stand_in, through
 from tba.runtime.cluster.rendezvous import ActorStore
 from tba.runtime.devices import keep_to_share
-from tba.runtime.disk import disk_full
+from tba.runtime.disk import outside_cause
 from tba.runtime.program import refuse_others
 from tba.runtime.run_dir import RunDirectory, keep
 from tba.training.ranks import Meeting
@@ -188,7 +188,7 @@ class PartActor:
         except (ray.exceptions.RayError, PartFailed, HandedOutLost):
             raise  # it lost contact with its run, and is treated as dead
         except BaseException as error:  # noqa: BLE001 - the actor ends here; the driver shows the error as its own
-            error = disk_full(error, run.path) or error
+            error = outside_cause(error, run.path) or error
             return {"kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         return None
 
