@@ -86,7 +86,7 @@ test-browser: $(VENV)/installed docs
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
 
 test-gpu: $(VENV)/installed
-	@$(BIN)/python benchmarks/one_gpu.py $(GPU_ARGS)
+	@$(BIN)/python benchmarks/one_gpu.py --seconds 480 $(GPU_ARGS)
 
 check: $(VENV)/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -1,0 +1,330 @@
+"""The two halves of a run on one device, built as a run builds them, and what their work asks of the device.
+
+Invariant: nothing here reaches into an engine, a policy or a trainer: what is measured is what a run calls, so that a
+change of these shows by itself.
+
+Weights are random and made on the spot. Such a model draws nearly uniformly, so that the tokens that end an answer
+decide how long answers are: `ending` has one in so many, `endless` none. All is in bfloat16, on a CPU too: a card's
+code path.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kernel_counts import _NOTHING
+from step_parts import NAMES, REST, part_of
+from torch.autograd import DeviceType
+from torch.utils._python_dispatch import TorchDispatchMode
+from trainer_memory import qwen2
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+
+from tba.batch import Batch, Fetched, collate
+from tba.recipe import Recipe
+from tba.record.memory import peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
+from tba.runtime.leading import start_policy, start_ranks
+from tba.settings import find, override
+from tba.training.tiny_models import character_tokenizer
+from tba.training.trainer import Trainer
+from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
+from tba.weights.background import BackgroundPublisher
+from tba.weights.directory import WeightDirectory
+
+SAMPLES = 24  # answers to each prompt of an engine
+DEADLINE = 300.0  # seconds in which weights are written
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's shape, and with which batches and answers it is measured."""
+
+    shape: tuple[int, int, int, int, int, int]  # width, layers, feed-forward width, heads, key-value heads, vocabulary
+    groups: int = 3
+    answers: int = 20  # of a group
+    length: int = 200  # tokens of each, and the most of a run's
+    prompt: int = 100  # tokens of a trainer's prompt; an engine's have 0.6 to 2 times as many
+    longest: int = 256  # tokens of an engine's answer
+    every: int = 100  # one token in so many ends an answer
+    window: float = 4.0  # seconds over which two halves are watched
+
+    @property
+    def config(self) -> Qwen2Config:
+        return qwen2(*self.shape, max_position_embeddings=4096, eos_token_id=None)
+
+    @property
+    def vocabulary(self) -> int:
+        return self.shape[-1]
+
+
+SIZES = {  # with Qwen2.5's shapes
+    "0.5 B": Size((896, 24, 4864, 14, 2, 151_936)),
+    "1.5 B": Size((1536, 28, 8960, 12, 2, 151_936)),
+    "50 M": Size((512, 13, 1408, 8, 8, 8192), length=100, longest=128, every=50, window=20.0),
+    "tiny": Size((64, 2, 128, 2, 1, 1000), 2, 4, 12, 10, 64, 10, 0.3),
+}
+
+
+def models_in(folder: Path, size: Size) -> None:
+    """Write the model twice, `endless` and `ending`: the weights lie there once."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(size.config).to(torch.bfloat16)
+    ends = {"endless": [size.vocabulary], "ending": list(range(0, size.vocabulary, size.every))}
+    for name, eos in ends.items():
+        if name != "endless":
+            (folder / name).mkdir(parents=True)
+            for file in (folder / "endless").iterdir():
+                (folder / name / file.name).hardlink_to(file)
+            (folder / name / "generation_config.json").unlink()
+        else:
+            model.save_pretrained(folder / name)
+            character_tokenizer("0123456789+=").save_pretrained(folder / name)
+        GenerationConfig(eos_token_id=eos, do_sample=True).save_pretrained(folder / name)
+
+
+def arguments_of(model: Path, device: str, size: Size, slots: int = 72) -> list[str]:
+    """The settings of `tba train quickstart` with which both halves of this model run."""
+    groups, answers = str(size.groups), str(size.answers)
+    return [
+        *("--model.path", str(model), "--model.device", device, "--model.dtype", "bfloat16"),
+        *("--model.generation.max-completion-tokens", str(size.length), "--model.generation.slots", str(slots)),
+        *("--groups-per-step", groups, "--group-size", answers, "--samples-per-prompt", answers),
+        *("--prompts-per-round", groups, "--replay.pacing.warm-up", "0", "--steps", "10"),
+        *("--evaluation.every", "0", "--evaluation.problems", "1", "--task.forgotten-carries", "0"),
+    ]
+
+
+def recipe_of(model: Path, device: str, size: Size, slots: int = 72, **model_fields: Any) -> Recipe:
+    """The recipe of these settings, its model prepared and with other fields if wanted."""
+    recipe = override(find("quickstart"), arguments_of(model, device, size, slots), "one_gpu", recorded=True)
+    return replace(recipe, model=replace(recipe.model.prepared(recipe.task), **model_fields))
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds_of(act: Callable[[], object], device: str) -> float:
+    synchronize(device)
+    began = time.perf_counter()
+    act()
+    synchronize(device)
+    return time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How much was done in how many seconds."""
+
+    done: int
+    seconds: float
+
+    @property
+    def a_second(self) -> float:
+        return self.done / self.seconds
+
+
+class PeakMemory:
+    """The most memory of the device that this process holds, above what it held when this was made."""
+
+    def __init__(self) -> None:
+        self._before = 0 if torch.cuda.is_initialized() else resident_memory_bytes() or 0
+
+    def bytes(self) -> int:
+        return peak_gpu_memory_bytes() or peak_memory_bytes() - self._before
+
+
+class Half:
+    """One half at work. `act` does a little of it, and returns how much: updates, or tokens of finished answers."""
+
+    def act(self) -> int:
+        raise NotImplementedError
+
+    def warm(self) -> None:
+        """Do so until something has been finished."""
+        while not self.act():
+            pass
+
+    def work(self, seconds: float, device: str) -> Rate:
+        """Do so for that long."""
+        synchronize(device)
+        began, done, now = time.perf_counter(), 0, 0.0
+        while now < seconds:
+            done += self.act()
+            synchronize(device)
+            now = time.perf_counter() - began
+        return Rate(done, now)
+
+
+class TrainerHalf(Half):
+    """A trainer as a run's process has one, on answers of random tokens."""
+
+    def __init__(self, recipe: Recipe, size: Size, folder: Path) -> None:
+        policy, optimizer = start_policy(recipe, start_ranks(recipe, 0), None)
+        self.directory = WeightDirectory(folder, settings=recipe.publish, dtype=recipe.model.compute)
+        self.weights = BackgroundPublisher(self.directory, DEADLINE)
+        self.recipe, self.fetched = recipe, batch_of(size)
+        self.trainer = Trainer(
+            policy=policy,
+            objective=recipe.objective,
+            weights=self.weights,
+            optimizer=optimizer,
+            sync_every=recipe.sync_every,
+            max_tokens_per_pass=recipe.max_tokens_per_pass,
+            directory=folder,
+            settle=self.weights.settle,
+        )
+
+    def act(self) -> int:
+        self.trainer.step(self.fetched)
+        return 1
+
+
+class SearcherHalf(Half):
+    """A searcher's engine that answers one prompt after the other."""
+
+    def __init__(self, recipe: Recipe, size: Size, engine: Any = None) -> None:
+        self.engine, self.size = recipe.model.engine(Version()) if engine is None else engine, size
+        self.rng = np.random.default_rng(0)
+        self.flow = self.engine.flow(SAMPLES, Sampling(1.0, 1.0), self.rng)
+
+    def act(self) -> int:
+        if wanted := self.flow.wanted:
+            self.flow.submit(prompts_of(self.size, wanted, self.rng))
+        return tokens_of(answers for _, answers in self.flow.next())
+
+
+def batch_of(size: Size) -> Fetched:
+    """Answers of random tokens."""
+    rng = np.random.default_rng(0)
+
+    def answer(asked: Prompt, name: str) -> Trajectory:
+        tokens = rng.integers(1, size.vocabulary, size.length).astype(np.int32)
+        completion = Completion(tokens, "", StopReason.LENGTH, (Version(), Version()))
+        reference = np.full(size.length, -np.log(size.vocabulary), np.float32)
+        return Trajectory(name, asked, completion, float(rng.integers(2)), reference, Version())
+
+    made = []
+    for g in range(size.groups):
+        asked = Prompt("random", rng.integers(1, size.vocabulary, size.prompt).astype(np.int32), str(g))
+        made.append(Group.of([answer(asked, f"{g}-{i}") for i in range(size.answers)]))
+    return Fetched(made, collate(made))
+
+
+def prompts_of(size: Size, count: int, rng: np.random.Generator) -> list[Prompt]:
+    """Prompts of random tokens, of random lengths."""
+    lengths = rng.integers(6 * size.prompt // 10, 2 * size.prompt, count)
+    tokens = [rng.integers(1, size.vocabulary, length).astype(np.int32) for length in lengths]
+    return [Prompt("random", own, str(i)) for i, own in enumerate(tokens)]
+
+
+def tokens_of(answered: Any) -> int:
+    """Tokens of the answers to several prompts."""
+    return sum(len(completion.tokens) for answers in answered for completion in answers)
+
+
+def tokens_in(batch: Batch) -> int:
+    """Tokens that a policy reads: of prompts once, and of answers."""
+    return int(batch.length_B.sum() + batch.prompt_length_G.sum())
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a device was asked to do. On a CPU an operation that would launch something counts as a launch and as a
+    kernel, and its own time is the processor's.
+    """
+
+    launches: int  # calls that start something: kernels, captured graphs, copies
+    kernels: int  # that ran, copies with them
+    seconds: float  # that these took
+    by_name: dict[str, tuple[int, float]]  # of each kernel: how often, seconds
+    by_part: dict[str, float]  # of each part of a step (`step_parts`): seconds
+
+    def __sub__(self, other: Work) -> Work:
+        names = {
+            name: (count - other.by_name.get(name, (0, 0.0))[0], seconds - other.by_name.get(name, (0, 0.0))[1])
+            for name, (count, seconds) in self.by_name.items()
+        }
+        parts = {name: seconds - other.by_part.get(name, 0.0) for name, seconds in self.by_part.items()}
+        kernels, launches = self.kernels - other.kernels, self.launches - other.launches
+        return Work(launches, kernels, self.seconds - other.seconds, names, parts)
+
+    def top(self, times: int = 1) -> list[list[Any]]:
+        """The ten names that take most time: milliseconds, share and kernels of one of so many `times`."""
+        ordered = sorted(self.by_name.items(), key=lambda item: -item[1][1])[:10]
+        return [
+            [name, round(1e3 * seconds / times, 4), round(seconds / self.seconds, 4), round(count / times, 2)]
+            for name, (count, seconds) in ordered
+        ]
+
+    def shares(self) -> dict[str, float]:
+        """The parts of a step, as shares of the time on the device."""
+        whole = sum(self.by_part.values())
+        return {part: round(seconds / whole, 4) for part, seconds in self.by_part.items()}
+
+
+_LAUNCHES = re.compile(r"cu(da)?(Launch|GraphLaunch|Memcpy|Memset)")  # calls of the CUDA runtime and of its driver
+
+
+class Operations(TorchDispatchMode):
+    """While it is entered, how many operations would launch something: all but views and allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        writes, name = func._schema.is_mutable, func._schema.name.split("::")[1]
+        self.count += name not in _NOTHING and (writes or not func.is_view)
+        return func(*args, **(kwargs or {}))
+
+
+def work_of(act: Callable[[], object], device: str, vocabulary: int) -> Work:
+    """What the device does meanwhile, by torch's profiler. On a CPU it is done twice: counted, then timed."""
+    on_gpu, operations = device == "cuda", Operations()
+    if not on_gpu:
+        with operations:
+            act()
+    activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
+    synchronize(device)
+    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+        act()
+        synchronize(device)
+    found = summed(profile.events() or (), on_gpu, vocabulary)
+    return found if on_gpu else replace(found, launches=operations.count, kernels=operations.count)
+
+
+def summed(events: Sequence[Any], on_gpu: bool, vocabulary: int) -> Work:
+    """The work in a profile's events."""
+    launches, kernels = 0, 0
+    counts: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
+    parts = dict.fromkeys((*NAMES, REST), 0.0)
+    for event in events:
+        on_device = event.device_type == DeviceType.CUDA
+        if on_device and getattr(event, "is_user_annotation", False):
+            continue  # a range that somebody named, as long as all kernels in it
+        if not on_device:
+            launches += _LAUNCHES.match(event.name) is not None
+            own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            parts[part_of(event, vocabulary)] += own / 1e6
+        if on_device == on_gpu:
+            name = shortened(event.name)
+            counts[name] += 1
+            seconds[name] += (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
+            kernels += 1
+    names = {name: (counts[name], seconds[name]) for name in counts}
+    return Work(launches, kernels, math.fsum(seconds.values()), names, parts)
+
+
+def shortened(name: str) -> str:
+    """A kernel's name without what all of torch's have in common."""
+    bare = re.sub(r"^void |at::native::|\(anonymous namespace\)::|c10::", "", name)
+    return re.sub(r"\s+", " ", bare)[:100]

@@ -1,0 +1,189 @@
+"""Two halves of a run on one device, arranged in different ways: how much of each is left.
+
+Each arrangement is measured over the same seconds, by processes that have loaded, warmed up and met before: updates a
+second of a trainer, and tokens a second of finished answers of an engine, each on its own work, neither waiting for the
+other. `alone` is what each does when the other is not there, and `left` the share of it that an arrangement keeps; two
+halves that merely take turns keep 1 together. `of_the_slower_half`: updates a second that the engine can feed (tokens
+of a batch, each used once), against those that the slower half allows alone.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import torch
+from one_gpu_halves import Half, Rate, Size
+
+MPS = "nvidia-cuda-mps-control"
+PATIENCE = 120.0  # seconds in which a half has loaded, and in which it ends
+
+Halves = Mapping[str, Callable[[], Half]]  # `trainer` and `searcher`: who makes them
+Rates = dict[str, float]  # of each half: what it does a second
+
+
+def arranged(
+    halves: Halves, size: Size, device: str, folder: Path, note: Callable[..., None], batch_tokens: int
+) -> None:
+    """Measure all arrangements, and note each one's figures at once."""
+    seconds = size.window
+    alone: Rates = {}
+    for name, make in halves.items():
+        alone |= processes({name: make}, seconds, device, folder)
+    note(alone=alone)
+
+    def noted(arrangement: str, measure: Callable[[], Rates]) -> None:
+        try:
+            found = measure()
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+            note(**{arrangement: {"failed": str(error)}})
+            return
+        left = {name: round(found[name] / alone[name], 3) for name in found}
+        slower = min(alone["trainer"], alone["searcher"] / batch_tokens)
+        fed = min(found["trainer"], found["searcher"] / batch_tokens) / slower
+        note(**{arrangement: {**found, "left": left, "of_the_slower_half": round(fed, 3)}})
+
+    noted("processes", lambda: processes(halves, seconds, device, folder))
+    noted("processes, pinned cores", lambda: processes(halves, seconds, device, folder, cores=cores_of_each(halves)))
+    noted("processes, MPS", lambda: under_mps(lambda own: processes(halves, seconds, device, folder, own), folder))
+    noted("threads, a stream each", lambda: in_a_process(lambda: threads(halves, seconds, device), folder))
+    noted("turns", lambda: in_a_process(lambda: turns(halves, seconds, device, batch_tokens), folder))
+
+
+def processes(
+    halves: Halves,
+    seconds: float,
+    device: str,
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    cores: Mapping[str, set[int]] | None = None,
+) -> Rates:
+    """Each half in a process of its own, all at the same time."""
+    context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(len(halves))
+
+    def live(name: str) -> None:
+        os.environ.update(environment or {})
+        if cores is not None:
+            os.sched_setaffinity(0, cores[name])
+        (folder / f"{name}.rate").write_text(json.dumps(measured(halves[name](), seconds, device, barrier)))
+
+    started = [context.Process(target=live, args=(name,)) for name in halves]
+    for process in started:
+        process.start()
+    ended(started)
+    return {name: float((folder / f"{name}.rate").read_text()) for name in halves}
+
+
+def measured(half: Half, seconds: float, device: str, barrier: Barrier | threading.Barrier) -> float:
+    """What a half does a second, once all of them have warmed up."""
+    half.warm()
+    barrier.wait(PATIENCE)
+    return half.work(seconds, device).a_second
+
+
+def ended(started: list[Any]) -> None:
+    """Wait for processes. Raises `RuntimeError` if one fails, and then ends the others."""
+    try:
+        for process in started:
+            process.join(2 * PATIENCE)
+            if process.exitcode != 0:
+                raise RuntimeError(f"a half ended with exit code {process.exitcode}")
+    finally:
+        for process in started:
+            process.kill()
+
+
+def in_a_process(act: Callable[[], Rates], folder: Path) -> Rates:
+    """What it returns in a process of its own."""
+    file = folder / "both.rate"
+    process = multiprocessing.get_context("fork").Process(target=lambda: file.write_text(json.dumps(act())))
+    process.start()
+    ended([process])
+    found: Rates = json.loads(file.read_text())
+    return found
+
+
+def threads(halves: Halves, seconds: float, device: str) -> Rates:
+    """Each half in a thread of this process, with a stream of its own."""
+    made, found = {name: make() for name, make in halves.items()}, {}
+    barrier = threading.Barrier(len(made))
+
+    def live(name: str) -> None:
+        stream = torch.cuda.Stream() if device == "cuda" else None
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.default_stream())  # on which it was made
+            found[name] = measured(made[name], seconds, device, barrier)
+
+    own = [threading.Thread(target=live, args=(name,)) for name in made]
+    for thread in own:
+        thread.start()
+    for thread in own:
+        thread.join(2 * PATIENCE)
+    if len(found) < len(made):
+        raise RuntimeError("a half failed in its thread, or did not end")
+    return found
+
+
+def turns(halves: Halves, seconds: float, device: str, batch_tokens: int) -> Rates:
+    """One process that makes an update, then answers as many tokens as the next one needs, and so on."""
+    trainer, searcher = halves["trainer"](), halves["searcher"]()
+    trainer.warm()
+    searcher.warm()
+
+    class InTurn(Half):
+        answered = 0
+
+        def act(self) -> int:
+            done, tokens = trainer.act(), 0
+            while tokens < batch_tokens:
+                tokens += searcher.act()
+            self.answered += tokens
+            return done
+
+    both = InTurn()
+    rate = both.work(seconds, device)
+    return {"trainer": rate.a_second, "searcher": Rate(both.answered, rate.seconds).a_second}
+
+
+def cores_of_each(halves: Halves) -> dict[str, set[int]]:
+    """This process's cores, dealt to the halves. Raises `RuntimeError` where there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // len(halves)
+    if not share:
+        raise RuntimeError(f"there are {len(cores)} cores for {len(halves)} halves")
+    return {name: set(cores[i * share : (i + 1) * share]) for i, name in enumerate(halves)}
+
+
+def under_mps(act: Callable[[Mapping[str, str]], Rates], folder: Path) -> Rates:
+    """What it returns for processes that are given this environment, with which NVIDIA's MPS serves them."""
+    with mps(folder) as environment:
+        return act(environment)
+
+
+@contextmanager
+def mps(folder: Path) -> Iterator[dict[str, str]]:
+    """An MPS server of our own while this is entered: nobody else's processes see it. Raises `RuntimeError` where there
+    is none, and `SubprocessError` where it is not permitted.
+    """
+    if shutil.which(MPS) is None:
+        raise RuntimeError(f"there is no {MPS} here")
+    places = {f"CUDA_MPS_{what}_DIRECTORY": str(folder / f"mps-{what.lower()}") for what in ("PIPE", "LOG")}
+    for place in places.values():
+        Path(place).mkdir(exist_ok=True)
+    environment = {**os.environ, **places}
+    subprocess.run([MPS, "-d"], check=True, env=environment, timeout=PATIENCE)
+    try:
+        yield places
+    finally:
+        subprocess.run([MPS], input="quit\n", text=True, check=False, env=environment, timeout=PATIENCE)
