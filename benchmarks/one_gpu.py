@@ -77,6 +77,7 @@ from one_gpu_sharing import arranged
 from tba.__main__ import main as tba
 from tba.batch import collate
 from tba.engines.transformers import EngineSettings
+from tba.generation import generate
 from tba.models.arithmetic import passes, product_rate
 from tba.models.memory import Pass, Sampling, Shape, engine, total, trainer
 from tba.policy.lora import LoraSettings
@@ -207,12 +208,7 @@ def token_steps(half: SearcherHalf, device: str, shape: Size, slots: int, asks: 
 
 def a_round(half: SearcherHalf, asked: list[Any]) -> list[Any]:
     """`SAMPLES` answers to each prompt, until the last one is there."""
-    flow = half.engine.flow(SAMPLES, Drawing(1.0, 1.0), half.rng)
-    flow.submit(asked)
-    found: list[Any] = []
-    while len(found) < len(asked):
-        found += [answers for _, answers in flow.next(until_wanted=False)]
-    return found
+    return generate(half.engine, asked, SAMPLES, Drawing(1.0, 1.0), half.rng)
 
 
 def trainer_part(given: Given, note: Note, checkpointed: bool = False, rank: int = 0, size: str = "") -> None:
@@ -266,15 +262,16 @@ def a_step(
 def publications(half: TrainerHalf, device: str) -> dict[str, float]:
     """A step, a step that begins when weights are sent out, and the sending alone, in turn."""
     rows = []
+
+    def publish() -> None:
+        half.trainer.publish()
+        half.weights.settle()
+
     for _ in range(3):
         plain = seconds_of(half.act, device)
         half.trainer.publish()
         beside = seconds_of(half.act, device)
-
-        def publish() -> None:
-            half.trainer.publish()
-            half.weights.settle()
-
+        half.weights.settle()
         rows.append((plain, beside, seconds_of(publish, device)))
     plain, beside, alone = (statistics.median(column) for column in zip(*rows, strict=True))
     return {

@@ -181,7 +181,7 @@ class TrainerHalf(Half):
             sync_every=recipe.sync_every,
             max_tokens_per_pass=recipe.max_tokens_per_pass,
             directory=folder,
-            settle=self.weights.settle,
+            settle=self.weights.hold,
         )
 
     def act(self) -> int:
