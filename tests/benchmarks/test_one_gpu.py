@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import os
@@ -54,6 +55,22 @@ def test_every_part_is_done_and_every_figure_is_finite(one_gpu: Any, found: dict
             yield value
 
     assert all(math.isfinite(number) for number in numbers(found))
+
+
+def test_the_docs_table_names_figures_that_the_script_writes(found: dict[str, Any]) -> None:
+    spec = importlib.util.spec_from_file_location("one_gpu_page", BENCHMARKS.parent / "tools" / "one_gpu_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    lacking = {
+        f"{part}.{path}"
+        for part, _, path, _, written in tool.FIGURES
+        if part != "smollm2" and not tool.figure({"parts": found}, part, path, written)
+    }
+    of_a_gpu = ("microseconds_a_kernel_of_a_graph", "pinned_to_device_GB_per_second", "pinned_to_host_GB_per_second")
+    assert lacking == {f"environment.{name}" for name in of_a_gpu}
+    assert set(tool.ARRANGEMENTS) == set(found["sharing"]) - {"alone", "seconds"}
 
 
 def test_a_token_step_launches_as_much_for_16_slots_as_for_64(found: dict[str, Any]) -> None:

@@ -1,6 +1,10 @@
 """`docs/one_gpu.md` says what the formulas give."""
 
+import json
+from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 
 def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:
@@ -8,7 +12,7 @@ def test_the_committed_page_is_the_one_the_code_gives(tool: ModuleType) -> None:
 
 
 def test_what_fits_a_smaller_gpu_fits_a_larger_one(tool: ModuleType) -> None:
-    rows = [line.split("|")[1:-1] for line in tool.page().splitlines() if " B | " in line]
+    rows = [line.split("|")[1:-1] for line in tool.page().splitlines() if " GB | " in line[:10]]
     assert len(rows) == len(tool.GPUS) * len(tool.MODELS) * len(tool.KINDS)
     fitting = {(row[1], row[2], int(row[0].split()[0])) for row in rows if "no" not in row[3] and "no" not in row[6]}
     for model, trained, gpu in fitting:
@@ -17,3 +21,21 @@ def test_what_fits_a_smaller_gpu_fits_a_larger_one(tool: ModuleType) -> None:
     assert (" 7 B ", " all weights ", 80) not in fitting  # 16 B for each of 7.6 B parameters
     assert (" 7 B ", " LoRA, rank 16 ", 24) not in fitting  # 2 B each, in half of a GPU
     assert (" 7 B ", " the same, 4-bit ", 24) in fitting
+
+
+def test_what_was_measured_stands_in_the_table_and_what_was_not_says_so(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    after = tmp_path / "one_gpu.json"
+    monkeypatch.setattr(tool, "AFTER", after)
+    rows = [line for line in "\n".join(tool.measured()).splitlines() if line.startswith("|")]
+    assert sum(row.endswith(f"| {tool.PENDING} |") for row in rows) == len(tool.FIGURES) + len(tool.ARRANGEMENTS)
+    about = {"machine": {"gpus": ["Some Card"], "cores": 4}, "versions": {"torch": "1", "transformers": "2"}}
+    shared = {"turns": {"left": {"trainer": 0.5, "searcher": 0.25}, "of_the_slower_half": 0.25}}
+    parts = {"engine": {"launches_a_step": 58.0}, "sharing": shared, "trainer": {"failed": "no memory"}}
+    after.write_text(json.dumps({"about": about, "parts": parts}))
+    page = "\n".join(tool.measured())
+    assert "- *After*: one Some Card, 4 cores, torch 1, transformers 2." in page
+    assert "| engine | 72 slots: launches a token step | 1,126 | 60 | 58 |" in page
+    assert "| turns | 0.5 | 0.25 | 0.25 |" in page
+    assert page.count(f"| {tool.PENDING} |\n") == len(tool.FIGURES) - 1 + len(tool.ARRANGEMENTS) - 1
