@@ -24,7 +24,7 @@ beside it has what they said.
 - *log-ratio*: of engine, reference and trainer at version 0: mean squares for each token and each answer, and the
   effective sample size.
 - *both*: a short run of that model by `tba train`.
-- *sharing*: both halves on one card in several arrangements (`one_gpu_sharing`).
+- *sharing*: what both halves on one card leave of each (`one_gpu_sharing`); *arrangements*: the alternatives.
 - *tests*: those marked `gpu` (tests/test_gpu.py), and what they measured. *quickstart*: `tba train quickstart`.
 - *1.5 B*, *LoRA*, *1.5 B, LoRA*: a trainer's step and its peak.
 - *smollm2*, with `--smollm2 FOLDER` (from `tba model smollm2`): both halves under LoRA, by `tba train instruct`.
@@ -38,6 +38,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -72,7 +73,7 @@ from one_gpu_halves import (
     tokens_of,
     work_of,
 )
-from one_gpu_sharing import arranged
+from one_gpu_sharing import BY_DEFAULT, OTHERS, arranged
 
 from tba.__main__ import main as tba
 from tba.batch import collate
@@ -338,16 +339,17 @@ def both(given: Given, note: Note) -> None:
     note(**a_run("quickstart", arguments, given.folder / "both"))
 
 
-def sharing(given: Given, note: Note) -> None:
+def sharing(given: Given, note: Note, arrangements: tuple[str, ...]) -> None:
     shape = given.shape
     recipe = recipe_of(given.folder / "ending", given.device, shape)
     folder = given.folder / "sharing"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     halves = {
         "trainer": lambda: TrainerHalf(recipe, shape, folder / "weights"),
         "searcher": lambda: SearcherHalf(recipe, shape),
     }
-    arranged(halves, shape, given.device, folder, note, shape.groups * shape.answers * shape.length)
+    tokens = shape.groups * shape.answers * shape.length
+    arranged(halves, arrangements, shape, given.device, folder, note, tokens)
 
 
 def tests(given: Given, note: Note) -> None:
@@ -435,9 +437,10 @@ PARTS = {
     "trainer-checkpointed": Part(40.0, partial(trainer_part, checkpointed=True)),
     "log-ratio": Part(25.0, log_ratio),
     "both": Part(75.0, both),
-    "sharing": Part(90.0, sharing),
+    "sharing": Part(45.0, partial(sharing, arrangements=BY_DEFAULT)),
     "tests": Part(45.0, tests, model=False),
     "quickstart": Part(75.0, quickstart, model=False),
+    "arrangements": Part(90.0, partial(sharing, arrangements=OTHERS)),
     "1.5 B": Part(60.0, partial(trainer_part, checkpointed=True, size="1.5 B"), model=False),
     "LoRA": Part(30.0, partial(trainer_part, rank=RANK)),
     "1.5 B, LoRA": Part(60.0, partial(trainer_part, checkpointed=True, rank=RANK, size="1.5 B"), model=False),
@@ -484,6 +487,7 @@ def in_a_process(
 ) -> dict[str, Any]:
     """What a part has found when it has ended, or when its time is over."""
     file, own_log, began = given.folder / f"{name}.json", given.folder / f"{name}.log", time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     process = multiprocessing.get_context("fork").Process(target=lived, args=(act, given, file, own_log))
     process.start()
     try:
@@ -503,7 +507,9 @@ def in_a_process(
         found["failed"] = f"it was not done after {limit:.0f} s"
     elif process.exitcode:
         found["failed"] = (said.strip().splitlines() or [f"exit code {process.exitcode}"])[-1]
-    return found | {"seconds": round(time.monotonic() - began, 1)}
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
+    return found | {"seconds": round(time.monotonic() - began, 1), "cpu_seconds": round(cpu, 1)}
 
 
 def table(name: str, found: Mapping[str, Any]) -> str:
@@ -561,9 +567,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "failed" in about:
             print(about["failed"], file=sys.stderr)
             return 2
-        del about["seconds"]
+        about = {name: about[name] for name in ("machine", "versions")}
         about |= {"device": given.device, "size": given.size}
         parts = kept_of(asked.out, about) if asked.only else {}
+        print(f"{shown(about['machine'])}; {shown(about['versions'])}; {given.size}\n")
         print("| part | | |\n|---|---|---|", flush=True)
         for name in wanted:
             part = PARTS[name]

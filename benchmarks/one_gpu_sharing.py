@@ -25,6 +25,8 @@ import torch
 from one_gpu_halves import Half, Rate, Size
 
 MPS = "nvidia-cuda-mps-control"
+BY_DEFAULT = ("processes",)  # as `tba train` does it
+OTHERS = ("processes, pinned cores", "processes, MPS", "threads, a stream each", "turns")
 PATIENCE = 120.0  # seconds in which a half has loaded, and in which it ends
 
 Halves = Mapping[str, Callable[[], Half]]  # `trainer` and `searcher`: who makes them
@@ -32,31 +34,37 @@ Rates = dict[str, float]  # of each half: what it does a second
 
 
 def arranged(
-    halves: Halves, size: Size, device: str, folder: Path, note: Callable[..., None], batch_tokens: int
+    halves: Halves,
+    arrangements: tuple[str, ...],
+    size: Size,
+    device: str,
+    folder: Path,
+    note: Callable[..., None],
+    batch_tokens: int,
 ) -> None:
-    """Measure all arrangements, and note each one's figures at once."""
+    """Measure what each half does alone, then some arrangements, and note the figures of each at once."""
     seconds = size.window
     alone: Rates = {}
     for name, make in halves.items():
         alone |= processes({name: make}, seconds, device, folder)
     note(alone=alone)
-
-    def noted(arrangement: str, measure: Callable[[], Rates]) -> None:
+    of = {
+        "processes": lambda: processes(halves, seconds, device, folder),
+        "processes, pinned cores": lambda: processes(halves, seconds, device, folder, cores=cores_of_each(halves)),
+        "processes, MPS": lambda: under_mps(lambda own: processes(halves, seconds, device, folder, own), folder),
+        "threads, a stream each": lambda: in_a_process(lambda: threads(halves, seconds, device), folder),
+        "turns": lambda: in_a_process(lambda: turns(halves, seconds, device, batch_tokens), folder),
+    }
+    slower = min(alone["trainer"], alone["searcher"] / batch_tokens)
+    for name in arrangements:
         try:
-            found = measure()
+            found = of[name]()
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-            note(**{arrangement: {"failed": str(error)}})
-            return
-        left = {name: round(found[name] / alone[name], 3) for name in found}
-        slower = min(alone["trainer"], alone["searcher"] / batch_tokens)
-        fed = min(found["trainer"], found["searcher"] / batch_tokens) / slower
-        note(**{arrangement: {**found, "left": left, "of_the_slower_half": round(fed, 3)}})
-
-    noted("processes", lambda: processes(halves, seconds, device, folder))
-    noted("processes, pinned cores", lambda: processes(halves, seconds, device, folder, cores=cores_of_each(halves)))
-    noted("processes, MPS", lambda: under_mps(lambda own: processes(halves, seconds, device, folder, own), folder))
-    noted("threads, a stream each", lambda: in_a_process(lambda: threads(halves, seconds, device), folder))
-    noted("turns", lambda: in_a_process(lambda: turns(halves, seconds, device, batch_tokens), folder))
+            note(**{name: {"failed": str(error)}})
+            continue
+        left = {half: round(found[half] / alone[half], 3) for half in found}
+        fed = min(found["trainer"], found["searcher"] / batch_tokens)
+        note(**{name: {**found, "left": left, "of_the_slower_half": round(fed / slower, 3)}})
 
 
 def processes(

@@ -75,7 +75,8 @@ base that either half holds once, in bfloat16; *4-bit*: with `--model.dtype 4-bi
 
 - *Longer answers* need more for their keys and values (a searcher), and nothing more for the trainer, whose passes are
   bounded by `--max-tokens-per-pass`, as long as one prompt and answer are no more than that.
-- *vLLM* takes `--model.vllm.memory-share` (half) of the searcher's part; the reference needs its own of the rest.
+- *vLLM* has its cache computed: what the slots need, or what weights, reference and a step leave of the searcher's
+  part.
 - *The shares are fixed*, so a trainer of all weights is refused although its searcher leaves memory unused. With two
   GPUs each half has one to itself: what 48 GB can do here by themselves, two of 24 GB can do too.
 - `tba check RECIPE` computes the same for a recipe where it is called, and names a field that helps where it does not
@@ -98,7 +99,7 @@ SHARED = """\
 
 By default trainer and searcher are two processes on the one card: a fault of one does not end the other, neither waits
 for the other's Python, and the same code runs on two cards. What this leaves of each half, and what the alternatives
-do, `python benchmarks/one_gpu.py --only sharing` measures; {measured}.
+do, `make test-gpu GPU_ARGS="--only sharing arrangements"` measures; {measured}.
 *Left* is a share of what a half does when the other is not there: two that merely take turns have 1 together. *Of the
 slower half*: the updates a second for which the searcher's tokens suffice, each used once, against those that the
 slower half allows alone.
@@ -200,7 +201,13 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ("smollm2", "SmolLM2-135M under LoRA, both halves: a step, s", "seconds_a_step", "", number),
     ("smollm2", "tokens/s generated", "generated_tokens_per_second", "", number),
 )
-ARRANGEMENTS = ("processes", "processes, pinned cores", "processes, MPS", "threads, a stream each", "turns")
+ARRANGEMENTS = {  # of which part
+    "processes": "sharing",
+    "processes, pinned cores": "arrangements",
+    "processes, MPS": "arrangements",
+    "threads, a stream each": "arrangements",
+    "turns": "arrangements",
+}
 COLUMNS = (
     *("GPU", "model", "trained", "`--max-tokens-per-pass`", "`--model.gradient-checkpointing`", "trainer, GB"),
     *("`--model.generation.slots`", "searcher, GB"),
@@ -246,9 +253,9 @@ def measured() -> Iterator[str]:
     shared = after if "sharing" in after.get("parts", {}) else {}
     yield "\n" + SHARED.format(measured=f"on {card_of(after)}" if shared else f"it was {NEVER} on a card yet")
     yield "| arrangement | trainer, left | searcher, left | of the slower half |\n|---|---|---|---|"
-    for name in ARRANGEMENTS:
+    for name, part in ARRANGEMENTS.items():
         paths = (f"{name}.left.trainer", f"{name}.left.searcher", f"{name}.of_the_slower_half")
-        yield f"| {name} | {' | '.join(figure(shared, 'sharing', path, number) or PENDING for path in paths)} |"
+        yield f"| {name} | {' | '.join(figure(shared, part, path, number) or PENDING for path in paths)} |"
     yield "\n" + ALTERNATIVES
 
 

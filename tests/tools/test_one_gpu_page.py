@@ -32,7 +32,12 @@ def test_what_was_measured_stands_in_the_table_and_what_was_not_says_so(
     assert sum(row.endswith(f"| {tool.PENDING} |") for row in rows) == len(tool.FIGURES) + len(tool.ARRANGEMENTS)
     about = {"machine": {"gpus": ["Some Card"], "cores": 4}, "versions": {"torch": "1", "transformers": "2"}}
     shared = {"turns": {"left": {"trainer": 0.5, "searcher": 0.25}, "of_the_slower_half": 0.25}}
-    parts = {"engine": {"launches_a_step": 58.0}, "sharing": shared, "trainer": {"failed": "no memory"}}
+    parts = {
+        "engine": {"launches_a_step": 58.0},
+        "sharing": {},
+        "arrangements": shared,
+        "trainer": {"failed": "no memory"},
+    }
     after.write_text(json.dumps({"about": about, "parts": parts}))
     page = "\n".join(tool.measured())
     assert "- *After*: one Some Card, 4 cores, torch 1, transformers 2." in page
