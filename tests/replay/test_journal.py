@@ -550,3 +550,13 @@ def test_a_journal_that_is_written_over_by_another_program_is_noticed_by_its_fol
         for act in (follower.drain, follower.close):
             with pytest.raises(UserError, match="was written over by another program while it was in use"):
                 act()
+
+
+def test_a_second_trainer_is_refused_the_journal_and_gets_it_once_the_first_has_gone(path: Path) -> None:
+    with JournalFollower(path) as second:
+        with JournalFollower(path) as first:
+            first.lead(0.0)
+            first.lead(0.0)  # it has it already
+            with pytest.raises(UserError, match="another trainer uses"):
+                second.lead(0.1)
+        second.lead(0.0)

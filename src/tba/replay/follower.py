@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self, TypeAlias, TypeVar
 
-from tba.errors import DeadlineExceeded
+from tba.errors import DeadlineExceeded, UserError
 from tba.replay import scores
 from tba.replay.codec import Damaged, Gone, Stored, decode_prompt, decode_trajectory, intact, prompt_id
 from tba.replay.recovery import Recovery, open_journal
@@ -28,6 +29,7 @@ log = logging.getLogger("tba.journal")
 _LAST = 2**63 - 1  # no position is larger
 _PATIENCE = 0.1  # seconds that housekeeping may delay the trainer
 _RETIRED_AT_ONCE = 20_000  # rows
+_PAUSE = 0.05  # seconds between two attempts at the lock
 T = TypeVar("T")
 _Row: TypeAlias = tuple[Any, ...]
 
@@ -297,6 +299,16 @@ class JournalFollower:
                 self._prompts.clear()
             prompt = self._prompts[content_id] = decode_prompt(body)
         return prompt
+
+    def lead(self, seconds: float) -> None:
+        """Become the one follower that checkpoints and deletes. Raises `UserError` when another is so for `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not self._holds_lock():
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"another trainer uses {self._database.path}: let it end, or end it, before this run is continued"
+                )
+            time.sleep(_PAUSE)
 
     def _holds_lock(self) -> bool:
         if self._lock is None:

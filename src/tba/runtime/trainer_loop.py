@@ -55,6 +55,7 @@ from tba.weights.directory import WeightDirectory
 
 log = logging.getLogger("tba.trainer")
 _COUNTERS = 1.0  # seconds between two reads of the searchers' counts
+_OTHERS = 30.0  # seconds that another trainer of this run has to end
 
 
 def train(recipe: Recipe, run: RunDirectory, stop: Callable[[], bool], meeting: Meeting | None = None) -> None:
@@ -374,6 +375,11 @@ def start_training(
     journal = JournalFollower(
         run.journal(recipe), keep_bytes=keep, deadline_s=deadline, waiting=stop, create=False, damaged=tell
     )
+    try:
+        journal.lead(_OTHERS)
+    except BaseException:
+        journal.close()
+        raise
     watched = rewards_watched(recipe, run)
     resets = recipe.reference_reset > 0
     replay = Replay(journal, recipe.replay, recipe.sync_every, seed=recipe.seed, resets=resets, arrived=watched)
