@@ -6,54 +6,95 @@ get a verdict, in time linear in their length. `number_text` defines what counts
 Where the answer is looked for in a response:
 
 1. *Strict*: after the last `####`, on its line or on the next line with text, and nowhere else.
-2. Otherwise where the response itself marks its answer: `\boxed{...}` or `#### ...`, whichever comes last. An empty
-   mark is ignored, and so is a heading such as `#### Step 2`.
-3. Without a mark, the last number of the text.
+2. Otherwise where the response itself marks its answer: `\boxed{...}`, `<answer>...</answer>` or `#### ...`, whichever
+   comes last. An empty mark is ignored, and so is a heading such as `#### Step 2`.
+3. Without a mark, after the last `answer is` or `Answer:`, if its sentence is nothing but an answer that nothing later
+   takes back; else the last number of the text.
 
-In a marked place the first number counts; of an equation, what follows its last `=`. If both answers name a unit of
-measurement (`units`), the units must agree: `5 cm` is not 5 inches. Either may leave it out.
+In a marked place the first number counts, if it is one of its own and not part of a list, a range or a formula; of an
+equation, what follows its last `=`. If both answers name a unit of measurement (`units`), the units must agree: `5 cm`
+is not 5 inches. Either may leave it out.
 
-A right answer that is not a number (`Paris`, `x + 1`) is compared as text: the marked place must equal it, or (without
-a mark) the response must end with it. Case, spacing, quotes, emphasis and closing punctuation are ignored.
+A right answer that is not one number (`Paris`, `(5, \infty)`, `3!`) is compared as text and by its form (`math_forms`,
+without algebra): the marked place or the announced answer must equal it, or (without either) the response must end with
+it. Case, spacing, quotes, emphasis and closing punctuation are ignored. A choice (`B`) may have its text (`B) 12`).
 """
 
+# ruff: noqa: RUF001  (signs as answers have them, many of which look like others)
 from __future__ import annotations
 
+import functools
 import re
+import unicodedata
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from tba.errors import UserError
-from tba.rewards.number_text import Amount, amounts, plain, quantity
+from tba.rewards.math_forms import same, same_value, spelled
+from tba.rewards.math_text import boxed_span
+from tba.rewards.number_text import UNKNOWN, Amount, amounts, plain, quantity
 from tba.rewards.units import differ
 from tba.types import Completion, Judgement, Prompt
 
 MARK = "####"
-_BOXED_OR_BRACE = re.compile(r"\\boxed\s{0,9}\{|[{}]")
 _HEADING = re.compile(r"[\s*_]*+(?>(?:[0-9]++[.):]\s++)?)[A-Za-z]")
 _LETTER_OR_DIGIT = re.compile(r"[A-Za-z]|[0-9]")
+_ANNOUNCED = re.compile(r"(?:answer[*_ ]*+(?:(?:is|would be|=)(?![A-Za-z])|:)|答案[是为為:：])[*_ ]*+:?", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$)|[。！？\n]")
+_RETRACTED = re.compile(
+    r"(?<![a-z])(?:wait|no(?=[,.:;!])|actually|sorry|correction|mistake|instead|rather|should|however|oops|scratch"
+    r"|(?:that|this|it)(?:'s| is| was) (?:wrong|not|incorrect))(?![a-z])",
+    re.IGNORECASE,
+)
 _FORMATTING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|left|right|displaystyle|boxed)(?![A-Za-z])|\\[,!;: ]")
-_AROUND_SYMBOL = re.compile(r" ?([^\w\s]) ?")
-_EDGES = " .,;:!?*_`'\"$()[]{}#"
-_BEFORE_LAST_WORDS = frozenset(" :=.!?\"'*_`$([{>—")
+_AROUND_SYMBOL = re.compile(r" ?([!-/:-@\[-`{-~]) ?")
+_EDGES = " .,;:?*_`'\"$#。"
+_LOOSE_EDGES = _EDGES + "!()[]{}"  # of a right answer in words; those of `[0,1)` and `3!` are part of it
+_IN_WORDS = re.compile(r"[^0-9,^\\]*+")
+_BEFORE_LAST_WORDS = frozenset(" :=.!?\"'*_`$([{>—：。是")
+_LONGEST_LABEL = 60  # characters that may stand before or after an answer in its place
+_LONGEST_FORM = 300  # characters of a place that is compared by its form
+_NEAR = 24  # characters before a number that say what it belongs to
+_UNSAID = re.compile(r"(?:\bnot|n't|\bnor|\bneither)[\s\"'*_$(]*$", re.IGNORECASE)
+_OR = re.compile(r"\bor[\s$*_]*$")
+_ONE_OF_TWO = re.compile(r"[0-9][^.;\n]{0,12}\bor[\s$*_]*$", re.IGNORECASE)
+_COMPARED = re.compile(r"(?:[0-9A-Za-z)}\]]\s*[<>]|[≤≥≠±^√])\s*\$?\s*$")
+_POINT = re.compile(r"[ $\n]{0,9}[(\[][^()\[\]]{1,300}[)\]][ $.\n]{0,9}")
+_TAG = re.compile(r"</?[A-Za-z_]{1,20}>\s*$")
+_BEFORE_ONE = re.compile(r"(?:^|[A-Za-z]{2}[\s:.,;]*|[:.,;≈~。：\u3000-\u9fff]|\b[aA]\s)[\s({\[*'\"`~$€£¥₹_-]*$")
+_AFTER_ONE = re.compile(
+    rf"""[\s){{}}\]*'"`$_~]*+(?:
+        [+*/^<>≤≥±√π|:!={UNKNOWN}] | -\s?(?![A-Za-z]{{2}}|\s)
+      | (?:[,;&]|and\b|or\b|to\b)[\s$(\[{{}}]*+(?:[-+]?[0-9.]|[{UNKNOWN}√]|[A-Za-z](?![A-Za-z]))
+      | (?![aAI]\s[A-Za-z])[A-Za-z](?![A-Za-z'.)]) )""",
+    re.VERBOSE,
+)
+_GLUED_VARIABLE = re.compile(r"[A-Za-z](?![A-Za-z])|[√π]")
 
 
 def grade(response: str, answer: str, strict: bool = False) -> bool:
     """Whether `response` gives `answer`. Never raises, whatever the texts."""
     place = _after_mark(response) if strict else _marked(response)
-    wanted = plain(answer)
-    right = quantity(wanted)
+    right = _right(answer)
     if right is None:
-        return _same_text(place, response, _words(answer), strict)
+        return _same_text(place, response, answer, strict)
     if place is not None and (strict or not place.heading):
         given = _marked_amount(plain(place.text))
+    elif strict:
+        given = None
     else:
-        given = None if strict else _last_amount(plain(response))
-    if given is None or given.value != right:
+        said = _announced(response)
+        given = (quantity(plain(said)) if said is not None else None) or _last_amount(plain(response))
+    if given is None or given.value is None or right.value is None or differ(given.unit, right.unit):
         return False
-    return not differ(given.unit, next(amounts(wanted)).unit)
+    return same_value((given.value, given.unit == "percent"), (right.value, right.unit == "percent"))
+
+
+@functools.lru_cache(4096)
+def _right(answer: str) -> Amount | None:
+    return quantity(plain(answer))
 
 
 @dataclass(frozen=True)
@@ -95,12 +136,12 @@ class _Place(NamedTuple):
 
 
 def _marked(response: str) -> _Place | None:
-    """Returns the last mark of either kind that has a text; None if there is none."""
-    after, boxed = _after_mark(response), _last_boxed(response)
-    if boxed is None or (after is not None and response.rfind(MARK) > boxed[0]):
-        return after
-    text = response[boxed[0] : boxed[1]].strip()
-    return _Place(text, heading=False) if text else after
+    """Returns the last mark of any kind that has a text; None if there is none."""
+    places = [(response.rfind(MARK), _after_mark(response)), _tagged(response)]
+    if (boxed := boxed_span(response)) and (text := response[slice(*boxed)].strip()):
+        places.append((boxed[0], _Place(text, heading=False)))
+    found = [(at, place) for at, place in places if place is not None]
+    return max(found, key=lambda one: one[0])[1] if found else None
 
 
 def _after_mark(response: str) -> _Place | None:
@@ -109,46 +150,91 @@ def _after_mark(response: str) -> _Place | None:
     return _Place(text, bool(_HEADING.match(text))) if text else None
 
 
-def _last_boxed(response: str) -> tuple[int, int] | None:
-    r"""Returns where the content of the last closed `\boxed{...}` begins and ends; braces nest."""
-    found = None
-    opened: list[int | None] = []
-    for match in _BOXED_OR_BRACE.finditer(response):
-        if match[0] != "}":
-            opened.append(match.end() if match[0] != "{" else None)
-        elif opened and (start := opened.pop()) is not None:
-            found = (start, match.start())
-    return found
+def _tagged(response: str) -> tuple[int, _Place | None]:
+    at = response.rfind("<answer>")
+    text = response[at + len("<answer>") :].partition("</answer>")[0].strip() if at >= 0 else ""
+    return at, (_Place(text, heading=False) if text else None)
+
+
+def _announced(response: str) -> str | None:
+    """Returns what the last `answer is` or `Answer:` says up to the end of its sentence, unless it is taken back."""
+    last = deque(_ANNOUNCED.finditer(response), maxlen=1)
+    if not last:
+        return None
+    at = last[0].end()
+    while response[at : at + 1].isspace():
+        at += 1
+    end = _SENTENCE_END.search(response, at)
+    said, rest = (response[at : end.start()], response[end.end() :]) if end else (response[at:], "")
+    return None if _RETRACTED.search(rest) else said.strip()
 
 
 def _marked_amount(place: str) -> Amount | None:
-    if "√" in place or "π" in place:
-        return None  # 2√3 is no rational, and neither of its digits is the answer
     left, equals, right = place.rpartition("=")
     kinds = {"letter" if m[0].isalpha() else "digit" for m in _LETTER_OR_DIGIT.finditer(left)}
     if equals and kinds != {"letter", "digit"}:  # `x = 72` and `6 * 12 = 72`, but not `72 (with x = 3)`
-        place = right
-    return next(amounts(place), None)
+        place = right if any(c.isdigit() for c in right) else left
+    first = next(amounts(place), None)
+    if first is None or _BEFORE_ONE.search(place[max(0, first.start - _NEAR) : first.start]) is None:
+        return None
+    before = place[max(0, first.start - _NEAR) : first.start]
+    unsaid = _UNSAID.search(before) or _OR.search(before) or _is_point(place, first)
+    return None if unsaid or _AFTER_ONE.match(place, first.end) else first
+
+
+def _is_point(text: str, amount: Amount) -> bool:
+    """Whether a number with commas is all that stands between brackets, and so may be a point: `(20,100)`."""
+    return "," in text[amount.start : amount.end] and _POINT.fullmatch(text[: _LONGEST_FORM + 1]) is not None
 
 
 def _last_amount(text: str) -> Amount | None:
-    last = deque(amounts(text), maxlen=1)
-    return last[0] if last else None
+    """Returns the last number of a text, unless it is said not to be the answer, or is one end of a comparison."""
+    last = next(iter(deque(amounts(text), maxlen=1)), None)
+    if last is None:
+        return None
+    before = text[max(0, last.start - _NEAR) : last.start]
+    if _UNSAID.search(before) or _ONE_OF_TWO.search(before) or _is_point(text, last):
+        return None
+    if _COMPARED.search(before) and not _TAG.search(before):
+        return None
+    return None if last.unit is None and _GLUED_VARIABLE.match(text, last.end) else last
 
 
-def _same_text(place: _Place | None, response: str, wanted: str, strict: bool) -> bool:
+def _same_text(place: _Place | None, response: str, answer: str, strict: bool) -> bool:
+    edges = _LOOSE_EDGES if _IN_WORDS.fullmatch(answer) else _EDGES
+    wanted = _words(answer, edges)
     if not wanted:
         return False
-    if place is not None and _words(place.text) == wanted:
+    if place is not None and _is(place.text, answer, edges):
         return True
     if strict or (place is not None and not place.heading):
         return False
-    given = _words(response)
+    said = _announced(response)
+    if _is(response.strip() if said is None else said, answer, edges):
+        return True
+    given = _words(response, edges)
     before = len(given) - len(wanted)
-    return given.endswith(wanted) and (before == 0 or given[before - 1] in _BEFORE_LAST_WORDS)
+    if not given.endswith(wanted) or (before > 0 and given[before - 1] not in _BEFORE_LAST_WORDS):
+        return False
+    near = given[max(0, before - _NEAR) : before]
+    return not _UNSAID.search(near) and not _OR.search(near) and not _is_one_of_several(near, wanted)
 
 
-def _words(text: str) -> str:
-    """Returns the text without case, spacing, formatting and punctuation at its edges."""
-    text = " ".join(_FORMATTING.sub(" ", text).casefold().split())
-    return _AROUND_SYMBOL.sub(lambda m: m[1], text).strip(_EDGES)
+def _is(text: str, answer: str, edges: str) -> bool:
+    """Whether a place's text is the answer, as words or by its form."""
+    if _words(text, edges) == _words(answer, edges):
+        return True
+    if len(text) > 2 * len(answer) + _LONGEST_LABEL:
+        return False
+    return len(text) <= _LONGEST_FORM >= len(answer) and same(text, answer, spelled) is True
+
+
+def _is_one_of_several(before: str, wanted: str) -> bool:
+    """Whether a choice stands last in a list of choices: `A, B` or `A and B`."""
+    return len(wanted) == 1 and re.search(r"(?<![a-z])[a-z](?:,| and| &)\s?$", before[-8:]) is not None
+
+
+def _words(text: str, edges: str) -> str:
+    """Returns the text without case, spacing, formatting and what is at its edges."""
+    text = unicodedata.normalize("NFC", _FORMATTING.sub(" ", text).casefold())
+    return _AROUND_SYMBOL.sub(lambda m: m[1], " ".join(text.split())).strip(edges)

@@ -17,18 +17,21 @@ import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from string import ascii_letters
 from typing import IO, Any
 
 from tba.errors import UserError
 from tba.rewards.children import Children
 from tba.rewards.exact_answer import right_answer
-from tba.rewards.math_text import canonical, last_boxed, number, other_base, other_units, words
+from tba.rewards.math_forms import same, spelled
+from tba.rewards.math_text import canonical, last_boxed, other_base, other_units, words
 from tba.types import Completion, Judgement, Prompt
 
 log = logging.getLogger("tba.reward")
 
 _IS_TEXT = re.compile(r"\s*\\(?:text|mbox|mathrm)")
 _LONGEST = 2000  # characters of an answer that is worth comparing
+_COMMAND = re.compile(r"\\(?:text\{[^{}]*\}|begin\{[a-z]*\}|end\{[a-z]*\}|[A-Za-z]+)")
 _DECIMALS = 12  # to which numbers have to agree
 _TINY = 1e-6
 _GRACE = 1.0  # seconds between a child's own limit, which is polite, and its end
@@ -83,32 +86,61 @@ def at_once(answer: str | None, right: str) -> bool | None:
     """Returns the verdict if it needs no algebra, else None."""
     if answer is None or not answer.strip() or len(answer) > _LONGEST or other_base(answer, right):
         return False
-    if canonical(answer) == canonical(right):
+    if answer == right or canonical(answer) == canonical(right):
         return True
     if other_units(answer, right):
         return False
-    wanted_number = None if "e-" in right or "e+" in right else number(right)  # 2e - 1, with Euler's number
-    if wanted_number is not None and number(answer) == wanted_number:
-        return True
-    given, wanted = words(answer), words(right)
-    if given is None or wanted is None:
-        return None
-    if given == wanted:
-        return True
-    return False if _IS_TEXT.match(right) else None  # `abc` without \text may be a product
+    verdict = same(answer, right, spelled)
+    if verdict is None and _IS_TEXT.match(right) and words(right) is not None:
+        return False  # `abc` without \text may be a product
+    return verdict
 
 
 def equal(answer: str, right: str) -> bool:
-    """Whether math-verify takes them for equal. It is slow at times and may hang: call it in a child process."""
+    """Whether the two are equal, by their forms and math-verify. It may hang: call it in a child process."""
+    verdict = same(answer, right, _by_algebra)
+    return _by_algebra(canonical(answer), canonical(right)) if verdict is None else verdict
+
+
+def _by_algebra(answer: str, right: str) -> bool:
+    """Whether math-verify takes two canonical texts for equal, if need be with i for the imaginary unit."""
+    known = spelled(answer, right)
+    if known is not None:
+        return known
+    if _differ_in_case(answer, right):
+        return False
     from math_verify import LatexExtractionConfig, parse, verify
 
     boxed = [LatexExtractionConfig(boxed_match_priority=0)]
     wanted, given = (
-        parse(f"\\boxed{{{canonical(text)}}}", boxed, parsing_timeout=None)  # our own clock is running
+        parse(f"\\boxed{{{text.replace(';', ',')}}}", boxed, parsing_timeout=None)  # our own clock is running
         for text in (right, answer)
     )
-    same = verify(wanted, given, float_rounding=_DECIMALS, allow_set_relation_comp=True, timeout_seconds=None)
-    return bool(same) and not _differ_though_tiny(wanted[0], given[0])
+    for a, b in ((wanted, given), (_complex(wanted), _complex(given))):
+        if verify(a, b, float_rounding=_DECIMALS, allow_set_relation_comp=True, timeout_seconds=None):
+            return not _differ_though_tiny(a[0], b[0])
+    return False
+
+
+def _differ_in_case(one: str, other: str) -> bool:
+    """Whether a variable is a capital in one text only (r, R): math-verify does not see it. A constant C may be c."""
+    letters = [set(_COMMAND.sub("", text)) for text in (one, other)]
+    return any(
+        (letter in a) != (letter in b) and (letter.swapcase() in a) != (letter.swapcase() in b)
+        for a, b in (letters,)
+        for letter in a & set(ascii_letters) - set("cC")
+    )
+
+
+def _complex(parsed: list[Any]) -> list[Any]:
+    """Returns what was parsed with the letter i as the imaginary unit."""
+    from sympy import Basic, I
+
+    found: list[Any] = []
+    for part in parsed:
+        letters = part.free_symbols if isinstance(part, Basic) else ()
+        found.append(part.subs({letter: I for letter in letters if str(letter) == "i"}) if letters else part)
+    return found
 
 
 def _differ_though_tiny(a: Any, b: Any) -> bool:
@@ -138,7 +170,7 @@ def serve(questions: IO[str], answers: IO[str], seconds: float) -> None:
     logging.disable()  # math-verify tells of every expression that it cannot read
     signal.signal(signal.SIGALRM, _expire)
     _limit(resource.RLIMIT_AS, _MEMORY_BYTES)
-    equal("1", "2")  # imports, and its own tables, before the clock matters
+    equal("x + 1", "2x")  # imports, and its own tables, before the clock matters
     print("ready", file=answers, flush=True)
     for line in questions:
         _bound_processor_seconds(seconds + 2 * _GRACE)

@@ -3,11 +3,12 @@ r"""Numbers as people and models write them, read as exact rationals.
 Invariant: a value is a `Fraction`, never a float, and any text is read in time linear in its length (every repetition
 below is possessive, alone in an atomic group, or bounded).
 
-One number: `1,234` `5 000` `-5` `−5` `$5.00` `-$5` `50%` `5 km` `12apples` `72.` `007` `.5` `1.5e3`
-`3 \times 10^5` `10^6` `1/2` `\frac{1}{2}` `1 1/2`. No number: a date (`2024-01-15`, `1/2/2024`), a version (`1.2.3`),
-digits attached to a preceding letter (`B2`, `v3`), a power (`2^10`), an exponent (the 2 of `cm^2`). A hyphen after a
-number is not a sign. Groups of digits with spaces between them are one number if a group begins with 0 (`5 000`,
-`1 234 050`), since no number does; `12 345` may be a list and is read as two.
+One number: `1,234` `5 000` `-5` `−5` `$5.00` `-$5` `50%` `5 km` `12apples` `72.` `007` `.5` `1.5e3` `2.5 million`
+`3 \times 10^5` `10^6` `1/2` `½` `\frac{1}{2}` `1 1/2`, also in wide digits and those of other scripts. No number: a
+date (`2024-01-15`, `1/2/2024`), a time of day or a ratio (`5:30`, `2 : 3`), a version (`1.2.3`), digits attached to a
+preceding letter (`B2`, `v3`), a power (`2^10`), an exponent (the 2 of `cm^2`). A hyphen after a number is not a sign.
+Groups of digits with spaces between them are one number if a group begins with 0 (`5 000`, `1 234 050`), since no
+number does, or if there are three of them (`1 234 567`); `12 345` may be a list and is read as two.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from itertools import pairwise
 from typing import NamedTuple
 
+from tba.rewards.unicode_text import FRACTIONS, WIDE
 from tba.rewards.units import CURRENCIES, unit_after
 
 MAX_DIGITS = 1000  # a longer number or a larger exponent has no value: exact arithmetic stays cheap
@@ -25,45 +28,95 @@ _NUMBER = re.compile(
     r"""(?P<date> [0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?![0-9]) )
       | (?P<glued> (?<=[A-Za-z])[0-9][0-9A-Za-z]*+(?>(?:\.[0-9]++)*) )
       | (?P<exponent> \^\{?\s?[-+]?[0-9]++ )
+      | (?P<ratio> [0-9]++(?>(?:\.[0-9]++)?)(?>(?::[0-9]++|[ ]:[ ][0-9]++)+) )
       | (?P<sign> (?<![A-Za-z0-9)\]}%-])[-+] )?
         (?>(?: (?P<whole>[0-9]{1,9})[ ](?=[0-9]{1,9}/[0-9]) )?)
         (?P<digits> [0-9]++(?>(?:,[0-9]++)*)(?>(?:\.[0-9]++)*) | (?<![A-Za-z0-9.])\.[0-9]++ )
         (?>(?: [eE](?P<e>[-+]?[0-9]++)(?![A-Za-z]) )?)
         (?>(?: [ ]?[x*\u00d7\u00b7][ ]?10\^\{?(?P<ten>[-+]?[0-9]++) )?)
         (?P<over> (?>(?:[ ]?/[ ]?[0-9]++(?>(?:,[0-9]{3})*)(?>(?:\.[0-9]++)?))*) )
-        (?>(?: \^\{?\s?(?P<raised>[-+]?[0-9]++) )?)""",
+        (?>(?: \^\{?\s?(?P<raised>[-+]?[0-9]++) )?)
+        (?>(?: [ {}-]{0,4}(?P<scale>[hH]undred|[tT]housand|[mMbBtT]illion)s?(?![A-Za-z]) )?)""",
     re.VERBOSE,
 )
-_GROUPED = re.compile(r"[0-9]{1,3}(?>(?:,[0-9]{3})+)(?:\.[0-9]++)?")
-_FRACTION = re.compile(r"\\[cdt]?frac\s?(?:\{([^{}]{1,99})\}\s?\{([^{}]{1,99})\}|([0-9])([0-9]))")
-_GROUP_SPACE = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|\{,\}|[\u00a0\u2009\u202f'_])(?=[0-9]{3}(?![0-9]))")
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_GROUPED = re.compile(r"[1-9][0-9]{0,2}(?>(?:,[0-9]{3})+)(?:\.[0-9]++)?")
+_FRACTION = re.compile(r"\\[cdt]?frac\s?(?:\{([^{}]{1,99})\}\s?\{([^{}]{1,99})\}|([0-9])\s?([0-9]))")
+_GROUP_SPACE = re.compile(r"(?<=[0-9])(?:\\[,!;: ]|,\\!|\{,\}|[\u00a0\u2009\u202f'_])(?=[0-9]{3}(?![0-9]))")
 _SPACED = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?>(?: [0-9]{3}(?![0-9]))+)(?! ?/)")
+_THIN = re.compile(r"\\[,;:> ]")
 _MACRO = re.compile(r"\\[A-Za-z]++")
-_CURRENCY = re.compile(r"(?P<signed>(?<=[-+])[ ]?)?(?P<sign>\\?[$€£¥₹])[ ]?")
-_KEPT = {"\\$": "$", "€": "€"}
-_DETACHED_SIGN = re.compile(r"(?:^|(?<=[=:(]))[ \t]*+([-+])[ \t]++(?=[0-9.])")
-_SYMBOLS = {r"\times": "*", r"\cdot": "*", r"\sqrt": "√", r"\pi": "π", r"\circ": "°", r"\degree": "°", r"\Omega": "Ω"}
-_PLAIN = str.maketrans(
-    dict.fromkeys("\u2212\u2012\u2013\ufe63\uff0d", "-")  # minus sign, figure dash, en dash, small and wide hyphen
-    | dict.fromkeys("\u00ad\u200b\u2060\ufeff", "")  # invisible: soft hyphen, zero-width space, joiner, byte order mark
-    | {"½": " 1/2", "¼": " 1/4", "¾": " 3/4"}
+_CURRENCY = re.compile(
+    r"(?P<signed>(?<=[-+])[ ]?)?(?P<sign>\\?[$€£¥₹])[ ]?(?P<amount>(?=[0-9][0-9.,]*+(?![ ]?[$\\^+*/=-])))?"
 )
-_BEFORE_QUANTITY = re.compile(r"[\s({\[*'\"`~$€]*+")
-_AFTER_QUANTITY = re.compile(r"(?![A-Za-z](?![A-Za-z]))(?!.*\s-\s)[^0-9=+*<>^√π]*+(?>(?:\^\{?[23])?)[\s.)\]}*]*+")
+_DETACHED_SIGN = re.compile(r"(?:^|(?<=[=:(]))[ \t]*+([-+])[ \t]++(?=[0-9.])")
+_SYMBOLS = {
+    r"\times": "*",
+    r"\cdot": "*",
+    r"\sqrt": "√",
+    r"\pi": "π",
+    r"\circ": "°",
+    r"\degree": "°",
+    r"\Omega": "Ω",
+    r"\mu": "µ",
+    r"\pounds": "£",
+    r"\euro": "€",
+    r"\yen": "¥",
+    r"\colon": ":",
+    r"\pm": "±",
+    r"\mp": "±",
+    r"\lt": "<",
+    r"\gt": ">",
+    r"\ne": "≠",
+    r"\neq": "≠",
+    r"\mid": "|",
+    r"\lvert": "|",
+    r"\rvert": "|",
+    **dict.fromkeys((r"\le", r"\leq", r"\leqslant"), "≤"),
+    **dict.fromkeys((r"\ge", r"\geq", r"\geqslant"), "≥"),
+    **dict.fromkeys((r"\to", r"\rightarrow", r"\Rightarrow", r"\implies", r"\therefore", r"\approx"), " "),
+    **dict.fromkeys(
+        (r"\text", r"\textbf", r"\textit", r"\textrm", r"\textnormal", r"\mbox", r"\mathrm", r"\mathbf"), " "
+    ),
+    **dict.fromkeys((r"\mathit", r"\mathsf", r"\operatorname", r"\boxed", r"\fbox", r"\left", r"\right", r"\big"), " "),
+    **dict.fromkeys((r"\displaystyle", r"\textstyle", r"\quad", r"\qquad", r"\thinspace", r"\newline", r"\bf"), " "),
+}
+UNKNOWN = "¤"  # stands for a LaTeX command that says more than how a number looks (`\ln`, `\infty`)
+_PLAIN = str.maketrans(
+    WIDE
+    | {ord(sign): f" {value}" for sign, value in FRACTIONS.items()}
+    | {ord("\u2044"): "/", ord("\u03bc"): "µ", ord("\u2126"): "Ω"}
+)
+_BEFORE_QUANTITY = re.compile(r"[\s({\[*'\"`~≈$€£¥₹]*+")
+_ONE_LETTER = re.compile(r"[A-Za-z](?![A-Za-z/])")
+_WORD = re.compile(r"[A-Za-z]++")
+_REST = re.compile(r"(?>(?:[\s.(){}\]*'\"`_$?;,]++)?)(?>(?:\^\{?[23](?![0-9]))?)(?>(?:-(?=[A-Za-z]{3}))?)")
+_SHORT_WORDS = frozenset(["of", "in", "to", "at", "on", "by", "for", "the", "per", "all", "any", "men", "new", "old"])
+_LETTER = re.compile(r"[A-Za-z]")
+_VOWEL = re.compile(r"[aeiouyAEIOUY]")
 
 
 def plain(text: str) -> str:
     """`text` with LaTeX, currency signs and typographic minus signs reduced to what `numbers` reads.
 
-    Of currency signs `\\$` is left, as `$`, and the euro; a bare `$` may begin or end mathematics.
+    Of currency signs `\\$`, `€`, `£`, `¥` and `₹` are left, `\\$` as `$`; a bare `$` only before a number that no other
+    `$` or operation follows, since it may begin or end mathematics. A command that is not known becomes `UNKNOWN`.
     """
-    text = text.translate(_PLAIN)
+    if not text.isascii():
+        text = text.translate(_PLAIN)
     text = _FRACTION.sub(_inline_fraction, text)
     text = _GROUP_SPACE.sub(",", text).replace("\\!", "")
-    text = _SPACED.sub(lambda m: m[0].replace(" ", ",") if " 0" in m[0] else m[0], text)
-    text = _MACRO.sub(lambda m: _SYMBOLS.get(m[0], " "), text)
-    text = _CURRENCY.sub(lambda m: "" if m["signed"] is not None else _KEPT.get(m["sign"], " "), text)
+    text = _SPACED.sub(lambda m: m[0].replace(" ", ",") if " 0" in m[0] or m[0].count(" ") > 1 else m[0], text)
+    text = _THIN.sub(" ", text).replace("\\%", "%")
+    text = _MACRO.sub(lambda m: _SYMBOLS.get(m[0], UNKNOWN), text)
+    text = _CURRENCY.sub(_currency, text)
     return _DETACHED_SIGN.sub(r"\1", text)
+
+
+def _currency(match: re.Match[str]) -> str:
+    if match["signed"] is not None:
+        return ""
+    return " " if match["sign"] == "$" and match["amount"] is None else match["sign"].lstrip("\\")
 
 
 def numbers(text: str) -> Iterator[Fraction | None]:
@@ -95,18 +148,57 @@ def amounts(text: str) -> Iterator[Amount]:
             yield Amount(value, unit, match.start(), end)
 
 
-def quantity(text: str) -> Fraction | None:
-    """Returns the value of a text that is one number, perhaps with a unit (`12 apples`, `50%`); else None."""
+def quantity(text: str) -> Amount | None:
+    """Returns the amount that a plain text is, perhaps with words (`12 apples`, `50%`); None for all other text.
+
+    None also for what has a number in it and is none: `3!`, `2x`, `(5, ∞)`, `8-i`, `2 \\sec x`.
+    """
     match = _NUMBER.search(text)
     if match is None or not _BEFORE_QUANTITY.fullmatch(text[: match.start()]):
         return None
     values = _values(match)
-    return values[0] if len(values) == 1 and _AFTER_QUANTITY.fullmatch(text[match.end() :]) else None
+    if len(values) != 1 or ("," in match[0] and text[: match.start()].rstrip().endswith(("(", "[", "{"))):
+        return None  # (100,101) is a point
+    unit, end = unit_after(text, match.end())
+    if unit is None and (sign := text[max(0, match.start() - 1) : match.start()]) in CURRENCIES:
+        unit = sign
+    if unit is not None and _ONE_LETTER.match(text, match.end()):
+        return None  # 2s
+    return Amount(values[0], unit, match.start(), end) if _only_words(text, end, match.end() == end) else None
+
+
+def _only_words(text: str, at: int, after_number: bool) -> bool:
+    """Whether nothing but words and punctuation follows: no variable, no operation, no further number."""
+    if text[at : at + 1] == "!":
+        return False
+    while at < len(text):
+        if rest := _REST.match(text, at):
+            after_number &= rest.end() == at
+            at = rest.end()
+        if at == len(text):
+            return True
+        word = _WORD.match(text, at)
+        if word is None or not _is_word(word[0], after_number):
+            return False
+        at, after_number = word.end(), False
+    return True
+
+
+def _is_word(word: str, glued: bool) -> bool:
+    """Whether letters are a word rather than variables; `glued`: right after a digit, as in `3xy`."""
+    if len(word) > 3:
+        return _VOWEL.search(word) is not None
+    if glued or len(word) < 3:
+        return not glued and word.lower() in _SHORT_WORDS
+    spread = [ord(b) - ord(a) for a, b in pairwise(word)]
+    return word.isupper() or (_VOWEL.search(word) is not None and spread != [1, 1])
 
 
 def _inline_fraction(match: re.Match[str]) -> str:
     top, bottom = (match[1], match[2]) if match[1] else (match[3], match[4])
     after_digit = match.start() > 0 and match.string[match.start() - 1].isdigit()  # 1\frac{1}{2}: a mixed number
+    if _LETTER.search(top + bottom):
+        top, bottom = f"({top})", f"({bottom})"  # 1/(4m) is no quarter of a meter
     return f"{' ' if after_digit else ''}{top}/{bottom}"
 
 
@@ -123,6 +215,8 @@ def _values(match: re.Match[str]) -> list[Fraction | None]:
         last = _scaled(last, match["e"], match["ten"])
     if last is not None and over:
         last = _divided(last, over, match["whole"])
+    if last is not None and match["scale"] is not None:
+        last *= _SCALES[match["scale"].lower()]
     values = [*before, last]
     if match["sign"] == "-" and values[0] is not None:
         values[0] = -values[0]

@@ -2,70 +2,182 @@ r"""Units of measurement after a number (`5 cm`, `12\text{ square feet}`, `60 km
 
 Invariant: one unit has one name, however it is spelt; what is not in the table is not a unit (`5 apples`) and is
 ignored. Nothing is converted: 50 mm and 5 cm are two answers. Any text is read in time linear in its length.
-The half of the day (`3 p.m.`) counts as one too.
+The half of the day (`3 p.m.`) counts as one too. Decimal prefixes are read by their case: mW and MW, Mb and MB differ.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 _SPELT = {
-    "nanometer": "nm nanometer nanometre",
-    "millimeter": "mm millimeter millimetre",
-    "centimeter": "cm centimeter centimetre",
-    "meter": "m meter metre",
-    "kilometer": "km kilometer kilometre",
     "inch": "in inch inche",  # of inches, less its s
     "foot": "ft foot feet",
     "yard": "yd yard",
     "mile": "mi mile",
     "acre": "acre",
     "hectare": "ha hectare",
-    "milligram": "mg milligram",
-    "gram": "g gram gramme",
-    "kilogram": "kg kilogram kilo",
     "ounce": "oz ounce",
     "pound": "lb pound",
     "ton": "ton tonne",
-    "milliliter": "ml milliliter millilitre",
-    "liter": "l liter litre",
+    "stone": "stone",
     "cup": "cup",
     "pint": "pint",
     "quart": "quart",
     "gallon": "gal gallon",
-    "second": "s sec second",
+    "tablespoon": "tbsp tablespoon",
+    "teaspoon": "tsp teaspoon",
     "minute": "min minute",
     "hour": "h hr hour",
     "day": "day",
     "week": "week",
+    "fortnight": "fortnight",
     "month": "month",
     "year": "yr year",
+    "decade": "decade",
+    "century": "century centurie",
+    "millennium": "millennium millennia millenium",
     "a.m.": "am",
     "p.m.": "pm",
+    "celsius": "C celsius centigrade",
+    "fahrenheit": "F fahrenheit",
+    "degree": "° degree deg",
+    "radian": "rad radian",
+    "revolution": "rev revolution",
+    "atmosphere": "atm atmosphere",
+    "knot": "knot",
+    "horsepower": "hp horsepower",
+    "dozen": "dozen",
+    "cent": "cent ¢",
+    "penny": "penny pence pennie",
+    "nickel": "nickel",
+    "dime": "dime",
+    "quarter": "quarter",
+    "dollar": "dollar usd",
+    "euro": "euro eur",
+    "yen": "¥ yen jpy",
+    "rupee": "₹ rupee inr",
+    "franc": "franc",
+    "peso": "peso",
+    "yuan": "yuan cny rmb",
+    "percent": "% percent",
+    "unit": "unit",  # whichever they are
+}
+_SCALED = {  # these also with a decimal prefix, except as given
+    "meter": "m meter metre",
+    "gram": "g gram gramme",
+    "liter": "l L liter litre",
+    "second": "s sec second",
     "volt": "V volt",
+    "ampere": "amp ampere",
     "ohm": "Ω ohm",
     "watt": "W watt",
     "joule": "J joule",
     "newton": "N newton",
-    "celsius": "C celsius centigrade",
-    "fahrenheit": "F fahrenheit",
-    "cent": "cent",
-    "dollar": "dollar",
-    "euro": "euro",
-    "percent": "% percent",
+    "hertz": "Hz hertz",
+    "pascal": "Pa pascal",
+    "kelvin": "K kelvin",
+    "mole": "mol mole",
+    "calorie": "cal calorie",
+    "electronvolt": "eV electronvolt",
+    "farad": "farad",
+    "coulomb": "coulomb",
+    "tesla": "tesla",
+    "henry": "henry",
+    "lumen": "lumen",
+    "candela": "candela",
+    "becquerel": "Bq becquerel",
+    "bar": "bar",
+    "bit": "bit",
+    "byte": "byte",
 }
-_NAMES = {spelling: name for name, spellings in _SPELT.items() for spelling in spellings.split()}
-LETTERS = {letter: name for letter, name in _NAMES.items() if len(letter) == 1 and letter.isalpha()} | {"L": "liter"}
-CURRENCIES = {"$": "dollar", "€": "euro"}  # before a number; what is paid for is not said: $5 may be dollars per hour
-_SPEEDS = {"mph": "mile per hour", "kph": "kilometer per hour", "kmh": "kilometer per hour"}
+_PREFIXES = {
+    "p": "pico",
+    "n": "nano",
+    "µ": "micro",
+    "m": "milli",
+    "c": "centi",
+    "d": "deci",
+    "k": "kilo",
+    "M": "mega",
+    "G": "giga",
+    "T": "tera",
+}
+_ONLY_SCALED = {"b": "bit", "B": "byte", "A": "ampere"}  # 5 A may be a grade: alone no unit
+_BY_HABIT = {
+    "gm": "gram",
+    "cc": "centimeter^3",
+    "kilo": "kilogram",
+    "KB": "kilobyte",
+    "Kb": "kilobit",
+    "mcg": "microgram",
+    "lbs": "pound",
+    "mph": "mile per hour",
+    "kph": "kilometer per hour",
+    "kmh": "kilometer per hour",
+    "fps": "foot per second",
+    "rpm": "revolution per minute",
+    "mpg": "mile per gallon",
+    "kmph": "kilometer per hour",
+    "bps": "bit per second",
+    "kbps": "kilobit per second",
+    "Mbps": "megabit per second",
+}
+
+
+def _table() -> dict[str, str]:
+    """Returns the name of every spelling."""
+    names = {spelling: name for name, spellings in _SPELT.items() for spelling in spellings.split()}
+    for name, spellings in _SCALED.items():
+        for spelling in spellings.split():
+            names[spelling] = name
+            whole = len(spelling) > 2 and spelling.islower() and spelling not in ("mol", "cal", "bar", "sec", "amp")
+            for sign, prefix in _PREFIXES.items():
+                names.setdefault((prefix if whole else sign) + spelling, prefix + name)
+    for letter, name in _ONLY_SCALED.items():
+        names |= {sign + letter: prefix + name for sign, prefix in _PREFIXES.items() if letter == "A" or sign in "kMGT"}
+    names |= {sign + "Wh": f"hour {prefix}watt" for sign, prefix in (*_PREFIXES.items(), ("", ""))}
+    return names | _BY_HABIT
+
+
+_NAMES = _table()
+_CASELESS = ["km", "cm", "mm", "kg", "mg", "ml", "khz", "ghz", "kw", "kwh", "kj"]
+_ANY_CASE = {
+    **{
+        spelling.lower(): _NAMES[spelling]
+        for _, many in (*_SPELT.items(), *_SCALED.items())
+        for spelling in many.split()
+    },
+    **{spelling: name for spelling, name in _NAMES.items() if len(spelling) > 4 and spelling.islower()},
+    **{spelling.lower(): name for spelling, name in _BY_HABIT.items()},
+    **{name: next(n for s, n in _NAMES.items() if s.lower() == name) for name in _CASELESS},
+    "mhz": "megahertz",
+    "kb": "kilobyte",
+    "mb": "megabyte",
+    "gb": "gigabyte",
+    "tb": "terabyte",
+}
+LETTERS = {letter: name for letter, name in _NAMES.items() if len(letter) == 1 and letter.isalpha()}
+# before a number; what is paid for is not said: $5 may be dollars per hour
+CURRENCIES = {"$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+_TEMPERATURES = ("celsius", "fahrenheit")
 _GAP = r"(?>(?:[ {}~]|\\[,;:! ])*)"
 _UNIT = re.compile(
-    rf"-?{_GAP}(?>(?:(?P<kind>square|sq|cubic|cu)(?![A-Za-z])\.?{_GAP})?)"
+    rf"-?{_GAP}(?>(?:(?P<kind>square|sq|cubic|cu)(?![A-Za-z])\.?{_GAP}-?)?)"
     rf"(?>(?:(?:degrees?+|\^?{_GAP}°){_GAP}(?=[CF](?![A-Za-z])|[Cc]el|[Cc]ent|[Ff]ahr))?)"
-    rf"(?P<word>%|Ω|[AaPp]\.[Mm](?![A-Za-z])|[A-Za-z]++)"
-    rf"(?>(?:{_GAP}\^\{{?\s?(?P<raised>[23])(?![0-9])\}}?|(?P<small>[²³]))?)(?>(?:{_GAP}(?:/|per(?![A-Za-z])){_GAP}(?P<per>[A-Za-z]++))?)"
+    rf"(?P<word>%|Ω|[¢¥₹]|\^?{_GAP}°|[AaPp]\.[Mm](?![A-Za-z])|µ?{_GAP}[A-Za-zΩ]++)"
+    rf"(?P<power>(?>(?:{_GAP}(?:\^\{{?\s?-?[0-9]\}}?|[²³]|squared|cubed))?))"
+    rf"(?P<times>(?>(?:{_GAP}[*·]{_GAP}[A-Za-zΩ]++|{_GAP}-?(?:hour|meter|metre|pound)s?(?![A-Za-z])|{_GAP}[A-Za-z]++{_GAP}\^\{{?\s?-[0-9]\}}?)?))"
+    rf"(?P<per>(?>(?:{_GAP}(?:/|per(?![A-Za-z])){_GAP}(?:square |cubic )?[A-Za-z]++"
+    rf"(?:{_GAP}(?:\^\{{?\s?[0-9](?![0-9])\}}?|[²³]|squared))?)?))"
+    rf"(?P<again>(?>(?:{_GAP}(?:/|per(?![A-Za-z])){_GAP}[A-Za-z]++)?))"
 )
-_POWERS = {"square": "2", "sq": "2", "cubic": "3", "cu": "3", "²": "2", "³": "3", "2": "2", "3": "3"}
+_POWERS = {"square": 2, "sq": 2, "squared": 2, "²": 2, "cubic": 3, "cu": 3, "cubed": 3, "³": 3}
+_FACTOR = re.compile(
+    rf"(?>(?:{_GAP}(?:[*·/-]|per(?![A-Za-z])))?){_GAP}(?P<kind>(?>(?:(?:square|cubic)(?= ))?)){_GAP}"
+    r"(?P<word>[A-Za-zΩ]++)"
+    rf"(?P<power>(?>(?:{_GAP}(?:\^\{{?\s?-?[0-9]|[²³]|squared))?))"
+)
 _MORE = re.compile(r" ++[A-Za-z]")
 
 
@@ -74,28 +186,65 @@ def unit_after(text: str, at: int) -> tuple[str | None, int]:
     match = _UNIT.match(text, at)
     if match is None or (match["word"] == "in" and _MORE.match(text, match.end())):  # 5 in total
         return None, at
-    word = match["word"].replace(".", "")
-    name = _SPEEDS.get(word.lower()) or _named(word)
+    word = "".join(match["word"].strip("^ {}~").replace(".", "").split())
+    name = _named(word)
     if name is None:
         return None, at
-    power = _POWERS.get(match["kind"] or match["raised"] or match["small"])
-    per = _named(match["per"]) if match["per"] else None
-    return name + (f"^{power}" if power else "") + (f" per {per}" if per else ""), match.end()
+    end = match.end("power")
+    first = _power(match["kind"]) or _power(match["power"]) or 1
+    if name in ("a.m.", "p.m.", "percent") and first == 1:
+        return name, match.end("word")
+    powers = Counter({name: first})
+    for part, sign in (("times", 1), ("per", -1), ("again", -1)):
+        if not match[part]:
+            continue
+        found = _FACTOR.match(match[part])
+        other = _named(found["word"]) if found else None
+        if found is None or other is None:
+            break
+        powers[other] += sign * (_power(found["kind"]) or _power(found["power"]) or 1)
+        end = match.end(part)
+    return _spelt(powers), end
 
 
 def differ(one: str | None, other: str | None) -> bool:
-    """Whether both are units, and not the same; a sign of `CURRENCIES` is the same as its currency per anything."""
+    """Whether both are units, and not the same.
+
+    A sign of `CURRENCIES` is the same as its currency per anything, a degree the same as one of a temperature, a unit
+    the same as any, and square units the same as the square of any.
+    """
     if one is None or other is None or one == other:
         return False
     for sign, unit in ((one, other), (other, one)):
         if sign in CURRENCIES:
             return CURRENCIES[sign] != unit.partition(" per ")[0]
+        if sign == "unit" or (sign == "degree" and unit in _TEMPERATURES):
+            return False
+        if sign.startswith("unit^"):
+            return sign[-2:] != unit[-2:]
     return True
 
 
+def _spelt(powers: Counter[str]) -> str:
+    above = sorted(name + (f"^{n}" if n > 1 else "") for name, n in powers.items() if n > 0)
+    below = sorted(name + (f"^{-n}" if n < -1 else "") for name, n in powers.items() if n < 0)
+    return " ".join(above) + (f" per {' '.join(below)}" if below else "")
+
+
+def _power(text: str | None) -> int | None:
+    """Returns the exponent that a word or a raised number gives."""
+    if not text:
+        return None
+    word = text.strip(" {}~\\,;:!")
+    digits = word.strip("^{ }")
+    return _POWERS.get(word) or (int(digits) if digits.lstrip("-").isdigit() else None)
+
+
 def _named(word: str) -> str | None:
-    """A single letter is a unit only as written (`m`, not `M`), except the liter; a word in any case or number."""
+    """A single letter is a unit only as written (`m`, not `M`); a word in any case or number, if not by its case."""
+    found = _NAMES.get(word)
+    if found is not None or len(word) == 1:
+        return found
     lower = word.lower()
-    if len(word) == 1:
-        return LETTERS.get(word) or _NAMES.get(word)
-    return _NAMES.get(lower) or _NAMES.get(lower.removesuffix("s")) if len(lower) > 2 else _NAMES.get(lower)
+    found = _ANY_CASE.get(lower)
+    return _ANY_CASE.get(lower.removesuffix("s")) if found is None and len(lower) > 2 else found
