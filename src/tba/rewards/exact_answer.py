@@ -193,7 +193,7 @@ def _last_amount(text: str) -> Amount | None:
     if last is None:
         return None
     before = text[max(0, last.start - _NEAR) : last.start]
-    if _UNSAID.search(before) or _ONE_OF_TWO.search(before) or _is_point(text, last):
+    if _UNSAID.search(before) or _ONE_OF_TWO.search(before):
         return None
     if _COMPARED.search(before) and not _TAG.search(before):
         return None
