@@ -105,6 +105,7 @@ class Prompt:
     fields: Mapping[str, Json] = field(default_factory=dict)  # the problem's
     seed: int | None = None  # the problem's; None: there is no world, or only one
     said: tuple[str, ...] = ()  # in the middle of an episode, to be played on: the turns so far (never stored)
+    messages: tuple[Message, ...] | None = None  # the chat that it was made from, for rewards (never stored)
 
     @property
     def world(self) -> int:

@@ -1,9 +1,13 @@
 """Rewards made of plain functions: what they are given, what they may give back, and how several are weighed."""
 
+import argparse
+import asyncio
 import functools
 import math
+import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,8 +16,8 @@ from tba.errors import DeadlineExceeded, UserError
 from tba.rewards.delayed import Delayed
 from tba.rewards.end_of_text import EosPenalty
 from tba.rewards.exact_answer import ExactAnswer, ExactText
-from tba.rewards.functions import FunctionReward, WeightedFunctions
-from tba.types import Completion, Prompt, StopReason, Version
+from tba.rewards.functions import FunctionReward, WeightedFunctions, check_fields
+from tba.types import Completion, Problem, Prompt, StopReason, Version
 
 
 def completion(text: str, stop_reason: StopReason = StopReason.EOS) -> Completion:
@@ -78,7 +82,7 @@ def test_every_finite_number_is_a_reward(value: float) -> None:
     assert type(judged.reward) is float
 
 
-@pytest.mark.parametrize("value", [None, "1", math.nan, math.inf, np.float32("nan"), 1j, [1.0]])
+@pytest.mark.parametrize("value", ["1", math.nan, 10**400, {}, {"value": 1.0}, math.inf, np.float32("nan"), 1j, [1.0]])
 def test_anything_else_names_the_function_and_the_prompt(value: object) -> None:
     def broken(prompt: str, completion: str) -> object:
         return value
@@ -105,9 +109,144 @@ def test_a_missing_field_is_named_with_those_that_are_there() -> None:
         FunctionReward(right).judge([(prompt(question="?"), completion("x"))])
 
 
-def test_a_function_of_one_text_is_refused() -> None:
-    with pytest.raises(UserError, match="'<lambda>' takes 1 positional arguments: write it as"):
-        FunctionReward(lambda completion: 1.0).judge([(prompt(), completion("x"))])
+def test_parameters_are_matched_by_name_in_any_order() -> None:
+    def reversed_(completion: str, prompt: str) -> float:
+        return float((prompt, completion) == ("text 1", "x"))
+
+    def one(completion: str, answer: str) -> float:
+        return float((completion, answer) == ("x", "72"))
+
+    def of_others(response: str, ground_truth: str) -> float:
+        return float((response, ground_truth) == ("x", "72"))
+
+    def with_default(solution_str: str, answer: str, prompt: str | None = None) -> float:
+        return float((solution_str, answer, prompt) == ("x", "72", "text 1"))
+
+    def alone(completion: str, /) -> float:
+        return float(completion == "x")
+
+    def spoken(messages: list[dict[str, str]]) -> float:
+        return float(messages == [{"role": "user", "content": "text 1"}, {"role": "assistant", "content": "x"}])
+
+    functions = (reversed_, one, of_others, with_default, alone, spoken)
+    (judged,) = WeightedFunctions(tuple((f, 1.0) for f in functions)).judge([(prompt(answer="72"), completion("x"))])
+    assert judged.parts == {f.__name__: 1.0 for f in functions}
+
+
+CHAT = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"})
+
+
+def test_trls_list_form_gets_a_batch_with_its_columns_and_message_lists_for_chats() -> None:
+    seen: list[object] = []
+
+    def trl(prompts: list[object], completions: list[object], **kwargs: object) -> list[float | None]:
+        seen.append((prompts, completions, kwargs))
+        return [float(i) for i in range(len(completions))]
+
+    texts = [(prompt(1, answer="a", level=1), completion("x")), (prompt(2, answer="b"), completion("y"))]
+    assert [j.reward for j in FunctionReward(trl).judge(texts)] == [0.0, 1.0]
+    assert seen.pop() == (["text 1", "text 2"], ["x", "y"], {"answer": ["a", "b"], "level": [1, None]})
+
+    chat = (replace(prompt(answer="2"), messages=CHAT), completion("x"))
+    FunctionReward(trl).judge([chat])
+    said = {"role": "assistant", "content": "x"}
+    assert seen == [([list(CHAT)], [[said]], {"answer": ["2"]})]
+
+    def spoken(messages: list[dict[str, str]]) -> float:
+        return float(messages == [*CHAT, said])
+
+    assert FunctionReward(spoken).judge([chat])[0].reward == 1.0
+
+
+def test_verls_form_gets_its_four_arguments_and_may_give_a_score() -> None:
+    seen: list[object] = []
+
+    def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> object:
+        seen.append((data_source, solution_str, ground_truth, extra_info))
+        return {"score": 0.5, "acc": True}
+
+    own = prompt(data_source="gsm8k", reward_model={"ground_truth": "72", "style": "rule"}, extra_info={"index": 3})
+    judged = FunctionReward(compute_score).judge([(own, completion("x")), (prompt(answer="5"), completion("y"))])
+    assert [j.reward for j in judged] == [0.5, 0.5]
+    assert seen == [("gsm8k", "x", "72", {"index": 3}), ("sums", "y", "5", {})]
+
+
+def test_a_batch_that_gives_too_few_rewards_is_refused() -> None:
+    def few(completions: list[str]) -> list[float]:
+        return [1.0]
+
+    asked = [(prompt(i), completion("x")) for i in range(3)]
+    with pytest.raises(
+        UserError, match="'few' gave 1 rewards for 3 answers: since it takes 'completions', return a list"
+    ):
+        FunctionReward(few).judge(asked)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_async_functions_are_awaited_at_most_so_many_at_once(concurrency: int) -> None:
+    running, most = 0, 0
+
+    async def slow(prompt: str, completion: str) -> float:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0)
+        running -= 1
+        return float(len(completion))
+
+    async def together(completions: list[str]) -> list[float]:
+        await asyncio.sleep(0)
+        return [float(len(text)) for text in completions]
+
+    asked = [(prompt(i), completion("x" * i)) for i in range(9)]
+    for function in (slow, together, lambda completion: slow("", completion)):
+        assert [j.reward for j in FunctionReward(function, concurrency).judge(asked)] == list(range(9))
+    assert most == concurrency
+
+
+def test_none_abstains_and_is_counted() -> None:
+    def unsure(completion: str) -> float | None:
+        return None if completion == "?" else 1.0
+
+    asked = [(prompt(), completion("?")), (prompt(), completion("abc"))]
+    first, second = WeightedFunctions(((unsure, 2.0), (length, 1.0))).judge(asked)
+    assert (first.reward, first.parts) == (1.0, {"length": 1.0, "abstained": 1.0})
+    assert (second.reward, second.parts) == (5.0, {"unsure": 1.0, "length": 3.0, "abstained": 0.0})
+    assert FunctionReward(unsure).judge(asked[:1])[0].reward == 0.0
+
+
+def test_a_function_that_exits_has_failed_like_any_other() -> None:
+    def parses(completion: str) -> float:
+        argparse.ArgumentParser(exit_on_error=True).parse_args(["--unknown"])
+        return 1.0
+
+    def exits(completions: list[str]) -> list[float]:
+        sys.exit("enough")
+
+    async def exits_later(completion: str) -> float:
+        sys.exit(3)
+
+    for function, said in ((parses, "SystemExit: 2"), (exits, "SystemExit: enough"), (exits_later, "SystemExit: 3")):
+        with pytest.raises(UserError, match=rf"'{function.__name__}' failed on the answer 'x' .*{said}") as caught:
+            FunctionReward(function).judge([(prompt(), completion("x"))])
+        assert isinstance(caught.value.__cause__, SystemExit)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda a, b: 1.0, lambda prompt, answer: 1.0, lambda *texts: 1.0, lambda: 1.0, max]
+)
+def test_a_function_that_does_not_say_which_is_the_answer_is_refused_where_it_is_made(
+    function: Callable[..., float],
+) -> None:
+    with pytest.raises(UserError, match=r"write it as \(prompt, completion, \*\*fields\) -> float"):
+        FunctionReward(function)
+
+
+def test_fields_are_checked_before_a_run() -> None:
+    with pytest.raises(UserError, match=r"'right' asks for the field 'answer', which the first problem of task t "):
+        check_fields(FunctionReward(right), Problem("?", {"question": "?"}), "t")
+    check_fields(FunctionReward(right), Problem("?", {"answer": "1"}), "t")
+    check_fields(ExactAnswer(), Problem("?"), "t")
 
 
 @pytest.mark.parametrize(
@@ -220,3 +359,11 @@ def test_a_delayed_reward_waits_once_for_each_answer(monkeypatch: pytest.MonkeyP
 def test_exact_text_wants_every_character() -> None:
     answered = [(prompt(answer="3201"), completion(text)) for text in ("3201", "3201 ", "03201", "320", "")]
     assert [j.reward for j in ExactText().judge(answered)] == [1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_a_function_that_never_gives_a_number_has_forgotten_to_return_one() -> None:
+    def forgets(completion: str) -> None:
+        float(completion == "x")
+
+    with pytest.raises(UserError, match="'forgets' gave None for all of 2 answers: return a number for some"):
+        FunctionReward(forgets).judge([(prompt(), completion("x")), (prompt(), completion("y"))])

@@ -42,6 +42,7 @@ from tba.record.terminal import terminal
 from tba.record.text import count, duration, printable, size
 from tba.replay.buffer import OF_BODY, OF_TOKEN
 from tba.replay.selection import RecencyReward
+from tba.rewards.functions import check_fields
 from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
 from tba.runtime.devices import Place, places_here
 from tba.runtime.local.forkserver import Program, prepare, start
@@ -153,8 +154,9 @@ def _on_frequencies(recipe: Recipe) -> list[str]:
 def notes_on_prompts(recipe: Recipe) -> list[str]:
     """Returns more warnings, those that need the task's problems. Raises `UserError` for a task that has none."""
     problems_of(recipe.task, "eval")
-    reward_of(recipe.task)
+    reward = reward_of(recipe.task)
     problems, buffer = problems_of(recipe.task, "train")[: recipe.prompts.limit], recipe.replay.buffer
+    check_fields(reward, problems[0], recipe.task.name)
     if buffer.per_prompt < buffer.total and len({(str(p.prompt), p.seed) for p in problems}) == 1:
         return [
             f"the task has one prompt, of which replay keeps {buffer.per_prompt:,} trajectories, though there is room "

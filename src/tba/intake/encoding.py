@@ -116,7 +116,8 @@ class Encoder:
             return Refusal("a prompt that the tokenizer cannot write")
         if len(tokens) > self.max_prompt_tokens:
             return Refusal(f"a prompt longer than {self.max_prompt_tokens} tokens", f"{len(tokens)} tokens")
-        prompt = Prompt(self.task, np.array(tokens, dtype=np.int32), texts[0], answer.fields)
+        chat = None if isinstance(answer.prompt, str) else answer.prompt
+        prompt = Prompt(self.task, np.array(tokens, dtype=np.int32), texts[0], answer.fields, messages=chat)
         if self.held_out.at(prompt.key) is not None:
             return _HELD_OUT
         return self.train.at(prompt.key) or self.met.setdefault(prompt.key, prompt)

@@ -1,38 +1,66 @@
-"""Rewards from plain functions `(prompt: str, completion: str, **fields) -> float`: one, or a weighted sum of several.
+"""Rewards from plain functions: one, or a weighted sum of several, each called as the names of its parameters say.
 
-Invariant: a function gets the prompt's fields that its signature names (all of them if it takes `**fields`), and must
-return a finite number; anything else is an error that names the function and the prompt.
+Invariant: what a function is given depends on the names of its parameters only, never on their order, and is settled
+before the first answer; it must return a finite number, or None to abstain; anything else is an error that names the
+function and the prompt.
+
+| a function of | is called for | and returns |
+|---|---|---|
+| `completion` | one answer's text | a number, or verl's `{"score": number}` |
+| `messages` | one conversation, the answer as its last message | the same |
+| `completions` | a batch, every parameter a list | a list of numbers |
+
+`response`, `solution_str`, `output` and `generation` are `completion` under another name, and so in the plural. Beside
+these a parameter may be `prompt` (`prompts`), or any field of the problem. Where the problem has no field of that name,
+`ground_truth`, `target`, `label`, `gold`, `expected` and `solution` are its `answer` (or verl's
+`reward_model.ground_truth`), `data_source` is the task's name, `extra_info` empty, `question` the prompt. `**kwargs`
+takes all other fields. As TRL does, a batch gets message lists in place of texts where the prompt is a chat.
 """
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
+import logging
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-
-import numpy as np
+from typing import Any
 
 from tba.errors import TbaError, UserError
+from tba.protocols import Reward
 from tba.rewards.threads import in_threads
-from tba.types import Completion, Json, Judgement, Prompt, quoted
+from tba.types import Completion, Judgement, Problem, Prompt, quoted
 
-RewardFunction = Callable[..., float]
+log = logging.getLogger("tba.reward")
+
+RewardFunction = Callable[..., Any]
+Answered = tuple[Prompt, Completion]
+
+_ONE = ("completion", "response", "solution_str", "output", "generation")  # the first of these is the answer
+_MANY = ("completions", "responses", "solution_strs", "outputs")
+_PROMPT = ("prompt", "prompts")
+_GOLD = ("ground_truth", "target", "label", "gold", "expected", "solution")
+_OF_VERL = {"data_sources": "data_source", "ground_truths": "ground_truth", "extra_infos": "extra_info"}  # in a batch
+_SHOWN = "write it as (prompt, completion, **fields) -> float, with the names of the problem's fields that it needs"
 
 
 @dataclass(frozen=True)
 class WeightedFunctions:
     """reward = sum of weight * function. The judgement's parts are the unweighted values, by function name.
 
-    Raises `UserError` for no functions, two of one name, a weight that is not finite, or a `concurrency` below 1.
+    A function that gives None abstains: it has no part and adds nothing (where all do, the reward is 0), and the part
+    `abstained` says how many did; that all abstain from all of several answers is an error. Raises `UserError` for no
+    functions, two of one name, a weight that is not finite, a `concurrency` below 1, or a function whose parameters do
+    not say which is the answer.
     """
 
     functions: tuple[tuple[RewardFunction, float], ...]  # (function, weight) pairs
-    concurrency: int = 1  # calls at once, in threads: for functions that wait (a network, a subprocess)
-    deadline_seconds: float = 600.0  # for one batch of answers, when in threads
+    concurrency: int = 1  # calls at once, in threads or, of async ones, in one loop: for functions that wait
+    deadline_seconds: float = 600.0  # for one batch of answers, when several calls run at once
 
     def __post_init__(self) -> None:
         for f, _ in self.functions:
@@ -47,40 +75,66 @@ class WeightedFunctions:
             if not math.isfinite(weight):
                 raise UserError(f"reward function {name!r} has weight {weight}: give a finite number")
         check_waiting(self.concurrency, self.deadline_seconds)
+        for f, _ in self.functions:
+            _Signature.of(f)
 
-    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+    def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
         """Raises `UserError` when a function raises, misses a field, or gives no finite number."""
-        asked = [(f, prompt, completion) for prompt, completion in answered for f, _ in self.functions]
-        accepts = {f: _Parameters.of(f) for f, _ in self.functions}
-        calls = [functools.partial(_call, f, accepts[f], prompt, completion) for f, prompt, completion in asked]
-        values = in_threads(
-            calls,
+        calls = [call for f, _ in self.functions for call in _calls(_Signature.of(f), answered, self.concurrency)]
+        found = in_threads(
+            [call.values for call in calls],
             self.concurrency,
             self.deadline_seconds,
-            lambda i: f"reward function {name_of(asked[i][0])!r} on prompt {asked[i][1].key}",
+            lambda i: f"reward function {name_of(calls[i].signature.function)!r} on prompt {calls[i].rows[0][0].key}",
         )
-        count = len(self.functions)
-        return [self._judgement(values[i : i + count]) for i in range(0, len(values), count)]
+        flat = [value for values in found for value in values]
+        count = len(answered)
+        by_function = [flat[i * count : (i + 1) * count] for i in range(len(self.functions))]
+        for (f, _), values in zip(self.functions, by_function, strict=True):
+            if abstained := values.count(None):
+                log.info("reward function %r abstained from %d of %d answers", name_of(f), abstained, count)
+        if count > 1 and not any(value is not None for value in flat):
+            names = ", ".join(repr(name_of(f)) for f, _ in self.functions)
+            raise UserError(f"reward function {names} gave None for all of {count} answers: return a number for some")
+        counted = any(None in values for values in by_function)
+        return [self._judgement(values, counted) for values in zip(*by_function, strict=True)]
 
-    def _judgement(self, values: Sequence[float]) -> Judgement:
-        reward = sum(weight * value for (_, weight), value in zip(self.functions, values, strict=True))
-        return Judgement(reward, {name_of(f): v for (f, _), v in zip(self.functions, values, strict=True)})
+    def _judgement(self, values: Sequence[float | None], counted: bool) -> Judgement:
+        given = [(f, weight, v) for (f, weight), v in zip(self.functions, values, strict=True) if v is not None]
+        parts = {name_of(f): value for f, _, value in given}
+        if counted:
+            parts["abstained"] = float(len(values) - len(given))
+        return Judgement(sum((weight * value for _, weight, value in given), 0.0), parts)
 
 
 @dataclass(frozen=True)
 class FunctionReward:
     """One plain function as a reward, with weight 1."""
 
-    function: RewardFunction  # (prompt, completion, **fields) -> float
-    concurrency: int = 1  # calls at once, in threads: for a function that waits (a network, a subprocess)
-    deadline_seconds: float = 600.0  # for one batch of answers, when in threads
+    function: RewardFunction  # (prompt, completion, **fields) -> float, or a batch's form: see `rewards/functions.py`
+    concurrency: int = 1  # calls at once, in threads or, of an async one, in one loop: for a function that waits
+    deadline_seconds: float = 600.0  # for one batch of answers, when several calls run at once
 
     def __post_init__(self) -> None:
-        check_waiting(self.concurrency, self.deadline_seconds)
+        self.weighted()
 
-    def judge(self, answered: Sequence[tuple[Prompt, Completion]]) -> list[Judgement]:
+    def judge(self, answered: Sequence[Answered]) -> list[Judgement]:
         """Raises `UserError` when the function raises, misses a field, or gives no finite number."""
-        return WeightedFunctions(((self.function, 1.0),), self.concurrency, self.deadline_seconds).judge(answered)
+        return self.weighted().judge(answered)
+
+    def weighted(self) -> WeightedFunctions:
+        """Returns it as a sum of one."""
+        return WeightedFunctions(((self.function, 1.0),), self.concurrency, self.deadline_seconds)
+
+
+def check_fields(reward: Reward, problem: Problem, task: str) -> None:
+    """Raises `UserError` when a reward of functions asks for a field that a problem of its task does not have."""
+    weighted = reward.weighted() if isinstance(reward, FunctionReward) else reward
+    if isinstance(weighted, WeightedFunctions):
+        for f, _ in weighted.functions:
+            signature = _Signature.of(f)
+            if missing := signature.missing(problem.fields):
+                raise UserError(_asks(signature, missing, f"the first problem of task {task}", problem.fields))
 
 
 def name_of(function: RewardFunction) -> str:
@@ -99,67 +153,239 @@ def check_waiting(concurrency: int, deadline_seconds: float) -> None:
 
 
 @dataclass(frozen=True)
-class _Parameters:
-    """What a reward function takes besides prompt and completion."""
+class _Signature:
+    """How a function is called."""
 
-    named: frozenset[str]
+    function: RewardFunction
+    answer: str  # the parameter that is the answer, or the answers
+    batched: bool  # every parameter is a list
+    by_position: tuple[str, ...]  # parameters that cannot be named in a call
+    named: tuple[str, ...]
     required: frozenset[str]
-    all_fields: bool
+    all_fields: bool  # **kwargs
 
     @classmethod
-    def of(cls, function: RewardFunction) -> _Parameters:
-        parameters = list(inspect.signature(function).parameters.values())
-        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if len(positional) < 2 and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    def of(cls, function: RewardFunction) -> _Signature:
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):
+            raise UserError(f"reward function {name_of(function)!r} does not say what it takes: {_SHOWN}") from None
+        single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+        names = [p.name for p in single]
+        many = next((name for name in _MANY if name in names), None)
+        answer = many or next((name for name in (*_ONE, "messages") if name in names), None)
+        if answer is None:
+            takes = ", ".join(str(p).partition(":")[0].partition("=")[0].strip() for p in parameters) or "nothing"
             raise UserError(
-                f"reward function {name_of(function)!r} takes {len(positional)} positional arguments: "
-                "write it as (prompt, completion, **fields) -> float"
+                f"reward function {name_of(function)!r} takes ({takes}), of which none is named `completion`, the "
+                f"answer that it grades: {_SHOWN}"
             )
-        taken = {p.name for p in positional[:2]}
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in taken]
         return cls(
-            frozenset(p.name for p in named),
-            frozenset(p.name for p in named if p.default is p.empty),
-            any(p.kind is p.VAR_KEYWORD for p in parameters),
+            function,
+            answer,
+            batched=many is not None,
+            by_position=tuple(p.name for p in single if p.kind is p.POSITIONAL_ONLY),
+            named=tuple(p.name for p in single if p.kind is not p.POSITIONAL_ONLY),
+            required=frozenset(p.name for p in single if p.default is p.empty),
+            all_fields=any(p.kind is p.VAR_KEYWORD for p in parameters),
         )
 
-    def select(self, fields: Mapping[str, Json], function: RewardFunction, prompt: Prompt) -> dict[str, Json]:
-        if missing := self.required - fields.keys():
-            raise UserError(
-                f"reward function {name_of(function)!r} asks for the field {min(missing)!r}, which prompt {prompt.key} "
-                f"of task {prompt.task} does not have: it has {', '.join(sorted(fields)) or 'no fields'}"
-            )
+    @property
+    def waits(self) -> bool:
+        """Whether it is async."""
+        function = self.function.func if isinstance(self.function, functools.partial) else self.function
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - an object whose call is async
+
+    def missing(self, fields: Mapping[str, Any]) -> str | None:
+        """Returns a parameter that must be given and that fields do not have."""
+        return min((name for name in self.required if not self._known(name, fields)), default=None)
+
+    def _known(self, name: str, fields: Mapping[str, Any]) -> bool:
+        if name in (self.answer, *_PROMPT, "messages", "completion_ids", "data_source", "extra_info", "question"):
+            return True
+        name = _OF_VERL.get(name, name) if self.batched else name
+        return name in fields or name in ("data_source", "extra_info") or (name in _GOLD and _gold(fields) is not None)
+
+    def given(self, name: str, row: Answered) -> Any:
+        """Returns what a parameter is for one answer. Raises `KeyError` where there is no such thing."""
+        prompt, completion = row
+        name = _OF_VERL.get(name, name) if self.batched else name
+        if name == self.answer and name != "messages":
+            chat = self.batched and prompt.messages is not None
+            return [{"role": "assistant", "content": completion.text}] if chat else completion.text
+        if name in _PROMPT:
+            return [dict(m) for m in prompt.messages] if self.batched and prompt.messages is not None else prompt.text
+        if name == "messages":
+            before = prompt.messages or ({"role": "user", "content": prompt.text},)
+            return [*(dict(m) for m in before), {"role": "assistant", "content": completion.text}]
+        if name in prompt.fields:
+            return prompt.fields[name]
+        if name in _GOLD and (gold := _gold(prompt.fields)) is not None:
+            return gold
+        return {
+            "completion_ids": completion.tokens.tolist(),
+            "data_source": prompt.task,
+            "extra_info": {},
+            "question": prompt.text,
+        }[name]
+
+    def arguments(self, rows: Sequence[Answered]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns the positional and named arguments for a batch, or for the one answer of a function of one."""
+        for prompt, _ in rows:
+            if missing := self.missing(prompt.fields):
+                raise UserError(_asks(self, missing, f"prompt {prompt.key} of task {prompt.task}", prompt.fields))
+        names = list(self.named)
         if self.all_fields:
-            return {k: v for k, v in fields.items() if k not in ("prompt", "completion") or k in self.named}
-        return {k: v for k, v in fields.items() if k in self.named}
+            others = dict.fromkeys(name for prompt, _ in rows for name in prompt.fields)
+            names += [n for n in others if n not in (*self.named, *self.by_position, *_PROMPT, *_ONE, *_MANY)]
+            names += ["prompts"] if self.batched and "prompts" not in names else []
+
+        def value(name: str) -> Any:
+            return [self._or_none(name, row) for row in rows] if self.batched else self.given(name, rows[0])
+
+        by_name: dict[str, Any] = {}
+        for name in names:
+            try:
+                by_name[name] = value(name)
+            except KeyError:
+                continue  # it has a default
+        if self.batched:
+            by_name = {n: v for n, v in by_name.items() if n in self.required or any(x is not None for x in v)}
+        return [value(name) for name in self.by_position if name in self.required], by_name
+
+    def _or_none(self, name: str, row: Answered) -> Any:
+        try:
+            return self.given(name, row)
+        except KeyError:
+            return None
+
+
+def _gold(fields: Mapping[str, Any]) -> Any:
+    """Returns the right answer of a problem, wherever it is."""
+    nested = fields.get("reward_model")
+    if isinstance(nested, Mapping) and "ground_truth" in nested:
+        return nested["ground_truth"]
+    return fields.get("ground_truth", fields.get("answer"))
+
+
+def _asks(signature: _Signature, missing: str, what: str, fields: Mapping[str, Any]) -> str:
+    return (
+        f"reward function {name_of(signature.function)!r} asks for the field {missing!r}, which {what} "
+        f"does not have: it has {', '.join(sorted(fields)) or 'no fields'}"
+    )
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call of a function in one thread: for one answer, for a batch, or of an async one for several at once."""
+
+    signature: _Signature
+    rows: Sequence[Answered]
+    at_once: int
+
+    def values(self) -> list[float | None]:
+        if self.signature.batched:
+            return self._of_batch(_awaited(self._invoke, self.rows))
+        if not self.signature.waits:
+            return [_number(_awaited(self._invoke, self.rows), self.signature.function, self.rows[0])]
+        return _in_a_loop(self._several())
+
+    def _invoke(self, rows: Sequence[Answered]) -> Any:
+        positional, named = self.signature.arguments(rows)
+        with _Naming(self.signature.function, rows):
+            return self.signature.function(*positional, **named)
+
+    async def _several(self) -> list[float | None]:
+        free = asyncio.Semaphore(self.at_once)
+
+        async def one(row: Answered) -> float | None:
+            async with free:
+                coroutine = self._invoke([row])
+                with _Naming(self.signature.function, [row]):
+                    value = await coroutine
+            return _number(value, self.signature.function, row)
+
+        return list(await asyncio.gather(*(one(row) for row in self.rows)))
+
+    def _of_batch(self, found: Any) -> list[float | None]:
+        found = found.tolist() if hasattr(found, "tolist") else found
+        name = name_of(self.signature.function)
+        if not isinstance(found, list | tuple) or len(found) != len(self.rows):
+            what = f"{len(found)} rewards" if isinstance(found, list | tuple) else f"{quoted(repr(found)[:200])}"
+            raise UserError(
+                f"reward function {name!r} gave {what} for {len(self.rows)} answers: since it takes "
+                f"{self.signature.answer!r}, return a list with a number for each"
+            )
+        return [_number(value, self.signature.function, row) for value, row in zip(found, self.rows, strict=True)]
+
+
+def _calls(signature: _Signature, answered: Sequence[Answered], concurrency: int) -> list[_Call]:
+    """Returns the calls that give one function's values, in order."""
+    if not answered:
+        return []
+    if signature.batched or signature.waits:
+        return [_Call(signature, answered, concurrency)]
+    return [_Call(signature, [row], concurrency) for row in answered]
+
+
+def _awaited(invoke: Callable[[Sequence[Answered]], Any], rows: Sequence[Answered]) -> Any:
+    """Returns what a call gives, waiting for it where it has to be awaited."""
+    value = invoke(rows)
+    return _in_a_loop(_of(value)) if inspect.isawaitable(value) else value
+
+
+async def _of(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _in_a_loop(coroutine: Any) -> Any:
+    """Runs a coroutine to its end; in a thread of its own where this one, a notebook's, runs a loop already."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(coroutine)
+    run = functools.partial(asyncio.run, coroutine)
+    return in_threads([run], 1, math.inf, lambda _: "an async reward function", here=False)[0]
 
 
 class _Naming:
-    """Turns whatever a user's function raises into a `UserError` that names it; the original is its cause."""
+    """Turns whatever a user's function raises, or that it exits, into a `UserError` that names it."""
 
-    def __init__(self, function: RewardFunction, prompt: Prompt, completion: Completion) -> None:
-        self.function, self.prompt, self.completion = function, prompt, completion
+    def __init__(self, function: RewardFunction, rows: Sequence[Answered]) -> None:
+        self.function, self.rows = function, rows
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TbaError):
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, TbaError):
             frame = traceback.extract_tb(error.__traceback__)[-1]
+            (prompt, completion), more = self.rows[0], len(self.rows) - 1
+            others = f" (or on one of {more} others)" if more else ""
             raise UserError(
-                f"reward function {name_of(self.function)!r} failed on the answer {quoted(self.completion.text)} to "
-                f"prompt {quoted(self.prompt.text)} of task {self.prompt.task}: {type(error).__name__}: {error} "
+                f"reward function {name_of(self.function)!r} failed on the answer {quoted(completion.text)} to "
+                f"prompt {quoted(prompt.text)} of task {prompt.task}{others}: {type(error).__name__}: {error} "
                 f"({frame.filename}, line {frame.lineno}: {frame.line})"
             ) from error
 
 
-def _call(function: RewardFunction, accepts: _Parameters, prompt: Prompt, completion: Completion) -> float:
-    fields = accepts.select(prompt.fields, function, prompt)
-    with _Naming(function, prompt, completion):
-        value: object = function(prompt.text, completion.text, **fields)
-    if not isinstance(value, int | float | np.number | np.bool_) or not math.isfinite(value):
+def _number(value: Any, function: RewardFunction, row: Answered) -> float | None:
+    """Returns a reward as a float, None for one that abstains. Raises `UserError` unless it is a finite number."""
+    if isinstance(value, Mapping) and "score" in value:
+        value = value["score"]  # verl's
+    if value is None:
+        return None
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # of numpy, of torch
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+        shown = repr(value)[:200]
+    except (OverflowError, ValueError):  # an int, which may have any number of digits
+        number, shown = math.nan, "an integer of more than 300 digits"
+    if not math.isfinite(number):
+        prompt = row[0]
         raise UserError(
-            f"reward function {name_of(function)!r} gave {value!r} for prompt {prompt.key} of task {prompt.task}: "
-            "return a finite number"
+            f"reward function {name_of(function)!r} gave {shown} for prompt {prompt.key} of task {prompt.task}: "
+            "return a finite number, or None to abstain"
         )
-    return float(value)
+    return number

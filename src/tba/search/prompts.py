@@ -80,7 +80,9 @@ def encode(problems: Sequence[Problem], task: str, tokenizer: Tokenizer, setting
             tokens = tokens[-settings.max_tokens :]
         if not tokens:
             raise UserError(f"a prompt of task {task} is empty after tokenising ({text!r}): give it some text")
-        prompts.append(Prompt(task, np.array(tokens, dtype=np.int32), text, dict(problem.fields), problem.seed))
+        chat = None if isinstance(problem.prompt, str) else problem.prompt
+        asked = Prompt(task, np.array(tokens, dtype=np.int32), text, dict(problem.fields), problem.seed, messages=chat)
+        prompts.append(asked)
     if not prompts:
         raise UserError(
             f"task {task} has no prompts left ({dropped} of {len(problems)} were longer than "
