@@ -62,11 +62,12 @@ _OR = re.compile(r"\bor[\s$*_]*$")
 _ONE_OF_TWO = re.compile(r"[0-9][^.;\n]{0,12}\bor[\s$*_]*$", re.IGNORECASE)
 _COMPARED = re.compile(r"(?:[0-9A-Za-z)}\]]\s*[<>]|[≤≥≠±^√])\s*\$?\s*$")
 _POINT = re.compile(r"[ $\n]{0,9}[(\[][^()\[\]]{1,300}[)\]][ $.\n]{0,9}")
+_NEGATIVE = re.compile(r"(?<![0-9] )\b(?:negative|minus) $", re.IGNORECASE)
 _TAG = re.compile(r"</?[A-Za-z_]{1,20}>\s*$")
 _BEFORE_ONE = re.compile(r"(?:^|[A-Za-z]{2}[\s:.,;]*|[:.,;≈~。：\u3000-\u9fff]|\b[aA]\s)[\s({\[*'\"`~$€£¥₹_-]*$")
 _AFTER_ONE = re.compile(
     rf"""[\s){{}}\]*'"`$_~]*+(?:
-        [+*/^<>≤≥±√π|:!={UNKNOWN}] | -\s?(?![A-Za-z]{{2}}|\s)
+        [+*^<>≤≥±√π|:!={UNKNOWN}] | /(?![A-Za-z]{{3}}) | -\s?(?![A-Za-z]{{2}}|\s)
       | (?:[,;&]|and\b|or\b|to\b)[\s$(\[{{}}]*+(?:[-+]?[0-9.]|[{UNKNOWN}√]|[A-Za-z](?![A-Za-z]))
       | (?![aAI]\s[A-Za-z])[A-Za-z](?![A-Za-z'.)]) )""",
     re.VERBOSE,
@@ -179,7 +180,14 @@ def _marked_amount(place: str) -> Amount | None:
         return None
     before = place[max(0, first.start - _NEAR) : first.start]
     unsaid = _UNSAID.search(before) or _OR.search(before) or _is_point(place, first)
-    return None if unsaid or _AFTER_ONE.match(place, first.end) else first
+    return None if unsaid or _AFTER_ONE.match(place, first.end) else _said(first, before)
+
+
+def _said(amount: Amount, before: str) -> Amount:
+    """Returns the amount with the sign that a word before it gives: `negative 7`."""
+    if amount.value is None or _NEGATIVE.search(before) is None:
+        return amount
+    return amount._replace(value=-amount.value)
 
 
 def _is_point(text: str, amount: Amount) -> bool:
@@ -197,7 +205,7 @@ def _last_amount(text: str) -> Amount | None:
         return None
     if _COMPARED.search(before) and not _TAG.search(before):
         return None
-    return None if last.unit is None and _GLUED_VARIABLE.match(text, last.end) else last
+    return None if last.unit is None and _GLUED_VARIABLE.match(text, last.end) else _said(last, before)
 
 
 def _same_text(place: _Place | None, response: str, answer: str, strict: bool) -> bool:

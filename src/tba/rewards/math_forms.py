@@ -57,6 +57,9 @@ _CHOICE = re.compile(
     r"(?:(?:option|choice|answer) ?)?(?:\(([A-Z])\)[.:]?|([A-Z])(?:\)|[.:](?!\d))|([A-Z])$)\s*(.*)",
     re.DOTALL | re.IGNORECASE,
 )
+_LETTERED = re.compile(r"^(\s*(?:\\text[a-z]*\s*\{\s*)?[A-Z])[.:](?=\}?\s)")  # B. 12
+_RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
+_NUMERAL = re.compile(r"-?[0-9.]+")
 _CLOCK = re.compile(r"(?:at )?(\d{1,2}):(\d\d) ?(?:([ap])\.?m\.?)?", re.IGNORECASE)
 _GROUPED = re.compile(r"(?<![\d,.(\[{])([1-9]\d{0,2}(?:,\d{3})+)(?![\d,)\]}]|\\\})")
 _VALUE = re.compile(
@@ -127,7 +130,7 @@ _REALS = _Interval("-\\infty", True, "\\infty", True)
 
 def same(given: str, wanted: str, leaf: Leaf) -> bool | None:
     """Whether two answers are equal by their forms; what has none is compared by `leaf`. None: it could not tell."""
-    one, other = _unlabelled(canonical(given)), _unlabelled(canonical(wanted))
+    one, other = (_unlabelled(canonical(_LETTERED.sub(r"\1)", text))) for text in (given, wanted))
     if one == other:
         return True
     choice = _same_choice(one, other)
@@ -138,6 +141,8 @@ def same(given: str, wanted: str, leaf: Leaf) -> bool | None:
     clocks = [_CLOCK.fullmatch(_TEXT.sub(r"\1", text)) for text in (one, other)]
     if clocks[0] and clocks[1]:
         return _same_clock(clocks[0], clocks[1])
+    if any(_RATIO.fullmatch(a) and _NUMERAL.fullmatch(b) for a, b in ((one, other), (other, one))):
+        return False
     readings = [(one, other)]
     joined = (_joined(one), _joined(other))
     if joined != (one, other):
