@@ -66,6 +66,7 @@ from one_gpu_halves import (
     arguments_of,
     models_in,
     prompts_of,
+    ready_to_count,
     recipe_of,
     seconds_of,
     synchronize,
@@ -92,7 +93,7 @@ ROOT = Path(__file__).parents[1]
 SECONDS = 240.0  # for everything, unless told otherwise
 STEPS = 5  # timed
 RANK = 16  # of adapters
-ASKED = (2, 7)  # how often an engine asks whether to go on, in the shorter and the longer run of token steps
+ASKED = (2, 7)  # how often an engine asks whether to go on, in a shorter and a longer run of token steps
 LEAST = 8.0  # seconds without which no part is begun
 
 Note = Callable[..., None]  # adds figures to what a part has found
@@ -169,35 +170,18 @@ def engine_part(given: Given, note: Note, slots: int) -> None:
     note(peak_bytes=peak.bytes(), computed_bytes=total(engine(Shape.of(shape.config), of)))
     del half
     recipe = recipe_of(given.folder / "endless", device, shape, generation=settings)
-    token_steps(SearcherHalf(recipe, shape), device, shape, slots, (2, 3) if given.small else ASKED, note)
-
-
-def token_steps(half: SearcherHalf, device: str, shape: Size, slots: int, asks: tuple[int, int], note: Note) -> None:
-    """Steps of all slots: of two runs that end a few tokens apart the difference, so that prompts do not count."""
-    asked = prompts_of(shape, slots // 8, half.rng)
-
-    def grown(often: int) -> int:
-        """Begin an answer in every slot, and stop when the engine has asked so often; returns the tokens of each."""
-        left, flow = iter([False] * (often - 1)), half.engine.flow(8, Drawing(1.0, 1.0), half.rng)
-        flow.submit(asked)
-        answers = flow.next(lambda: next(left, True), until_wanted=False)
-        return max(len(completion.tokens) for _, own in answers for completion in own)
-
-    def seconds_of_one() -> float:
-        ends = []
-        for often in asks:
-            synchronize(device)
-            began = time.perf_counter()
-            tokens = grown(often)
-            synchronize(device)
-            ends.append((time.perf_counter() - began, tokens))
-        (short, few), (long, many) = ends
-        return (long - short) / (many - few)
-
-    note(first_milliseconds_a_step=1e3 * seconds_of_one())
-    note(milliseconds_a_step=1e3 * min(seconds_of_one() for _ in range(3)))
+    half = SearcherHalf(recipe, shape)
+    note(first_milliseconds_a_step=1e3 * a_token(half, slots, device))
+    note(milliseconds_a_step=1e3 * min(a_token(half, slots, device) for _ in range(3)))
+    del half
+    ready_to_count(device)
+    half = SearcherHalf(recipe, shape)
+    few, many = 2, 3 if given.small else 4
+    grown(half, slots, many)
     tokens: list[int] = []
-    short, long = (work_of(lambda often=often: tokens.append(grown(often)), device, shape.vocabulary) for often in asks)
+    short, long = (
+        work_of(lambda often=often: tokens.append(grown(half, slots, often)), device) for often in (few, many)
+    )
     work, steps = long - short, tokens[-1] - tokens[0]
     note(
         launches_a_step=work.launches / steps,
@@ -205,6 +189,27 @@ def token_steps(half: SearcherHalf, device: str, shape: Size, slots: int, asks: 
         kernel_milliseconds_a_step=1e3 * work.seconds / steps,
         top_kernels=work.top(steps),
     )
+
+
+def grown(half: SearcherHalf, slots: int, often: int) -> int:
+    """Begin an answer in every slot, and stop when the engine has asked so often; returns the tokens of each."""
+    left, flow = iter([False] * (often - 1)), half.engine.flow(8, Drawing(1.0, 1.0), half.rng)
+    flow.submit(prompts_of(half.size, slots // 8, np.random.default_rng(0)))
+    answers = flow.next(lambda: next(left, True), until_wanted=False)
+    return max(len(completion.tokens) for _, own in answers for completion in own)
+
+
+def a_token(half: SearcherHalf, slots: int, device: str) -> float:
+    """Seconds of a token step: of two runs that end a few tokens apart the difference, so that prompts do not count."""
+    ends = []
+    for often in ASKED:
+        synchronize(device)
+        began = time.perf_counter()
+        tokens = grown(half, slots, often)
+        synchronize(device)
+        ends.append((time.perf_counter() - began, tokens))
+    (short, few), (long, many) = ends
+    return (long - short) / (many - few)
 
 
 def a_round(half: SearcherHalf, asked: list[Any]) -> list[Any]:
@@ -215,9 +220,9 @@ def a_round(half: SearcherHalf, asked: list[Any]) -> list[Any]:
 def trainer_part(given: Given, note: Note, checkpointed: bool = False, rank: int = 0, size: str = "") -> None:
     """`rank`: of adapters. With them, or with another size than the others', there is no more than a step."""
     shape, folder = given.shape, given.folder
-    if size and not given.small:
-        shape, folder = SIZES[size], given.folder / "larger"
-        models_in(folder, shape)
+    if size:
+        shape, folder = shape if given.small else SIZES[size], folder / "larger"
+        draw(folder, shape)
     peak = PeakMemory()
     lora = {"lora": LoraSettings(rank=rank)} if rank else {}
     recipe = recipe_of(folder / "endless", given.device, shape, gradient_checkpointing=checkpointed, **lora)
@@ -237,6 +242,16 @@ def trainer_part(given: Given, note: Note, checkpointed: bool = False, rank: int
         note(**publications(half, given.device))
         note(version_in_engine_seconds=arrival(half, recipe.model.engine(Version()), given.device))
         half.weights.close()
+
+
+def draw(folder: Path, shape: Size) -> None:
+    """Write a model, unless an earlier part has; in a process of its own, whose memory is not this one's."""
+    if not folder.exists():
+        unfinished = folder.with_name(f"{folder.name}-{os.getpid()}")
+        process = multiprocessing.get_context("fork").Process(target=models_in, args=(unfinished, shape))
+        process.start()
+        process.join()
+        unfinished.rename(folder)
 
 
 def a_step(

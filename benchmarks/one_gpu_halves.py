@@ -77,16 +77,15 @@ def models_in(folder: Path, size: Size) -> None:
     """Write the model twice, `endless` and `ending`: the weights lie there once."""
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(size.config).to(torch.bfloat16)
-    ends = {"endless": [size.vocabulary], "ending": list(range(0, size.vocabulary, size.every))}
-    for name, eos in ends.items():
-        if name != "endless":
-            (folder / name).mkdir(parents=True)
-            for file in (folder / "endless").iterdir():
-                (folder / name / file.name).hardlink_to(file)
-            (folder / name / "generation_config.json").unlink()
-        else:
-            model.save_pretrained(folder / name)
-            character_tokenizer("0123456789+=").save_pretrained(folder / name)
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.eos_token = None  # one of the model's tokens, which would end an answer now and then
+    model.save_pretrained(folder / "endless")
+    tokenizer.save_pretrained(folder / "endless")
+    (folder / "ending").mkdir()
+    for file in (folder / "endless").iterdir():
+        (folder / "ending" / file.name).hardlink_to(file)
+    for name, eos in (("endless", [size.vocabulary]), ("ending", list(range(0, size.vocabulary, size.every)))):
+        (folder / name / "generation_config.json").unlink()
         GenerationConfig(eos_token_id=eos, do_sample=True).save_pretrained(folder / name)
 
 
@@ -150,9 +149,10 @@ class Half:
         raise NotImplementedError
 
     def warm(self) -> None:
-        """Do so until something has been finished."""
-        while not self.act():
-            pass
+        """Do so until something has been finished, twice."""
+        for _ in range(2):
+            while not self.act():
+                pass
 
     def work(self, seconds: float, device: str) -> Rate:
         """Do so for that long."""
@@ -286,35 +286,44 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def work_of(act: Callable[[], object], device: str, vocabulary: int) -> Work:
-    """What the device does meanwhile, by torch's profiler. On a CPU it is done twice: counted, then timed."""
+def ready_to_count(device: str) -> None:
+    """Start the profiler once: of graphs that were captured before, it does not see the kernels."""
+    if device == "cuda":
+        work_of(lambda: torch.zeros(1, device=device), device)
+
+
+def work_of(act: Callable[[], object], device: str, vocabulary: int | None = None) -> Work:
+    """What the device does meanwhile, by torch's profiler; the parts of a step only with the size of the vocabulary, by
+    which the head's products are known. On a CPU it is done twice: counted, then timed.
+    """
     on_gpu, operations = device == "cuda", Operations()
     if not on_gpu:
         with operations:
             act()
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * on_gpu
     synchronize(device)
-    with torch.profiler.profile(activities=activities, record_shapes=True) as profile:
+    with torch.profiler.profile(activities=activities, record_shapes=vocabulary is not None) as profile:
         act()
         synchronize(device)
     found = summed(profile.events() or (), on_gpu, vocabulary)
     return found if on_gpu else replace(found, launches=operations.count, kernels=operations.count)
 
 
-def summed(events: Sequence[Any], on_gpu: bool, vocabulary: int) -> Work:
+def summed(events: Sequence[Any], on_gpu: bool, vocabulary: int | None) -> Work:
     """The work in a profile's events."""
     launches, kernels = 0, 0
     counts: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
-    parts = dict.fromkeys((*NAMES, REST), 0.0)
+    parts = dict.fromkeys((*NAMES, REST) if vocabulary else (), 0.0)
     for event in events:
         on_device = event.device_type == DeviceType.CUDA
         if on_device and getattr(event, "is_user_annotation", False):
             continue  # a range that somebody named, as long as all kernels in it
         if not on_device:
             launches += _LAUNCHES.match(event.name) is not None
-            own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            parts[part_of(event, vocabulary)] += own / 1e6
+            if vocabulary:
+                own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+                parts[part_of(event, vocabulary)] += own / 1e6
         if on_device == on_gpu:
             name = shortened(event.name)
             counts[name] += 1

@@ -91,7 +91,8 @@ nothing here is a guess.
 
 - *Before*: {before}.
   The code that ran on a GPU for the first time, before weights left beside the step. Each of its kernels was launched
-  alone; its log-ratios are of 12 updates without a gradient, of answers of 200 tokens.
+  alone; its log-ratios are of 12 updates without a gradient, of answers of 200 tokens; the trainer of its run was
+  checkpointed.
 - *After*: {after}.
 """
 SHARED = """\
