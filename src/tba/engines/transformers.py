@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -35,7 +35,7 @@ from tba.errors import TbaError, UserError
 from tba.policy.lora import has_adapters, is_adapter
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import shapes_of
-from tba.types import BoolArray, Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
+from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
 
 log = logging.getLogger(__name__)
 
@@ -160,39 +160,52 @@ class TransformersEngine:
                 self._cache.values[:, :rows, :, : before.length] = before.values[:, :rows]
         return self._cache
 
-    def completion(
-        self, ids: list[int], log_behavior: FloatArray, sampling: Sampling, interrupted: bool, began: Version
-    ) -> Completion:
-        """The completion in a row that the weights `began` have begun: its tokens and their log-probabilities [T], cut
-        where it ended.
-        """
-        n, text, reason = self._stop.ended(ids, self._eos, interrupted)
-        versions = (began, self._version)
-        return Completion(np.array(ids[:n], dtype=np.int32), text, reason, versions, sampling, log_behavior[:n].copy())
 
-    def conversation(
-        self,
-        ids: list[int],
-        log_behavior: FloatArray,
-        mask: BoolArray | None,
-        sampling: Sampling,
-        reason: StopReason,
-        began: Version,
-    ) -> Completion:
-        """The completion in a row that had several turns, which were cut where they ended."""
-        text, versions = self._stop.text(ids), (began, self._version)
-        return Completion(np.array(ids, dtype=np.int32), text, reason, versions, sampling, log_behavior.copy(), mask)
+@dataclass
+class _Asked:
+    """A prompt that has not been handed out."""
+
+    prompt: Prompt
+    completions: dict[int, Completion]  # those that are finished, by sample
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The prompts first .. end - 1, which were run through the model together."""
+
+    first: int
+    end: int
+    packed: PackedPrompts
+    version: Version  # of the weights
+
+
+_State: TypeAlias = tuple[list[int], tuple[Tensor, ...], tuple[Tensor, Tensor]]  # of a row: counts, draws, cache
+
+
+@dataclass(eq=False)
+class _Request:
+    """A completion that has been begun. What it holds of its row is as of the end of its last turn."""
+
+    number: int
+    began: Version  # the weights that read its prompt
+    row: int
+    turn: int = 0  # where its present turn begins in the completion
+    observed: list[tuple[int, int]] = field(default_factory=list)  # what it has read, as (begin, end)
+    ids: list[int] = field(default_factory=list)
+    log_behavior: FloatArray = field(default_factory=lambda: np.zeros(0, np.float32))
+    reason: StopReason = StopReason.INTERRUPTED
+    heard: IntArray | None = None  # what it is to read next; None: nobody has answered yet
+    state: _State | None = None  # its row's, which it does not have any more; None: it has it
 
 
 class Flow:
-    """A queue of requests, and which of them each row of the engine holds.
+    """A queue of prompts, the rows of the engine in which their completions grow, and those that are aside: whose
+    partner has not answered yet, or that wait for a row. See `protocols.Flow`.
 
     Rows 0 .. extent - 1 are in use, but for those in `free`. Request i is sample i % count of prompt i // count, in the
-    order in which prompts were submitted. The engine has one flow at a time. Rows that are growing when it loads newer
-    weights keep the keys and values of the older ones.
+    order in which prompts were submitted. Rows that are growing when the engine loads newer weights keep the keys and
+    values of the older ones.
     """
-
-    packed: PackedPrompts  # the prompts packed_from .. packed_to - 1, once some were read
 
     def __init__(
         self,
@@ -203,44 +216,37 @@ class Flow:
         partner: Partner | None = None,
     ) -> None:
         self.engine, self.settings, self.rows = engine, engine.settings, engine._rows
-        self.partner = partner
-        self.count, self.sampling, self.rng = count, sampling, rng
+        self.count, self.sampling, self.rng, self.partner = count, sampling, rng, partner
+        # the queue
         self.submitted = 0  # prompts
-        self.prompts: dict[int, Prompt] = {}  # those that have not been handed out
-        self.results: dict[int, Completion] = {}  # by request
-        self.lacking: dict[int, int] = {}  # of each prompt's completions
-        self.done: list[int] = []  # prompts that lack none, until they are handed out
+        self.prompts: dict[int, _Asked] = {}
+        self.done: list[int] = []  # those whose completions are all finished
         self.next_request = 0
-        self.steps = _STEPS_BETWEEN_ASKING  # since `interrupted` was asked
+        self.read: _Read | None = None  # where the next request's prompt is, or was the last one's
         self.positions = 0  # of the longest prompt with the longest completion
-        self.packed_from = self.packed_to = 0  # the prompts that `packed` holds
+        # the rows, as they are known without waiting for the device
+        slots = self.settings.slots
         self.extent = 0
         self.free: list[int] = []
-        slots = self.settings.slots
-        self.request_R = np.zeros(slots, dtype=np.int64)
+        self.request_R = np.full(slots, None, dtype=object)
         self.prompt_R = np.zeros(slots, dtype=np.int64)  # prompt tokens
-        # completion tokens so far, as in `rows` but known without waiting for the device
-        self.count_R = np.zeros(slots, dtype=np.int64)
-        self.limit_R = np.zeros(slots, dtype=np.int64)
-        self.begun_R = np.zeros(slots, dtype=np.int64)  # where the present turn began in the completion
-        self.began: dict[int, Version] = {}  # the weights that read the prompt of each request
-        self.observed: dict[int, list[tuple[int, int]]] = {}  # what each request has read, as (begin, end)
-        self.aside: dict[int, _Aside] = {}  # the requests whose partner has not answered yet, or that wait for a row
+        self.count_R = np.zeros(slots, dtype=np.int64)  # completion tokens so far
+        self.limit_R = np.zeros(slots, dtype=np.int64)  # and at most
+        self.aside: dict[int, _Request] = {}
         self.device = self.rows.eos_V.device
         looks_are_cheap = self.device.type == "cpu" and not self.settings.stop_strings
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
+        self.steps = _STEPS_BETWEEN_ASKING  # since `interrupted` was asked
 
     def submit(self, prompts: Sequence[Prompt]) -> None:
         """Adds prompts to the queue. Raises `UserError` for one that is too long or empty, and then adds none."""
         for prompt in prompts:
             self.engine.room.check(prompt)
-        for prompt in prompts:
-            self.prompts[self.submitted] = prompt
-            self.lacking[self.submitted] = self.count
-            if self.count <= 0:
-                self.done.append(self.submitted)
+        for number, prompt in enumerate(prompts, self.submitted):
+            self.prompts[number] = _Asked(prompt, {})
+            self.done += [number] if self.count <= 0 else []
             self.positions = max(self.positions, len(prompt.tokens) + self.engine.room.of(prompt))
-            self.submitted += 1
+        self.submitted += len(prompts)
 
     @property
     def wanted(self) -> int:
@@ -259,6 +265,11 @@ class Flow:
         answered = sum(mine.heard is not None for mine in self.aside.values())
         return max(answered, len(self.aside) - self.settings.slots)
 
+    @property
+    def total(self) -> int:
+        """How many requests there have been."""
+        return self.submitted * self.count
+
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
     ) -> list[tuple[int, list[Completion]]]:
@@ -266,17 +277,12 @@ class Flow:
         number in the order of submission. Once `interrupted()` they are all of them, with what they had.
         """
         with torch.inference_mode(), slot_attention(self.engine.model):
-            going_on = not self.prompts or self.run(interrupted, until_wanted)
+            going_on = not self.prompts or self._run(interrupted, until_wanted)
         done, self.done = self.done, []
-        if not going_on:
-            done += [i for i, lacking in self.lacking.items() if lacking]
-        return [(i, self.of(i)) for i in done]
+        found = [(i, self.prompts.pop(i)) for i in (done if going_on else dict.fromkeys([*done, *self.prompts]))]
+        return [(i, [asked.completions[j] for j in sorted(asked.completions)]) for i, asked in found]
 
-    @property
-    def total(self) -> int:
-        return self.submitted * self.count
-
-    def run(self, interrupted: Callable[[], bool] | None, until_wanted: bool) -> bool:
+    def _run(self, interrupted: Callable[[], bool] | None, until_wanted: bool) -> bool:
         """Consumes the queue until further prompts are finished; returns whether there is more to do.
 
         There is none when no row is left, or when `interrupted` says so.
@@ -284,12 +290,11 @@ class Flow:
         if self.done:
             return True
         while self.next_request < self.total or len(self.free) < self.extent or self.aside:
-            done = len(self.done)
             if self.aside:
                 self._listen()
             self._fill()
             retired = self._retire(self._finished())
-            if len(self.done) > done or (until_wanted and self.wanted):
+            if self.done or (until_wanted and self.wanted):
                 return True
             if retired:
                 continue  # a first token can be the last: fill again before computing
@@ -297,16 +302,13 @@ class Flow:
                 self.steps = 0
                 if interrupted():
                     self._retire(np.arange(self.extent), interrupted=True)
-                    self._give_up()
+                    for mine in self.aside.values():
+                        mine.reason = StopReason.INTERRUPTED
+                        self._finish(mine)
+                    self.aside.clear()
                     return False
             self.steps += self._grow() if self.extent else _STEPS_BETWEEN_ASKING
         return False
-
-    def of(self, prompt: int) -> list[Completion]:
-        """Returns the completions that a prompt has so far, and forgets it."""
-        del self.prompts[prompt], self.lacking[prompt]
-        requests = range(prompt * self.count, (prompt + 1) * self.count)
-        return [c for request in requests if (c := self.results.pop(request, None)) is not None]
 
     def _fill(self) -> None:
         """Give free rows to the next requests; when there are none, close the gaps."""
@@ -316,51 +318,50 @@ class Flow:
             more = min(more, self.settings.slots - self.extent)
             self.free, self.extent = [*self.free, *range(self.extent, self.extent + more)], self.extent + more
         while self.free and self.next_request < self.total:
-            if self.next_request >= self.packed_to * self.count:
-                self._read()
-            n = min(len(self.free), self.packed_to * self.count - self.next_request)
+            read = self.read
+            if read is None or self.next_request >= read.end * self.count:
+                read = self._read_more()
+            n = min(len(self.free), read.end * self.count - self.next_request)
             admitted, self.free = self.free[:n], self.free[n:]
-            self._admit(admitted)
+            self._admit(admitted, read)
         if self.free:
             self._close_gaps()
 
-    def _read(self) -> None:
+    def _read_more(self) -> _Read:
         """Run the next prompts through the model."""
-        start, tokens = self.packed_to, 0
-        while self.packed_to < self.submitted:
-            tokens += len(self.prompts[self.packed_to].tokens)
-            if tokens > PREFILL_TOKENS and self.packed_to > start:
+        first = end = 0 if self.read is None else self.read.end
+        self.read = None  # its prompts have all been taken: before its successor is made
+        tokens = 0
+        while end < self.submitted:
+            tokens += len(self.prompts[end].prompt.tokens)
+            if tokens > PREFILL_TOKENS and end > first:
                 break
-            self.packed_to += 1
-        self.packed_from = start
-        if start:
-            del self.packed  # whose prompts have all been taken: before its successor is made
-        self.packed = self.engine.read([self.prompts[i] for i in range(start, self.packed_to)])
-        self.packed_by = self.engine.version
-        in_use = self.extent if len(self.free) < self.extent else 0
-        self.cache = self.engine.cache(self.packed, self.positions, in_use)
+            end += 1
+        packed = self.engine.read([self.prompts[i].prompt for i in range(first, end)])
+        self.read = _Read(first, end, packed, self.engine.version)
+        self.cache = self.engine.cache(packed, self.positions, self.extent if len(self.free) < self.extent else 0)
+        return self.read
 
-    def _admit(self, rows: list[int]) -> None:
-        """Start the next requests in `rows` (ascending), all of prompts that are packed."""
+    def _admit(self, rows: list[int], read: _Read) -> None:
+        """Start the next requests in `rows` (ascending), all of prompts that were read."""
         requests = np.arange(self.next_request, self.next_request + len(rows))
         self.next_request += len(rows)
         prompts = requests // self.count
         for p in range(prompts[0], prompts[-1] + 1):
             mine = [row for row, prompt in zip(rows, prompts, strict=True) if prompt == p]
-            self.cache.fill(mine, self.packed, p - self.packed_from)
-            self.prompt_R[mine] = len(self.prompts[p].tokens)
-            self.limit_R[mine] = self.engine.room.of(self.prompts[p])
-        self.request_R[rows] = requests
-        self.began.update(dict.fromkeys(requests.tolist(), self.packed_by))
+            self.cache.fill(mine, read.packed, p - read.first)
+            self.prompt_R[mine] = len(self.prompts[p].prompt.tokens)
+            self.limit_R[mine] = self.engine.room.of(self.prompts[p].prompt)
+        for row, request in zip(rows, requests.tolist(), strict=True):
+            self.request_R[row] = _Request(request, read.version, row)
         self.count_R[rows] = 1
-        self.begun_R[rows] = 0
         shape = (len(rows), self.settings.max_completion_tokens)
         uniform = np.zeros(shape, np.float32) if self.sampling.temperature == 0 else self.rng.random(shape, np.float32)
         self.rows.admit(
             torch.tensor(rows, device=self.device),
             torch.from_numpy(self.prompt_R[rows]).to(self.device),
             torch.from_numpy(uniform).to(self.device),
-            self.packed.logits_PV[torch.from_numpy(prompts - self.packed_from).to(self.device)],
+            read.packed.logits_PV[torch.from_numpy(prompts - read.first).to(self.device)],
             self.sampling,
         )
 
@@ -372,11 +373,16 @@ class Flow:
         self.extent, self.free = extent, []
         if not source:
             return
-        for state in self._states:
-            state[target] = state[source]
+        self.request_R[target] = self.request_R[source]
+        for count_R in self._counts:
+            count_R[target] = count_R[source]
         source_R, target_R = torch.tensor([source, target], device=self.device)
         self.rows.move(source_R, target_R)
         self.cache.move(source_R, target_R, int((self.prompt_R + self.count_R)[:extent].max()))
+
+    @property
+    def _counts(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
+        return (self.prompt_R, self.count_R, self.limit_R)
 
     def _grow(self) -> int:
         """Append one token to every row, `stride` times if no row reaches its limit before; returns how often."""
@@ -395,27 +401,44 @@ class Flow:
         if self.settings.stop_strings:
             tokens = self.rows.token_RT[:n].cpu().numpy()
             for row in np.flatnonzero(~done):
-                said = tokens[row, self.begun_R[row] : self.count_R[row]].tolist()
+                said = tokens[row, self.request_R[row].turn : self.count_R[row]].tolist()
                 done[row] = self.engine._stop.may_be_near(said, self.stride)
         return np.flatnonzero(done)
 
     def _retire(self, finished: np.ndarray[tuple[int], np.dtype[np.int64]], interrupted: bool = False) -> bool:
-        """Take the completions out of rows and free them; returns whether there were any."""
+        """Take the turns that have ended out of rows; returns whether there were any.
+
+        Without a partner a turn is the whole completion. Else the partner is asked: rows that are answered at once go
+        on where they are, those at their end are freed, and the others are set aside.
+        """
         if not len(finished):
             return False
-        if self.partner is not None:
-            return self._end_turns(finished, self.partner, interrupted)
         rows = torch.from_numpy(finished).to(self.device)
         ids, log_behavior = self.rows.token_RT[rows].tolist(), self.rows.log_behavior_RT[rows].cpu().numpy()
-        count = self.count_R[finished]
-        self._require_finite(log_behavior, count)
-        for i, (row, n) in enumerate(zip(finished.tolist(), count.tolist(), strict=True)):
-            request = int(self.request_R[row])
-            began = self.began.pop(request)
-            self._keep(
-                request, self.engine.completion(ids[i][:n], log_behavior[i, :n], self.sampling, interrupted, began)
-            )
-        self.free = finished.tolist()
+        self._require_finite(log_behavior, self.count_R[finished])
+        turns: list[Turn] = []
+        for i, row in enumerate(finished.tolist()):
+            mine: _Request = self.request_R[row]
+            said = ids[i][mine.turn : self.count_R[row]]
+            length, text, mine.reason = self.engine._stop.ended(said, self.engine._eos, interrupted)
+            n = self.count_R[row] = mine.turn + length
+            mine.ids, mine.log_behavior, mine.row = ids[i][:n], log_behavior[i, :n].copy(), row
+            if self.partner is None:
+                self._finish(mine, text)
+            elif interrupted or mine.reason is StopReason.LENGTH:
+                mine.reason = StopReason.INTERRUPTED if interrupted else mine.reason
+                self._finish(mine)
+            else:
+                self.aside[mine.number] = mine
+                turns.append(Turn(mine.number, text, mine.reason, int(self.limit_R[row]) - n))
+        going_on: list[_Request] = []
+        if turns and self.partner is not None:
+            self.partner.hear(turns)
+            going_on = self._listen()
+            for mine in self.aside.values():
+                mine.state = mine.state or self._taken(mine.row)
+        self.free = sorted(set(finished.tolist()).difference(mine.row for mine in going_on))
+        self._go_on(going_on)
         return True
 
     def _require_finite(self, log_behavior: FloatArray, count: np.ndarray[tuple[int], np.dtype[np.int64]]) -> None:
@@ -423,136 +446,97 @@ class Flow:
             self.engine._cache = None  # a NaN in a slot would outlive its row
             raise TbaError(f"the weights of version {self.engine.version} give probabilities that are not finite")
 
-    def _keep(self, request: int, completion: Completion) -> None:
-        """Take the completion of a request as its result."""
-        self.results[request] = completion
-        prompt = request // self.count
-        self.lacking[prompt] -= 1
-        if not self.lacking[prompt]:
-            self.done.append(prompt)
+    def _finish(self, mine: _Request, text: str | None = None) -> None:
+        """Take the completion of a request that is at its end; text: None is that of all its tokens."""
+        mask = None
+        if mine.observed:
+            mask = np.ones(len(mine.ids), dtype=np.bool_)
+            for begin, end in mine.observed:
+                mask[begin:end] = False
+        completion = Completion(
+            np.array(mine.ids, dtype=np.int32),
+            self.engine._stop.text(mine.ids) if text is None else text,
+            mine.reason,
+            (mine.began, self.engine.version),
+            self.sampling,
+            mine.log_behavior,
+            mask,
+        )
+        if self.partner is not None:
+            completion = self.partner.ended(mine.number, completion)
+        number, sample = divmod(mine.number, self.count)
+        self.prompts[number].completions[sample] = completion
+        if len(self.prompts[number].completions) == self.count:
+            self.done.append(number)
 
-    @property
-    def _states(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], ...]:
-        """What is known of each row without waiting for the device."""
-        return (self.request_R, self.prompt_R, self.count_R, self.limit_R, self.begun_R)
-
-    def _end_turns(
-        self, finished: np.ndarray[tuple[int], np.dtype[np.int64]], partner: Partner, interrupted: bool
-    ) -> bool:
-        """Hand the turns that have ended to the partner. Rows that are answered at once go on where they are, those at
-        their end are freed, and the others are set aside. Returns True.
-        """
-        rows = torch.from_numpy(finished).to(self.device)
-        ids, log_behavior = self.rows.token_RT[rows].tolist(), self.rows.log_behavior_RT[rows].cpu().numpy()
-        self._require_finite(log_behavior, self.count_R[finished])
-        asked: dict[int, _Aside] = {}
-        turns: list[Turn] = []
-        for i, row in enumerate(finished.tolist()):
-            request, begun = int(self.request_R[row]), int(self.begun_R[row])
-            said, text, reason = self.engine._stop.ended(
-                ids[i][begun : self.count_R[row]], self.engine._eos, interrupted
-            )
-            n = self.count_R[row] = begun + said
-            mine = _Aside(ids[i][:n], log_behavior[i, :n], reason, row)
-            if interrupted:
-                self._finish(request, replace(mine, reason=StopReason.INTERRUPTED), partner)
-            elif reason is StopReason.LENGTH:
-                self._finish(request, mine, partner)
-            else:
-                asked[request] = mine
-                turns.append(Turn(request, text, reason, int(self.limit_R[row]) - n))
-        if turns:
-            partner.hear(turns)
-        self.aside |= asked
-        going_on = self._listen()
-        for request in going_on:
-            del self.aside[request]
-        for request, mine in asked.items():
-            if request in self.aside:
-                self.aside[request] = replace(mine, state=self._taken(mine.row))
-        kept = [mine.row for mine in going_on.values()]
-        self.free = sorted(set(finished.tolist()).difference(kept))
-        self._go_on(going_on)
-        return True
-
-    def _listen(self) -> dict[int, _Aside]:
+    def _listen(self) -> list[_Request]:
         """Take in what the partner has answered: what is at its end is finished. Returns the requests that go on and
-        still have a row, to be removed from those that are aside.
+        still have a row, which are aside no longer.
         """
         assert self.partner is not None
         idle = self.extent == len(self.free) and self.next_request == self.total
         waits = idle and not any(mine.heard is not None for mine in self.aside.values())
+        going_on = []
         for request, tokens in self.partner.replies(wait=waits).items():
             mine = self.aside[request]
-            limit = self.engine.room.of(self.prompts[request // self.count])
+            limit = self.engine.room.of(self.prompts[request // self.count].prompt)
             if tokens is not None and len(mine.ids) + len(tokens) < limit:
-                self.aside[request] = replace(mine, heard=tokens)
+                mine.heard = tokens
+                if mine.state is not None:
+                    continue
+                going_on.append(mine)
             else:
-                cut = mine if tokens is None else replace(mine, reason=StopReason.LENGTH)
-                self._finish(request, cut, self.partner)
-                del self.aside[request]
-        return {r: mine for r, mine in self.aside.items() if mine.heard is not None and mine.state is None}
-
-    def _finish(self, request: int, mine: _Aside, partner: Partner) -> None:
-        """Take the completion of a request that is at its end."""
-        mask = None
-        if request in self.observed:
-            mask = np.ones(len(mine.ids), dtype=np.bool_)
-            for begin, end in self.observed.pop(request):
-                mask[begin:end] = False
-        began = self.began.pop(request)
-        completion = self.engine.conversation(mine.ids, mine.log_behavior, mask, self.sampling, mine.reason, began)
-        self._keep(request, partner.ended(request, completion))
+                mine.reason = mine.reason if tokens is None else StopReason.LENGTH
+                self._finish(mine)
+            del self.aside[request]
+        return going_on
 
     def _taken(self, row: int) -> _State:
         """Copy out what a row holds, so that the row can be given to another."""
         length = int(self.prompt_R[row] + self.count_R[row])
-        numbers = [int(state[row]) for state in self._states]
-        return numbers, self.rows.take(row), self.cache.take(row, length)
+        return [int(count_R[row]) for count_R in self._counts], self.rows.take(row), self.cache.take(row, length)
 
     def _take_back(self) -> None:
         """Give rows to the requests that were set aside and have been answered."""
-        back: dict[int, _Aside] = {}
-        for request, mine in list(self.aside.items()):
+        back: list[_Request] = []
+        for mine in list(self.aside.values()):
             if mine.heard is None or mine.state is None:
                 continue
-            if not self.free and self.extent < len(self.request_R):
+            if not self.free and self.extent < self.settings.slots:
                 self.free, self.extent = [self.extent], self.extent + 1
             if not self.free:
                 break
-            row, *self.free = self.free
-            numbers, of_row, cached = mine.state
-            for state, number in zip(self._states, numbers, strict=True):
-                state[row] = number
-            self.rows.put(row, of_row)
-            self.cache.put(row, cached)
-            back[request] = replace(mine, row=row, state=None)
-            del self.aside[request]
+            mine.row, *self.free = self.free
+            counts, of_row, cached = mine.state
+            self.request_R[mine.row], mine.state = mine, None
+            for count_R, count in zip(self._counts, counts, strict=True):
+                count_R[mine.row] = count
+            self.rows.put(mine.row, of_row)
+            self.cache.put(mine.row, cached)
+            back.append(self.aside.pop(mine.number))
         self._go_on(back)
 
-    def _go_on(self, answered: Mapping[int, _Aside]) -> None:
+    def _go_on(self, answered: Sequence[_Request]) -> None:
         """Append what was answered to the rows, in as few passes as `PREFILL_TOKENS` allows, and draw a token."""
-        part: dict[int, _Aside] = {}
+        part: list[_Request] = []
         tokens = 0
-        for request, mine in answered.items():
+        for mine in answered:
             assert mine.heard is not None
             if part and tokens + len(mine.heard) > PREFILL_TOKENS:
                 self._append(part)
-                part, tokens = {}, 0
-            part[request] = mine
+                part, tokens = [], 0
+            part.append(mine)
             tokens += 1 + len(mine.heard)
         if part:
             self._append(part)
 
-    def _append(self, answered: Mapping[int, _Aside]) -> None:
-        rows = [mine.row for mine in answered.values()]
+    def _append(self, answered: Sequence[_Request]) -> None:
+        rows = [mine.row for mine in answered]
         begin = self.count_R[rows]
-        heard = [np.asarray(mine.heard, dtype=np.int64) for mine in answered.values()]
+        heard = [np.asarray(mine.heard, dtype=np.int64) for mine in answered]
         end = begin + np.array([len(tokens) for tokens in heard], dtype=np.int64)
         # The last token of the turn has been drawn and not read yet.
-        read = [
-            torch.from_numpy(np.append(mine.ids[-1:], new)) for mine, new in zip(answered.values(), heard, strict=True)
-        ]
+        read = [torch.from_numpy(np.append(mine.ids[-1:], new)) for mine, new in zip(answered, heard, strict=True)]
         starts = (self.prompt_R[rows] + begin - 1).tolist()
         logits = Continuations(self.cache, rows, starts, [ids.to(self.device) for ids in read]).run(self.engine.model)
         row_N = np.repeat(np.array(rows, dtype=np.int64), end - begin)
@@ -560,32 +544,10 @@ class Flow:
         of_rows = torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])).to(self.device)
         of_tokens = torch.from_numpy(np.stack([row_N, at_N, np.concatenate(heard)])).to(self.device)
         self.rows.hear(of_rows[0], of_rows[1], Heard(*of_tokens), of_rows[2], logits, self.sampling)
-        for request, b, e in zip(answered, begin.tolist(), end.tolist(), strict=True):
-            self.observed.setdefault(request, []).append((b, e))
+        for mine, b, e in zip(answered, begin.tolist(), end.tolist(), strict=True):
+            mine.observed.append((b, e))
+            mine.turn, mine.heard = e, None
         self.count_R[rows] = end + 1
-        self.begun_R[rows] = end
-
-    def _give_up(self) -> None:
-        """End what is aside where it is: generation was told to stop."""
-        for request, mine in self.aside.items():
-            assert self.partner is not None
-            self._finish(request, replace(mine, reason=StopReason.INTERRUPTED), self.partner)
-        self.aside.clear()
-
-
-_State: TypeAlias = tuple[list[int], tuple[Tensor, ...], tuple[Tensor, Tensor]]  # of a row: counts, draws, cache
-
-
-@dataclass(frozen=True)
-class _Aside:
-    """A request whose turn has ended: what it has said and read so far, and why it stopped."""
-
-    ids: list[int]
-    log_behavior: FloatArray
-    reason: StopReason
-    row: int
-    heard: IntArray | None = None  # what it is to read next; None: nobody has answered yet
-    state: _State | None = None  # its row's, which it does not have any more; None: it has it
 
 
 def _self_test(model: PreTrainedModel) -> tuple[int, bool]:
