@@ -35,8 +35,8 @@ def main() -> int:
     found = {}
     with tempfile.TemporaryDirectory() as name:
         for side, own in (
-            ("synchronous, 1 thread", [*SYNCHRONOUS, "--run.no-continuous", "--run.threads", "1"]),
-            ("synchronous, 2 threads", [*SYNCHRONOUS, "--run.no-continuous", "--run.threads", "2"]),
+            ("synchronous, 1 thread", [*SYNCHRONOUS, "--run.threads", "1"]),
+            ("synchronous, 2 threads", [*SYNCHRONOUS, "--run.threads", "2"]),
             ("asynchronous", ["--replay.pacing.max-mean-uses", str(given.uses)]),
         ):
             steps = given.steps if side == "asynchronous" else given.synchronous_steps

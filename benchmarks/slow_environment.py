@@ -98,7 +98,7 @@ recipe = tba.Recipe(
     model=tba.HuggingFace(generation=tba.EngineSettings(slots=64, max_completion_tokens=300), device="cpu"),
     objective=tba.TrajectoryBalance(beta=tba.Constant(0.1)),
     evaluation=tba.EvaluationSettings(every=0, problems=0),
-    run=tba.RuntimeSettings(continuous=True, checkpoint_every=20),
+    run=tba.RuntimeSettings(checkpoint_every=20),
     steps=60,
     groups_per_step=4,
     group_size=8,

@@ -42,7 +42,7 @@ class RuntimeSettings:
     inline_rounds_per_sync: int = 1  # searcher rounds between two weight syncs in the inline runtime
     journal_dir: Path | None = None  # folder of the journal; needed if the run's folder is on a network filesystem
     threads: int = 1  # torch threads in each process
-    continuous: bool = False  # searchers begin prompts, judge answers and read weights while others are answered
+    rounds: bool = False  # searchers answer, judge and send a round before they begin the next, as they do inline
     checkpoints: int = 2  # number of checkpoints that are kept
     checkpoint_every: int = 100  # steps between checkpoints, each made at the next weight sync; 0: one at the end
 
@@ -261,7 +261,9 @@ class Recipe:
             found |= {"cluster": "runtime cluster", "address": "runtime cluster"}
         if self.runtime == "inline" and hasattr(self.task, "limits"):
             found |= {"task.limits": "runtime processes"}
-        if self.runtime != "inline":
+        if self.runtime == "inline":
+            found |= {"run.rounds": "runtime processes"}
+        else:
             found |= {"run.inline_rounds_per_sync": "runtime inline"}
         if not self.reference_reset:
             found |= {"reset_optimizer": "reference_reset", "rescored_per_round": "reference_reset"}
@@ -310,6 +312,9 @@ GONE: Mapping[str, Gone] = {
     "run.searcher_nice": Gone(5, "it is always 5"),
     "run.publish_in_background": Gone(True, "weights are always written during the next step, except inline"),
     "run.put_in_background": Gone(True, "a round is always written during the next one, except inline"),
+    "run.continuous": Gone(
+        ..., "searchers begin prompts while others are answered, unless --run.rounds says otherwise"
+    ),
     "run.prefetch": Gone(True, "the next batch is always fetched during the step, except inline"),
     "record.status_seconds": Gone(10.0, "it is always 10 seconds"),
     "optimizer.eps": Gone(1e-8, "it is always 1e-08"),

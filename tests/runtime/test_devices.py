@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tba import cards
-from tba.engines import vllm
 from tba.errors import UserError
+from tba.models import huggingface
 from tba.runtime.devices import TRAINER, USABLE, Place, environment_of, placed
 from tba.settings import find
 
@@ -79,7 +79,7 @@ def test_a_part_sees_its_own_gpus_by_the_names_that_the_driver_has_for_them() ->
     named = {"CUDA_VISIBLE_DEVICES": "GPU-5f", "TBA_GPU_SHARE": "0.5000"}
     assert environment_of(Place((1,), TRAINER), "3, GPU-5f") == named
     assert environment_of(Place()) == {"CUDA_VISIBLE_DEVICES": ""}
-    assert vllm.GIVEN == cards.GIVEN  # engines know nothing of runtimes
+    assert huggingface.GIVEN == cards.GIVEN  # models know nothing of runtimes
 
 
 def test_the_papers_recipe_on_four_gpus_trains_on_one_and_searches_on_three() -> None:

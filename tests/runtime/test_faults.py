@@ -182,7 +182,7 @@ LONG = (
 )
 
 
-@pytest.mark.parametrize("flows", [(), ("--run.continuous",)], ids=["rounds", "continuous"])
+@pytest.mark.parametrize("flows", [("--run.rounds",), ()], ids=["rounds", "flow"])
 def test_parts_killed_at_random_moments_are_started_again_and_the_trainer_goes_on_from_its_checkpoint(
     tmp_path: Path, flows: tuple[str, ...]
 ) -> None:
@@ -439,9 +439,7 @@ def test_a_reward_that_raises_or_hangs_now_and_then_is_asked_again_and_counted(
     assert torch.equal(one, other)  # what is asked again is the same question
 
 
-@pytest.mark.parametrize(
-    ("runtime", "flows"), [("inline", ()), ("processes", ()), ("processes", ("--run.continuous",))]
-)
+@pytest.mark.parametrize(("runtime", "flows"), [("inline", ()), ("processes", ("--run.rounds",)), ("processes", ())])
 @pytest.mark.parametrize(("how", "said"), [("raises", "judge is not there"), ("hangs", "waited 0.5 s for the reward")])
 def test_a_reward_that_always_fails_ends_the_run_which_goes_on_once_it_is_mended(
     tmp_path: Path, runtime: str, flows: tuple[str, ...], how: str, said: str, capsys: pytest.CaptureFixture[str]

@@ -47,7 +47,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     )
     base = warm_started(start, task, lambda line: None)
     path = tmp_path_factory.mktemp("vllm") / "run"
-    how = ("--model.lora.rank", "8") if request.param == "adapters" else ("--run.continuous",)
+    how = ("--model.lora.rank", "8") if request.param == "adapters" else ()
     overrides = (
         *how,
         *("--task.path", str(DATA), "--model.path", str(base), "--model.device", "cpu"),
@@ -137,7 +137,7 @@ def test_episodes_are_played_in_processes_and_trained(tmp_path: Path) -> None:
     path = tmp_path / "run"
     overrides = (
         *("--model.path", str(base), "--model.generation.engine", "vllm", "--model.generation.slots", "32"),
-        *("--run.continuous", "--task.limits.processes", "8", "--task.held-out", "20"),
+        *("--task.limits.processes", "8", "--task.held-out", "20"),
         *("--steps", "16", "--searchers", "1", "--groups-per-step", "2", "--group-size", "4"),
         *("--samples-per-prompt", "8", "--prompts-per-round", "3", "--replay.pacing.warm-up", "24"),
         *("--replay.pacing.max-mean-uses", "1", "--evaluation.problems", "16", "--evaluation.every", "4"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -114,6 +115,16 @@ def test_generation_goes_on_while_the_reward_is_asked_and_it_is_asked_about_all_
         np.testing.assert_array_equal(
             t.log_reference, TabularReference(TASK, 0.7).log_probabilities(t.prompt, [t.completion])[0]
         )
+
+
+def test_a_rounds_worth_of_answers_is_sent_without_delay_and_less_is_held_for_a_while(begin: Begin) -> None:
+    pipeline, counted, follower = begin(hand_down_seconds=math.inf)
+    pipeline.searcher.journal = sent = Sent(counted.journal)
+    while len(sent.sizes) < 20:
+        pipeline.round()
+    assert min(sent.sizes) >= 3 * S
+    pipeline.drain()  # the rest, however little
+    assert sum(sent.sizes) == len(follower.drain()) == counted.begun * S
 
 
 def test_generation_waits_once_many_rounds_of_answers_wait_for_the_reward(

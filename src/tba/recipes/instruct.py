@@ -41,7 +41,7 @@ recipe = Recipe(
     replay=ReplaySettings(selection=RecencyReward(m=0.95), pacing=Pacing(warm_up=32, max_mean_uses=2.0)),
     evaluation=EvaluationSettings(every=40, problems=100, problems_during=100, greedy=False, chunk=64, shown=1000),
     prompts=PromptSettings(max_tokens=192),
-    run=RuntimeSettings(checkpoint_every=20, continuous=True),  # 20 steps take some four minutes
+    run=RuntimeSettings(checkpoint_every=20),  # 20 steps take some four minutes
     steps=180,
     max_tokens_per_pass=1024,  # a group of eight at a time: less memory, at the same speed
     groups_per_step=8,

@@ -240,7 +240,7 @@ def _loop_of(
         hand_down_seconds=math.inf if recipe.runtime == "inline" or recipe.vine else HAND_DOWN,
         clock=clock,
     )
-    flows = recipe.run.continuous and recipe.runtime != "inline" and recipe.vine is None
+    in_rounds = recipe.run.rounds or recipe.runtime == "inline" or recipe.vine is not None
     examiner = Examiner(
         engine=engine,
         prompts=prompts_of(recipe, model.tokenizer(), "eval"),
@@ -263,7 +263,7 @@ def _loop_of(
         clock,
         ends.records,
         ends.incarnation,
-        pipeline=Pipeline(searcher, _stage_deadline(recipe)) if flows else None,
+        pipeline=None if in_rounds else Pipeline(searcher, _stage_deadline(recipe)),
     )
 
 

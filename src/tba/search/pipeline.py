@@ -167,12 +167,14 @@ class Pipeline:
                     self.reading = _beside("weights", _read, newest)
 
     def _pass_on(self) -> None:
-        """Send the part that is judged and scored, and make the next one of what has been answered since."""
+        """Send the part that is judged and scored, and make the next one of what has been answered since: a round, or
+        less after `hand_down_seconds`. In larger parts answers would come faster than they are trained, then none.
+        """
         crowded = len(self.answered) >= _ROUNDS_WAITING * self.searcher.prompts_per_round
         if self.part is not None and (self.part.done or crowded):
             self._send()
-        held = time.perf_counter() - self._since
-        due = crowded or held >= max(self.searcher.hand_down_seconds, GENERATING * self._took)
+        hold = 0.0 if len(self.answered) >= self.searcher.prompts_per_round else self.searcher.hand_down_seconds
+        due = crowded or time.perf_counter() - self._since >= max(hold, GENERATING * self._took)
         if self.part is None and self.answered and due:
             self._begin()
 
