@@ -139,7 +139,7 @@ def measured(size: str, case: Case) -> int:
     with tempfile.TemporaryDirectory() as folder:
         first = int(case.ranks > 1 and os.fork() == 0)
         ranks = None
-        if case.ranks > 1 or case.low:
+        if case.ranks > 1:
             store = dist.FileStore(f"{folder}/store", case.ranks)
             ranks = Ranks(first, case.ranks, Meeting(store), torch.device("cpu"), 3600.0, 3600.0)
         train("tiny", case, ranks)
@@ -165,7 +165,9 @@ def train(size: str, case: Case, ranks: Ranks | None) -> None:
         add_adapters(model, LoraSettings(rank=RANK), torch.float32)
     # The peak begins again: a model that is drawn at random has its tied head twice for a moment.
     Path("/proc/self/clear_refs").write_text("5")
-    own, settings = CausalPolicy(model, gradient_checkpointing=case.checkpointed), OptimizerSettings(lr=1e-5)
+    compute = torch.bfloat16 if case.low and ranks is None else None
+    own = CausalPolicy(model, gradient_checkpointing=case.checkpointed, compute=compute)
+    settings = OptimizerSettings(lr=1e-5)
     policy: Policy = own
     if ranks is None:
         optimizer: Optimizer = settings.start(own.parameters())

@@ -21,6 +21,7 @@ from tba.engines.transformers import EngineSettings
 from tba.generation import generate
 from tba.host_copies import HostCopies
 from tba.models.huggingface import HuggingFace
+from tba.policy.norms import rms_norm
 from tba.policy.packed import PackedLayout
 from tba.policy.varlen import Attention
 from tba.runtime.leading import start_policy, start_ranks
@@ -170,3 +171,24 @@ def test_weights_are_copied_beside_the_next_step_and_the_next_update_waits_for_t
         weight.add_(1)
         assert float(dict(leaving.items())["w"].float().min()) == value
     assert float(weight.max()) == 5.0
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="a CPU computes the model's own norm")
+def test_a_norm_is_one_kernel_and_two_backward_and_is_right() -> None:
+    torch.manual_seed(0)
+    x, weight, grad = (torch.randn(shape, device=DEVICE) for shape in ((500, 896), (896,), (500, 896)))
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        own = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        rms_norm(own[0], own[1], 1e-6).backward(grad.to(dtype))  # loads what it needs
+        own[0].grad = own[1].grad = None
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            out = rms_norm(own[0], own[1], 1e-6)
+            out.backward(grad.to(dtype))
+            torch.cuda.synchronize()
+        on_device = torch.autograd.DeviceType.CUDA
+        kernels = sum(e.count for e in profile.key_averages() if e.device_type == on_device and "norm" in e.key.lower())
+        assert kernels <= 3, profile.key_averages()
+        found.append([out.detach().float(), *(t.grad.float() for t in own if t.grad is not None)])
+    for low, high in zip(found[1], found[0], strict=True):
+        assert float((low - high).norm() / high.norm()) < 0.02

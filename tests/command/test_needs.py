@@ -87,7 +87,7 @@ def test_a_refusal_names_a_field_with_which_the_recipe_fits() -> None:
     said = refusal(gsm8k(), RHO, Room(64 * GB, 40 * GB, 40 * GB))
     assert said.startswith("the trainer needs")
     assert said.endswith("set --max-tokens-per-pass 8192, with which it fits")
-    trainer = Room(64 * GB, 24 * GB, 40 * GB)
+    trainer = Room(64 * GB, 27 * GB, 40 * GB)
     assert refusal(gsm8k(), RHO, trainer).endswith("set --model.gradient-checkpointing, with which it fits")
     refuse_what_cannot_fit(gsm8k(gradient_checkpointing=True), RHO, trainer)
 

@@ -88,23 +88,16 @@ def test_reference_and_trainer_agree_to_the_bit_in_bfloat16_on_the_same_rows(ran
     )
     recipe = replace(find("quickstart"), model=model)
     ranks = start_ranks(recipe, 0)
-    assert ranks is not None
-    try:
-        policy, _ = start_policy(recipe, ranks, None)
-        trained = [p for p in policy.parameters() if p.requires_grad]
-        assert {p.dtype for p in trained} == {FULL}  # masters
-        with torch.no_grad():
-            log_policy_BT = policy.evaluate(batch).log_policy_BT
-        assert torch.equal(log_policy_BT, batch.log_reference_BT)
-        published = dict(policy.weights().items())
-        assert {t.dtype for t in published.values()} == {HALF}
-        engine.load(published, Version(0, 1))
-        again = generate(engine, prompts, 5, Sampling(), np.random.default_rng(5))
-        assert [[c.tokens.tolist() for c in row] for row in again] == [
-            [c.tokens.tolist() for c in row] for row in answered
-        ]
-    finally:
-        ranks.close()
+    assert ranks is None
+    policy, _ = start_policy(recipe, ranks, None)
+    trained = [p for p in policy.parameters() if p.requires_grad]
+    assert {p.dtype for p in trained} == {FULL}  # masters
+    with torch.no_grad():
+        log_policy_BT = policy.evaluate(batch).log_policy_BT
+    assert torch.equal(log_policy_BT, batch.log_reference_BT)
+    engine.load(policy.weights(), Version(0, 1))
+    again = generate(engine, prompts, 5, Sampling(), np.random.default_rng(5))
+    assert [[c.tokens.tolist() for c in row] for row in again] == [[c.tokens.tolist() for c in row] for row in answered]
 
 
 def test_at_another_precision_the_same_rows_would_begin_with_noise() -> None:

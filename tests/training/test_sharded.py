@@ -309,6 +309,31 @@ def test_of_changes_ranks_send_what_is_written_and_the_file_is_the_one_that_gath
     assert written < 0.1 * sum(tensor.nbytes for tensor in first.values()) or whole
 
 
+@pytest.mark.parametrize("limit", [WHOLE, BY_GROUPS, BY_SLICES], ids=["whole", "by groups", "by slices"])
+def test_one_process_in_bfloat16_is_one_rank_of_shards_to_the_bit(limit: int, tmp_path: Path) -> None:
+    """Its weights are rounded once an update, and gradients are added up in float32, as FSDP does it."""
+    balance = TrajectoryBalance(BETA)
+    low = llama_policy(heads=HEADS, compute=torch.bfloat16)
+    one = trainer_of(low, SETTINGS.start(low.parameters(), list(low.heads.parameters())), balance, tmp_path, limit)
+    with ranks_of(1, tmp_path / "store", lambda ranks: None) as ranks:
+        sharded = spread(ranks, balance, tmp_path, limit, compute=torch.bfloat16)
+        for _ in range(4):
+            assert one.go()["grad_norm"] == sharded.go()["grad_norm"]
+        theirs = dict(sharded.policy._sent(everything=True).items())  # type: ignore[attr-defined]
+    ours = one.policy.weights()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) and tensor.dtype == torch.float32 for name, tensor in ours.items())
+    assert {p.dtype for p in low.model.parameters()} == {torch.bfloat16}
+    assert all(p.grad is None for p in low.model.parameters())
+
+    saved = checkpoint(one, tmp_path / "checkpoints")
+    assert all(torch.equal(t, ours[name]) for name, t in load_file(saved.path / "model.safetensors").items())
+    again = llama_policy(heads=HEADS, compute=torch.bfloat16)
+    again.load(load_file(saved.path / "model.safetensors"))
+    batch = collate(groups_of(SIZES))
+    assert torch.equal(again.evaluate(batch).log_policy_BT, low.evaluate(batch).log_policy_BT)
+
+
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("full_every", [1, 2], ids=["whole", "changes"])
 def test_ranks_that_copy_their_rows_go_on_while_the_files_are_written_which_are_those_of_one(

@@ -67,8 +67,13 @@ def llama(seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def llama_policy(seed: int = 0, dtype: torch.dtype = torch.float32, heads: Iterable[str] = ()) -> CausalPolicy:
-    return CausalPolicy(llama(seed, dtype), heads=heads)
+def llama_policy(
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    heads: Iterable[str] = (),
+    compute: torch.dtype | None = None,
+) -> CausalPolicy:
+    return CausalPolicy(llama(seed, dtype), heads=heads, compute=compute)
 
 
 def with_random_heads(policy: TabularPolicy | CausalPolicy) -> TabularPolicy | CausalPolicy:

@@ -215,6 +215,8 @@ class HuggingFace:
             model, files = load_unfilled(base, self.precision.held)
         if self.lora.rank:
             add_adapters(model, self.lora, torch.float32)
+        # shards are cast as they are gathered, and adapters on a base in 4 bits as they are used
+        lowered = sharding is None and not self.precision.four_bit and self.compute != torch.float32
         policy = CausalPolicy(
             model,
             temperature,
@@ -222,6 +224,7 @@ class HuggingFace:
             gradient_checkpointing=self.gradient_checkpointing,
             compiled=self.compiled,
             heads=heads,
+            compute=self.compute if lowered else None,
         )
         if sharding is not None:
             policy.shard(sharding, files)

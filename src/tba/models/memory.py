@@ -222,7 +222,8 @@ def _layer(shape: Shape, of: Pass) -> int:
     i, norm = of.precision.compute.itemsize, 0 if of.rank else of.precision.compute.itemsize
     adapted = sum(1 for name in shape.linear if not of.targets or name in of.targets) if of.rank else 0
     wide = (4 if shape.gated else 2) * shape.ff * i  # gate, what it gates, its activation, their product
-    norms = 2 * (shape.width * (4 + norm + i) + 4)  # input in float32, normalised, scaled; the root
+    # input in float32, normalised, scaled; the root. One kernel of a GPU keeps the input as it is
+    norms = 2 * (shape.width * (4 + norm + i if of.device == "cpu" else 2 * i) + 4)
     attention = 2 * (shape.queries + shape.keys) * i + 4 * shape.heads  # query, output, key, value; the log-sum-exp
     return norms + attention + wide + adapted * of.rank * i
 
@@ -245,10 +246,14 @@ def _logits(shape: Shape, of: Pass, kept: int) -> tuple[int, int]:
 
 
 def _gathered(shape: Shape, of: Pass) -> Bytes:
-    """What is gathered of shards at a time, in the compute type, and gradients before they are shards again."""
-    if of.ranks == 1 and of.precision.compute.itemsize == 4:
-        return {}
+    """What is computed with besides the float32 weights: in one process copies in the compute type, and some layers'
+    gradients in it before they are cast; over ranks what is gathered of shards at a time, in the compute type, and
+    gradients before they are shards again.
+    """
     i = of.precision.compute.itemsize
+    if of.ranks == 1:
+        trained, layer = (shape.adapters(of.rank, of.targets), 0) if of.rank else (shape.parameters, shape.layer)
+        return {} if i == 4 else {"computed with": i * (trained + 2 * layer)}
     return {"gathered": i * (2 * shape.layer + shape.outside) + (4 + i) * shape.layer}
 
 

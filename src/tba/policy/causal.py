@@ -29,6 +29,8 @@ from tba.policy.head import Head, KeptProbabilities, linear_heads, read, token_l
 from tba.policy.loading import WeightFiles
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import has_adapters, is_adapter, merged, untied
+from tba.policy.low_precision import LowPrecision
+from tba.policy.norms import fuse_norms
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
 from tba.protocols import PolicyOutput
 from tba.sharding import Sharding, is_sharded, own_rows, rows_of
@@ -72,6 +74,7 @@ class CausalPolicy:
         gradient_checkpointing: bool = False,
         compiled: bool = False,
         heads: Iterable[str] = (),  # value, log_z: linear, on the hidden states before tokens and of prompts
+        compute: torch.dtype | None = None,  # in which trained weights are computed with; None: as they are
     ) -> None:
         if temperature <= 0:
             raise UserError(f"the policy's temperature is {temperature}, but it must be above 0; 1.0 is the usual one")
@@ -81,6 +84,8 @@ class CausalPolicy:
         elif model.config._attn_implementation == ATTENTION:  # it belonged to another policy
             model.set_attn_implementation("sdpa")
         self.model = model.eval()
+        fuse_norms(model)
+        self._low = None if compute is None else LowPrecision(model, compute)
         self.temperature = temperature
         self._kept = KeptProbabilities(kept_bytes)
         self._vocab_chunk = vocab_chunk
@@ -135,6 +140,8 @@ class CausalPolicy:
         )
 
     def _evaluate(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self._low is not None:
+            self._low.refresh()
         with _layers_checkpointed(self.model, self._checkpointed):
             forward = self._packed(batch) if self.share_prompt else self._plain(batch)
         value_BT = log_z_G = None
@@ -192,7 +199,8 @@ class CausalPolicy:
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """Returns the trained parameters, each once, those of the heads last."""
-        return [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
+        trained = [p for p in (*self.model.parameters(), *self.heads.parameters()) if p.requires_grad]
+        return trained if self._low is None else [self._low.weight(p) for p in trained]
 
     def weights(self) -> Mapping[str, Tensor]:
         """Returns detached views by the names `save_pretrained` uses; tied weights once, heads not at all.
@@ -207,7 +215,7 @@ class CausalPolicy:
         """Returns the same with the base of adapters."""
         if self._sharded is not None:
             self._sharded.let_go()
-        return untied(self.model)
+        return untied(self.model) if self._low is None else self._low.named(untied(self.model))
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Copy `weights` in, in place. Raises `KeyError` on other names and `ValueError` on another shape."""
@@ -259,10 +267,10 @@ class CausalPolicy:
             adapters: dict[str, Tensor] = {}
             self._write(folder, merged(self.model, weights or self.everything(), adapters))
             write_tensors(folder / ADAPTERS, adapters)
-        elif weights is None:
+        elif weights is None and self._low is None:
             self.model.save_pretrained(folder)
         else:
-            self._write(folder, weights)
+            self._write(folder, weights or self.everything())
 
     def _write(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Write what `save_pretrained` writes, with the tensors one after the other."""

@@ -36,12 +36,10 @@ STORE = "TBA_RANKS"  # names the file through which the ranks of this machine fi
 def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ranks | None:
     """Returns this process's place among the trainer's ranks; None where the trainer is one plain process.
 
-    A single rank that computes in less than float32 has one too: shards are float32 and are cast as they are gathered.
-    A base in 4 bits is not sharded: its adapters are cast as they are used.
     Without a `meeting` they find each other through the file that the environment names.
     """
     ranks = recipe.trainer.ranks
-    if ranks == 1 and (recipe.model.compute == torch.float32 or getattr(recipe.model, "dtype", "") == "4-bit"):
+    if ranks == 1:
         return None
     device = recipe.model.trainer_device
     meeting = meeting or Meeting(_store_here(ranks))
@@ -52,11 +50,9 @@ def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ra
 
 
 def _store_here(ranks: int) -> Any:
-    # exported only by builds of torch that have `distributed`
-    if ranks == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]
     if STORE not in os.environ:
         raise UserError(f"--trainer.ranks is {ranks}, but this trainer is one process: use processes or a cluster")
+    # exported only by builds of torch that have `distributed`
     return dist.FileStore(os.environ[STORE], ranks)  # type: ignore[attr-defined]
 
 

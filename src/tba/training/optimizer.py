@@ -232,6 +232,7 @@ class Optimizer:
         for group in self._adamw.param_groups:
             group["lr"] = group["peak"] * shape
         self._adamw.step()
+        torch.autograd.graph.increment_version(self._masters)  # torch's fused AdamW does not say that it changes them
         with torch.no_grad():
             for parameter, master in self._copies():
                 parameter.copy_(master)
