@@ -18,10 +18,12 @@ from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.tba_prime import TbaPrime
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Objective
+from tba.recipe import Recipe
 from tba.replay.buffer import BufferSettings
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.schedules import Constant
+from tba.search.exploration import Fixed, RandomPerRound
 from tba.settings import find
 from tba.training.ranks import RankSettings
 
@@ -54,6 +56,25 @@ def test_an_estimate_is_measured_on_both_halves(tmp_path: Path, monkeypatch: pyt
     assert 0 < e.round_seconds < e.total_seconds
     assert e.tokens_per_round > 0
     assert min(e.trainer_bytes, e.searcher_bytes) > 50e6  # python and torch alone have more
+
+
+def test_sampling_that_is_not_the_policys_is_warned_of_where_the_objective_takes_ratios() -> None:
+    quickstart = find("quickstart")
+
+    def warned(recipe: Recipe) -> list[str]:
+        return [w for w in validate(recipe) if "sampled otherwise than from the policy" in w]
+
+    assert warned(quickstart) == []
+    assert (
+        "temperature 1 and top-p 0.5, the policy's is temperature 1"
+        in warned(replace(quickstart, exploration=Fixed(top_p=0.5)))[0]
+    )
+    cold = replace(quickstart, exploration=Fixed(temperature=0.9))
+    assert "--exploration.temperature 1 --exploration.top-p 1" in warned(cold)[0]
+    assert warned(replace(cold, policy_temperature=0.9)) == []
+    assert warned(replace(cold, objective=replace(TrajectoryBalance(), off_policy="none"))) == []
+    assert "of the rounds are" in warned(replace(quickstart, exploration=RandomPerRound()))[0]
+    assert len(warned(replace(cold, objective=dr_grpo()))) == ("log_behavior" in dr_grpo().needs)
 
 
 def test_a_round_that_does_not_fill_its_groups_is_warned_of() -> None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 from rich.console import Group
 from rich.text import Text
@@ -51,6 +52,7 @@ from tba.settings import find, override
 
 _DEADLINE = 1800.0  # seconds for one probe
 _SECONDS = 3.0  # for which searcher and trainer are timed at least, at the same time
+_DRAWS = 64  # of an exploration, to see how it samples
 _POLL = 0.02  # seconds between two checks whether a probe has ended
 # by which two passes over the same token may differ, in which it has other neighbours: a few units of the last place of
 # logits of up to 20
@@ -79,7 +81,7 @@ def validate(recipe: Recipe) -> list[str]:
             f"no searcher samples {' or '.join(recipe.model.never_sampled)} (the engine's rules): Trajectory Balance "
             "determines the policy only on what can be sampled; elsewhere it stays as it happens to be"
         )
-    warnings += [*_on_groups(recipe), *_on_frequencies(recipe)]
+    warnings += [*_on_sampling(recipe), *_on_groups(recipe), *_on_frequencies(recipe)]
     if recipe.vine is not None and "step_value" not in recipe.objective.needs:
         warnings.append(
             "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
@@ -99,6 +101,25 @@ def validate(recipe: Recipe) -> list[str]:
 def _places(recipe: Recipe) -> dict[str, Place]:
     """Returns where the parts of a run will be on this machine. Raises `UserError` when its GPUs are not enough."""
     return places_here(recipe, [f"searcher-{i}" for i in range(recipe.searchers)])
+
+
+def _on_sampling(recipe: Recipe) -> list[str]:
+    """Returns a warning about an objective of ratios whose answers are not sampled as the policy has them."""
+    corrects = getattr(recipe.objective, "off_policy", "none") != "none"  # of Trajectory Balance, which can do without
+    if recipe.offline or not (corrects or "log_behavior" in recipe.objective.needs):
+        return []
+    rng, own = np.random.default_rng(0), recipe.policy_temperature
+    drawn = [recipe.exploration.draw(rng) for _ in range(_DRAWS)]
+    other = [sampling for sampling in drawn if sampling.temperature != own or sampling.top_p < 1]
+    if not other:
+        return []
+    share = "answers are" if len(other) == len(drawn) else f"{len(other) / len(drawn):.0%} of the rounds are"
+    how = f"temperature {other[0].temperature:g}" + (f" and top-p {other[0].top_p:g}" if other[0].top_p < 1 else "")
+    return [
+        f"{share} sampled otherwise than from the policy that the objective takes their ratios to ({how}, the policy's "
+        f"is temperature {own:g} with all tokens): these ratios are then not 1 even when nothing is stale; sample with "
+        f"--exploration.temperature {own:g} --exploration.top-p 1, or set --policy-temperature to what is sampled at"
+    ]
 
 
 def _on_groups(recipe: Recipe) -> list[str]:
