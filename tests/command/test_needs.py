@@ -70,6 +70,19 @@ def test_each_part_is_on_its_device_and_the_rule_of_thumb_is_in_it() -> None:
     assert "moments 8.2 GiB" in str(on_gpu["trainer"])
 
 
+def test_a_vllm_searcher_is_refused_where_it_has_no_room_for_weights_reference_and_one_answer() -> None:
+    served = gsm8k(generation=replace(gsm8k().model.generation, engine="vllm"))
+    need = by_part(served)["searcher"]
+    of_position = 22 * 2 * 4 * 64 * 2  # layers, keys and values, heads, their width, bytes of a number
+    assert need.parts["weights"] == 2 * RHO.parameters
+    assert need.parts["keys and values"] == (8 + 2) * 128 * of_position  # 512 tokens of a prompt, as many of an answer
+    wanted = total(need.parts) + total(by_part(served)["reference"].parts)
+    refuse_what_cannot_fit(served, RHO, Room(searcher_gpu=wanted))
+    assert "the searcher needs" in refusal(served, RHO, Room(searcher_gpu=wanted - 2**27))
+    auto = gsm8k(generation=replace(gsm8k().model.generation, engine="auto"))  # it may come to be transformers
+    assert by_part(auto)["searcher"].parts == by_part(gsm8k())["searcher"].parts
+
+
 def test_a_full_buffer_takes_no_more_than_its_budget_for_tokens() -> None:
     long, short = BufferSettings().memory(8000), BufferSettings().memory(100)
     assert long["tokens"] == 4 * GB

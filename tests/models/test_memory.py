@@ -85,16 +85,19 @@ def test_vllms_cache_is_what_the_slots_need_or_what_is_left_of_the_searchers_par
     shape, low = Shape.of(QWEN), precision("bfloat16", "cuda", adapters=False)
     searcher = Sampling(low, slots=10, positions=300, prompt=100, device="cuda")  # three blocks of 128
     of_block = 128 * 3 * 2 * 32 * 2  # layers, keys and values, their width, bytes of a number
-    assert memory.vllm_cache(shape, searcher) == (10 * 3 + 2) * of_block
-    assert memory.vllm_cache(shape, searcher, room=100 * 10**9) == (10 * 3 + 2) * of_block
-    assert memory.vllm_cache(shape, searcher, gpus=2) == (10 * 3 + 2) * of_block // 2  # of each, half of the heads
-    beside = 2 * shape.parameters + memory.engine(shape, searcher)["a step"]
-    beside += memory.total(memory.reference(shape, searcher)) + 2**30
-    assert memory.vllm_cache(shape, searcher, room=beside + 20 * of_block) == 20 * of_block
-    assert memory.vllm_cache(shape, searcher, room=beside) == (3 + 2) * of_block  # the longest answer alone
+
+    def cache(of: Sampling, **given: int) -> int:
+        return memory.vllm(shape, of, **given)["keys and values"]
+
+    assert cache(searcher) == cache(searcher, room=100 * 10**9) == (10 * 3 + 2) * of_block
+    assert cache(searcher, gpus=2) == (10 * 3 + 2) * of_block // 2  # of each, half of the heads
+    beside = 2 * shape.parameters + memory.engine(shape, searcher)["a step"] + 2**30
+    scoring = memory.total(memory.reference(shape, searcher))
+    assert cache(searcher, room=beside + scoring + 20 * of_block) == 20 * of_block
+    assert cache(searcher, room=beside) == (3 + 2) * of_block  # the longest answer alone
     adapted = replace(searcher, rank=8)  # with a base in this process, which its reference shares
-    kept = memory.engine(shape, adapted)["weights"] + 2 * shape.adapters(8) - 2 * shape.parameters
-    assert memory.vllm_cache(shape, adapted, room=beside + kept + 9 * of_block) == 9 * of_block
+    kept = memory.engine(shape, adapted)["weights"] + memory.total(memory.reference(shape, adapted))
+    assert cache(adapted, room=beside + kept + 9 * of_block) == 9 * of_block
 
 
 def test_memory_grows_with_tokens_and_checkpointing_keeps_one_hidden_state_of_each_layer() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
-from tba.models.memory import Bytes, Pass, Sampling, Shape, engine, reference, total, trainer
+from tba.models.memory import Bytes, Pass, Sampling, Shape, engine, reference, total, trainer, vllm
 from tba.recipe import Recipe
 from tba.record.text import size
 
@@ -67,7 +67,10 @@ def needs(recipe: Recipe, shape: Shape) -> list[Need]:
         targets=lora.targets,
     )
     found = [Need("trainer", device, trainer(shape, of_pass))]
-    if model.generation.engine != "vllm":
+    if model.generation.engine == "vllm":  # its cache takes what there is, if that is less than the slots need
+        room = 0 if device == "cuda" else None
+        found.append(Need("searcher", device, vllm(shape, of_searcher, model.vllm.tensor_parallel, room)))
+    else:
         found.append(Need("searcher", device, engine(shape, of_searcher)))
     found.append(Need("reference", device, reference(shape, of_searcher)))
     buffer = recipe.replay.buffer

@@ -38,9 +38,10 @@ from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
+from tba.models import memory
 from tba.models.arithmetic import arithmetic_of
 from tba.models.gguf import SUFFIX, converted
-from tba.models.memory import Sampling, Shape, vllm_cache
+from tba.models.memory import Sampling, Shape
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
@@ -305,10 +306,18 @@ class HuggingFace:
         shape, room = Shape.of(config), None
         longest = min(longest_prompt + self.max_completion_tokens, shape.positions)
         slots, lora = self.generation.slots, self.lora
-        of = Sampling(self.precision, slots, longest, longest_prompt, rank=lora.rank, targets=lora.targets)
+        of = Sampling(
+            self.precision,
+            slots,
+            longest,
+            longest_prompt,
+            device=self._device.type,
+            rank=lora.rank,
+            targets=lora.targets,
+        )
         if self._device.type == "cuda":
             room = int(float(os.environ.get(GIVEN, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
-        return vllm_cache(shape, of, self.vllm.tensor_parallel, room)
+        return memory.vllm(shape, of, self.vllm.tensor_parallel, room)["keys and values"]
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:

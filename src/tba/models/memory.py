@@ -178,20 +178,22 @@ def engine(shape: Shape, of: Sampling) -> Bytes:
     } | _made_whole(shape, of.precision)
 
 
-def vllm_cache(shape: Shape, of: Sampling, gpus: int = 1, room: int | None = None) -> int:
-    """Bytes of keys and values for vLLM on each of its `gpus`: what the slots need, or what is left for them of `room`,
-    the searcher's part of a GPU, and at least what the longest answer needs.
+def vllm(shape: Shape, of: Sampling, gpus: int = 1, room: int | None = None) -> Bytes:
+    """Bytes of the vllm engine on each of its `gpus`, by part. Its cache is what the slots need, or what is left of
+    `room`, the searcher's part of a GPU, beside all else and the reference; at least what the longest answer needs.
     """
-    i = of.precision.compute.itemsize
+    i, own = of.precision.compute.itemsize, engine(shape, of)
+    found = {
+        "weights": shape.parameters * i // gpus + (own["weights"] if of.rank else 0),  # adapters are merged into a base
+        "a step": own["a step"],
+        "graphs and buffers": _GRAPHS if of.device == "cuda" else 0,
+    }
     of_block = _BLOCK * shape.layers * 2 * max(shape.keys // gpus, shape.head_width) * i
     longest = -(-of.positions // _BLOCK)
-    wanted = (of.slots * longest + 2) * of_block  # one is never used, one to spare
-    if room is None:
-        return wanted
-    parts = engine(shape, of)
-    beside = shape.parameters * i // gpus + parts["a step"] + total(reference(shape, of)) + _GRAPHS
-    beside += parts["weights"] if of.rank else 0  # the base that adapters are merged into
-    return min(wanted, max(room - beside, (longest + 2) * of_block))
+    cache = (of.slots * longest + 2) * of_block  # one is never used, one to spare
+    if room is not None:
+        cache = min(cache, max(room - total(found) - total(reference(shape, of)), (longest + 2) * of_block))
+    return found | {"keys and values": cache}
 
 
 def reference(shape: Shape, of: Sampling) -> Bytes:
