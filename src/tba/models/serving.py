@@ -66,6 +66,8 @@ def doubt(engine: TransformersEngine | VllmEngine, model: PreTrainedModel, longe
             for name, tensor in weights.items():
                 tensor.view(_INTEGERS[tensor.element_size()]).bitwise_xor_(masks[name])
         engine.load(weights, version)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)  # the policy scores in a stream of its own
 
     found = {"at the start": distance(answers())}
     update()
