@@ -137,12 +137,15 @@ def farthest(answered: list[list[Completion]], expected: list[list[np.ndarray]])
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_log_behavior_is_the_trainers_log_policy_at_the_same_temperature(
-    engine: Engine, model: HuggingFace, temperature: float
+    engine: Engine, model: HuggingFace, temperature: float, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = prompts_of(5, 150, 1, 270, 150)
     answered = generate(engine, prompts, 6, Sampling(temperature), np.random.default_rng(0))
     assert [len(row) for row in answered] == [6] * 5
-    assert farthest(answered, trained_on(model, prompts, answered, temperature)) < TOLERANCE
+    far = farthest(answered, trained_on(model, prompts, answered, temperature))
+    with capsys.disabled():
+        print(f"\na token's log-probability at temperature {temperature}: at most {far:.1g} from the trainer's")
+    assert far < TOLERANCE
     assert {c.versions for row in answered for c in row} == {(Version(0, 3), Version(0, 3))}
 
 
@@ -383,7 +386,7 @@ def test_prompts_that_join_while_others_are_answered_get_what_they_get_together(
 
 
 def test_slots_are_busy_with_answers_of_many_lengths_where_rounds_leave_them_empty(
-    serving: Serving, model: HuggingFace, monkeypatch: pytest.MonkeyPatch
+    serving: Serving, model: HuggingFace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Log-normal lengths, as long as the rest of the model's positions behind a prompt: there is no EOS before."""
     long = replace(model.generation, max_completion_tokens=256, min_completion_tokens=255)
@@ -405,7 +408,8 @@ def test_slots_are_busy_with_answers_of_many_lengths_where_rounds_leave_them_emp
     in_flow = busy(flow)
     rounds = [generate(engine, prompts[i : i + 4], 4, Sampling(), rng) for i in range(0, len(prompts), 4)]
     in_rounds = busy([row for made in rounds for row in made])
-    print(f"slots busy: {in_flow:.1%} as a flow, its end included; {in_rounds:.1%} in rounds of 4 prompts")
+    with capsys.disabled():
+        print(f"\nslots busy: {in_flow:.1%} as a flow, its end included; {in_rounds:.1%} in rounds of 4 prompts")
     assert in_flow > 0.9 > 0.7 > in_rounds
 
 
