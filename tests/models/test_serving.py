@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -108,6 +109,16 @@ def test_auto_is_transformers_on_a_cpu_and_vllm_is_not_even_imported(
     (line,) = [record.message for record in caplog.records if record.name == "tba.searcher"]
     assert line == "answers are sampled by transformers: vllm is for CUDA and whole weights, not for float32 on cpu"
     assert "vllm" not in sys.modules
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="says what there is where vLLM is missing")
+def test_where_vllm_is_missing_or_cannot_be_had_auto_has_a_reason_in_words(model: HuggingFace) -> None:
+    assert "vllm, which is not installed" in str(model.tried_vllm(Version(), 20))
+    on_gpu = replace(model, device="cuda", generation=replace(SETTINGS, engine="auto"))
+    assert on_gpu._why_not_vllm == ""
+    assert "for 4-bit on cuda" in replace(on_gpu, dtype="4-bit", lora=LoraSettings(rank=4))._why_not_vllm
+    ruled = replace(on_gpu, generation=replace(SETTINGS, engine="auto", never_first=("a",)))
+    assert "no rule for the first token" in ruled._why_not_vllm
 
 
 def test_an_engine_over_several_gpus_has_to_be_chosen(model: HuggingFace) -> None:

@@ -35,7 +35,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.environments.scripted import acted, written
 from tba.environments.speech import Speech
-from tba.errors import UserError
+from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
 from tba.models import memory
@@ -251,17 +251,15 @@ class HuggingFace:
         from the policy, and the log says which it is. A searcher finds that out before it loads its reference, which is
         as large as what the test needs.
         """
-        chosen = self.generation.engine
-        base = self._base() if self.lora.rank or chosen == "transformers" else None
-        if chosen == "vllm":
-            return self._vllm(version, longest_prompt, base)
-        if chosen == "auto":
-            served = self._vllm_or_why_not(version, longest_prompt, base)
+        if self.generation.engine == "vllm":
+            return self._vllm(version, longest_prompt)
+        if self.generation.engine == "auto":
+            served = self._why_not_vllm or self.tried_vllm(version, longest_prompt)
             if not isinstance(served, str):
+                log.info("answers are sampled by vllm, which has passed its self-test")
                 return served
             log.info("answers are sampled by transformers: %s", served)
-            base = self._base() if base is None else base
-        return TransformersEngine(base, self.tokenizer(), self.generation, version)
+        return TransformersEngine(self._base(), self.tokenizer(), self.generation, version)
 
     def _base(self) -> PreTrainedModel:
         """Returns the model that an engine has in this process, with adapters where there are to be some."""
@@ -271,33 +269,38 @@ class HuggingFace:
             _ENGINES[repr(self)] = model
         return model
 
-    def _vllm(self, version: Version, longest_prompt: int, base: PreTrainedModel | None) -> VllmEngine:
-        """Returns vLLM, which has its own copy of the weights; with adapters it is given those of `base`, merged."""
+    def _vllm(self, version: Version, longest_prompt: int) -> VllmEngine:
+        """Returns vLLM with its own copy of the weights; with adapters it is given those of a base here, merged."""
+        base = self._base() if self.lora.rank else None
         given = (self.generation, self.vllm, self._device, self.compute)
         with _no_bars():
             cache = partial(self._cache_bytes, longest_prompt)
             return VllmEngine(self.path, self.tokenizer(), *given, longest_prompt, cache, version, base)
 
-    def _vllm_or_why_not(self, version: Version, longest_prompt: int, base: PreTrainedModel | None) -> VllmEngine | str:
-        """Returns vLLM if it can be had and passes the self-test, else the reason in words."""
+    @property
+    def _why_not_vllm(self) -> str:
+        """Why `auto` does not try vLLM at all; empty: it does."""
         if self._device.type != "cuda" or self.dtype == "4-bit":
             return f"vllm is for CUDA and whole weights, not for {self.dtype} on {self._device.type}"
-        if self.generation.first or self.generation.never_first:
-            return "vllm has no rule for the first token of an answer"
+        rules = self.generation.first or self.generation.never_first
+        return "vllm has no rule for the first token of an answer" if rules else ""
+
+    def tried_vllm(self, version: Version, longest_prompt: int) -> VllmEngine | str:
+        """Returns vLLM if it can be had and passes the self-test, else the reason in words."""
         served: VllmEngine | None = None
         try:
-            served = self._vllm(version, longest_prompt, base)
-            probe = copy_on_same_base(base) if base else self._load(self.path, self._device, self.compute)[0]
+            served = self._vllm(version, longest_prompt)
+            base = _ENGINES.get(repr(self)) if self.lora.rank else None
+            probe = self._base() if base is None else copy_on_same_base(base)
             why = doubt(served, probe, longest_prompt)
-            if why is None:
-                log.info("answers are sampled by vllm, which has passed its self-test")
-                return served
-        except UserError as error:
+        except TbaError as error:
             why = str(error)
-        served = probe = None
-        gc.collect()
+        base = probe = None
+        if why is not None:
+            served = None
+        gc.collect()  # what is not used any more has to be gone before the reference, or another engine, is loaded
         torch.cuda.empty_cache()
-        return why
+        return served or str(why)
 
     def _cache_bytes(self, longest_prompt: int, config: PretrainedConfig) -> int:
         """Returns the bytes of keys and values that vLLM is given on each GPU."""
