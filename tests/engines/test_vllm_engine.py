@@ -540,7 +540,7 @@ def test_auto_tries_it_against_the_policy_and_hands_it_out_with_the_weights_it_b
     model: HuggingFace, untied: HuggingFace, rank: int
 ) -> None:
     of = replace(untied, lora=LoraSettings(rank)) if rank else model
-    engine = of.tried_vllm(Version(1, 2), 200)
+    engine = of._tried_vllm(Version(1, 2), 200)
     assert isinstance(engine, VllmEngine)
     assert engine.version == Version(1, 2)
     prompts = prompts_of(40, 150)
@@ -548,7 +548,7 @@ def test_auto_tries_it_against_the_policy_and_hands_it_out_with_the_weights_it_b
     assert farthest(answered, trained_on(of, prompts, answered, 1.0)) < TOLERANCE
     small = replace(of, vllm=VllmSettings(cache_gb=2e-5))
     del engine
-    assert "cannot serve the model" in str(small.tried_vllm(Version(), 200))
+    assert "cannot serve the model" in str(small._tried_vllm(Version(), 200))
 
 
 def test_it_has_positions_for_the_longest_prompt_and_answer_and_no_more(model: HuggingFace) -> None:

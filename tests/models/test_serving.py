@@ -113,7 +113,7 @@ def test_auto_is_transformers_on_a_cpu_and_vllm_is_not_even_imported(
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="says what there is where vLLM is missing")
 def test_where_vllm_is_missing_or_cannot_be_had_auto_has_a_reason_in_words(model: HuggingFace) -> None:
-    assert "vllm, which is not installed" in str(model.tried_vllm(Version(), 20))
+    assert "vllm, which is not installed" in str(model._tried_vllm(Version(), 20))
     on_gpu = replace(model, device="cuda", generation=replace(SETTINGS, engine="auto"))
     assert on_gpu._why_not_vllm == ""
     assert "for 4-bit on cuda" in replace(on_gpu, dtype="4-bit", lora=LoraSettings(rank=4))._why_not_vllm

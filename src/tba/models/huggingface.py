@@ -254,7 +254,7 @@ class HuggingFace:
         if self.generation.engine == "vllm":
             return self._vllm(version, longest_prompt)
         if self.generation.engine == "auto":
-            served = self._why_not_vllm or self.tried_vllm(version, longest_prompt)
+            served = self._why_not_vllm or self._tried_vllm(version, longest_prompt)
             if not isinstance(served, str):
                 log.info("answers are sampled by vllm, which has passed its self-test")
                 return served
@@ -285,7 +285,7 @@ class HuggingFace:
         rules = self.generation.first or self.generation.never_first
         return "vllm has no rule for the first token of an answer" if rules else ""
 
-    def tried_vllm(self, version: Version, longest_prompt: int) -> VllmEngine | str:
+    def _tried_vllm(self, version: Version, longest_prompt: int) -> VllmEngine | str:
         """Returns vLLM if it can be had and passes the self-test, else the reason in words."""
         served: VllmEngine | None = None
         try:
