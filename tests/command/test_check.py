@@ -72,7 +72,7 @@ def test_sampling_that_is_not_the_policys_is_warned_of_where_the_objective_takes
     cold = replace(quickstart, exploration=Fixed(temperature=0.9))
     assert "--exploration.temperature 1 --exploration.top-p 1" in warned(cold)[0]
     assert warned(replace(cold, policy_temperature=0.9)) == []
-    assert warned(replace(cold, objective=replace(TrajectoryBalance(), off_policy="none"))) == []
+    assert warned(replace(cold, objective=TrajectoryBalance(beta=Constant(0.05), off_policy="none"))) == []
     assert "of the rounds are" in warned(replace(quickstart, exploration=RandomPerRound()))[0]
     assert len(warned(replace(cold, objective=dr_grpo()))) == ("log_behavior" in dr_grpo().needs)
 
