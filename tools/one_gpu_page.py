@@ -90,9 +90,9 @@ weights of Qwen2.5-0.5B's shape in bfloat16: it needs no network and no download
 nothing here is a guess.
 
 - *Before*: {before}.
-  The code that ran on a GPU for the first time, before weights left beside the step. Each of its kernels was launched
-  alone; its log-ratios are of 12 updates without a gradient, of answers of 200 tokens; the trainer of its run was
-  checkpointed.
+  The code that ran on a GPU for the first time: before a decode step was captured, a trainer's kernels became fewer,
+  and weights left beside the step. Each of its kernels was launched alone; its log-ratios are of 12 updates without a
+  gradient, of answers of 200 tokens; the trainer of its run was checkpointed.
 - *After*: {after}.
 """
 SHARED = """\
