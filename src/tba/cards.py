@@ -20,7 +20,7 @@ from functools import cache
 
 import torch
 
-GIVEN = "TBA_GPU_SHARE"  # in a worker's environment: its share of its GPUs' memory (`engines.vllm` reads it too)
+GIVEN = "TBA_GPU_SHARE"  # in a worker's environment: its share of the memory of its GPUs
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _DEADLINE = 120.0  # seconds for an interpreter that is started to ask
 _ASKING = "from tba.cards import *; import sys; sys.stdout.write(asked())"

@@ -516,6 +516,17 @@ class Arithmetic:
         return (self.read * read + self.scored * scored) / seconds / self.rate if seconds > 0 else 0.0
 
 
+@dataclass(frozen=True)
+class Work:
+    """What a run asks of its model, as far as the memory that it needs depends on it."""
+
+    prompt_tokens: int  # of the longest prompt
+    pass_tokens: int  # of one forward and backward pass, at most
+    groups: int  # prompts of a step
+    group_size: int  # answers to each
+    ranks: int  # processes of the trainer
+
+
 class Model(Protocol):
     """The weights a run begins with, and how searchers and the trainer use them."""
 
@@ -571,6 +582,14 @@ class Model(Protocol):
     @property
     def gpus_per_searcher(self) -> int:
         """Over how many GPUs one searcher's engine is spread; 0 where the model runs on none."""
+        ...
+
+    def memory(self, work: Work) -> Mapping[str, Mapping[str, int]] | None:
+        """Returns the bytes that a rank of the trainer (`trainer`), an engine (`searcher`) and a `reference` need at
+        most, by part, and those of a `checkpoint` and of published `weights` on the disk; None where that is unknown.
+
+        It has to be `prepared`; nothing is loaded.
+        """
         ...
 
     def engine(self, version: Version, longest_prompt: int = ...) -> Engine:

@@ -142,7 +142,8 @@ class Recipe:
     rescored_per_round: int = 512  # older trajectories that a searcher scores under a new reference between two rounds
     policy_temperature: float = 1.0  # temperature of the policy and the reference in the objective
     max_tokens_per_pass: int = 16384  # tokens of one forward and backward pass; larger batches are split
-    searchers: int = 1  # processes that generate; inline: exactly one
+    searchers: int | None = None  # processes that generate; inline: exactly one; None: one, or one for each GPU of this
+    # machine that the trainer leaves
     offline: bool = False  # learn only from existing trajectories (`tba import`, --data); searchers only evaluate
     runtime: Literal["processes", "inline", "cluster"] = "processes"  # processes, one process, or Ray actors
     address: str | None = None  # HOST:PORT of the Ray cluster to join (runtime cluster); None: start one
@@ -159,8 +160,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}, it must be at least 1")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
         if self.seed < 0:
             raise UserError(f"--seed is {self.seed}, it must not be negative")
         if self.group_size < 2:
@@ -174,9 +175,9 @@ class Recipe:
                 f"--reference-reset is {self.reference_reset}, but after a reset searchers score trajectories again, "
                 "and --offline there are none: set it to 0, or train with searchers"
             )
-        if self.runtime == "inline" and self.trainer.ranks != 1:
+        if self.runtime == "inline" and self.trainer.count != 1:
             raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but the inline runtime has one process for all")
-        if self.runtime == "inline" and self.searchers != 1:
+        if self.runtime == "inline" and self.searcher_count != 1:
             raise UserError(f"--searchers is {self.searchers}, but the inline runtime takes turns with exactly 1")
         if self.replay.buffer.near.by == "cosine" and self.embedding is None:
             raise UserError(
@@ -184,12 +185,12 @@ class Recipe:
                 "as `embedding=HashedNgrams()`, or choose edit"
             )
         share = self.cluster.trainer_gpus
-        if self.trainer.ranks > 1 and getattr(self.model, "dtype", "") == "4-bit":
+        if self.trainer.count > 1 and getattr(self.model, "dtype", "") == "4-bit":
             raise UserError(
                 f"--trainer.ranks is {self.trainer.ranks}, but a base in 4 bits (--model.dtype 4-bit) is not sharded: "
                 "train it with one rank, or with another dtype"
             )
-        if self.runtime == "cluster" and self.trainer.ranks > 1 and share is not None and 0 < share < 1:
+        if self.runtime == "cluster" and self.trainer.count > 1 and share is not None and 0 < share < 1:
             raise UserError(
                 f"--cluster.trainer-gpus is {share:g}, but each of {self.trainer.ranks} ranks "
                 "needs a whole GPU (NCCL takes no two on one): give 1, or 0 to train on CPUs"
@@ -270,6 +271,11 @@ class Recipe:
         if hasattr(self.objective, "log_z") and not self.objective.needs & HEADS:
             found |= {"optimizer.head_lr": "objective.log_z learned"}
         return found
+
+    @property
+    def searcher_count(self) -> int:
+        """How many processes generate, as far as it is decided."""
+        return 1 if self.searchers is None else self.searchers
 
     @property
     def largest_reward(self) -> float:

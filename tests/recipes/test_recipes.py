@@ -52,7 +52,12 @@ def test_the_shipped_base_is_what_the_quickstarts_settings_make_and_is_small() -
 def test_the_gsm8k_recipe_has_the_papers_table_2() -> None:
     r = gsm8k
     assert (r.groups_per_step, r.group_size, r.samples_per_prompt, r.sync_every) == (7, 20, 24, 2)
-    assert (r.steps, r.searchers, r.policy_temperature, r.prompts.max_tokens) == (1000, 3, 0.7, 512)
+    assert (r.steps, r.searchers, r.policy_temperature, r.prompts.max_tokens) == (
+        1000,
+        None,
+        0.7,
+        512,
+    )  # three on four GPUs
     assert r.replay.selection.m == 0.95
     assert r.replay.selection.inverse_temperature == 0.0
     assert r.replay.pacing.warm_up == 500
@@ -67,7 +72,12 @@ def test_the_gsm8k_recipe_has_the_papers_table_2() -> None:
 def test_the_tldr_recipe_has_the_papers_table_3() -> None:
     r = tldr
     assert (r.groups_per_step, r.group_size, r.samples_per_prompt, r.sync_every) == (8, 20, 20, 10)
-    assert (r.steps, r.searchers, r.policy_temperature, r.prompts.max_tokens) == (256, 3, 0.7, 512)
+    assert (r.steps, r.searchers, r.policy_temperature, r.prompts.max_tokens) == (
+        256,
+        None,
+        0.7,
+        512,
+    )  # three on four GPUs
     assert (r.replay.selection.m, r.replay.selection.inverse_temperature) == (0.5, 1.0)
     assert r.replay.pacing.warm_up == 10_000
     assert isinstance(r.objective, TrajectoryBalance)

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tba import cards
 from tba.errors import UserError
-from tba.models import huggingface
 from tba.runtime.devices import TRAINER, USABLE, Place, environment_of, placed
 from tba.settings import find
 
@@ -79,12 +77,11 @@ def test_a_part_sees_its_own_gpus_by_the_names_that_the_driver_has_for_them() ->
     named = {"CUDA_VISIBLE_DEVICES": "GPU-5f", "TBA_GPU_SHARE": "0.5000"}
     assert environment_of(Place((1,), TRAINER), "3, GPU-5f") == named
     assert environment_of(Place()) == {"CUDA_VISIBLE_DEVICES": ""}
-    assert huggingface.GIVEN == cards.GIVEN  # models know nothing of runtimes
 
 
-def test_the_papers_recipe_on_four_gpus_trains_on_one_and_searches_on_three() -> None:
+def test_with_four_gpus_a_trainer_has_one_and_three_searchers_have_one_each() -> None:
     recipe = find("gsm8k")
     on_gpus = replace(recipe, model=replace(recipe.model, device="cuda"))
-    four = placed(["trainer"], [f"searcher-{i}" for i in range(recipe.searchers)], 4, on_gpus.model.gpus_per_searcher)
+    four = placed(["trainer"], [f"searcher-{i}" for i in range(3)], 4, on_gpus.model.gpus_per_searcher)
     assert [str(place) for place in four.values()] == ["GPU 0", "GPU 1", "GPU 2", "GPU 3"]
     assert replace(recipe, model=replace(recipe.model, device="cpu")).model.gpus_per_searcher == 0

@@ -1,6 +1,7 @@
 """`tba check`: says whether a recipe can learn and estimates the memory and time of its run, without making a run.
 
-What each part needs at most is computed first (`tba.command.needs`), and what cannot fit is refused before it is tried.
+What each part needs at most is computed first (`tba.runtime.needs`), and what cannot fit is refused before it is tried
+(`tba.runtime.sizing`).
 
 The estimate multiplies the times of a few rounds and steps of the recipe's own searcher and trainer. Each is timed in a
 process of its own, both at the same time, as in a run (`tba.command.probe`). Nothing is written or learnt.
@@ -15,8 +16,9 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +28,6 @@ from rich.console import Group
 from rich.text import Text
 
 from tba.cards import cards
-from tba.command.needs import Room, needs, refuse_what_cannot_fit
 from tba.command.signal import Signal
 from tba.errors import DeadlineExceeded, UserError
 from tba.foreign import problems_of
@@ -45,10 +46,13 @@ from tba.replay.buffer import OF_BODY, OF_TOKEN
 from tba.replay.selection import RecencyReward
 from tba.rewards.functions import check_fields
 from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whereabouts
-from tba.runtime.devices import Place, places_here
+from tba.runtime.devices import USABLE, environment_of, visible
 from tba.runtime.local.forkserver import Program, prepare, start
+from tba.runtime.needs import Kept, kept_on_disk, needs
 from tba.runtime.prompting import reward_of
+from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, unused
 from tba.settings import find, override
+from tba.training.ranks import RankSettings
 
 _DEADLINE = 1800.0  # seconds for one probe
 _SECONDS = 3.0  # for which searcher and trainer are timed at least, at the same time
@@ -70,7 +74,7 @@ def validate(recipe: Recipe) -> list[str]:
     if recipe.runtime == "cluster":
         require_ray()
     if recipe.runtime == "processes":
-        _places(recipe)
+        places_on(recipe, Machine.here())
     if not recipe.exploration.full_support:
         warnings.append(
             "no searcher's sampling has full support (top-p below 1 or temperature 0): Trajectory Balance determines "
@@ -87,20 +91,17 @@ def validate(recipe: Recipe) -> list[str]:
             "searchers continue answers from each step (the recipe's vine), but the objective uses no step values: "
             "leave the vine out"
         )
-    if recipe.trainer.ranks > 1:
-        warnings.append("the trainer's figures below are measured with one rank")
+    if recipe.trainer.count > 1:
+        warnings.append(
+            "over several ranks the trainer's figures below are those of one rank, or computed where one would not fit"
+        )
     if recipe.runtime == "cluster" and recipe.cluster.searcher_gpus and recipe.cluster.trainer_gpus == 0:
         warnings.append("searchers ask for GPUs and the trainer for none: set --cluster.trainer-gpus, or it has none")
-    parts = recipe.searchers + recipe.trainer.ranks
+    parts = recipe.searcher_count + recipe.trainer.count
     cores = os.cpu_count() or 1
     if recipe.runtime == "processes" and parts * recipe.run.threads > cores and not cards():
         warnings.append(f"{parts} processes share {cores} cores: they will slow each other down")
     return warnings
-
-
-def _places(recipe: Recipe) -> dict[str, Place]:
-    """Returns where the parts of a run will be on this machine. Raises `UserError` when its GPUs are not enough."""
-    return places_here(recipe, [f"searcher-{i}" for i in range(recipe.searchers)])
 
 
 def _on_sampling(recipe: Recipe) -> list[str]:
@@ -201,17 +202,16 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     warnings = [*validate(recipe), *notes_on_prompts(recipe)]
     prepared = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
     placed = planned(recipe) if recipe.runtime == "cluster" else []
-    if recipe.runtime == "processes":
-        where = {part: str(place) for part, place in _places(recipe).items()}
-        console.print(section("Where it runs", pairs(where)))
+    made, decided, computed = fitted(replace(recipe, model=prepared), Machine.here())
+    recipe, overrides = override(recipe, decided, f"tba check {name}", recorded=True), [*overrides, *decided]
+    for title, found in computed.items():
+        console.print(section(title, pairs(found)))
+    warnings += [] if (idle := unused(made, Machine.here())) is None else [idle]
+    refuse_what_cannot_fit(made, Machine.here())
     shape = shape_of(prepared)
-    if shape is not None:
-        computed = {need.part: str(need) for need in needs(recipe, shape)}
-        console.print(section("Needed at most, computed (docs/scaling.md)", pairs(computed)))
-        refuse_what_cannot_fit(recipe, shape, _room(recipe))
     console.print()
     try:
-        e = estimate(recipe, name, overrides, shape, lambda line: console.print(f"{line} ...", style="dim"))
+        e = estimate(made, name, overrides, shape, lambda line: console.print(f"{line} ...", style="dim"))
     except UserError:
         for line in whereabouts(placed):
             console.print(f"on {line}", highlight=False)
@@ -220,10 +220,10 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     if not recipe.record.hide_text:
         console.print(section("Prompts and answers", e.signal.examples()))
     own = machine_memory_bytes()
-    console.print(section("What a run takes", pairs(_figures(recipe, e, own))))
+    console.print(section("What a run takes", pairs(_figures(made, e, own))))
     for line in table(placed, e.trainer_bytes, e.searcher_bytes, e.weights_bytes) if placed else ():
         console.print(f"on {line}", highlight=False)
-    if e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
+    if e.log_ratio is not None and e.log_ratio > _ROUNDING.get(recipe.model.compute, 0.5):
         warnings.append(
             f"at the same weights the trainer's log-probabilities differ by {e.log_ratio:.1g} from those of the "
             "searchers' reference: log-ratios begin with noise"
@@ -231,7 +231,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     advice = [*warnings, *e.signal.advice(recipe)]
     lines = [Text(f"warning: {printable(line)}", style="yellow") for line in advice]
     console.print(section("Will it learn?", Group(*lines or [Text(e.signal.good)])))
-    total = e.trainer_bytes + recipe.searchers * e.searcher_bytes
+    total = e.trainer_bytes + recipe.searcher_count * e.searcher_bytes
     if own and total > own and recipe.runtime != "cluster":
         raise UserError(
             f"the run needs about {size(total)} of memory and this machine has {size(own)}: "
@@ -240,25 +240,44 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     return 0
 
 
+def fitted(recipe: Recipe, machine: Machine) -> tuple[Recipe, list[str], dict[str, dict[str, str]]]:
+    """Returns a recipe whose model is prepared with what it leaves open decided, the flags of that, and for people, by
+    title: where its workers run, and what they need at most.
+    """
+    decided = sized(recipe, machine)
+    recipe = override(recipe, decided, "", recorded=True)
+    said = {}
+    if recipe.runtime != "cluster":
+        said["Where it runs"] = {part: str(place) for part, place in places_on(recipe, machine).items()}
+    if computed := {need.part: str(need) for need in needs(recipe)}:
+        said["Needed at most, computed (docs/scaling.md)"] = computed
+    return recipe, decided, said
+
+
 def _figures(recipe: Recipe, e: Estimate, own: int | None) -> dict[str, str]:
     """Returns what was measured, and what follows from it for a run, by name; own: the machine's memory."""
     answered = e.tokens_per_round / e.round_seconds
     trained = e.tokens_per_trajectory * recipe.groups_per_step * recipe.group_size / e.step_seconds
     compute = str(recipe.model.compute).removeprefix("torch.")
+    at_least = "" if e.trainer_measured else "at least "
     found = {
         "searcher": f"{e.tokens_per_round:,.0f} tokens of answers in a round of {e.round_seconds:.3f} s: "
         f"{count(answered)} tokens/s each",
-        "trainer": f"a step takes {e.step_seconds:.3f} s: {count(trained)} tokens/s",
+        "trainer": f"a step takes {at_least}{e.step_seconds:.3f} s: {count(trained)} tokens/s"
+        + ("" if e.trainer_measured else f" (computed: its products alone, over {recipe.trainer.count} ranks)"),
         "processor": _of_products(e, compute),
         "uses": f"{e.uses or 0:.1f} per trajectory on average (limit {recipe.replay.pacing.max_mean_uses:g})",
         "time": f"{duration(e.total_seconds)} for {recipe.steps} steps, of which start-up {duration(e.start_seconds)} "
         f"and evaluations before and after {duration(e.evaluation_seconds)}",
         "disk": _on_disk(recipe, e),
-        "memory": f"at its peak: trainer {size(e.trainer_bytes)}, each searcher {size(e.searcher_bytes)}"
+        "memory": f"at its peak: {f'trainer {size(e.trainer_bytes)}, ' if e.trainer_bytes else ''}each searcher "
+        + size(e.searcher_bytes)
         + (f"; this machine has {size(own)}" if own else ""),
         "GPU memory": _on_gpus(e),
-        "precision": f"before any update the trainer and the reference differ by at most {e.log_ratio:.1g} in a "
-        f"token's log-probability ({compute})",
+        "precision": ""
+        if e.log_ratio is None
+        else f"before any update the trainer and the reference differ by at most {e.log_ratio:.1g} in a token's "
+        f"log-probability ({compute})",
     }
     if recipe.offline:
         del found["searcher"], found["uses"]
@@ -279,29 +298,34 @@ def _of_products(e: Estimate, compute: str) -> str:
 
 def _on_gpus(e: Estimate) -> str:
     """Returns the GPU memory that the searcher and the trainer use, if any."""
-    halves = {"trainer": e.trainer_gpu_bytes, "each searcher": e.searcher_gpu_bytes}
+    trainer = "trainer" if e.trainer_measured else "each rank of the trainer (computed)"
+    halves = {trainer: e.trainer_gpu_bytes, "each searcher": e.searcher_gpu_bytes}
     held = ", ".join(f"{half} {size(held)}" for half, held in halves.items() if held is not None)
     return held and f"at its peak: {held}"
 
 
-def _room(recipe: Recipe) -> Room:
-    """Returns the memory that the parts of a run find here."""
-    machine = machine_memory_bytes()
-    if recipe.runtime != "processes" or not recipe.model.gpus_per_searcher:
-        return Room(machine)
-    gpus = cards().memory
-    own = {part: int(place.share * min(gpus[i] for i in place.gpus)) for part, place in _places(recipe).items()}
-    return Room(machine, own["trainer"], min(own[f"searcher-{i}"] for i in range(recipe.searchers)))
-
-
 def _on_disk(recipe: Recipe, e: Estimate) -> str:
-    """Returns how long the journal's limit lasts at these speeds."""
+    """Returns what checkpoints and versions take, and how long the journal's limit lasts at these speeds."""
+    kept = kept_on_disk(recipe)
+    said = [] if kept is None else [of_disk(kept)]
     a_day = 86_400 * e.trajectories_per_second * (OF_BODY + e.tokens_per_trajectory * OF_TOKEN) / 1e9
     keep = recipe.replay.keep_gb
-    if not a_day:
-        return ""
-    lasts = "all of it is kept" if keep is None else f"--replay.keep-gb {keep:g} holds {keep / a_day:,.1f} days of it"
-    return f"the journal grows by {a_day:,.1f} GB a day; {lasts}"
+    if a_day:
+        lasts = "all is kept" if keep is None else f"--replay.keep-gb {keep:g} holds {keep / a_day:,.1f} days of it"
+        said.append(f"the journal grows by {a_day:,.1f} GB a day, {lasts}")
+    return "; ".join(said)
+
+
+def of_disk(kept: Kept) -> str:
+    """Returns what checkpoints and versions take on the disk, in words."""
+    return (
+        f"{_gb(kept.total)} for {kept.checkpoints} checkpoints of {_gb(kept.checkpoint)} (--run.checkpoints, and one "
+        f"that is being written) and {kept.versions} versions of the weights of {_gb(kept.version)}"
+    )
+
+
+def _gb(n: int) -> str:
+    return f"{n / 1e9:,.0f} GB" if n >= 1e10 else f"{n / 1e9:,.1f} GB" if n >= 1e8 else f"{n / 1e6:,.1f} MB"
 
 
 def planned(recipe: Recipe) -> list[Placed]:
@@ -309,7 +333,7 @@ def planned(recipe: Recipe) -> list[Placed]:
 
     Raises `UserError` when it does not fit.
     """
-    searchers = [f"searcher-{i}" for i in range(recipe.searchers)]
+    searchers = [f"searcher-{i}" for i in range(recipe.searcher_count)]
     if recipe.address is None:
         return plan(recipe, [this_machine()], searchers)
     from tba.runtime.cluster.client import connected  # needs Ray
@@ -324,7 +348,7 @@ class Estimate:
 
     start_seconds: float  # until both halves are up
     round_seconds: float
-    step_seconds: float
+    step_seconds: float  # measured, or at least: its products alone, over all ranks
     tokens_per_round: float
     tokens_per_trajectory: float
     trajectories_per_second: float  # of all searchers together
@@ -338,10 +362,11 @@ class Estimate:
     trainer_bytes: int
     searcher_bytes: int
     weights_bytes: int  # of one published version
-    log_ratio: float  # the largest of any token, between the trainer's weights and the reference at version 0
+    log_ratio: float | None  # the largest of any token, between the trainer's weights and the reference at version 0
     signal: Signal  # whether there is anything to learn from
-    trainer_gpu_bytes: int | None  # None: it uses no GPU
+    trainer_gpu_bytes: int | None  # of each rank; None: it uses no GPU
     searcher_gpu_bytes: int | None
+    trainer_measured: bool = True  # otherwise what the trainer takes is computed
 
 
 def estimate(
@@ -353,20 +378,29 @@ def estimate(
 ) -> Estimate:
     """Probes searcher and trainer at the same time, after a first probe of how long answers are.
 
+    Each sees the GPUs of its place and keeps to its share of them. A trainer that does not fit as one rank is computed.
     say: is told what is being done.
     """
+    machine = Machine.here()
+    where = _environments(recipe, machine)
     with tempfile.TemporaryDirectory() as folder:
         answers = Path(folder) / "answers.json"
         say("sampling answers")
-        with _Probe("searcher", name, overrides, answers, at_least=0.0, seed=0) as looking:
+        with _Probe("searcher", name, overrides, answers, at_least=0.0, seed=0, own=where["searcher-0"]) as looking:
             first = looking.result()
         answers.write_text(json.dumps(first["answers"]))
         say("timing rounds of the searcher and steps of the trainer, at the same time")
-        with (
-            _Probe("searcher", name, overrides, answers, at_least=_SECONDS, seed=1) as searching,
-            _Probe("trainer", name, overrides, answers, at_least=_SECONDS) as training,
-        ):
-            searcher, trainer = searching.result(), training.result()
+        with ExitStack() as ends:
+            searching = ends.enter_context(
+                _Probe("searcher", name, overrides, answers, at_least=_SECONDS, seed=1, own=where["searcher-0"])
+            )
+            training = None
+            if one_rank_fits(recipe, machine):
+                training = ends.enter_context(
+                    _Probe("trainer", name, overrides, answers, at_least=_SECONDS, own=where["trainer"])
+                )
+            searcher = searching.result()
+            trainer = _computed(recipe, shape, searcher) if training is None else training.result()
     per_round = recipe.prompts_per_round * recipe.samples_per_prompt
     per_step = recipe.groups_per_step * recipe.group_size
     round_seconds, step_seconds = searcher["round_seconds"], trainer["step_seconds"]
@@ -382,7 +416,7 @@ def estimate(
         working = recipe.steps * step_seconds + turns * round_seconds
         rate = turns * per_round / working
     else:
-        rate = recipe.searchers * per_round / round_seconds
+        rate = recipe.searcher_count * per_round / round_seconds
         working = recipe.steps * max(step_seconds, per_step / limit / rate)
     warm_up = recipe.replay.pacing.warm_up / rate if rate else 0.0
     kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
@@ -410,6 +444,7 @@ def estimate(
         total_seconds=start + 2 * evaluation + warm_up + working,
         uses=min(recipe.steps * per_step / (rate * working), limit) if rate else None,
         trainer_bytes=trainer["peak_memory_bytes"] + int(kept * trainer["trajectory_bytes"]),
+        trainer_measured=training is not None,
         searcher_bytes=searcher["peak_memory_bytes"],
         weights_bytes=trainer["weights_bytes"],
         log_ratio=trainer["log_ratio"],
@@ -419,14 +454,68 @@ def estimate(
     )
 
 
+def one_rank_fits(recipe: Recipe, machine: Machine) -> bool:
+    """Whether the trainer can be measured as one process: it is one, or would fit into the memory of one place."""
+    if recipe.trainer.count == 1:
+        return True
+    found = {need.part: need for need in needs(replace(recipe, trainer=RankSettings(1)))}
+    if not found:
+        return True
+    alone = found["trainer"]
+    there = USABLE * min(machine.gpus) if alone.device == "cuda" and machine.gpus else machine.memory
+    return there is None or alone.total <= there
+
+
+def _environments(recipe: Recipe, machine: Machine) -> dict[str, dict[str, str]]:
+    """Returns what a searcher's and the trainer's environment say of GPUs, as in a run."""
+    if recipe.runtime != "processes":
+        return {"trainer": {}, "searcher-0": {}}
+    return {worker: environment_of(place, visible()) for worker, place in places_on(recipe, machine).items()}
+
+
+def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the figures of a trainer over several ranks that was not measured, from its needs and the products of
+    matrices in a step; searcher: what was measured of one.
+    """
+    assert shape is not None  # else it is measured
+    assert isinstance(recipe.model, HuggingFace)
+    trainer = next(need for need in needs(recipe) if need.part == "trainer")
+    kept, (asked, _) = kept_on_disk(recipe), searcher["tokens"]
+    assert kept is not None
+    lengths = [len(tokens) for _, rows in searcher["answers"] for tokens, _ in rows]
+    prompts = recipe.groups_per_step * asked / recipe.prompts_per_round
+    answers = recipe.groups_per_step * recipe.group_size * sum(lengths) / len(lengths)
+    operations = passes(recipe.model.lora.rank) * shape.operations(prompts + answers, answers)
+    rate = searcher["product_rates"][str(recipe.model.compute).removeprefix("torch.")]
+    on_gpu = trainer.device == "cuda"
+    return {
+        "step_seconds": operations / rate / recipe.trainer.count,
+        "tokens": [prompts, answers],
+        "product_rates": searcher["product_rates"],
+        "peak_memory_bytes": 0 if on_gpu else trainer.total,
+        "peak_gpu_bytes": trainer.total if on_gpu else None,
+        "trajectory_bytes": 0,
+        "weights_bytes": kept.version,
+        "log_ratio": None,
+    }
+
+
 class _Probe:
     """A searcher or a trainer in a process of its own (`tba.command.probe`), which ends with the `with` block.
 
-    at_least: seconds for which it is timed, so that probes that are started together overlap.
+    at_least: seconds for which it is timed, so that probes that are started together overlap. own: what its environment
+    has besides this process's.
     """
 
     def __init__(
-        self, half: str, name: str, overrides: list[str], answers: Path, at_least: float, seed: int = 0
+        self,
+        half: str,
+        name: str,
+        overrides: list[str],
+        answers: Path,
+        at_least: float,
+        own: Mapping[str, str],
+        seed: int = 0,
     ) -> None:
         self.half, self.name = half, name
         self.began = time.perf_counter()
@@ -434,7 +523,7 @@ class _Probe:
         arguments = (half, name, json.dumps(overrides), str(at_least), str(seed), str(answers))
         with self.log.open("wb") as log:
             program = Program(half, "tba.command.probe", arguments, ("tba.command.probe",))
-            self.process = start(program, os.environ, log.fileno())
+            self.process = start(program, {**os.environ, **own}, log.fileno())
 
     def __enter__(self) -> Self:
         return self

@@ -27,11 +27,12 @@ from tba.batch import Fetched, collate
 from tba.generation import generate
 from tba.models.arithmetic import product_rate
 from tba.models.huggingface import HuggingFace
-from tba.protocols import Policy, Tokenizer
+from tba.protocols import Model, Policy, Tokenizer
 from tba.recipe import Recipe
 from tba.record.memory import keep_few_kernels, peak_gpu_memory_bytes, peak_memory_bytes, resident_memory_bytes
 from tba.replay.buffer import Buffer
 from tba.replay.codec import decode_trajectory, encode_trajectory
+from tba.runtime.devices import keep_to_share
 from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
 from tba.settings import find, override
@@ -99,6 +100,7 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         "answers": answers,
         "problems": {"train": len(prompts), "eval": len(held_out), "both": _shared(prompts, held_out)},
         "held_out": len(held_out),
+        "product_rates": _product_rates(model),
         "groups": groups,
         "stopped": stopped,
         "shown": shown,
@@ -189,17 +191,22 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
             seconds.append(time.perf_counter() - began)
             tokens.append((int(fetched.batch.prompt_length_G.sum()), int(fetched.batch.length_B.sum())))
     peak = peak_memory_bytes()
-    device, precisions = next(iter(policy.parameters())).device, dict.fromkeys((torch.float32, model.compute))
     return {
         "step_seconds": statistics.mean(_timed(seconds)),
         "tokens": [statistics.mean(each) for each in zip(*_timed(tokens), strict=True)],
-        "product_rates": {str(t).removeprefix("torch."): product_rate(t, device) for t in precisions},
+        "product_rates": _product_rates(model),
         "peak_memory_bytes": peak,
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
         "trajectory_bytes": _trajectory_bytes(recipe, prompts, answers),
         "weights_bytes": weights_bytes,
         "log_ratio": log_ratio,
     }
+
+
+def _product_rates(model: Model) -> dict[str, Json]:
+    """Returns the operations a second of a product of matrices, in float32 and in the model's precision."""
+    precisions = dict.fromkeys((torch.float32, model.compute))
+    return {str(t).removeprefix("torch."): product_rate(t, model.trainer_device) for t in precisions}
 
 
 def _log_ratio(policy: Policy, group: Group) -> float:
@@ -267,6 +274,7 @@ def run(arguments: Sequence[str]) -> int:
     recipe = override(find(name), json.loads(overrides), f"tba check {name}", recorded=True)
     torch.set_num_threads(recipe.run.threads)
     keep_few_kernels()
+    keep_to_share()
     if half == "searcher":
         found = search(recipe, float(at_least), int(seed))
     else:

@@ -135,7 +135,7 @@ def take_up(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> str:
         why = "it was stopped" if summary.faults.get("stopped") else "it had finished"
     why = "; ".join(part for part in (why, no_summary, no_failure) if part)
     journal = run.journal(recipe)
-    for index in range(run.recipe().searchers):
+    for index in range(run.recipe().searcher_count):
         with JournalWriter(journal, f"searcher-{index}") as former:
             former.resume()
     run.begin_again(f"resumed: {why}", overrides, before)

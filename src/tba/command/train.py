@@ -8,7 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -35,6 +35,7 @@ from tba.runtime.inline import Inline
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.local.processes import Processes
 from tba.runtime.run_dir import RunDirectory, new_path
+from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, unused
 from tba.runtime.summary import Progress, summarise
 from tba.runtime.supervisor import Driver
 from tba.settings import find, override
@@ -107,6 +108,7 @@ def carry_out(
 
     recipe, overrides = with_weights(recipe, name, overrides, say)
     sft_seconds = time.monotonic() - began if said else 0.0
+    recipe, overrides = with_sizes(recipe, name, overrides, console)
     for warning in notes_on_prompts(recipe):
         console.print(f"note: {warning}", style="yellow")
     refuse(recipe, [*recipe.fill.files, *([] if data is None else [data])])
@@ -125,6 +127,22 @@ def carry_out(
                 shutil.rmtree(run.path)
             raise
         return run, *go(recipe, held, console)
+
+
+def with_sizes(recipe: Recipe, name: str, overrides: list[str], console: Console) -> tuple[Recipe, list[str]]:
+    """Returns the recipe and its overrides, with as many ranks and searchers as this machine's GPUs are for, where the
+    recipe leaves that open. Raises `UserError` where it cannot fit; nothing has been loaded yet.
+    """
+    machine, prepared = Machine.here(), replace(recipe, model=recipe.model.prepared(recipe.task))
+    decided = sized(prepared, machine)
+    sized_too = override(prepared, decided, f"tba train {name}", recorded=True)
+    refuse_what_cannot_fit(sized_too, machine)
+    if decided:
+        places = ", ".join(f"{worker} on {place}" for worker, place in places_on(sized_too, machine).items())
+        console.print(f"where it runs: {places}", highlight=False)
+    if (idle := unused(sized_too, machine)) is not None:
+        console.print(f"note: {idle}", style="yellow")
+    return override(recipe, decided, f"tba train {name}", recorded=True), [*overrides, *decided]
 
 
 def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, int]:

@@ -17,6 +17,7 @@ Shape legend: R rows, V vocabulary, P tokens of a prompt, T tokens of a completi
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -93,9 +94,17 @@ class TransformersEngine:
     """Samples completions from `model`, which it owns (evaluation mode, weights replaced in place by `load`)."""
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Tokenizer, settings: EngineSettings, version: Version | None = None
+        self,
+        model: PreTrainedModel,
+        tokenizer: Tokenizer,
+        settings: EngineSettings,
+        version: Version | None = None,
+        longest_prompt: int = 0,
     ) -> None:
-        """Raises `UserError` when the model's attention cannot be served (found out by a small self-test)."""
+        """longest_prompt: for which the slots have room from the first on where memory is scarce, on an accelerator: to
+        grow, keys and values of both lengths would have to be held.
+
+        Raises `UserError` when the model's attention cannot be served (found out by a small self-test)."""
         self.model = model.eval()
         self.settings = settings
         self._version = Version() if version is None else version
@@ -104,6 +113,8 @@ class TransformersEngine:
         positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.room = Room(settings.max_completion_tokens, None, positions)
         self._cache: SlotCache | None = None
+        longest = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
+        self._least = 0 if model.device.type == "cpu" else longest
         self._adapted = has_adapters(model)
         if model.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, and prompts have many
@@ -150,6 +161,7 @@ class TransformersEngine:
         """The slots, with room for `length` positions in each; allocated again only to grow, when what the first
         `rows` hold is kept.
         """
+        length = max(length, self._least)
         if self._cache is None or self._cache.length < length:
             before = self._cache if rows else None
             self.step.forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from functools import cache
 
 import torch
 from transformers import AutoConfig
@@ -42,9 +43,14 @@ def passes(rank: int) -> int:
 
 def shape_of(model: object) -> Shape | None:
     """Returns the shape of a prepared model; None where there is none, or its configuration cannot be read."""
+    return _shape_at(getattr(model, "path", ""))
+
+
+@cache
+def _shape_at(path: str) -> Shape | None:
     try:
-        return Shape.of(AutoConfig.from_pretrained(getattr(model, "path", ""), **SAFE))
-    except UNREADABLE:
+        return Shape.of(AutoConfig.from_pretrained(path, **SAFE))
+    except (*UNREADABLE, StopIteration):
         return None  # whoever loads it says why
 
 

@@ -30,7 +30,7 @@ from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tba.cards import cards
+from tba.cards import GIVEN, cards
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.environments.scripted import acted, written
@@ -39,7 +39,7 @@ from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE
 from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
 from tba.models import memory
-from tba.models.arithmetic import arithmetic_of
+from tba.models.arithmetic import arithmetic_of, shape_of
 from tba.models.gguf import SUFFIX, converted
 from tba.models.memory import Sampling, Shape
 from tba.models.precision import Precision, Wanted
@@ -50,7 +50,7 @@ from tba.policy.loading import load_model, load_unfilled
 from tba.policy.lora import FILE as ADAPTERS
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
 from tba.policy.reference import FrozenReference
-from tba.protocols import HEADS, Acted, Arithmetic, Policy, SavedPolicy, Task
+from tba.protocols import HEADS, Acted, Arithmetic, Policy, SavedPolicy, Task, Work
 from tba.sharding import Sharding
 from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
@@ -60,7 +60,6 @@ from tba.weights.atomic_dir import cache_folder
 
 log = logging.getLogger("tba.searcher")
 FACTS = "warm_start.json"
-GIVEN = "TBA_GPU_SHARE"  # in the environment: which part of its GPU's memory is this process's (`runtime.devices`)
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
 _CONNECT = 5.0  # seconds to reach the Hub
 # found by this process: finding means building and encoding all problems. The task's class is part of the key, since a
@@ -246,6 +245,42 @@ class HuggingFace:
             return 0
         return self.vllm.tensor_parallel
 
+    def memory(self, work: Work) -> Mapping[str, memory.Bytes] | None:
+        if (shape := shape_of(self)) is None:
+            return None
+        device, lora, served = self._device.type, self.lora, self.generation.engine == "vllm"
+        answer = min(self.max_completion_tokens, shape.positions - 1)
+        prompt = min(work.prompt_tokens, shape.positions - answer)
+        batch = work.groups * (prompt + work.group_size * answer)
+        of_pass = memory.Pass(
+            tokens=max(min(work.pass_tokens, batch), prompt + answer),  # a row is never split
+            precision=self.precision,
+            device=device,
+            rank=lora.rank,
+            targets=lora.targets,
+            checkpointed=self.gradient_checkpointing,
+            ranks=work.ranks,
+        )
+        sampling = memory.Sampling(
+            precision=self.precision,
+            slots=self.generation.slots,
+            positions=prompt + answer,
+            prompt=prompt,
+            device=device,
+            rank=lora.rank,
+            targets=lora.targets,
+        )
+        checkpoint, weights = memory.stored(shape, of_pass)
+        return {
+            "trainer": memory.trainer(shape, of_pass),
+            "searcher": memory.vllm(shape, sampling, self.vllm.tensor_parallel, 0 if device == "cuda" else None)
+            if served
+            else memory.engine(shape, sampling),
+            "reference": memory.reference(shape, sampling),
+            "checkpoint": checkpoint,
+            "weights": weights,
+        }
+
     def engine(self, version: Version, longest_prompt: int = 512) -> TransformersEngine | VllmEngine:
         """Returns the engine that the settings name; by `auto` vLLM where it is on CUDA, and has shown that it samples
         from the policy, and the log says which it is. A searcher finds that out before it loads its reference, which is
@@ -259,7 +294,7 @@ class HuggingFace:
                 log.info("answers are sampled by vllm, which has passed its self-test")
                 return served
             log.info("answers are sampled by transformers: %s", served)
-        return TransformersEngine(self._base(), self.tokenizer(), self.generation, version)
+        return TransformersEngine(self._base(), self.tokenizer(), self.generation, version, longest_prompt)
 
     def _base(self) -> PreTrainedModel:
         """Returns the model that an engine has in this process, with adapters where there are to be some."""

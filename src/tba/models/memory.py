@@ -196,6 +196,15 @@ def vllm(shape: Shape, of: Sampling, gpus: int = 1, room: int | None = None) -> 
     return found | {"keys and values": cache}
 
 
+def stored(shape: Shape, of: Pass) -> tuple[Bytes, Bytes]:
+    """Returns the bytes on the disk of a checkpoint and of one version of the published weights, by part."""
+    i = of.precision.compute.itemsize
+    if not of.rank:
+        return {"weights": 4 * shape.parameters, "moments": 8 * shape.parameters}, {"weights": i * shape.parameters}
+    own = shape.adapters(of.rank, of.targets)
+    return {"weights": i * shape.parameters, "adapters": 4 * own, "moments": 8 * own}, {"adapters": i * own}
+
+
 def reference(shape: Shape, of: Sampling) -> Bytes:
     """Bytes of the reference that scores what the engine samples, by part."""
     i = of.precision.compute.itemsize

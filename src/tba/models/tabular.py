@@ -15,7 +15,7 @@ import torch
 from tba.engines.tabular import TabularEngine
 from tba.errors import UserError
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, TabularTask, TabularTokenizer
-from tba.protocols import HEADS, Engine, Policy, Task
+from tba.protocols import HEADS, Engine, Policy, Task, Work
 from tba.sharding import Sharding
 from tba.types import Version
 
@@ -77,6 +77,9 @@ class TabularModel:
     @property
     def gpus_per_searcher(self) -> int:
         return 0
+
+    def memory(self, work: Work) -> None:
+        return None  # next to nothing
 
     def engine(self, version: Version, longest_prompt: int = 1) -> Engine:
         return TabularEngine(self.task, version)

@@ -60,5 +60,4 @@ recipe = Recipe(
     prompts_per_round=3,
     sync_every=2,
     policy_temperature=0.7,
-    searchers=3,
 )

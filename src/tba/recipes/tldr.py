@@ -55,5 +55,4 @@ recipe = Recipe(
     prompts_per_round=8,
     sync_every=10,
     policy_temperature=0.7,
-    searchers=3,
 )

@@ -33,7 +33,8 @@ State = Literal["absent", "cut off", "not measured", "ended", "failed", "other r
 _POLL = 0.1  # seconds between two looks at a run
 _PATIENCE = 150.0  # seconds that a run has to end in order once it was asked to
 _APART = ("name", "description")  # of a recipe, what does not make it another one
-_FOUND = (("model.path", ""), ("model.dtype", "auto"))  # what a recipe leaves open, and a run finds when it begins
+_FOUND = (("model.path", ""), ("model.dtype", "auto"), ("searchers", None), ("trainer.ranks", None))
+# what a recipe leaves open, and a run finds when it begins
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,12 @@
 """Which GPU of this machine each worker of a run gets, decided before anything starts.
 
-Invariant: a pure function of what the workers want and how many GPUs there are. What a worker is given is all that it
-sees (CUDAVISIBLE_DEVICES), and the shares of memory on one GPU never add up to more than `USABLE`.
+Invariant: a pure function of what the workers need and the GPUs that there are. What a worker is given is all that it
+sees (CUDA_VISIBLE_DEVICES), and the shares of memory on one GPU never add up to more than `USABLE`.
 
 - Enough GPUs: each rank of the trainer has one, each searcher one (several for an engine that is spread over them).
 - Fewer: the trainer's ranks keep one each, and searchers share those that are left.
-- One GPU, one rank: all workers share it, the trainer with `TRAINER` of its memory.
+- One GPU, one rank: all workers share it. The trainer has what it needs and `SLACK` more, the searchers the rest; where
+  they would lack something then, less slack.
 - No GPU: everything runs on the CPU.
 """
 
@@ -15,13 +16,15 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tba.cards import GIVEN, VISIBLE, cards
+from tba.cards import GIVEN, VISIBLE
 from tba.errors import UserError
 from tba.recipe import Recipe
+from tba.runtime.needs import needs
 from tba.training.ranks import name_of_rank
 
 USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
-TRAINER = 0.5  # of it, where searchers are on the same GPU: a trainer has moments and gradients, a searcher two copies
+TRAINER = 0.5  # of it, where searchers are on the same GPU and nobody knows what the trainer needs
+SLACK = 0.15  # of what is computed, for what an allocator loses
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,23 @@ class Place:
 
 
 def placed(
-    ranks: Sequence[str], searchers: Sequence[str], gpus: int, each: int = 1, whose: str = "this machine shows"
+    ranks: Sequence[str],
+    searchers: Sequence[str],
+    gpus: int,
+    each: int = 1,
+    whose: str = "this machine shows",
+    trainer: float = TRAINER,
 ) -> dict[str, Place]:
     """A place for each rank of the trainer and each searcher, whose engine is spread over `each` GPUs.
 
-    Raises `UserError` where they do not fit; `whose` GPUs they are is said there.
+    trainer: its share of a GPU that it has with searchers. Raises `UserError` where they do not fit; `whose` GPUs they
+    are is said there.
     """
     if not gpus:
         return dict.fromkeys((*ranks, *searchers), Place())
     if gpus == len(ranks) == 1 and each == 1:
-        left = (USABLE - TRAINER) / max(1, len(searchers))
-        alone = Place((0,), USABLE if not searchers else TRAINER)
+        left = (USABLE - trainer) / max(1, len(searchers))
+        alone = Place((0,), USABLE if not searchers else trainer)
         return {ranks[0]: alone} | dict.fromkeys(searchers, Place((0,), left))
     rest = gpus - len(ranks)
     teams = min(rest // each, len(searchers))  # of GPUs, of which each is for one searcher or shared by several
@@ -79,22 +88,35 @@ def _too_few(ranks: int, searchers: int, gpus: int, each: int, whose: str) -> st
     )
 
 
-def places_here(recipe: Recipe, searchers: Sequence[str]) -> dict[str, Place]:
-    """A place on this machine for each worker of the run. Raises `UserError` where they do not fit."""
-    ranks = [name_of_rank(rank) for rank in range(recipe.trainer.ranks)]
+def places(recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int]) -> dict[str, Place]:
+    """A place for each worker of the run on a machine whose GPUs have so many bytes. Raises `UserError` where they are
+    too few.
+    """
+    ranks = [name_of_rank(rank) for rank in range(recipe.trainer.count)]
     each = recipe.model.gpus_per_searcher
-    gpus = len(cards()) if each else 0
     if each and not gpus:
         raise UserError(
             f"the model should run on GPUs, but this machine shows none ({VISIBLE}): set --model.device cpu"
         )
-    return placed(ranks, searchers, gpus, max(1, each))
+    share = _trainer_share(recipe, gpus[0], len(searchers)) if each and len(gpus) == 1 else TRAINER
+    return placed(ranks, searchers, len(gpus) if each else 0, max(1, each), trainer=share)
+
+
+def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
+    """The trainer's share of a GPU of so many bytes, which it has with the searchers."""
+    found = {need.part: need.total for need in needs(recipe)}
+    if not found:
+        return TRAINER
+    own, others = found["trainer"], searchers * (found["searcher"] + found["reference"])
+    if own + others > USABLE * memory:  # which is refused; a run that is started all the same shares what there is
+        return USABLE * own / (own + others)
+    return min((1 + SLACK) * own, USABLE * memory - others) / memory
 
 
 def environment_of(place: Place, visible: str | None = None) -> dict[str, str]:
     """What a worker's process is given so that it sees its own GPUs only; without any, none.
 
-    visible: the driver's own CUDAVISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
+    visible: the driver's own CUDA_VISIBLE_DEVICES, whose entries are what is counted; None: all of the machine's.
     """
     if not place.gpus:
         return {VISIBLE: ""}
@@ -104,7 +126,7 @@ def environment_of(place: Place, visible: str | None = None) -> dict[str, str]:
 
 
 def visible(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The driver's own CUDAVISIBLE_DEVICES."""
+    """The driver's own CUDA_VISIBLE_DEVICES."""
     return environ.get(VISIBLE)
 
 

@@ -115,7 +115,7 @@ def enter(run: RunDirectory, recipe: Recipe, asked: Callable[[], bool]) -> Place
     with suppress(FileNotFoundError):
         doing = _stop_file(run).read_text(encoding="utf-8") or "is ending: no searcher can join it now"
         raise UserError(f"the run at {run.path} {doing}")
-    at_once = (recipe.searchers + len(Joined(run).present()) + 1) * recipe.prompts_per_round
+    at_once = (recipe.searcher_count + len(Joined(run).present()) + 1) * recipe.prompts_per_round
     if recipe.prompts.selection != "epochs" and at_once > len(problems_of(recipe.task, "train")):
         raise UserError(
             f"the run at {run.path} has too few prompts for another searcher, which needs prompts of its own"
@@ -134,7 +134,7 @@ def _claim(run: RunDirectory, recipe: Recipe) -> tuple[int, IO[str]]:
     temporary = folder / f".{os.getpid()}"
     file = temporary.open("w+")
     fcntl.flock(file, fcntl.LOCK_EX)
-    number = max(FIRST, recipe.searchers)
+    number = max(FIRST, recipe.searcher_count)
     try:
         while True:  # terminates: each number that is taken has a file that somebody made
             try:

@@ -38,7 +38,7 @@ def start_ranks(recipe: Recipe, rank: int, meeting: Meeting | None = None) -> Ra
 
     Without a `meeting` they find each other through the file that the environment names.
     """
-    ranks = recipe.trainer.ranks
+    ranks = recipe.trainer.count
     if ranks == 1:
         return None
     device = recipe.model.trainer_device

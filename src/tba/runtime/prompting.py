@@ -112,11 +112,11 @@ def prompt_source(recipe: Recipe, prompts: list[Prompt], journal: Journal, rng: 
     seconds, selection = LEASE_SECONDS, recipe.prompts.selection
     if selection == "epochs":
         return PromptStream(prompts, recipe.seed, lambda count: journal.lease(count, seconds))
-    at_once = recipe.searchers * recipe.prompts_per_round
+    at_once = recipe.searcher_count * recipe.prompts_per_round
     if at_once > len(prompts):
         raise UserError(
-            f"--prompts.selection is {selection}, but {recipe.searchers} searchers answer {at_once} different prompts "
-            f"at once, and there are {len(prompts)}: give fewer --prompts-per-round, or epochs"
+            f"--prompts.selection is {selection}, but {recipe.searcher_count} searchers answer {at_once} different "
+            f"prompts at once, and there are {len(prompts)}: give fewer --prompts-per-round, or epochs"
         )
 
     def lease(order: Sequence[int], count: int) -> list[int]:

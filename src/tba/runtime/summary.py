@@ -133,7 +133,7 @@ def summarise(
             "trainer": trainer["peak_memory_bytes"],
             **{name: result["peak_memory_bytes"] for name, result in results.items()},
         },
-        utilisation=utilisation(trainer, recipe.trainer.ranks, owners),
+        utilisation=utilisation(trainer, recipe.trainer.count, owners),
         machine=machine(cards().names),
     )
     summary.write(run.path)

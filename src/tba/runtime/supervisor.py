@@ -155,7 +155,7 @@ class Driver(ABC):
 
     @property
     def searchers(self) -> list[str]:
-        return [f"searcher-{i}" for i in range(1 if self.recipe.offline else self.recipe.searchers)]
+        return [f"searcher-{i}" for i in range(1 if self.recipe.offline else self.recipe.searcher_count)]
 
     def _see_off(self) -> None:
         """Let those who joined leave after their last round; one that does not is left behind."""

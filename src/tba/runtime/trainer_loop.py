@@ -407,7 +407,7 @@ def start_training(
             max_tokens_per_pass=recipe.max_tokens_per_pass,
             directory=run.path,
             version=version,
-            ranks=recipe.trainer.ranks,
+            ranks=recipe.trainer.count,
             settle=weights.hold,
         ),
         replay=replay,

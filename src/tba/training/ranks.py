@@ -45,10 +45,16 @@ LOADING = 3600.0  # seconds that ranks wait for each other to load the model, fr
 class RankSettings:
     """Over how many processes the trainer is spread."""
 
-    ranks: int = 1  # processes that train, each with its share of parameters, moments and batch (FSDP2); not inline
+    ranks: int | None = None  # processes that train, each with its share of parameters, moments and batch (FSDP2), not
+    # inline; None: one, or as many as it takes to fit on this machine's GPUs
+
+    @property
+    def count(self) -> int:
+        """How many there are, as far as it is decided."""
+        return 1 if self.ranks is None else self.ranks
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
+        if self.ranks is not None and self.ranks < 1:
             raise UserError(f"--trainer.ranks is {self.ranks}, it must be at least 1")
 
 

@@ -95,7 +95,7 @@ class Cluster(Driver):
     def start(self, name: str) -> Worker:
         """Start a worker as an actor on the node that it was given; a trainer of several ranks is several actors."""
         worker: ActorWorker | RankedWorker[ActorWorker]
-        if name == "trainer" and self.recipe.trainer.ranks > 1:
+        if name == "trainer" and self.recipe.trainer.count > 1:
             worker = RankedWorker(self._ranks, _own_failure)
         else:
             worker = self._actor(name)
@@ -108,7 +108,7 @@ class Cluster(Driver):
 
     def _ranks(self, attempt: int, ends: ExitStack) -> list[ActorWorker]:
         """Start the ranks of one life of the trainer, which find each other through a key-value store made for it."""
-        names = [name_of_rank(rank) for rank in range(self.recipe.trainer.ranks)]
+        names = [name_of_rank(rank) for rank in range(self.recipe.trainer.count)]
         places = [self._placed[name].node for name in names]
         here = NodeAffinitySchedulingStrategy(places[0].key, soft=False)
         store = _remote(KeyValueStore).options(num_cpus=0, scheduling_strategy=here).remote()

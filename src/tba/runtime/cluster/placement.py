@@ -85,7 +85,7 @@ def requests(recipe: Recipe, gpus: int, searchers: Sequence[str]) -> dict[str, d
     GPUs that no setting names are dealt as on one machine (`devices.placed`). Raises `UserError` where they do not do.
     """
     settings, each = recipe.cluster, recipe.model.gpus_per_searcher
-    ranks = [name_of_rank(rank) for rank in range(recipe.trainer.ranks)]
+    ranks = [name_of_rank(rank) for rank in range(recipe.trainer.count)]
     workers = (*ranks, *searchers)
     given = {worker: settings.trainer_gpus if worker in ranks else settings.searcher_gpus for worker in workers}
     dealt = dict.fromkeys(workers, Place())

@@ -15,10 +15,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from tba.cards import cards
 from tba.errors import PartFailed
 from tba.foreign import read_json
 from tba.record.log import tail
-from tba.runtime.devices import environment_of, places_here, visible
+from tba.runtime.devices import environment_of, places, visible
 from tba.runtime.disk import no_space
 from tba.runtime.leading import STORE
 from tba.runtime.local.forkserver import Child, Program, start
@@ -35,7 +36,7 @@ class Processes(Driver):
 
     def start(self, name: str) -> Worker:
         """Start a worker as a child process; a trainer of several ranks is several."""
-        if name == "trainer" and self.recipe.trainer.ranks > 1:
+        if name == "trainer" and self.recipe.trainer.count > 1:
             return RankedWorker(self._ranks, _first_to_fail)
         return self._process(name)
 
@@ -47,12 +48,12 @@ class Processes(Driver):
 
     def gpus_of(self, name: str) -> dict[str, str]:
         """What a worker's environment says of the GPUs that are its own."""
-        return environment_of(places_here(self.recipe, self.searchers)[name], visible())
+        return environment_of(places(self.recipe, self.searchers, cards().memory)[name], visible())
 
     def _ranks(self, attempt: int, ends: ExitStack) -> list[Process]:
         """Start the ranks of one life of the trainer; they find each other through a file made for it."""
         folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="tba-ranks-", ignore_cleanup_errors=True))
-        names = [name_of_rank(rank) for rank in range(self.recipe.trainer.ranks)]
+        names = [name_of_rank(rank) for rank in range(self.recipe.trainer.count)]
         for name in names:  # remove what an earlier life left
             self.run.error(name).unlink(missing_ok=True)
         return [self._process(name, attempt, {STORE: str(Path(folder) / "store")}) for name in names]

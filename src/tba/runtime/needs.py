@@ -1,0 +1,82 @@
+"""What each part of a run needs of the memory of its device, computed from the recipe before anything is loaded.
+
+Invariant: a pure function of a recipe whose model is prepared (`Model.memory`). It is what tensors hold at the worst
+moment; an allocator holds a few percent more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tba.protocols import Work
+from tba.recipe import Recipe
+from tba.record.text import size
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one part needs on its device."""
+
+    part: str  # trainer (each rank), searcher, reference or replay
+    device: str  # cpu, cuda or mps: the memory of the machine, or of a GPU
+    parts: Mapping[str, int]  # bytes
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    def __str__(self) -> str:
+        largest = sorted(self.parts.items(), key=lambda item: -item[1])
+        named = ", ".join(f"{name} {size(n)}" for name, n in largest if n >= 2**19)  # what reads as 0 MiB is left out
+        where = "its GPU's memory" if self.device == "cuda" else "the machine's memory"
+        return f"{size(self.total)} of {where} ({named})"
+
+
+def needs(recipe: Recipe) -> list[Need]:
+    """Returns what a rank of the trainer, a searcher, its reference and the replay buffer need, at most; nothing for a
+    model of unknown shape.
+    """
+    found = recipe.model.memory(work_of(recipe))
+    if found is None:
+        return []
+    device = recipe.model.trainer_device.type
+    halves = [Need(part, device, found[part]) for part in ("trainer", "searcher", "reference")]
+    return [*halves, Need("replay", "cpu", recipe.replay.buffer.memory(recipe.model.max_completion_tokens))]
+
+
+def work_of(recipe: Recipe) -> Work:
+    """Returns what the recipe asks of its model."""
+    return Work(
+        prompt_tokens=recipe.prompts.max_tokens,
+        pass_tokens=recipe.max_tokens_per_pass,
+        groups=recipe.groups_per_step,
+        group_size=recipe.group_size,
+        ranks=recipe.trainer.count,
+    )
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a run keeps on the disk besides its journal, at most, in bytes."""
+
+    checkpoint: int
+    checkpoints: int  # of them, one of which is being written
+    version: int  # of the published weights, whole
+    versions: int
+
+    @property
+    def total(self) -> int:
+        return self.checkpoint * self.checkpoints + self.version * self.versions
+
+
+def kept_on_disk(recipe: Recipe) -> Kept | None:
+    """Returns the checkpoints and versions that are on the disk at once; None for a model of unknown shape. References
+    that are kept for old rows come on top.
+    """
+    found = recipe.model.memory(work_of(recipe))
+    if found is None:
+        return None
+    sizes = (sum(found[what].values()) for what in ("checkpoint", "weights"))
+    checkpoint, version = sizes
+    return Kept(checkpoint, recipe.run.checkpoints + 1, version, 3)

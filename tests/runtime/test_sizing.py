@@ -1,0 +1,289 @@
+"""Whether a run fits, and how many workers it has, is told before anything is loaded.
+
+Models are configurations alone here, and machines figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import GPTNeoXConfig, LlamaConfig, PretrainedConfig, Qwen2Config
+
+from tba.command.check import fitted, of_disk, one_rank_fits
+from tba.command.train import with_sizes
+from tba.errors import UserError
+from tba.models.arithmetic import shape_of
+from tba.models.huggingface import HuggingFace
+from tba.recipe import Recipe
+from tba.record.terminal import terminal
+from tba.replay.buffer import BufferSettings
+from tba.runtime import sizing
+from tba.runtime.devices import USABLE
+from tba.runtime.needs import Need, kept_on_disk, needs
+from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, too_much, unused
+from tba.settings import find, override
+from tba.training.ranks import RankSettings
+
+GB = 10**9
+RHO = LlamaConfig(  # realtreetune/rho-1b-sft-GSM8K
+    vocab_size=32_000,
+    hidden_size=2048,
+    num_hidden_layers=22,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    intermediate_size=5632,
+    max_position_embeddings=2048,
+)
+SEVEN = Qwen2Config(  # Qwen2.5-7B
+    vocab_size=152_064,
+    hidden_size=3584,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    intermediate_size=18_944,
+    max_position_embeddings=32_768,
+    tie_word_embeddings=False,
+)
+PYTHIA = GPTNeoXConfig(  # mnoukhov/pythia410m-sft-tldr
+    vocab_size=50_304,
+    hidden_size=1024,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    intermediate_size=4096,
+    max_position_embeddings=2048,
+)
+
+
+class Models:
+    """Folders that hold a configuration and nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, config: PretrainedConfig) -> str:
+        path = self.folder / f"{config.model_type}-{config.hidden_size}"
+        if not path.exists():
+            config.save_pretrained(path)
+        return str(path)
+
+
+@pytest.fixture(scope="session")
+def at(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return Models(tmp_path_factory.mktemp("models"))
+
+
+def recipe_of(name: str, path: str, device: str = "cuda", **changes: Any) -> Recipe:
+    recipe = find(name)
+    assert isinstance(recipe.model, HuggingFace)
+    return replace(recipe, model=replace(recipe.model, path=path, device=device, **changes))
+
+
+def by_part(recipe: Recipe) -> dict[str, Need]:
+    return {need.part: need for need in needs(recipe)}
+
+
+def machine(*gpus: int, memory: int = 512) -> Machine:
+    """A machine with GPUs of so many GB."""
+    return Machine(memory * GB, tuple(gpu * GB for gpu in gpus))
+
+
+def refusal(recipe: Recipe, there: Machine) -> str:
+    with pytest.raises(UserError) as refused:
+        refuse_what_cannot_fit(recipe, there)
+    return str(refused.value)
+
+
+def decided(recipe: Recipe, there: Machine) -> Recipe:
+    return override(recipe, sized(recipe, there), "", recorded=True)
+
+
+def test_each_part_is_on_its_device_and_the_rule_of_thumb_is_in_it(at: Models) -> None:
+    on_gpu, on_cpu = by_part(recipe_of("gsm8k", at(RHO))), by_part(recipe_of("gsm8k", at(RHO), "cpu"))
+    shape = shape_of(recipe_of("gsm8k", at(RHO)).model)
+    assert shape is not None
+    assert [need.device for need in on_gpu.values()] == ["cuda", "cuda", "cuda", "cpu"]
+    assert {need.device for need in on_cpu.values()} == {"cpu"}
+    state = sum(on_gpu["trainer"].parts[name] for name in ("weights", "gradients", "moments"))
+    assert state == 16 * shape.parameters
+    assert on_gpu["searcher"].parts["weights"] == 2 * shape.parameters  # bfloat16 on CUDA
+    assert on_cpu["reference"].parts["weights"] == 4 * shape.parameters
+    assert "moments 8.2 GiB" in str(on_gpu["trainer"])
+
+
+def test_a_vllm_searcher_is_refused_where_it_has_no_room_for_weights_reference_and_one_answer(at: Models) -> None:
+    plain = recipe_of("gsm8k", at(RHO))
+    assert isinstance(plain.model, HuggingFace)
+    served = override(plain, ["--model.generation.engine", "vllm"], "")
+    need = by_part(served)["searcher"]
+    of_position = 22 * 2 * 4 * 64 * 2  # layers, keys and values, heads, their width, bytes of a number
+    assert need.parts["weights"] == by_part(plain)["reference"].parts["weights"]
+    assert need.parts["keys and values"] == (8 + 2) * 128 * of_position  # 512 tokens of a prompt, as many of an answer
+    wanted = need.total + by_part(served)["reference"].total
+    two = override(served, ["--searchers", "1", "--trainer.ranks", "1"], "")
+    assert too_much(two, Machine(512 * GB, (80 * GB, int(wanted / USABLE) + 1))) is None
+    assert "the searcher needs" in refusal(two, Machine(512 * GB, (80 * GB, wanted)))
+    auto = override(plain, ["--model.generation.engine", "auto"], "")  # it may come to be transformers
+    assert by_part(auto)["searcher"].parts == by_part(plain)["searcher"].parts
+
+
+def test_a_full_buffer_takes_no_more_than_its_budget_for_tokens() -> None:
+    long, short = BufferSettings().memory(8000), BufferSettings().memory(100)
+    assert long["tokens"] == 4 * GB
+    assert short["tokens"] < 0.3 * GB
+    assert sum(BufferSettings(memory_gb=20.0).memory(8000).values()) == pytest.approx(13.6 * GB, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "gpus", "ranks", "searchers"),
+    [
+        ("gsm8k", RHO, [80], 1, 1),
+        ("gsm8k", RHO, [80] * 2, 1, 1),
+        ("gsm8k", RHO, [80] * 4, 1, 3),  # the paper's own
+        ("gsm8k", RHO, [80] * 8, 1, 7),
+        ("gsm8k", RHO, [48] * 4, 2, 2),
+        ("math", SEVEN, [80] * 4, 2, 2),
+        ("math", SEVEN, [80] * 8, 2, 6),
+        ("math", SEVEN, [141] * 4, 2, 2),
+        ("math", SEVEN, [80] * 3, 2, 1),
+        ("tldr", PYTHIA, [48] * 8, 1, 7),
+        ("tldr", PYTHIA, [24] * 4, 1, 3),
+    ],
+)
+def test_ranks_are_as_many_as_fit_and_every_other_gpu_has_a_searcher(
+    at: Models, name: str, config: PretrainedConfig, gpus: list[int], ranks: int, searchers: int
+) -> None:
+    recipe, there = recipe_of(name, at(config)), machine(*gpus)
+    assert sized(recipe, there) == ["--trainer.ranks", str(ranks), "--searchers", str(searchers)]
+    made = decided(recipe, there)
+    refuse_what_cannot_fit(made, there)
+    assert unused(made, there) is None
+    if ranks > 1:  # with one rank less it would not
+        assert too_much(replace(made, trainer=RankSettings(ranks - 1)), there) is not None
+
+
+def test_what_is_given_stays_and_gpus_that_are_left_are_named(at: Models) -> None:
+    recipe, there = replace(recipe_of("gsm8k", at(RHO)), searchers=3), machine(*[80] * 8)
+    assert sized(recipe, there) == ["--trainer.ranks", "1"]
+    assert str(unused(decided(recipe, there), there)).startswith("4 GPUs are unused: give more --searchers")
+    both = replace(recipe, trainer=RankSettings(4))
+    assert sized(both, there) == []
+    assert str(unused(both, there)).startswith("1 GPU is unused")
+    alone = replace(recipe, runtime="inline", searchers=None)
+    assert sized(alone, there) == []
+    assert str(unused(alone, there)).startswith("7 GPUs are unused: the inline runtime")
+    on_cpu = recipe_of("gsm8k", at(RHO), "cpu")
+    assert (sized(on_cpu, there), unused(on_cpu, there)) == ([], None)
+
+
+@pytest.mark.parametrize(("gpus", "fits"), [([80], True), ([48], False), ([24, 24], False), ([80, 80], True)])
+def test_shares_of_one_gpu_are_what_each_half_needs_and_a_sum_that_does_not_fit_is_refused(
+    at: Models, gpus: list[int], fits: bool
+) -> None:
+    recipe, there = recipe_of("gsm8k", at(RHO)), machine(*gpus)
+    made = decided(recipe, there)
+    found, where = by_part(made), places_on(made, there)
+    searcher = found["searcher"].total + found["reference"].total
+    assert (too_much(made, there) is None) == fits
+    if fits:
+        assert where["trainer"].share * gpus[0] * GB >= found["trainer"].total
+        assert where["searcher-0"].share * gpus[-1] * GB >= searcher
+    if len(gpus) == 1:
+        assert where["trainer"].share + where["searcher-0"].share == pytest.approx(USABLE)
+
+
+def test_the_trainer_has_slack_where_there_is_room_and_the_searcher_all_of_the_rest(at: Models) -> None:
+    recipe = decided(recipe_of("gsm8k", at(RHO), gradient_checkpointing=True), machine(141))
+    need, share = by_part(recipe)["trainer"].total, places_on(recipe, machine(141))["trainer"].share
+    assert share * 141 * GB == pytest.approx(1.15 * need)
+
+
+def test_a_refusal_names_a_field_with_which_the_recipe_fits(at: Models) -> None:
+    rho, seven = recipe_of("gsm8k", at(RHO)), recipe_of("math", at(SEVEN))
+    said = refusal(rho, machine(48))  # 52 GB of the trainer, and the searcher beside it
+    assert said.startswith("the workers on GPU 0 need ")
+    assert said.endswith("of which 42.5 GiB are usable: set --max-tokens-per-pass 8192, with which it fits")
+    assert refusal(rho, machine(36)).endswith("set --model.gradient-checkpointing, with which it fits")
+    assert refusal(rho, machine(48, 48)).endswith("set --max-tokens-per-pass 8192, with which it fits")
+    said = refusal(decided(seven, machine(80, 80)), machine(80, 80))
+    assert said.startswith("the trainer needs 136.")
+    assert "--model.lora.rank 16" in said
+    assert refusal(seven, machine(4, 4)).endswith("or a machine with more memory")
+    said = refusal(replace(seven, trainer=RankSettings(6), searchers=2), machine(*[48] * 8))
+    assert said.startswith("the searcher needs")
+    assert "--model.generation.slots" in said
+    assert "--trainer.ranks 2" in refusal(
+        replace(seven, trainer=RankSettings(1), searchers=1, max_tokens_per_pass=4096), machine(*[80] * 4)
+    )
+
+
+def test_every_proposal_of_a_refusal_fits(at: Models) -> None:
+    proposed = 0
+    for name, config in (("gsm8k", RHO), ("math", SEVEN), ("tldr", PYTHIA)):
+        for there in (machine(*[gb] * count) for gb in (24, 48, 80) for count in (1, 2, 4)):
+            made = decided(recipe_of(name, at(config)), there)
+            if too_much(made, there) is None or "with which it fits" not in refusal(made, there):
+                continue
+            flags = refusal(made, there).partition(": set ")[2].removesuffix(", with which it fits").split()
+            assert too_much(override(made, flags, "", recorded=True), there) is None
+            proposed += 1
+    assert proposed > 10
+
+
+def test_on_a_cpu_all_parts_share_the_machines_memory(at: Models) -> None:
+    recipe = replace(recipe_of("gsm8k", at(RHO), "cpu", gradient_checkpointing=True), searchers=3)
+    whole = sum(n.total * (3 if n.part in ("searcher", "reference") else 1) for n in needs(recipe))
+    refuse_what_cannot_fit(recipe, Machine(whole))
+    said = refusal(recipe, Machine(whole - 1))
+    assert "the run needs" in said
+    assert "and this machine has" in said
+    refuse_what_cannot_fit(recipe, Machine())  # nothing is known of this machine
+
+
+def test_7_b_over_4_ranks_fits_80_gb_cards_and_one_rank_is_not_measured(at: Models) -> None:
+    recipe, there = replace(recipe_of("math", at(SEVEN)), trainer=RankSettings(4)), machine(*[80] * 8)
+    made, flags, said = fitted(recipe, there)
+    assert flags == ["--searchers", "4"]
+    refuse_what_cannot_fit(made, there)
+    assert by_part(made)["trainer"].total < 0.6 * 80 * GB
+    assert not one_rank_fits(made, there)
+    assert one_rank_fits(replace(recipe_of("gsm8k", at(RHO)), trainer=RankSettings(4)), there)
+    assert [place for worker, place in said["Where it runs"].items() if "trainer" in worker] == [
+        f"GPU {i}" for i in range(4)
+    ]
+
+
+def test_a_run_of_7_b_keeps_checkpoints_of_91_gb_and_versions_of_15(at: Models) -> None:
+    kept = kept_on_disk(recipe_of("math", at(SEVEN)))
+    assert kept is not None
+    assert (round(kept.checkpoint / GB), round(kept.version / GB)) == (91, 15)
+    assert of_disk(kept).startswith("320 GB for 3 checkpoints of 91 GB")
+    adapted = kept_on_disk(override(recipe_of("math", at(SEVEN)), ["--model.lora.rank", "16"], ""))
+    assert adapted is not None
+    assert adapted.version < 0.1 * GB  # adapters alone
+    assert round(adapted.checkpoint / GB) == 16  # merged, in bfloat16, with the adapters' moments
+
+
+def test_training_asks_whether_it_fits_before_anything_is_loaded(at: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder has no weights: whatever would load them fails otherwise."""
+
+    def on(gpus: Sequence[int]) -> tuple[Recipe, list[str]]:
+        monkeypatch.setattr(sizing.Machine, "here", classmethod(lambda cls: machine(*gpus)))
+        return with_sizes(recipe_of("math", at(SEVEN)), "math", ["--steps", "3"], terminal(quiet=True))
+
+    recipe, flags = on([80] * 4)
+    assert flags == ["--steps", "3", "--trainer.ranks", "2", "--searchers", "2"]
+    assert (recipe.trainer.count, recipe.searcher_count) == (2, 2)
+    with pytest.raises(UserError, match="the trainer needs 136"):
+        on([80, 80])
+
+
+def test_a_model_without_a_configuration_has_no_shape_and_is_not_refused() -> None:
+    quickstart = find("quickstart")
+    assert shape_of(quickstart.model) is None  # not prepared: it has no path yet
+    assert shape_of(object()) is None
+    assert needs(quickstart) == []
+    refuse_what_cannot_fit(quickstart, Machine(1, (1,)))
