@@ -37,6 +37,7 @@ class Batch:
     step_start_BS: Tensor | None = None  # int64, where steps begin, then the row's length; None unless every row has it
     step_value_BS: Tensor | None = None  # float32, the value before each step, then 0; None likewise
     some_behavior_BT: Tensor | None = None  # as log_behavior_BT where only some rows have it, NaN in those that do not
+    as_sampled_G: Tensor | None = None  # bool: the group's answers come as often as they were sampled; None: all do
 
     @property
     def rows(self) -> int:
@@ -72,6 +73,7 @@ class Batch:
             step_start_BS=None if start_BS is None else start_BS[rows, :steps],
             step_value_BS=None if value_BS is None else value_BS[rows, :steps],
             some_behavior_BT=None if self.some_behavior_BT is None else self.some_behavior_BT[rows, :width],
+            as_sampled_G=None if self.as_sampled_G is None else self.as_sampled_G[kept_G],
         )
 
 
@@ -159,6 +161,7 @@ def collate(groups: Sequence[Group]) -> Batch:
         step_start_BS=step_start,
         step_value_BS=step_value,
         some_behavior_BT=None if all(has_behavior) else log_behavior_BT,
+        as_sampled_G=torch.tensor([g.as_sampled for g in groups]),
     )
 
 

@@ -250,6 +250,7 @@ class Group:
     """
 
     trajectories: tuple[Trajectory, ...]  # K of them, in no particular order
+    as_sampled: bool = True  # what an answer says had no part in its being here: neither its reward, nor an equal one
 
     def __post_init__(self) -> None:
         if not self.trajectories:

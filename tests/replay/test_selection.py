@@ -316,6 +316,38 @@ def test_of_a_single_prompt_all_trajectories_are_weighed_by_their_reward_at_once
     assert np.abs(share - weights / weights.sum()).max() < 0.04
 
 
+@pytest.mark.parametrize("mix", ["chance", "group"])
+def test_a_group_says_whether_its_answers_come_as_often_as_they_were_sampled(mix: str) -> None:
+    buffer = Buffer(BufferSettings())
+    for i in range(8):
+        buffer.add(trajectory(i % 2, (i,), reward=float(i)))
+    for settings in ({"m": 1.0}, {"m": 0.0}, {"m": 0.5}):
+        groups, _ = select(buffer, 2, 4, mix=mix, **settings)
+        assert [g.as_sampled for g in groups] == [True, True]
+    drawn_by_reward, _ = select(buffer, 2, 3, m=0.0, inverse_temperature=1.0, mix=mix)
+    assert [g.as_sampled for g in drawn_by_reward] == [False, False]
+    buffer.add(trajectory(1, (3,), version=1))  # a copy of one that was there: it stays, in the other's place
+    groups, _ = select(buffer, 2, 4, m=1.0, mix=mix)
+    assert {g.prompt.key: g.as_sampled for g in groups} == {prompt(0).key: True, prompt(1).key: False}
+    batch = collate(groups)
+    assert batch.as_sampled_G is not None
+    assert batch.as_sampled_G.tolist() == [g.as_sampled for g in groups]
+    part = batch.select((batch.group_B == 1).nonzero()[:, 0])
+    assert part.as_sampled_G is not None
+    assert part.as_sampled_G.tolist() == [groups[1].as_sampled]
+
+
+def test_keeping_repeats_keeps_groups_as_sampled_and_evicting_the_lowest_reward_does_not() -> None:
+    for kept, as_sampled in ((BufferSettings(distinct=False), True), (BufferSettings(per_prompt=3), True),
+                             (BufferSettings(per_prompt=3, evict="lowest_reward"), False),
+                             (BufferSettings(total=3, evict="lowest_reward"), False)):  # fmt: skip
+        buffer = Buffer(kept)
+        for i in range(4):
+            buffer.add(trajectory(0, (i if kept.distinct else 0,), reward=float(i)))
+        (group,), _ = select(buffer, 1, 2, m=1.0)
+        assert group.as_sampled is as_sampled
+
+
 def test_what_is_not_kept_any_longer_is_drawn_as_recent_and_never_by_reward() -> None:
     buffer = Buffer(BufferSettings(per_prompt=4, evict="lowest_reward", keep_recent=True))
     for i in range(12):

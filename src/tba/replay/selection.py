@@ -143,7 +143,7 @@ class RecencyRewardSelector:
         if is_recent:
             numbers = self._next(store, prompt, size, own)
             own.update(numbers)
-            return Group(tuple(store.numbered(numbers)))
+            return Group(tuple(store.numbered(numbers)), not store.thinned(prompt))
         trajectories = store.of(prompt)
         if self.settings.inverse_temperature == 0:
             rows = uniform(len(trajectories), size, rng)
@@ -152,7 +152,7 @@ class RecencyRewardSelector:
         if self.settings.disjoint:
             kept = store.numbers(prompt)
             own.update(kept[i] for i in rows)
-        return Group(tuple(trajectories[i] for i in rows))
+        return Group(tuple(trajectories[i] for i in rows), self._as_sampled(store, prompt))
 
     def _mixed(
         self, store: Buffer, prompt: str, size: int, is_recent: bool, own: Counter[int],
@@ -172,7 +172,11 @@ class RecencyRewardSelector:
         missing = [number for number in fresh[count:] if number not in chosen]  # where less is kept than is wanted
         chosen += missing[: size - len(chosen)]
         own.update(chosen)
-        return Group(tuple(store.numbered(chosen)))
+        return Group(tuple(store.numbered(chosen)), self._as_sampled(store, prompt))
+
+    def _as_sampled(self, store: Buffer, prompt: str) -> bool:
+        """Whether a draw among all answers to `prompt` is of how often they were sampled."""
+        return self.settings.inverse_temperature == 0 and not store.thinned(prompt)
 
     def state(self) -> Json:
         """Returns the selector's state as JSON, which `restore` takes."""
