@@ -1,6 +1,6 @@
 """The table of noise: where forms of Trajectory Balance settle when rewards are noisy, from exact expected gradients.
 
-    python benchmarks/form_noise.py [--forms exact robust] [--groups 4 8 20] [--csv FILE]
+    python benchmarks/form_noise.py [--forms exact asymmetric] [--groups 4 8 20] [--csv FILE]
 
 A risky answer competes with a safe one (in groups of distinct answers: with K safe ones that share the other half of
 the reference). Rewards, all with a gap of 0.05 in favour of safety, beta 0.05:
@@ -36,9 +36,11 @@ import torch
 from torch import Tensor
 
 from tba.batch import Batch
-from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.objectives.correction import log_behavior
+from tba.objectives.reduce import group_mean
+from tba.objectives.trajectory_balance import Asymmetric, TrajectoryBalance, above_lowest
 from tba.protocols import Objective, PolicyOutput
-from tba.research.tb_forms import ExactWithOffset, above_lowest
+from tba.research.tb_forms import lowered
 from tba.schedules import Constant
 
 BETA = 0.05
@@ -50,9 +52,8 @@ FORMS: Mapping[str, Callable[[], Objective]] = {
     "none": lambda: TrajectoryBalance(Constant(BETA), off_policy="none"),
     "exact": lambda: TrajectoryBalance(Constant(BETA), off_policy="exact"),
     "tapered": lambda: TrajectoryBalance(Constant(BETA), off_policy="tapered"),
-    "robust": lambda: TrajectoryBalance(Constant(BETA)),
-    "offset": lambda: ExactWithOffset(Constant(BETA), 1.0, growing=False),
-    "growing": lambda: ExactWithOffset(Constant(BETA), 1.5, growing=True),
+    "lowered": lambda: lowered(Constant(BETA)),
+    "asymmetric": lambda: TrajectoryBalance(Constant(BETA), off_policy="asymmetric").start(),
 }
 Chances = tuple[tuple[float, float], ...]  # (reward, its probability)
 
@@ -83,6 +84,7 @@ class Groups:
     risky_NK: Tensor  # bool
     reward_NK: Tensor
     chance_N: Tensor
+    as_sampled: bool  # as replay says it of a group (`Group.as_sampled`)
 
     def expected(self, x_NK: Tensor) -> Tensor:
         return (self.chance_N[:, None] * x_NK).sum() / x_NK.shape[1]
@@ -117,7 +119,7 @@ def independent(world: World, size: int, risk: float, selected: bool) -> Groups:
     kind_NK = (torch.arange(size)[None, :, None] >= bounds_NJ[:, None, :]).sum(2)
     risky_J = torch.tensor([risky for risky, _, _ in kinds])
     reward_J = torch.tensor([reward for _, reward, _ in kinds], dtype=torch.float64)
-    return Groups(risky_J[kind_NK], reward_J[kind_NK], chance_N)
+    return Groups(risky_J[kind_NK], reward_J[kind_NK], chance_N, not selected)
 
 
 def distinct(world: World, size: int, risk: float) -> Groups:
@@ -127,19 +129,18 @@ def distinct(world: World, size: int, risk: float) -> Groups:
     missing if all safe ones ring before it.
     """
     safe = (1 - risk) / size
-    nodes, weights = gauss_legendre()
+    nodes, weights = quantiles()
     # the time at which the risky one rings, by its quantile u: exp(-risk t) = 1 - u
     missing = float((weights * (1 - (1 - nodes) ** (safe / risk)) ** size).sum())
     rows = []
-    for reward, p in world.risky:
-        for others, q in _safe_rewards(world.safe, size - 1):
-            rows.append(((True,) + (False,) * (size - 1), (reward, *others), (1 - missing) * p * q))
-    for others, q in _safe_rewards(world.safe, size):
-        rows.append(((False,) * size, others, missing * q))
-    risky, rewards, chances = zip(*rows, strict=True)
-    return Groups(
-        torch.tensor(risky), torch.tensor(rewards, dtype=torch.float64), torch.tensor(chances, dtype=torch.float64)
-    )
+    for count, chance in ((1, 1 - missing), (0, missing)):
+        for reward, p in world.risky if count else ((0.0, 1.0),):
+            for others, q in _safe_rewards(world.safe, size - count):
+                risky = (True,) * count + (False,) * (size - count)
+                rows.append((risky, (reward,) * count + others, chance * p * q))
+    risky_NK, rewards, chances = zip(*rows, strict=True)
+    reward_NK, chance_N = (torch.tensor(x, dtype=torch.float64) for x in (rewards, chances))
+    return Groups(torch.tensor(risky_NK), reward_NK, chance_N, as_sampled=False)
 
 
 def _safe_rewards(safe: Chances, count: int) -> Iterator[tuple[tuple[float, ...], float]]:
@@ -151,11 +152,10 @@ def _safe_rewards(safe: Chances, count: int) -> Iterator[tuple[tuple[float, ...]
 
 
 @cache
-def gauss_legendre(count: int = 2000) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of a midpoint rule on (0, 1), fine enough for six digits."""
-    return (torch.arange(count, dtype=torch.float64) + 0.5) / count, torch.full(
-        (count,), 1 / count, dtype=torch.float64
-    )
+def quantiles(count: int = 2000) -> tuple[Tensor, Tensor]:
+    """Nodes and weights of the midpoint rule on (0, 1), fine enough for six digits."""
+    nodes = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    return nodes, torch.full_like(nodes, 1 / count)
 
 
 @dataclass(frozen=True)
@@ -195,8 +195,8 @@ class Cell:
             else:
                 groups = independent(world, self.size, sampled, self.data == "selected")
             made.append((world.chance, groups, *self._batch(groups, risk, sampled)))
-        if isinstance(objective, ExactWithOffset):
-            objective.memory.means_2 = _seen(objective, made)
+        if isinstance(objective, Asymmetric):
+            objective.memory.means_2 = _seen(made)
         total = 0.0
         for chance, groups, batch, log_policy_BT in made:
             log_policy_BT.requires_grad_()
@@ -226,15 +226,20 @@ class Cell:
             reward_B=groups.reward_NK.flatten(),
             group_B=torch.arange(count).repeat_interleave(size),
             log_behavior_BT=log(sampled),
+            as_sampled_G=torch.full((count,), groups.as_sampled),
         )
         return batch, log(risk)
 
 
-def _seen(objective: ExactWithOffset, made: Sequence[tuple[float, Groups, Batch, Tensor]]) -> Tensor:
-    """The means that the offset's memory has after long: g, and q among groups with a spread."""
+def _seen(made: Sequence[tuple[float, Groups, Batch, Tensor]]) -> Tensor:
+    """The means that the form's memory has after long: g, and q among groups with a spread."""
     sums_3 = torch.zeros(3, dtype=torch.float64)
+    exact = TrajectoryBalance(Constant(BETA), off_policy="exact")
     for chance, groups, batch, log_policy_BT in made:
-        _, advantage_B, _ = objective.exact(PolicyOutput(log_policy_BT), batch, 1)
+        log_B = log_policy_BT[:, 0]
+        gap_B = batch.reward_B - BETA * (log_B - batch.log_reference_BT[:, 0])
+        weight_B = exact.weight_B(gap_B, log_B - log_behavior(batch)[:, 0], batch)
+        advantage_B = gap_B - group_mean(weight_B * gap_B, batch.group_B, batch.groups)
         columns = (x.double().view_as(groups.reward_NK) for x in above_lowest(advantage_B, batch))
         sums_3 += chance * torch.tensor([groups.expected(x_NK) for x_NK in columns], dtype=torch.float64)
     return torch.stack([sums_3[0], sums_3[1] / sums_3[2].clamp(min=1e-12)])

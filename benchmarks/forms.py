@@ -9,7 +9,7 @@ so that the data's age depends on the settings alone: k = 16 with half of the gr
 Repeats are kept. 500 held-out prompts are answered once before and after. On a CPU each run has one thread, and equal
 seeds give equal rows; `--at-once` runs several at a time.
 
-Order: at k = 16 the rates of `none`, `exact`, `growing` and `robust` are chosen among three on seed 100, which is
+Order: at k = 16 the rates of `none`, `exact`, `asymmetric` and `lowered` are chosen among three on seed 100, which is
 counted nowhere (a best rate at the edge is followed by the next beyond it), then come the counted seeds, one after the
 other; GRPO and RAFT likewise; then all at k = 1, each at the rate that it had at k = 16.
 
@@ -46,7 +46,7 @@ from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.research.study import Study, Variant
-from tba.research.tb_forms import ExactWithOffset
+from tba.research.tb_forms import lowered
 from tba.schedules import Constant, WarmupStableDecay
 from tba.tasks.instruct import Instruct
 from tba.training.optimizer import OptimizerSettings
@@ -54,7 +54,7 @@ from tba.training.optimizer import OptimizerSettings
 RATES = (1e-4, 2e-4, 4e-4)
 TUNED_ON = 100  # the seed on which rates are chosen
 STALE, FRESH = (16, 0.5), (1, 0.95)  # k, m
-TIERS = (("none", "exact", "growing", "robust"), ("grpo", "raft"))
+TIERS = (("none", "exact", "asymmetric", "lowered"), ("grpo", "raft"))
 ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500")
 
 _beta = Constant(0.02)
@@ -78,8 +78,8 @@ base = replace(
 OBJECTIVES = {
     "none": TrajectoryBalance(_beta, off_policy="none"),
     "exact": TrajectoryBalance(_beta, off_policy="exact"),
-    "growing": ExactWithOffset(_beta),
-    "robust": TrajectoryBalance(_beta, off_policy="robust"),
+    "asymmetric": TrajectoryBalance(_beta, off_policy="asymmetric"),
+    "lowered": lowered(_beta),
     "grpo": Grpo(_beta),
     "raft": Raft(),
 }

@@ -347,6 +347,22 @@ class Objective(Protocol):
     ) -> tuple[torch.Tensor, Mapping[str, float | torch.Tensor]]: ...
 
 
+@runtime_checkable
+class Remembering(Protocol):
+    """An objective of one run that has learnt from its earlier batches, as a checkpoint keeps it."""
+
+    def state(self) -> Json: ...
+
+    def restore(self, state: Json) -> None: ...
+
+
+@runtime_checkable
+class Startable(Protocol):
+    """An objective's settings, from which each run has an objective of its own."""
+
+    def start(self) -> Objective: ...
+
+
 class PromptSource(Protocol):
     """The source of the prompts that a searcher answers."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -12,9 +13,8 @@ from objective_cases import BETA, random_batch, slopes
 from torch import Tensor
 
 from tba.batch import Batch
-from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.protocols import PolicyOutput
-from tba.research.tb_forms import ExactWithOffset
+from tba.objectives.trajectory_balance import Asymmetric, TrajectoryBalance
+from tba.protocols import Objective, PolicyOutput
 
 beta = BETA(1)
 
@@ -82,7 +82,7 @@ def far(seed: int, times: float) -> tuple[Batch, Tensor]:
 
 
 @pytest.mark.parametrize("times", [0.0, 1.0, 5.0])
-@pytest.mark.parametrize("form", ["none", "exact", "tapered", "robust"])
+@pytest.mark.parametrize("form", ["none", "exact", "asymmetric", "tapered", "robust"])
 @pytest.mark.parametrize("known", ["all", "some", "none"])
 def test_value_and_gradient_are_those_of_the_formula(form: str, times: float, known: str) -> None:
     for seed in range(8):
@@ -106,50 +106,91 @@ def test_value_and_gradient_are_those_of_the_formula(form: str, times: float, kn
         torch.testing.assert_close(slopes(objective, batch, log_policy_BT)[0], expected_BT, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("growing", [False, True])
-def test_the_offset_comes_from_earlier_batches_alone(growing: bool) -> None:
-    objective, strength = ExactWithOffset(BETA, 1.5, growing), 1.5
+def test_what_is_pushed_up_comes_from_earlier_batches_alone() -> None:
+    objective = started()
     means: tuple[float, float] | None = None
     for step in range(1, 6):
         batch, log_policy_BT = far(step, 1.0 + step % 3)
-        c = 0.0 if means is None else strength * means[0] * (means[1] ** 2 if growing else 1)
+        c = 0.0 if means is None else 1.5 * means[0] * means[1] ** 2
         expected_BT, gaps, shares = torch.zeros_like(log_policy_BT), [], []
         for group in groups_of(batch, log_policy_BT):
-            rows = [row for _, row in group]
-            terms = pushed("exact", rows)
+            terms = pushed("exact", [row for _, row in group])
             for (b, row), (w, a) in zip(group, terms, strict=True):
                 assert row.log_rho is not None
-                expected_BT[b] = -(w * a + c * min(math.exp(row.log_rho), 8.0)) / batch.rows * batch.mask_BT[b].double()
+                push = w * a + c * min(math.exp(row.log_rho), 8.0)
+                expected_BT[b] = -push / batch.rows * batch.mask_BT[b].double()
             low, high = min(a for _, a in terms), max(a for _, a in terms)
             gaps.append(-low)
             if high - low > 1e-6:
                 shares.append(-low / (high - low))
         new = sum(gaps) / len(gaps), sum(shares) / len(shares)
         means = new if means is None else (0.9 * means[0] + 0.1 * new[0], 0.9 * means[1] + 0.1 * new[1])
-        torch.testing.assert_close(_slopes(objective, batch, log_policy_BT, step), expected_BT, rtol=0, atol=1e-12)
+        found_BT, loss, metrics = _slopes(objective, batch, log_policy_BT, step)
+        torch.testing.assert_close(found_BT, expected_BT, rtol=0, atol=1e-12)
+        exact, _ = TrajectoryBalance(BETA, off_policy="exact")(PolicyOutput(log_policy_BT), batch, 1)
+        assert loss == pytest.approx(float(exact), abs=1e-12)
+        assert float(metrics["push"]) == pytest.approx(c, abs=1e-12)
         assert c > 0.1 or step == 1
 
 
-def test_micro_batches_of_groups_and_another_run_see_the_offset_of_the_whole() -> None:
-    whole, parts = ExactWithOffset(BETA), ExactWithOffset(BETA)
-    for _ in range(2):
-        for step in (1, 2, 3):
-            batch, log_policy_BT = far(step, 2.0)
-            found_BT = torch.zeros_like(log_policy_BT)
-            for g in range(batch.groups):
-                rows = (batch.group_B == g).nonzero()[:, 0]
-                part = batch.select(rows)
-                width = part.completion_BT.shape[1]
-                own_BT = _slopes(parts, part, log_policy_BT[rows][:, :width], step)
-                found_BT[rows, :width] = own_BT * len(rows) / batch.rows
-            expected_BT = _slopes(whole, batch, log_policy_BT, step)
-            torch.testing.assert_close(found_BT, expected_BT, rtol=0, atol=1e-12)
-            if step == 1:  # begins without one, in a second run too
-                exact_BT = slopes(TrajectoryBalance(BETA, off_policy="exact"), batch, log_policy_BT)[0]
-                torch.testing.assert_close(expected_BT, exact_BT, rtol=0, atol=1e-12)
+def test_neither_rows_of_unknown_behaviour_nor_groups_that_are_not_as_sampled_are_pushed_up() -> None:
+    objective, exact = started(), TrajectoryBalance(BETA, off_policy="exact")
+    _slopes(objective, *far(0, 1.0), 1)
+    batch, log_policy_BT = far(1, 1.0)
+    assert batch.log_behavior_BT is not None
+    unknown_B = torch.arange(batch.rows) == 2
+    some_BT = batch.log_behavior_BT.masked_fill(unknown_B[:, None], torch.nan)
+    as_sampled_G = torch.arange(batch.groups) != 1
+    batch = replace(batch, log_behavior_BT=None, some_behavior_BT=some_BT, as_sampled_G=as_sampled_G)
+    found_BT = _slopes(objective, batch, log_policy_BT, 2)[0]
+    same_B = (found_BT == slopes(exact, batch, log_policy_BT)[0]).all(1)
+    assert same_B.tolist() == (unknown_B | ~as_sampled_G[batch.group_B]).tolist()
 
 
-def _slopes(objective: ExactWithOffset, batch: Batch, log_policy_BT: Tensor, step: int) -> Tensor:
+def test_the_raw_form_is_pushed_by_as_much_more_as_all_of_it_is() -> None:
+    found = []
+    for form in ("advantage", "raw"):
+        objective = TrajectoryBalance(BETA, form, off_policy="asymmetric").start()  # type: ignore[arg-type]
+        _slopes(objective, *far(0, 1.0), 1)
+        found.append(_slopes(objective, *far(1, 1.0), 2)[0])
+    torch.testing.assert_close(found[0] * 2 / beta, found[1], rtol=1e-12, atol=0)
+
+
+def test_micro_batches_of_groups_and_a_memory_that_was_kept_see_what_the_whole_shows() -> None:
+    whole, parts = started(), started()
+    for step in (1, 2, 3):
+        batch, log_policy_BT = far(step, 2.0)
+        kept = json.loads(json.dumps(parts.state()))
+        parts = started()
+        parts.restore(kept)
+        found_BT = torch.zeros_like(log_policy_BT)
+        for g in range(batch.groups):
+            rows = (batch.group_B == g).nonzero()[:, 0]
+            part = batch.select(rows)
+            width = part.completion_BT.shape[1]
+            own_BT = _slopes(parts, part, log_policy_BT[rows][:, :width], step)[0]
+            found_BT[rows, :width] = own_BT * len(rows) / batch.rows
+        torch.testing.assert_close(found_BT, _slopes(whole, batch, log_policy_BT, step)[0], rtol=0, atol=1e-12)
+
+
+def test_a_batch_that_is_not_finite_is_forgotten() -> None:
+    objective, other = started(), started()
+    for one in (objective, other):
+        _slopes(one, *far(0, 1.0), 1)
+    batch, log_policy_BT = far(1, 1.0)
+    _slopes(objective, batch, log_policy_BT * torch.nan, 2)
+    assert float(_slopes(objective, *far(2, 1.0), 3)[2]["push"]) == float(_slopes(other, *far(2, 1.0), 2)[2]["push"])
+
+
+def started() -> Asymmetric:
+    objective = TrajectoryBalance(BETA, off_policy="asymmetric").start()
+    assert isinstance(objective, Asymmetric)
+    return objective
+
+
+def _slopes(
+    objective: Objective, batch: Batch, log_policy_BT: Tensor, step: int
+) -> tuple[Tensor, float, Mapping[str, float | Tensor]]:
     leaf_BT = log_policy_BT.clone().requires_grad_()
-    loss, _ = objective(PolicyOutput(leaf_BT), batch, step)
-    return torch.autograd.grad(loss, leaf_BT)[0]
+    loss, metrics = objective(PolicyOutput(leaf_BT), batch, step)
+    return torch.autograd.grad(loss, leaf_BT)[0], float(loss.detach()), metrics

@@ -319,10 +319,12 @@ def test_of_a_single_prompt_all_trajectories_are_weighed_by_their_reward_at_once
 @pytest.mark.parametrize("mix", ["chance", "group"])
 def test_a_group_says_whether_its_answers_come_as_often_as_they_were_sampled(mix: str) -> None:
     buffer = Buffer(BufferSettings())
+    for i in range(200):
+        buffer.add(trajectory(2 + i % 10, (i,)))
     for i in range(8):
         buffer.add(trajectory(i % 2, (i,), reward=float(i)))
-    for settings in ({"m": 1.0}, {"m": 0.0}, {"m": 0.5}):
-        groups, _ = select(buffer, 2, 4, mix=mix, **settings)
+    for m in (1.0, 0.0, 0.5):
+        groups, _ = select(buffer, 2, 4, mix=mix, m=m)
         assert [g.as_sampled for g in groups] == [True, True]
     drawn_by_reward, _ = select(buffer, 2, 3, m=0.0, inverse_temperature=1.0, mix=mix)
     assert [g.as_sampled for g in drawn_by_reward] == [False, False]
@@ -332,6 +334,9 @@ def test_a_group_says_whether_its_answers_come_as_often_as_they_were_sampled(mix
     batch = collate(groups)
     assert batch.as_sampled_G is not None
     assert batch.as_sampled_G.tolist() == [g.as_sampled for g in groups]
+    for _ in range(2):  # more than one answer in a hundred was left out
+        buffer.add(trajectory(1, (3,), version=1))
+    assert not any(g.as_sampled for g in select(buffer, 2, 4, m=1.0, mix=mix)[0])
     part = batch.select((batch.group_B == 1).nonzero()[:, 0])
     assert part.as_sampled_G is not None
     assert part.as_sampled_G.tolist() == [groups[1].as_sampled]

@@ -83,7 +83,7 @@ def test_runs_are_made_and_kept_and_equal_when_made_again(
     tmp_path: Path, model: Path, forms: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fixed = ["--model.path", str(model), "--model.device", "cpu", "--prompts.max-tokens", "1000", *SMALL]
-    cell, made = forms.Cell("growing", 16, 0.5, 1e-4, 0), []
+    cell, made = forms.Cell("asymmetric", 16, 0.5, 1e-4, 0), []
     monkeypatch.setattr(forms, "wanted", lambda done, seeds: [] if done else [cell])
     for name in ("a", "b"):
         rows = tmp_path / f"{name}.csv"

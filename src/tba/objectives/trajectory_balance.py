@@ -10,7 +10,7 @@ Shape legend: B rows (one completion each), T completion positions, G groups (on
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -20,11 +20,14 @@ from tba.batch import Batch
 from tba.errors import UserError
 from tba.objectives.correction import sequence_log_ratio
 from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
-from tba.protocols import Measured, PolicyOutput
+from tba.protocols import Measured, Objective, PolicyOutput
 from tba.schedules import Constant, Schedule
+from tba.types import Json
 
 HALF = 0.5  # of the way from the mean to the lowest; all of it ends higher still, and is further off (docs/results.md)
 CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (docs/results.md)
+PUSH = 1.5  # times what earlier batches showed; twice as much is worse at large rates
+DECAY = 0.9  # of the running means over steps
 SPREAD = 2.0  # nats; 20 rows of normally spread log rho are then worth 4 below the cap, 8 at it (medians)
 
 
@@ -45,6 +48,9 @@ class TrajectoryBalance:
         none     w = 1: the paper's form
         exact    w = min(rho, 8): an answer that the policy has left behind hardly counts
         tapered  w = min(rho, 1) where A < 0, else 1: rare successes are learnt again after the policy has lost them
+        asymmetric
+                 as exact, and every answer of known behaviour is pushed up by c min(rho, 8) grad log pi, where c comes
+                 from earlier batches alone (`start`)
         robust   as exact, and log Z lies half way between that mean and the lowest r / beta - log(pi / pi_ref) of the
                  group, for rows of known behaviour: answers are pushed up more than down
 
@@ -66,13 +72,16 @@ class TrajectoryBalance:
 
     Every metric is a mean over rows, so those of micro-batches combine by their numbers of rows. `log_ratio` estimates
     KL(policy || reference) only as far as the rows are on-policy; `residual` is absolute; `weight_ess` is the effective
-    sample size of w within groups, as a share; `degenerate` is the share of rows that are alone in their group.
+    sample size of w within groups, as a share; `degenerate` is the share of rows that are alone in their group; `push`
+    is c.
     """
 
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive
     form: Literal["advantage", "raw"] = "advantage"  # scale of the loss
     log_z: Literal["group", "learned"] = "group"  # the mean over the row's group, or a head of the policy
-    off_policy: Literal["robust", "exact", "tapered", "none"] = "robust"  # how stale data weigh; none: as in the paper
+    off_policy: Literal["asymmetric", "robust", "exact", "tapered", "none"] = (
+        "robust"  # how stale data weigh; none: as in the paper
+    )
     reward_temperature: Schedule = Constant(1.0)  # T, temperature of the whole target, by step; 1: none
     reference_temperature: Schedule = Constant(1.0)  # g, temperature of the reference in it, by step; 1: none
 
@@ -88,7 +97,13 @@ class TrajectoryBalance:
     def by_group(self) -> bool:
         return True
 
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
+    def start(self) -> Objective:
+        """The objective of one run: in the form `asymmetric` with a memory of its batches."""
+        return Asymmetric(self) if self.off_policy == "asymmetric" and self.log_z == "group" else self
+
+    def __call__(
+        self, output: PolicyOutput, batch: Batch, step: int, memory: Memory | None = None
+    ) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
         beta = self.beta(step) * self.reward_temperature(step)
         power = 1 / (self.reference_temperature(step) * self.reward_temperature(step))  # of the reference
@@ -102,6 +117,15 @@ class TrajectoryBalance:
         residual_B = gap_B - log_z_B
         scale = beta / 2 if self.form == "advantage" else 1.0
         loss_B = scale * weight_B * residual_B.square()
+        more: Measured = {}
+        if memory is not None and log_rho_B is not None:
+            push = PUSH * memory.push(step, beta * residual_B.detach(), batch)
+            log_policy_B = masked_sum(output.log_policy_BT, batch.mask_BT)
+            pushed_B = (
+                push * plain_weights(log_rho_B, batch) * (log_policy_B - log_policy_B.detach())
+            )  # 0, with a slope
+            loss_B = loss_B - scale * 2 / beta * pushed_B
+            more = {"push": push}
 
         rows = (batch.group_B, batch.groups)
         size_B = group_sizes(*rows)
@@ -115,7 +139,7 @@ class TrajectoryBalance:
             group_size=size_B,
             degenerate=size_B == 1,
         )
-        return loss_B.mean(), metrics | {"beta": beta}
+        return loss_B.mean(), metrics | more | {"beta": beta}
 
     def weight_B(self, gap_B: Tensor, log_rho_B: Tensor | None, batch: Batch) -> Tensor:
         """[B] positive weights; of mean 1 in each group where log Z is estimated from the group."""
@@ -148,6 +172,96 @@ class TrajectoryBalance:
             return mean_B
         lowest_B = -group_max(-gap_B, *rows)
         return (mean_B - HALF * (mean_B - lowest_B)).where(~log_rho_B.isnan(), mean_B)
+
+
+@dataclass(frozen=True)
+class Asymmetric:
+    """Trajectory Balance in the form `asymmetric` during one run. `state` is what a checkpoint keeps of it."""
+
+    settings: TrajectoryBalance
+    memory: Memory = field(default_factory=lambda: Memory())
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return self.settings.needs
+
+    @property
+    def by_group(self) -> bool:
+        return True
+
+    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
+        """The scalar to minimise at optimizer step `step` (from 1), and its metrics."""
+        return self.settings(output, batch, step, self.memory)
+
+    def state(self) -> Json:
+        """Returns the memory as JSON, which `restore` takes."""
+        return self.memory.state()
+
+    def restore(self, state: Json) -> None:
+        """Continue with the memory that `state` gave."""
+        self.memory.restore(state)
+
+
+class Memory:
+    """What the groups of earlier steps have shown, as running means; those of the present step are kept apart.
+
+    They are two sums on the policy's device, which is not waited for. A batch that is not finite leaves no trace.
+    """
+
+    def __init__(self) -> None:
+        self.means_2: Tensor | None = None  # g and q of the steps before; None: there were none
+        self._step = 0
+        self._sums_4: Tensor | None = None  # of the present step: the sum of g and its groups, of q and its groups
+
+    def push(self, step: int, advantage_B: Tensor, batch: Batch) -> Tensor:
+        """g q^2 of the steps before `step`, 0 where there were none; then takes in this batch, or part of one.
+
+        advantage_B: in units of reward, what each row lies above the weighted mean of its group.
+        """
+        low_B, q_B, spread_B = above_lowest(advantage_B, batch)
+        share_B = 1 / group_sizes(batch.group_B, batch.groups).to(low_B.dtype)  # sums over rows are sums over groups
+        sums_4 = torch.stack([low_B @ share_B, share_B.sum(), q_B @ share_B, spread_B.to(low_B.dtype) @ share_B])
+        self._begin(step, sums_4)
+        self._sums_4 = sums_4 if self._sums_4 is None else self._sums_4 + sums_4
+        return torch.zeros_like(sums_4[0]) if self.means_2 is None else self.means_2[0] * self.means_2[1].square()
+
+    def state(self) -> Json:
+        """Returns it as JSON. The device is waited for."""
+        return [self._step, *(None if t is None else t.tolist() for t in (self.means_2, self._sums_4))]
+
+    def restore(self, state: Json) -> None:
+        """The inverse of `state`."""
+        self._step, *tensors = state
+        self.means_2, self._sums_4 = (None if t is None else torch.tensor(t, dtype=torch.float64) for t in tensors)
+
+    def _begin(self, step: int, like: Tensor) -> None:
+        self.means_2, self._sums_4 = (None if t is None else t.to(like) for t in (self.means_2, self._sums_4))
+        if step == self._step:
+            return
+        if self._sums_4 is not None:
+            new_2 = self._sums_4[::2] / self._sums_4[1::2].clamp(min=1e-6)
+            old_2 = new_2 if self.means_2 is None else self.means_2
+            means_2 = DECAY * old_2 + (1 - DECAY) * new_2
+            self.means_2 = torch.where(means_2.isfinite().all(), means_2, old_2.nan_to_num(0.0, 0.0, 0.0))
+        self._step, self._sums_4 = step, None
+
+
+def above_lowest(advantage_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row's group [B]: g, how far its mean is above its lowest; q, that over highest minus lowest (0 where
+    there is no spread); and whether there is one. `advantage_B` is what each row has above its group's mean.
+    """
+    rows = (batch.group_B, batch.groups)
+    low_B, high_B = group_max(-advantage_B, *rows), group_max(advantage_B, *rows)
+    spread_B = low_B + high_B > 1e-6
+    return low_B, torch.where(spread_B, low_B / (low_B + high_B).clamp(min=1e-6), 0.0), spread_B
+
+
+def plain_weights(log_rho_B: Tensor, batch: Batch) -> Tensor:
+    """[B] min(rho, 8): what makes a sum over rows that a behaviour sampled one over rows of the policy. 0 where the
+    behaviour is not known, and in groups whose answers do not come as often as they were sampled.
+    """
+    rho_B = log_rho_B.clamp(max=math.log(CAP)).exp().nan_to_num(nan=0.0)
+    return rho_B if batch.as_sampled_G is None else rho_B * batch.as_sampled_G[batch.group_B]
 
 
 def require_positive(schedule: Schedule, name: str, what: str = "beta") -> None:

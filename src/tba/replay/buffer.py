@@ -101,6 +101,9 @@ class Counts:
     damaged: Amount = field(default_factory=Amount)
 
 
+_RARE = 0.01  # of all answers: fewer repeats than this do not change how often the others come
+
+
 class Buffer:
     """The trajectories in memory, with their counts. What a selector may use is in the methods from `prompts` on.
 
@@ -126,7 +129,8 @@ class Buffer:
         self._used = array("i")  # uses by place, also of trajectories that have left; see `fates`
         self._received, self._trained_once, self._trained_total = Amount(), Amount(), Amount()
         self._waiting, self._evicted, self._duplicate, self._damaged = Amount(), Amount(), Amount(), Amount()
-        self._thinned: set[str] = set()  # prompts of which answers were left out for what they say: see `thinned`
+        # prompts of which answers were left out for what they say, and how many answers that were: see `thinned`
+        self._thinned, self._left_out = set[str](), 0
         self._retired = False  # whether some of what was evicted had left by the source's own retention
 
     def __len__(self) -> int:
@@ -154,9 +158,9 @@ class Buffer:
                 self._received.add(stored.length)
                 self._duplicate.add(stored.length)
                 self._used[place] = -_DUPLICATE
-                self._thinned.add(prompt)
+                self._leave_out(prompt)
                 return
-            self._thinned.add(prompt)
+            self._leave_out(prompt)
             self._remove(copy, _DUPLICATE)
         near = self._near_to(stored)
         row = rows.add(stored, place, incarnation)
@@ -170,17 +174,24 @@ class Buffer:
         self._by_reference[stored.reference] += 1
         self._make_current(row)
         if near is not None and len(near):
-            self._thinned.add(prompt)
+            self._leave_out(prompt)
             better = self._settings.near.keep == "newer" or self._rows.reward[near].max() < stored.reward
             for beaten in near.tolist() if better else [row]:
                 self._let_go(beaten, _DUPLICATE)
         self._keep_to_capacity(prompt)
 
     def thinned(self, prompt: str) -> bool:
-        """Whether an answer to `prompt` was ever left out for what it says: a copy of another, nearly one, or the lowest
-        reward over capacity. What is left comes less often, or more, than policies sampled it.
+        """Whether an answer to `prompt` was ever left out for what it says: a copy of another, nearly one, or the
+        lowest reward over capacity. What is left comes less often, or more, than policies sampled it.
+
+        So are all prompts where this befell more than one in a hundred answers: those that happen to have no repeat
+        among many repeats do not represent what was sampled either.
         """
-        return prompt in self._thinned
+        return prompt in self._thinned or self._left_out > _RARE * self.received
+
+    def _leave_out(self, prompt: str) -> None:
+        self._thinned.add(prompt)
+        self._left_out += 1
 
     def _near_to(self, stored: Stored) -> npt.NDArray[np.intp] | None:
         """Returns the rows that it nearly equals."""
@@ -207,11 +218,13 @@ class Buffer:
         oldest = self._settings.evict == "oldest"
         if self._kept.count(prompt) > self._settings.per_prompt:
             own = self._kept.of(prompt)
-            self._thinned.update(() if oldest else (prompt,))
+            if not oldest:
+                self._leave_out(prompt)
             self._let_go(own[0] if oldest else own[int(self._rows.reward[np.asarray(own)].argmin())], _EVICTED)
         if len(self._rows) - len(self._passing) > self._settings.total:
             row = self._rows.oldest if oldest else self._rows.lowest
-            self._thinned.update(() if oldest else (self._key(row),))
+            if not oldest:
+                self._leave_out(self._key(row))
             self._let_go(row, _EVICTED)
 
     def pass_over(self, evicted: Amount, damaged: Amount) -> None:

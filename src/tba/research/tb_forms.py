@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tba.batch import Batch
-from tba.objectives.correction import Correction, log_ratio_to_behavior, sequence_log_ratio
+from tba.objectives.correction import Correction, log_ratio_to_behavior
 from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
-from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.protocols import Measured, PolicyOutput
 from tba.schedules import Constant, Schedule
 from tba.training.optimizer import Optimizer, OptimizerSettings
@@ -141,111 +140,12 @@ class WeightedBalance:
         return weight_B
 
 
-@dataclass(frozen=True)
-class ExactWithOffset:
-    """The form `exact`, and every answer pushed up alike by an offset c that earlier batches gave.
+def lowered(beta: Schedule) -> WeightedBalance:
+    """Returns `exact` with log Z half way between the group's mean and its lowest, once the default.
 
-    With h = r - beta log(pi / pi_ref), w the weights of `exact`, bars weighted means over the group and rho = pi / mu
-    of the whole answer, not divided by its mean and not scaled, the gradient is
-
-        -(1 / B) sum over rows of [w (h - h-bar) + c min(rho, cap)] grad log pi,    c = strength g (q^2 if growing).
-
-    g and q are running means over the batches of *earlier* steps: of h-bar minus the group's lowest h and, among groups
-    with a spread, of that over highest minus lowest. The mean of rho grad log pi over any behaviour mu is zero, and c
-    knows nothing of the batch that it is used on: so the offset moves no optimum, noise or not, on rows that come as mu
-    sampled them, their repeats kept, while rho stays below the cap. Rows that were selected, or lost their repeats,
-    must not have it (`tests/objectives/test_form_noise.py` says how far off they end).
-
-    c lives in the object, as sums on the policy's device: nothing is waited for. It begins again with step 1; it is in
-    no checkpoint, so that a resumed run begins it anew. Rows of unknown behaviour get none.
+    Where rewards are noisy its optimum is another one: the group's lowest contains the answer's own luck.
     """
-
-    beta: Schedule
-    strength: float = 1.5
-    growing: bool = True  # with q^2: small while few answers succeed
-    cap: float = 8.0  # of rho in the offset
-    decay: float = 0.9  # of the running means, per step
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_memory", Memory(self.decay))
-
-    @property
-    def memory(self) -> Memory:
-        """What earlier batches have shown."""
-        found: Memory = self.__dict__["_memory"]
-        return found
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def by_group(self) -> bool:
-        return True
-
-    def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, Measured]:
-        """The scalar whose gradient is the estimate at optimizer step `step` (from 1), and metrics: row means."""
-        log_policy_B = masked_sum(output.log_policy_BT, batch.mask_BT)
-        log_ratio_B = log_policy_B - masked_sum(batch.log_reference_BT, batch.mask_BT)
-        weight_B, advantage_B, log_rho_B = self.exact(output, batch, step)
-        offset = self.strength * self.memory.offset(step, advantage_B, batch, self.growing)
-        rho_B = log_rho_B.clamp(max=math.log(self.cap)).exp().nan_to_num(nan=0.0)
-        loss_B = -(weight_B * advantage_B + offset * rho_B) * log_policy_B
-        size_B = group_sizes(batch.group_B, batch.groups)
-        metrics = row_means(
-            loss=loss_B, residual=advantage_B.abs(), log_ratio=log_ratio_B, reward=batch.reward_B,
-            offset=offset.expand_as(loss_B), group_size=size_B, degenerate=size_B == 1,
-        )  # fmt: skip
-        return loss_B.mean(), metrics | {"beta": self.beta(step)}
-
-    def exact(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[B] weights, h minus its weighted mean, and log rho (NaN where it is not known), without gradient."""
-        log_policy_BT, beta = output.log_policy_BT.detach(), self.beta(step)
-        gap_B = batch.reward_B - beta * masked_sum(log_policy_BT - batch.log_reference_BT, batch.mask_BT)
-        log_rho_B = sequence_log_ratio(log_policy_BT, batch)
-        log_rho_B = torch.full_like(gap_B, torch.nan) if log_rho_B is None else log_rho_B
-        weight_B = TrajectoryBalance(self.beta, off_policy="exact").weight_B(gap_B, log_rho_B, batch)
-        return weight_B, gap_B - group_mean(weight_B * gap_B, batch.group_B, batch.groups), log_rho_B
-
-
-@dataclass
-class Memory:
-    """Running means over steps of what groups showed; those of the step that is being made are kept apart."""
-
-    decay: float
-    means_2: Tensor | None = None  # g, q of the steps before; None: nothing was seen
-    _step: int = 0
-    _sums_4: Tensor | None = None  # of this step: the sum of g and its groups, of q and its groups
-
-    def offset(self, step: int, advantage_B: Tensor, batch: Batch, growing: bool) -> Tensor:
-        """g or g q^2 of the steps before `step`, 0 at first; then takes in the groups of this batch."""
-        self._begin(step)
-        low_B, q_B, spread_B = above_lowest(advantage_B, batch)
-        share_B = 1 / group_sizes(batch.group_B, batch.groups).to(low_B.dtype)  # sums over rows are sums over groups
-        sums_4 = torch.stack([low_B @ share_B, share_B.sum(), q_B @ share_B, spread_B.to(low_B.dtype) @ share_B])
-        self._sums_4 = sums_4 if self._sums_4 is None else self._sums_4 + sums_4
-        if self.means_2 is None:
-            return torch.zeros_like(sums_4[0])
-        return self.means_2[0] * (self.means_2[1].square() if growing else 1.0)
-
-    def _begin(self, step: int) -> None:
-        if step < self._step:  # another run
-            self.means_2 = self._sums_4 = None
-        elif step > self._step and self._sums_4 is not None:
-            new_2 = self._sums_4[::2] / self._sums_4[1::2].clamp(min=1e-6)
-            old_2 = new_2 if self.means_2 is None else self.means_2
-            self.means_2, self._sums_4 = self.decay * old_2 + (1 - self.decay) * new_2, None
-        self._step = step
-
-
-def above_lowest(advantage_B: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each row's group [B]: how far its mean is above its lowest, that over highest minus lowest (0 where there is
-    no spread), and whether there is one. `advantage_B` is what each row has above its group's mean.
-    """
-    rows = (batch.group_B, batch.groups)
-    low_B, high_B = group_max(-advantage_B, *rows), group_max(advantage_B, *rows)
-    spread_B = low_B + high_B > 1e-6
-    return low_B, torch.where(spread_B, low_B / (low_B + high_B).clamp(min=1e-6), 0.0), spread_B
+    return WeightedBalance(beta, "ratio", cap=8.0, spread=2.0, normalised=True, lowest=0.5)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from tba.batch import Batch, Fetched, distinct_rows
 from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
-from tba.protocols import Arithmetic, Policy
+from tba.protocols import Arithmetic, Policy, Remembering, Startable
 from tba.recipe import Recipe
 from tba.record.falls import STALE, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
@@ -199,6 +199,7 @@ class TrainerLoop:
             "lags": [[lag, count] for lag, count in sorted(self.lags.items())],
             "computed": dict(self.computed),
             "skipped": self.trainer.skipped,
+            "objective": o.state() if isinstance(o := self.trainer.objective, Remembering) else None,
             "clock": self.clock.seconds(),
             "began_training": self.began_training,
             "ended_training": self.ended_training,
@@ -216,6 +217,8 @@ class TrainerLoop:
         checkpoint.load_heads(self.trainer.policy.heads)
         self.trainer.optimizer.load(checkpoint.path)
         self.trainer.skipped = state["skipped"]
+        if isinstance(self.trainer.objective, Remembering) and state.get("objective") is not None:
+            self.trainer.objective.restore(state["objective"])
         self.references.restore(state["references"])
         self.requests.restore(state["evaluations"])
         if self.controller.on and state["steering"] is not None:
@@ -400,7 +403,7 @@ def start_training(
         run=run,
         trainer=Trainer(
             policy=policy,
-            objective=recipe.objective,
+            objective=recipe.objective.start() if isinstance(recipe.objective, Startable) else recipe.objective,
             weights=weights,
             optimizer=optimizer,
             sync_every=recipe.sync_every,

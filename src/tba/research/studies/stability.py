@@ -19,7 +19,7 @@ from tba.research.studies._base import (
     task,
 )
 from tba.research.study import Against, Study
-from tba.research.tb_forms import ExactWithOffset, WeightedBalance
+from tba.research.tb_forms import WeightedBalance
 from tba.schedules import Constant, WarmupStableDecay
 
 RATE = 1e-4
@@ -42,12 +42,7 @@ FORMS = {  # that estimate log Z low: by standard deviations of the group's gaps
     },
 }
 
-OFFSETS = {  # that push all answers up alike, by what earlier batches showed
-    "tb-offset": ExactWithOffset(Constant(BETA), strength=1.0, growing=False),
-    "tb-growing": ExactWithOffset(Constant(BETA)),
-}
-
-_objectives = {name: objectives()[name] for name in NAMES} | FORMS | OFFSETS
+_objectives = {name: objectives()[name] for name in NAMES} | FORMS
 _longer = replace(
     base,
     task=replace(task, eval_problems=10_000),
