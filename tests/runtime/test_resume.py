@@ -100,6 +100,7 @@ def llama(folder: Path) -> dict[str, Any]:
     ("setting", "overrides"),
     [
         (toy, ()),
+        (toy, ("--objective.off-policy", "asymmetric", "--replay.buffer.no-distinct")),
         (toy, ("--reference-reset", "15", "--rescored-per-round", "20")),  # nothing is left to score at the cut
         (toy, ("--prompts.selection", "posterior", "--prompts-per-round", "1", "--replay.buffer.per-prompt", "40")),
         (toy, ("--replay.pacing.max-mean-uses", "1.5", "--evaluation.every", "10", "--replay.take-in", "sync")),
@@ -131,6 +132,8 @@ def test_a_run_cut_off_at_a_checkpoint_and_taken_up_again_equals_the_uninterrupt
     rows = [read_metrics(run) for run in (tmp_path / "whole", path)]
     assert [row["step"] for row in rows[1]] == list(range(1, 61))
     assert [[row[name] for name in SAME] for row in rows[0]] == [[row[name] for name in SAME] for row in rows[1]]
+    assert [row.get("push") for row in rows[0]] == [row.get("push") for row in rows[1]]
+    assert rows[0][-1].get("push", 0) > 0 or "asymmetric" not in overrides
     assert [row["version"] for row in rows[1]][19:21] == ["0.20", "1.21"]
     assert (again.tokens, again.trajectories, again.lag) == (whole.tokens, whole.trajectories, whole.lag)
     assert [(e.metric, e.value) for e in again.evaluations] == [(e.metric, e.value) for e in whole.evaluations]
