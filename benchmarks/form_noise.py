@@ -183,18 +183,20 @@ class Cell:
             past.append(past[-1] + rate * self.slope(_chance(past[-1]), _chance(behavior)))
         return _chance(sum(past[-2 * lag :]) / (2 * lag))
 
+    def groups(self, sampled: float) -> list[tuple[float, Groups]]:
+        """The worlds' chances, and the groups that each may give, at P(risky) = `sampled` of the behaviour."""
+        if self.data == "distinct":
+            return [(world.chance, distinct(world, self.size, sampled)) for world in WORLDS[self.reward]]
+        selected = self.data == "selected"
+        return [(w.chance, independent(w, self.size, sampled, selected)) for w in WORLDS[self.reward]]
+
     def slope(self, risk: float, sampled: float) -> float:
         """The expected slope in the logit of the risky answer, at P(risky) = `risk`, data of P(risky) = `sampled`.
 
         Safe ones among distinct answers are alike, so that this logit decides.
         """
-        made, objective = [], FORMS[self.form]()
-        for world in WORLDS[self.reward]:
-            if self.data == "distinct":
-                groups = distinct(world, self.size, sampled)
-            else:
-                groups = independent(world, self.size, sampled, self.data == "selected")
-            made.append((world.chance, groups, *self._batch(groups, risk, sampled)))
+        objective = FORMS[self.form]()
+        made = [(chance, groups, *self._batch(groups, risk, sampled)) for chance, groups in self.groups(sampled)]
         if isinstance(objective, Asymmetric):
             objective.memory.means_2 = _seen(made)
         total = 0.0
@@ -268,11 +270,11 @@ def _chance(x: float) -> float:
     return 1 / (1 + math.exp(-x))
 
 
-def largest(rows: Sequence[tuple[str, str, int, str, str]], forms: Sequence[str]) -> str:
+def largest(rows: Sequence[tuple[str, str, str, int, str]], forms: Sequence[str]) -> str:
     """By data and form over all rewards and K, with its sign."""
     lines = [f"| data | {' | '.join(forms)} |", f"|{'---|' * (1 + len(forms))}"]
-    for data in dict.fromkeys(row[1] for row in rows):
-        found = [max((float(r[4]) for r in rows if (r[1], r[3]) == (data, form)), key=abs) for form in forms]
+    for data in dict.fromkeys(row[2] for row in rows):
+        found = [max((float(r[4]) for r in rows if (r[2], r[0]) == (data, form)), key=abs) for form in forms]
         lines.append(f"| {data} | {' | '.join(f'{x:+.3f}' for x in found)} |")
     return "\n".join(lines)
 
@@ -291,11 +293,11 @@ def main() -> None:
     for reward, data, size in product(given.rewards, given.data, given.groups):
         found = [Cell(reward, data, size, form).bias for form in given.forms]
         print(f"| {reward} | {data} | {size} | {' | '.join(f'{x:+.3f}' for x in found)} |", flush=True)
-        rows += [(reward, data, size, form, f"{x:.5f}") for form, x in zip(given.forms, found, strict=True)]
+        rows += [(form, reward, data, size, f"{x:.5f}") for form, x in zip(given.forms, found, strict=True)]
     print(f"\nThe largest distance:\n\n{largest(rows, given.forms)}")
     if given.csv is not None:
         with given.csv.open("w", newline="") as file:
-            csv.writer(file, lineterminator="\n").writerows([("rewards", "data", "K", "form", "bias"), *rows])
+            csv.writer(file, lineterminator="\n").writerows([("variant", "rewards", "data", "K", "bias"), *rows])
 
 
 if __name__ == "__main__":

@@ -242,12 +242,53 @@ def wall_clock_by_arrival() -> Lines:
     return [["variant", *(f"{name}: {code}" for name in names for code in ("before", "after"))], *rows]
 
 
+def form_noise() -> Lines:
+    """By data, the largest distance of a form from the optimum over rewards and K."""
+    names = {"none": "", "exact": "", "asymmetric": " (default)", "tapered": "", "lowered": " (log Z low)"}
+    data = {
+        "fresh": "",
+        "stale": " by 10 updates",
+        "fixed_9": ": 90 % risky",
+        "fixed_1": ": 10 % risky",
+        "distinct": "",
+        "selected": " by reward",
+    }
+    rows = []
+    for name, more in data.items():
+        found = [[float(r["bias"]) for r in study("form_noise")[form] if r["data"] == name] for form in names]
+        rows.append(
+            [name.split("_")[0] + more, *(f"{max(own, key=abs):.3f}".replace("-0.000", "0.000") for own in found)]
+        )
+    return [["data", *(f"`{name}`{more}" for name, more in names.items())], *rows]
+
+
+def asymmetric() -> Lines:
+    """The default on sums, one run a row, with the other forms of the same seed."""
+    others = {
+        "exact": "tb-weighted",
+        "log Z low": "tb-robust",
+        "the paper's form": "tb",
+        "RAFT": "raft",
+        "GRPO": "grpo",
+    }
+    rows = []
+    for variant, runs in study("asymmetric").items():
+        k = variant.rsplit("-", 1)[1]
+        for run in runs:
+            same = [
+                next(r for r in study("stability")[f"{o}-{k}"] if r["seed"] == run["seed"]) for o in others.values()
+            ]
+            cells = [f"{100 * float(r[ACCURACY]):.1f} ({100 * float(r[FALL]):.1f})" for r in (run, *same)]
+            rows.append([k[1:], run["seed"], *cells])
+    return [["k", "seed", "`asymmetric`", *others], *rows]
+
+
 def wall_clock_ratio() -> Lines:
     """Trajectory Balance with and without a ratio, before and after *recent* was by arrival; one machine."""
     names = {
         "tb-async": "the paper's form (without a ratio)",
         "tb-corrected-async": "with a truncated ratio",
-        "tb-robust-async": "the default form",
+        "tb-robust-async": "the default form then (log Z low)",
     }
     rows = []
     for variant, said in names.items():
@@ -261,7 +302,10 @@ def wall_clock_ratio() -> Lines:
 
 
 def wall_clock_objectives() -> Lines:
-    names = {"tb-robust": "Trajectory Balance, robust (the default)", "tb-weighted": "Trajectory Balance, exact"}
+    names = {
+        "tb-robust": "Trajectory Balance, log Z low (the default then)",
+        "tb-weighted": "Trajectory Balance, exact",
+    }
     found, rows = study("wall_clock_objectives"), []
     for variant, runs in found.items():
         name = variant.removesuffix("-async")
@@ -350,7 +394,7 @@ def stable() -> Lines:
 
 def stability() -> Lines:
     names = {
-        "tb-robust": "Trajectory Balance, robust (the default)",
+        "tb-robust": "Trajectory Balance, log Z low (the default then)",
         "tb-weighted": "Trajectory Balance, exact",
         "tb": "Trajectory Balance, none (the paper's form)",
         "tb-low-2": "exact, log Z lower by 2 fading standard deviations",
@@ -374,7 +418,7 @@ def stability() -> Lines:
 
 
 def stability_countdown() -> Lines:
-    names = {"tb-robust": "robust", "tb": "none (the paper's form)"}
+    names = {"tb-robust": "log Z low (the default then)", "tb": "none (the paper's form)"}
     names |= {name: NAMES[name] for name in ("raft", "tba-prime", "grpo", "ppo", "reinforce")}
     found, (head, *rows) = study("stability_countdown"), _by_staleness("stability_countdown", names)
     for name, row in zip(names, rows, strict=True):
@@ -395,7 +439,7 @@ def calculator_against_default() -> Lines:
 
 def _against_default(of: str, common: str, best: dict[str, str]) -> Lines:
     """Pairs of one seed: each objective less the default, at the common rate and each at its best one for k = 10."""
-    names = {"tb-robust": "robust", "raft": NAMES["raft"], "tba-prime": NAMES["tba-prime"]}
+    names = {"tb-robust": "log Z low (the default then)", "raft": NAMES["raft"], "tba-prime": NAMES["tba-prime"]}
     names |= {"tb": "none (the paper's form)"} | {name: NAMES[name] for name in ("reinforce", "grpo", "ppo")}
     found, rows = study(of), []
     for name, said in names.items():
@@ -416,7 +460,7 @@ def _against_default(of: str, common: str, best: dict[str, str]) -> Lines:
 
 
 def stability_calculator() -> Lines:
-    names = {"tb-robust": "robust", "tb": "none (the paper's form)"}
+    names = {"tb-robust": "log Z low (the default then)", "tb": "none (the paper's form)"}
     names |= {name: NAMES[name] for name in ("raft", "reinforce", "grpo", "tba-prime", "ppo")}
     return _by_staleness("stability_calculator", names)
 
@@ -424,7 +468,7 @@ def stability_calculator() -> Lines:
 def rates() -> Lines:
     """At k = 10, seed 0: the common rate has no suffix."""
     names = {
-        "tb-robust": "Trajectory Balance, robust (the default)",
+        "tb-robust": "Trajectory Balance, log Z low (the default then)",
         "tb": "Trajectory Balance, none (the paper's form)",
     }
     names |= {name: NAMES[name] for name in ("tba-prime", "ppo", "grpo", "reinforce", "raft")}
@@ -544,7 +588,7 @@ def controller_by_arrival() -> Lines:
 def frontier() -> Lines:
     betas = ("0.4", "0.2", "0.1", "0.05", "0.02", "0.01")
     found, rows = study("frontier"), []
-    names = {"tb-robust": "Trajectory Balance, robust (the default)"} | NAMES
+    names = {"tb-robust": "Trajectory Balance, log Z low (the default then)"} | NAMES
     for name in ("tb-robust", "tb", "tba-prime", "grpo", "dr-grpo", "ppo", "online-dpo"):
         said = names[name] + (" (its beta is in another unit)" if name == "online-dpo" else "")
         runs = [found.get(f"{name}-{beta}", []) for beta in betas]
@@ -869,6 +913,8 @@ TABLES: dict[str, Callable[[], Lines]] = {
     "recent": recent,
     "wall-clock-by-arrival": wall_clock_by_arrival,
     "wall-clock-ratio": wall_clock_ratio,
+    "form-noise": form_noise,
+    "asymmetric": asymmetric,
     "wall-clock-objectives": wall_clock_objectives,
     "tuning": tuning,
     "stable": stable,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,12 +58,11 @@ def test_without_weights_it_is_trajectory_balance() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
-def test_the_forms_of_the_core_are_among_these_forms() -> None:
+def test_the_core_is_among_these_forms() -> None:
     batch, log_policy_BT = random_batch(6)
     assert batch.log_behavior_BT is not None
     far_BT = batch.log_behavior_BT + 4 * (log_policy_BT - batch.log_behavior_BT)
     exact = WeightedBalance(BETA, "ratio", cap=8.0, normalised=True, spread=2.0)
-    robust = replace(exact, lowest=0.5)
-    for form, own in ((exact, TrajectoryBalance(BETA, off_policy="exact")), (robust, TrajectoryBalance(BETA))):
-        ours, theirs = (slopes(o, batch, far_BT)[0] for o in (form, own))
+    for own in (TrajectoryBalance(BETA, off_policy="exact"), TrajectoryBalance(BETA)):  # nothing was seen before
+        ours, theirs = (slopes(o, batch, far_BT)[0] for o in (exact, own))
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)

@@ -36,7 +36,6 @@ from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
-from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.show import pairs, section
@@ -154,14 +153,11 @@ def _on_frequencies(recipe: Recipe) -> list[str]:
             what, other = "REINFORCE without a baseline", "--objective.baseline leave_one_out"
         case Grpo(penalty="loss", beta=beta):
             what, other = "GRPO or Dr. GRPO with the divergence in the loss", "--objective.penalty reward"
-        case TrajectoryBalance(off_policy="robust", beta=beta):
-            what, other = "the robust form of Trajectory Balance", "--objective.off-policy exact"
         case _:
             return []
     selection = recipe.replay.selection
     causes = {}
-    # Long answers hardly ever repeat, and robust is the default: that repeats are left out is not worth a warning.
-    if recipe.replay.buffer.distinct and not isinstance(recipe.objective, TrajectoryBalance):
+    if recipe.replay.buffer.distinct:
         causes["of equal answers one is kept"] = "--replay.buffer.no-distinct"
     if isinstance(selection, RecencyReward) and selection.inverse_temperature and selection.m < 1:
         causes["groups are drawn by reward"] = "--replay.selection.inverse-temperature 0"

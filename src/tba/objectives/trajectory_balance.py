@@ -24,7 +24,6 @@ from tba.protocols import Measured, Objective, PolicyOutput
 from tba.schedules import Constant, Schedule
 from tba.types import Json
 
-HALF = 0.5  # of the way from the mean to the lowest; all of it ends higher still, and is further off (docs/results.md)
 CAP = 8.0  # the largest weight of a row before division by its group's mean; 2 and 1 do about as well (docs/results.md)
 PUSH = 1.5  # times what earlier batches showed; twice as much is worse at large rates
 DECAY = 0.9  # of the running means over steps
@@ -45,20 +44,20 @@ class TrajectoryBalance:
     `off_policy` says how stale data are dealt with. rho = pi / mu is how likely the policy is to give the answer now,
     over how likely it was when it was sampled (1 where that is unknown); w is divided by its mean over the group:
 
-        none     w = 1: the paper's form
-        exact    w = min(rho, 8): an answer that the policy has left behind hardly counts
-        tapered  w = min(rho, 1) where A < 0, else 1: rare successes are learnt again after the policy has lost them
-        asymmetric
-                 as exact, and every answer of known behaviour is pushed up by c min(rho, 8) grad log pi, where c comes
-                 from earlier batches alone (`start`)
-        robust   as exact, and log Z lies half way between that mean and the lowest r / beta - log(pi / pi_ref) of the
-                 group, for rows of known behaviour: answers are pushed up more than down
+        none        w = 1: the paper's form
+        exact       w = min(rho, 8): an answer that the policy has left behind hardly counts
+        tapered     w = min(rho, 1) where A < 0, else 1: rare successes are learnt again after the policy has lost them
+        asymmetric  as exact, and in a run every answer is pushed up by c min(rho, 8) grad log pi more: pushing down is
+                    what goes wrong on stale data, since it does not say where probability is to go
 
-    On-policy the first three are the same. `exact` and `tapered` leave the optimum where it is on any data: log Z is
-    estimated with the same weights, so that sum w A = 0 in every group. With `robust`, too, every A is zero at pi*, and
-    it is reached from data that come as policies sampled them, however stale; from data that are selected by reward, or
-    of which repeats are left out, it stays some way towards them (docs/method.md). Where log rho spreads by more than 2
-    within a group it is scaled down to 2, so that in long answers one row seldom gets all of the weight.
+    On-policy the first three are the same. They leave the optimum where it is on any data: log Z is estimated with the
+    same weights, so that sum w A = 0 in every group. With noisy rewards or hidden worlds `none` and `exact` still do,
+    being linear in the rewards; `tapered` takes luck for merit. In `asymmetric`, c = 1.5 g q^2, where g is the mean
+    height of groups above their lowest h = r - beta log(pi / pi_ref) and q that over their whole range, both running
+    means over *earlier* batches. The mean of rho grad log pi over any mu is zero, so that c moves nothing on answers
+    that come as often as they were sampled; groups that do not (`Batch.as_sampled_G`), and rows of unknown behaviour,
+    have no c. Where log rho spreads by more than 2 within a group w, not c, is computed with a spread of 2, so that in
+    long answers one row seldom gets all of the weight.
 
     Every row weighs 1 / B, so that in a ragged batch larger groups weigh more; a group of one has no residual and
     contributes zero. The stop-gradient changes nothing while a group is whole, since its residuals sum to zero.
@@ -79,9 +78,7 @@ class TrajectoryBalance:
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive
     form: Literal["advantage", "raw"] = "advantage"  # scale of the loss
     log_z: Literal["group", "learned"] = "group"  # the mean over the row's group, or a head of the policy
-    off_policy: Literal["asymmetric", "robust", "exact", "tapered", "none"] = (
-        "robust"  # how stale data weigh; none: as in the paper
-    )
+    off_policy: Literal["asymmetric", "exact", "tapered", "none"] = "asymmetric"  # for stale data; none: the paper's
     reward_temperature: Schedule = Constant(1.0)  # T, temperature of the whole target, by step; 1: none
     reference_temperature: Schedule = Constant(1.0)  # g, temperature of the reference in it, by step; 1: none
 
@@ -113,7 +110,7 @@ class TrajectoryBalance:
             gap_B = gap_B + (power - 1) * masked_sum(batch.log_reference_BT, batch.mask_BT)
         log_rho_B = None if self.off_policy == "none" else sequence_log_ratio(output.log_policy_BT.detach(), batch)
         weight_B = self.weight_B(gap_B.detach(), log_rho_B, batch)
-        log_z_B = self._log_z_B(gap_B.detach(), weight_B, log_rho_B, output, batch)
+        log_z_B = self._log_z_B(gap_B.detach(), weight_B, output, batch)
         residual_B = gap_B - log_z_B
         scale = beta / 2 if self.form == "advantage" else 1.0
         loss_B = scale * weight_B * residual_B.square()
@@ -159,19 +156,12 @@ class TrajectoryBalance:
         weight_B = (log_weight_B - group_max(log_weight_B, *rows)).exp()  # their largest is 1: their mean is not 0
         return weight_B / group_mean(weight_B, *rows)
 
-    def _log_z_B(
-        self, gap_B: Tensor, weight_B: Tensor, log_rho_B: Tensor | None, output: PolicyOutput, batch: Batch
-    ) -> Tensor:
-        if self.log_z == "learned":
-            if output.log_z_G is None:
-                raise ValueError("log_z='learned' needs log_z of the policy, but this one has no such head")
-            return output.log_z_G[batch.group_B]
-        rows = (batch.group_B, batch.groups)
-        mean_B = group_mean(weight_B * gap_B, *rows)
-        if self.off_policy != "robust" or log_rho_B is None:
-            return mean_B
-        lowest_B = -group_max(-gap_B, *rows)
-        return (mean_B - HALF * (mean_B - lowest_B)).where(~log_rho_B.isnan(), mean_B)
+    def _log_z_B(self, gap_B: Tensor, weight_B: Tensor, output: PolicyOutput, batch: Batch) -> Tensor:
+        if self.log_z == "group":
+            return group_mean(weight_B * gap_B, batch.group_B, batch.groups)
+        if output.log_z_G is None:
+            raise ValueError("log_z='learned' needs log_z of the policy, but this one has no such head")
+        return output.log_z_G[batch.group_B]
 
 
 @dataclass(frozen=True)

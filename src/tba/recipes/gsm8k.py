@@ -4,7 +4,7 @@ Departures from the paper, each with the field that undoes it:
 
 - the gradient is clipped to norm 1                      `--optimizer.clip-norm None`
 - the advantage form, (beta/2) L                         `--objective.form raw`
-- stale answers weigh less, and log Z is low (robust)    `--objective.off-policy none`
+- stale answers weigh less; more push up than down       `--objective.off-policy none`
 - the trained weights and AdamW's state are float32      (stays)
 - the prompt the SFT model was trained with              `--task.style tba`
 - engines and the reference in bfloat16 on a GPU         `--model.dtype float32` (fp32 everywhere)

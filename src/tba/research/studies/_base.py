@@ -28,7 +28,7 @@ from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
 from tba.research.study import Variant
-from tba.research.tb_forms import CorrectedBalance
+from tba.research.tb_forms import CorrectedBalance, lowered
 from tba.schedules import Constant, WarmupStableDecay
 from tba.tasks.arithmetic import Arithmetic
 
@@ -61,14 +61,16 @@ CORRECTIONS = {
 def objectives(beta: float = BETA) -> dict[str, Objective]:
     """Returns the objectives with the pull `beta` in units of reward. Online DPO has it in its own unit; RAFT has none.
 
-    `tb`: the paper's form. `tb-weighted`: with weights. `tb-robust`: the default. `tb-corrected`: an earlier form, with
+    `tb`: the paper's form. `tb-weighted`: with weights. `tb-asymmetric`: the default. `tb-robust`: the default
+    before noise was measured. `tb-corrected`: an earlier form, with
     weights that log Z does not have.
     """
     b = Constant(beta)
     return {
         "tb": TrajectoryBalance(b, off_policy="none"),
         "tb-weighted": TrajectoryBalance(b, off_policy="exact"),
-        "tb-robust": TrajectoryBalance(b),
+        "tb-robust": lowered(b),
+        "tb-asymmetric": TrajectoryBalance(b),
         "tb-corrected": CorrectedBalance(b, Correction("truncate", "sequence", cap=1.0)),
         "tba-prime": TbaPrime(b),
         "rloo": Reinforce(b),
@@ -97,6 +99,7 @@ RATES = {
     "tb": Rates(1e-4, 3e-5),
     "tb-weighted": Rates(1e-4, 1e-4),
     "tb-robust": Rates(1e-4, 1e-4),
+    "tb-asymmetric": Rates(1e-4, 1e-4),
     "tb-corrected": Rates(1e-4, 1e-4),
     "tba-prime": Rates(1e-4, 1e-4),
     "rloo": Rates(1e-4, 3e-5),

@@ -24,7 +24,18 @@ from tba.schedules import Constant, WarmupStableDecay
 
 RATE = 1e-4
 NAMES = (
-    *("tb", "tb-weighted", "tb-robust", "tb-learned-z", "tba-prime", "grpo", "dr-grpo", "ppo", "prox-rloo"),
+    *(
+        "tb",
+        "tb-weighted",
+        "tb-robust",
+        "tb-asymmetric",
+        "tb-learned-z",
+        "tba-prime",
+        "grpo",
+        "dr-grpo",
+        "ppo",
+        "prox-rloo",
+    ),
     *("online-dpo", "reinforce", "raft"),
 )
 

@@ -37,7 +37,7 @@ _base = replace(
     record=RecordSettings(tensorboard=False, samples=0),
     replay=replace(calculator.replay, pacing=Pacing(warm_up=280)),
 )
-NAMES = ("tb", "tb-weighted", "tb-robust", "tba-prime", "grpo", "ppo", "reinforce", "raft")
+NAMES = ("tb", "tb-weighted", "tb-robust", "tb-asymmetric", "tba-prime", "grpo", "ppo", "reinforce", "raft")
 _objectives = {name: objectives()[name] for name in NAMES}
 
 study = Study(
