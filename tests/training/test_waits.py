@@ -27,6 +27,7 @@ from tba.training.trainer import Trainer
 
 OBJECTIVES: dict[str, Objective] = {
     "trajectory balance": TrajectoryBalance(BETA),
+    "trajectory balance in a run": TrajectoryBalance(BETA).start(),
     "learned log Z": TrajectoryBalance(BETA, log_z="learned"),
 }
 
