@@ -76,11 +76,12 @@ class SearcherLoop:
 
     def evaluate(self, between: Callable[[], None] | None = None) -> bool:
         """Run the evaluations that the newest weights' manifest requests; returns whether the trainer has asked to
-        stop. `between`: what to do between two chunks of an evaluation.
+        stop; then nobody waits for what is being generated. `between`: what to do between two chunks of an evaluation.
         """
         asked = self.told()
-        self.examiner.answer(asked, self.drain, between)
-        return bool(asked.get("stop"))
+        stop = bool(asked.get("stop"))
+        self.examiner.answer(asked, partial(self.drain, stop), between)
+        return stop
 
     def told(self) -> Mapping[str, Json]:
         """Returns the manifest of the newest weights; empty where they were sent by a trainer that is gone."""
