@@ -541,6 +541,7 @@ class Work:
     groups: int  # prompts of a step
     group_size: int  # answers to each
     ranks: int  # processes of the trainer
+    moments_on_host: bool = False  # of the optimizer
 
 
 class Model(Protocol):
@@ -601,8 +602,9 @@ class Model(Protocol):
         ...
 
     def memory(self, work: Work) -> Mapping[str, Mapping[str, int]] | None:
-        """Returns the bytes that a rank of the trainer (`trainer`), an engine (`searcher`) and a `reference` need at
-        most, by part, and those of a `checkpoint` and of published `weights` on the disk; None where that is unknown.
+        """Returns the bytes that a rank of the trainer (`trainer`; `host`: besides, on the host), an engine
+        (`searcher`) and a `reference` need at most, by part, and those of a `checkpoint` and of published `weights` on
+        the disk; None where that is unknown.
 
         It has to be `prepared`; nothing is loaded.
         """

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from transformers import GPTNeoXConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from tba.command import check
 from tba.command.check import fitted, of_disk, one_rank_fits
 from tba.command.train import with_sizes
 from tba.errors import UserError
@@ -23,7 +24,7 @@ from tba.record.terminal import terminal
 from tba.replay.buffer import BufferSettings
 from tba.runtime import sizing
 from tba.runtime.devices import USABLE
-from tba.runtime.needs import Need, kept_on_disk, needs
+from tba.runtime.needs import Need, kept_on_disk, needs, seconds_to_move
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, too_much, unused
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
@@ -287,3 +288,25 @@ def test_a_model_without_a_configuration_has_no_shape_and_is_not_refused() -> No
     assert shape_of(object()) is None
     assert needs(quickstart) == []
     refuse_what_cannot_fit(quickstart, Machine(1, (1,)))
+
+
+def test_moments_on_the_host_are_counted_there_with_the_seconds_that_they_travel(at: Models) -> None:
+    plain = recipe_of("math", at(SEVEN))
+    host = override(plain, ["--optimizer.moments-on-host"], "")
+    shape = shape_of(plain.model)
+    assert shape is not None
+    moments = 8 * shape.parameters
+    assert by_part(host)["host"].total == moments
+    assert by_part(plain)["trainer"].total - by_part(host)["trainer"].total == moments
+    assert seconds_to_move(host) == pytest.approx(moments / GB / 42.9 + moments / GB / 55.1)  # 2.5 s
+    assert seconds_to_move(plain) == 0
+    assert "host" not in by_part(override(recipe_of("math", at(SEVEN), "cpu"), ["--optimizer.moments-on-host"], ""))
+    assert "--optimizer.moments-on-host" in refusal(decided(plain, machine(90, 90)), machine(90, 90))
+    assert "--model.lora.rank 16" in refusal(decided(plain, machine(90, 90)), machine(90, 90, memory=60))
+
+
+def test_check_says_what_moments_on_the_host_cost(at: Models) -> None:
+    said = check._of_moments(override(recipe_of("math", at(SEVEN)), ["--optimizer.moments-on-host"], ""))
+    assert said.startswith("56.7 GiB of each rank's are in the host's memory")
+    assert "about 2.5 s of an update" in said
+    assert check._of_moments(recipe_of("math", at(SEVEN))) == ""

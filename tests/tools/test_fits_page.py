@@ -21,7 +21,9 @@ def test_what_fits_a_smaller_gpu_fits_a_larger_one(tool: ModuleType) -> None:
     assert ("3 B", "all weights", 80) in fitting  # which half of a GPU did not hold
     assert ("7 B", "all weights", 80) not in fitting  # 16 B for each of 7.6 B parameters
     assert ("7 B", "LoRA, rank 16", 24) not in fitting  # 2 B each, twice
-    assert ("7 B", "the same, 4-bit", 24) in fitting
+    assert ("7 B", "LoRA, 4-bit", 24) in fitting
+    assert ("3 B", "the same, moments on the host", 80) in fitting
+    assert ("7 B", "the same, moments on the host", 141) in fitting
 
 
 def test_what_ran_before_runs_now_and_no_gpu_is_idle(tool: ModuleType) -> None:

@@ -149,3 +149,60 @@ def test_a_state_that_is_missing_damaged_or_of_another_model_is_refused_in_one_s
 def test_settings_that_cannot_work_are_refused(field: str, value: object) -> None:
     with pytest.raises(UserError, match=field):
         OptimizerSettings(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
+def test_moments_on_the_host_change_no_bit_of_an_update_nor_of_what_is_saved(
+    dtype: torch.dtype, before: bool, after: bool, tmp_path: Path
+) -> None:
+    """Three updates, saved, loaded, three more: parameters of several sizes, one of which has no gradient at first."""
+
+    def trained(moments: tuple[bool, bool], folder: Path) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        sizes = ((7, 5), (3,), (40, 11))
+        weights = [Parameter(torch.randn(size, generator=generator).to(dtype)) for size in sizes]
+
+        def update(optimizer: Optimizer, step: int) -> None:
+            for i, weight in enumerate(weights):
+                gradient = torch.randn(weight.shape, generator=generator).to(dtype)
+                weight.grad = None if i == 1 and step == 1 else gradient
+            optimizer.step(step)
+
+        parts = [
+            OptimizerSettings(lr=0.1, weight_decay=0.01, clip_norm=2.0, moments_on_host=on_host) for on_host in moments
+        ]
+        first = parts[0].start(weights, weights[:1])
+        for step in (1, 2, 3):
+            update(first, step)
+        folder.mkdir()
+        first.save(folder)
+        second = parts[1].start(weights, weights[:1])
+        second.load(folder)
+        for step in (4, 5, 6):
+            update(second, step)
+        return [weight.detach() for weight in weights]
+
+    expected = trained((False, False), tmp_path / "plain")
+    found = trained((before, after), tmp_path / "host")
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    saved = [(tmp_path / folder / "optimizer.safetensors").read_bytes() for folder in ("plain", "host")]
+    assert saved[0] == saved[1]
+
+
+def test_of_moments_on_the_host_one_parameter_s_are_on_the_device_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = [Parameter(torch.ones(4)), Parameter(torch.ones(3))]
+    optimizer = OptimizerSettings(moments_on_host=True).start(weights)
+    held: list[int] = []
+    stepped = optimizer._adamw.step
+
+    def step() -> None:
+        held.append(sum(weight.grad is not None for weight in weights))
+        stepped()
+
+    monkeypatch.setattr(optimizer._adamw, "step", step)
+    for number in (1, 2):
+        for weight in weights:
+            weight.grad = torch.ones_like(weight)
+        optimizer.step(number)
+    assert held == [1] * 4

@@ -260,6 +260,7 @@ class HuggingFace:
             targets=lora.targets,
             checkpointed=self.gradient_checkpointing,
             ranks=work.ranks,
+            moments_on_host=work.moments_on_host,
         )
         sampling = memory.Sampling(
             precision=self.precision,
@@ -273,6 +274,7 @@ class HuggingFace:
         checkpoint, weights = memory.stored(shape, of_pass)
         return {
             "trainer": memory.trainer(shape, of_pass),
+            "host": memory.on_host(shape, of_pass),
             "searcher": memory.vllm(shape, sampling, self.vllm.tensor_parallel, 0 if device == "cuda" else None)
             if served
             else memory.engine(shape, sampling),

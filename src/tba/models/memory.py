@@ -119,6 +119,12 @@ class Pass:
     targets: tuple[str, ...] = ()
     checkpointed: bool = False
     ranks: int = 1  # processes that share parameters, gradients and moments
+    moments_on_host: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether moments go to the device and back."""
+        return self.moments_on_host and self.device != "cpu"
 
 
 def trainer(shape: Shape, of: Pass) -> Bytes:
@@ -129,7 +135,7 @@ def trainer(shape: Shape, of: Pass) -> Bytes:
     found = {
         "weights": (frozen + 4 * trained) // of.ranks,
         "gradients": 4 * trained // of.ranks,
-        "moments": 8 * trained // of.ranks,
+        "moments": 0 if of.moves else 8 * trained // of.ranks,
         "probabilities kept": _kept(shape, tokens, i),
     }
     stream = tokens * shape.width * i  # the hidden states of one layer
@@ -144,6 +150,7 @@ def trainer(shape: Shape, of: Pass) -> Bytes:
         # the last layer's: what it computes again, and gradients of two of its widest
         kept + layer * of.checkpointed + 2 * tokens * (shape.ff + shape.width) * i + matrix * shape.tied,
         matrix * (1 + shape.tied),  # the embedding's
+        2 * matrix // of.ranks * of.moves,  # the moments of one tensor, in the update
     )
     return found | (_made_whole(shape, of.precision) if of.precision.four_bit else _gathered(shape, of))
 
@@ -266,6 +273,12 @@ def _gathered(shape: Shape, of: Pass) -> Bytes:
         trained, layer = (shape.adapters(of.rank, of.targets), 0) if of.rank else (shape.parameters, shape.layer)
         return {} if i == 4 else {"computed with": i * (trained + 2 * layer)}
     return {"gathered": i * (2 * shape.layer + shape.outside) + (4 + i) * shape.layer}
+
+
+def on_host(shape: Shape, of: Pass) -> Bytes:
+    """Bytes of the host's memory that each rank of a trainer on a GPU needs for what is not there, by part."""
+    trained = shape.adapters(of.rank, of.targets) if of.rank else shape.parameters
+    return {"moments": 8 * trained // of.ranks} if of.moves else {}
 
 
 def total(parts: Mapping[str, int]) -> int:

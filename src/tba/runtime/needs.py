@@ -18,7 +18,7 @@ from tba.record.text import size
 class Need:
     """What one part needs on its device."""
 
-    part: str  # trainer (each rank), searcher, reference or replay
+    part: str  # trainer (each rank), host (what it has there besides), searcher, reference or replay
     device: str  # cpu, cuda or mps: the memory of the machine, or of a GPU
     parts: Mapping[str, int]  # bytes
 
@@ -42,6 +42,7 @@ def needs(recipe: Recipe) -> list[Need]:
         return []
     device = recipe.model.trainer_device.type
     halves = [Need(part, device, found[part]) for part in ("trainer", "searcher", "reference")]
+    halves += [Need("host", "cpu", found["host"])] if found["host"] else []
     return [*halves, Need("replay", "cpu", recipe.replay.buffer.memory(recipe.model.max_completion_tokens))]
 
 
@@ -53,7 +54,18 @@ def work_of(recipe: Recipe) -> Work:
         groups=recipe.groups_per_step,
         group_size=recipe.group_size,
         ranks=recipe.trainer.count,
+        moments_on_host=recipe.optimizer.moments_on_host,
     )
+
+
+# GB/s between pinned memory and an NVIDIA H200, there and back
+_THERE, _BACK = 42.9, 55.1
+
+
+def seconds_to_move(recipe: Recipe) -> float:
+    """Returns how long an update's moments take to a GPU and back, at the rates measured once; 0 where they stay."""
+    moved = sum(need.total for need in needs(recipe) if need.part == "host")
+    return moved / 1e9 * (1 / _THERE + 1 / _BACK)
 
 
 @dataclass(frozen=True)

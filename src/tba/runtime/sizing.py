@@ -118,7 +118,7 @@ def too_much(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
             on = _needed_of(gpu, where, bytes_of)
             if sum(on.values()) > USABLE * memory:
                 return _told(gpu, on, memory)
-    copies = {"trainer": recipe.trainer.count, "replay": 1}
+    copies = {"trainer": recipe.trainer.count, "host": recipe.trainer.count, "replay": 1}
     each = {
         part: need.total * copies.get(part, recipe.searcher_count)
         for part, need in found.items()
@@ -165,8 +165,8 @@ def _smaller(recipe: Recipe, half: str) -> Iterator[list[str]]:
     if half == "both":  # something of each
         pairs.sort(key=lambda pair: (sum(pair), pair[1]))
     for flags in ([*to_train[i], *to_search[j]] for i, j in pairs[1:]):
-        if "--model.lora.rank" in flags and half != "searcher":
-            yield from _ranks(recipe)  # which train all weights
+        if half != "searcher" and {"--model.lora.rank", "--optimizer.moments-on-host"} & {*flags}:
+            yield from _ranks(recipe)  # which train all weights, and in less time
         yield flags
 
 
@@ -192,6 +192,10 @@ def _to_train(recipe: Recipe) -> Iterator[list[str]]:
     yield from ([*checkpointing, "--max-tokens-per-pass", fewer] for fewer in _halves(tokens, 1024))
     if (lora := getattr(model, "lora", None)) is not None:
         if not lora.rank:
+            if model.trainer_device.type == "cuda" and not recipe.optimizer.moments_on_host:
+                host = ["--optimizer.moments-on-host", *checkpointing]
+                yield host
+                yield from ([*host, "--max-tokens-per-pass", fewer] for fewer in _halves(tokens, 4096))
             yield ["--model.lora.rank", _RANK, *checkpointing]
         if recipe.trainer.count == 1:
             yield ["--model.dtype", "4-bit", "--model.lora.rank", str(lora.rank or _RANK), *checkpointing]

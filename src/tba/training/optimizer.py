@@ -31,6 +31,7 @@ from tba.types import Json
 
 STATE = "optimizer.safetensors"
 FACTS = "optimizer.json"
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW names them
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class OptimizerSettings:
     weight_decay: float = 0.0  # decoupled weight decay, multiplied by the learning rate
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: no clipping (as in the paper)
     head_lr: float | None = None  # peak learning rate of value and log Z heads; None: the same
+    moments_on_host: bool = False  # AdamW's moments are in the host's memory, 8 bytes a parameter that a GPU need not
+    # hold; they go there and back in each update
 
     def __post_init__(self) -> None:
         for name, value in (("lr", self.lr), ("clip_norm", self.clip_norm)):
@@ -153,6 +156,11 @@ class Optimizer:
         for name, tensor in tensors.items():
             index, key = name.split(".")
             state.setdefault(int(index), {})[key] = tensor
+        if self.settings.moments_on_host:  # which torch would load onto the device, all of them at once
+            for i, master in enumerate(self._numbered()):
+                for key, tensor in state.get(i, {}).items():
+                    self._adamw.state[master][key] = _on_host(tensor) if key in _MOMENTS else tensor.to(master.device)
+            return
         self._adamw.load_state_dict({"state": state, "param_groups": self._adamw.state_dict()["param_groups"]})
 
     def _streamed(self) -> Streamed:
@@ -175,6 +183,8 @@ class Optimizer:
 
     def _parts(self) -> list[tuple[int, str, Tensor]]:
         """Returns (number of the parameter, name, this rank's part) of all that is saved."""
+        if self.settings.moments_on_host and self._masters[0].is_cuda:
+            torch.cuda.current_stream(self._masters[0].device).synchronize()  # they may still be on their way
         parts = [(i, f"{i}.{key}", t) for i, s in self._adamw.state_dict()["state"].items() for key, t in s.items()]
         return parts + [(i, f"{i}.master", m.detach()) for i, m in self._numbered_copies()]
 
@@ -231,11 +241,32 @@ class Optimizer:
         shape = self.settings.schedule(step)
         for group in self._adamw.param_groups:
             group["lr"] = group["peak"] * shape
-        self._adamw.step()
+        if self.settings.moments_on_host:
+            self._update_one_by_one()
+        else:
+            self._adamw.step()
         torch.autograd.graph.increment_version(self._masters)  # torch's fused AdamW does not say that it changes them
         with torch.no_grad():
             for parameter, master in self._copies():
                 parameter.copy_(master)
+
+    def _update_one_by_one(self) -> None:
+        """Make AdamW's step for one parameter after the other: its moments are on its device meanwhile, and no others
+        are. Copies and updates are in the order of the device's stream; the host waits for none.
+        """
+        gradients = [(master, master.grad) for master in self._numbered() if master.grad is not None]
+        for master, _ in gradients:
+            master.grad = None  # AdamW passes over a parameter without one
+        for master, gradient in gradients:
+            state, master.grad = self._adamw.state[master], gradient
+            hosts = {key: state[key] for key in _MOMENTS if key in state}
+            for key, host in hosts.items():
+                state[key] = host.to(master.device, non_blocking=True, copy=True)
+            self._adamw.step()
+            for key in _MOMENTS:
+                host = hosts[key] if key in hosts else _on_host(torch.empty_like(state[key], device="cpu"))
+                state[key] = host.copy_(state[key], non_blocking=True)
+            master.grad = None
 
     def _copies(self) -> list[tuple[Tensor, Parameter]]:
         """Returns (this rank's part of a parameter, its float32 master) where these are two."""
@@ -258,3 +289,9 @@ class Optimizer:
     def _facts(self) -> dict[str, Json]:
         shapes = [list(parameter.shape) for parameter in self._numbered_parameters()]
         return {"shapes": shapes, "masters": [i for i, _ in self._numbered_copies()]}
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Returns a tensor in the host's memory, pinned where there is a GPU that copies."""
+    own = tensor.to("cpu")
+    return own.pin_memory() if torch.cuda.is_initialized() else own
