@@ -26,6 +26,7 @@ class Kettle:
     shelf: Path | None = None  # where it stands
     heat: Literal["gas", "coal"] = "gas"  # what boils it
     model: str = field(default="K1", metadata=BY_CODE)  # stands on its base
+    warm: bool | None = None  # None: as it comes
 
     @property
     def unused(self) -> Mapping[str, str]:
@@ -56,6 +57,11 @@ def made(*arguments: str, recorded: bool = False) -> Kitchen:
         ("--kettle.litres -2", "litres", -2.0),
         ("--kettle.no-whistles", "whistles", False),
         ("--kettle.whistles", "whistles", True),
+        ("--kettle.warm", "warm", True),
+        ("--kettle.no-warm", "warm", False),
+        ("--kettle.litres 2", "warm", None),
+        ("--kettle.warm --kettle.warm None --kettle.litres 2", "warm", None),
+        ("--kettle.warm --kettle.warm=None --kettle.litres 2", "warm", None),
         ("--kettle.pitch 3 --kettle.pitch None", "pitch", None),
         ("--kettle.pitch None --kettle.pitch 3", "pitch", 3),
         ("--kettle.notes 4 5", "notes", (4, 5)),

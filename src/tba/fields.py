@@ -54,8 +54,13 @@ class Field:
         return self.flag.rpartition(".")[0] or "-"
 
     @property
+    def is_switch(self) -> bool:
+        """Whether it is on or off, or decided by the program where neither is said (None)."""
+        return self.hint in (bool, bool | None)
+
+    @property
     def off(self) -> str:
-        """The flag that switches it off, for a field that is on or off."""
+        """The flag that switches it off, for a field that is a switch."""
         place, dot, name = self.flag.removeprefix("--").rpartition(".")
         return f"--{place}{dot}no-{name}"
 
@@ -128,8 +133,9 @@ def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool =
     """
     known = {field.flag: field for field in fields_of(settings, by_code=True)}
     allowed = {field.flag for field in fields_of(settings, by_code=by_code)}
-    off = {field.off: field for field in known.values() if field.hint is bool}
-    found, left = [], list(arguments)
+    off = {field.off: field for field in known.values() if field.is_switch}
+    found: list[tuple[Field, Any]] = []
+    left = list(arguments)
     while left:
         name, joined, word = left.pop(0).partition("=")
         flag = _dashed(name)
@@ -140,7 +146,12 @@ def given(arguments: Sequence[str], settings: Any, program: str, by_code: bool =
         field = known[flag] if flag in known else off[flag]
         if field.flag not in allowed:
             raise UserError(f"{program} does not take {name}: only a recipe's code can set it")
-        if field.hint is bool:
+        if field.is_switch:
+            said = word if joined else "".join(left[:1])
+            if field.hint is not bool and flag in known and said == "None":
+                left = left[0 if joined else 1 :]
+                found.append((field, None))
+                continue
             if joined or (left and left[0].lower() in ("true", "false")):
                 raise UserError(
                     f"{program} takes {name} without a value: give {field.flag} to switch it on, {field.off} to switch "

@@ -234,7 +234,7 @@ def split_options(options: T, arguments: Sequence[str], program: str) -> tuple[T
             rest.append(argument)
             continue
         mine.append(argument)
-        if "=" not in argument and field.hint is not bool:
+        if "=" not in argument and not field.is_switch:
             value = next(waiting, None)
             if value is None:
                 raise UserError(f"{program} {argument} needs a value")

@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from tba.models import memory
+from tba.models.huggingface import HuggingFace
 from tba.models.memory import Pass, Sampling, Shape
 from tba.models.precision import precision
 from tba.policy.lora import LoraSettings, add_adapters
+from tba.sharding import Sharding
 
 _FILE = Path(__file__).parents[2] / "benchmarks" / "kernel_counts.py"
 _SPEC = importlib.util.spec_from_file_location("kernel_counts", _FILE)
@@ -111,3 +114,27 @@ def test_memory_grows_with_tokens_and_checkpointing_keeps_one_hidden_state_of_ea
     for checkpointed in (False, True):
         assert activations(200_000, checkpointed) < 2 * activations(100_000, checkpointed)
     assert activations(100_000, True) < activations(100_000, False)
+
+
+def test_a_pass_recomputes_its_activations_only_if_it_would_not_fit_with_them(caplog: pytest.LogCaptureFixture) -> None:
+    shape, model = Shape.of(QWEN), HuggingFace(device="cuda", dtype="bfloat16")
+
+    def needed(tokens: int, checkpointed: bool) -> int:
+        return memory.total(memory.trainer(shape, Pass(tokens, BF16, "cuda", checkpointed=checkpointed)))
+
+    room = needed(100_000, checkpointed=False)
+    assert needed(120_000, checkpointed=True) < room < needed(120_000, checkpointed=False)
+    recomputes = model.recomputing(shape, room)
+    with caplog.at_level("INFO", "tba.trainer"):
+        assert [recomputes(tokens) for tokens in (100_000, 120_000, 110_000, 50_000)] == [False, True, True, False]
+    assert [message.split(":")[0] for message in caplog.messages] == [
+        *("activations are kept", "activations are recomputed", "activations are kept"),  # not for each pass
+    ]
+
+
+def test_on_a_cpu_and_over_ranks_activations_are_kept_unless_it_is_said() -> None:
+    model = HuggingFace(device="cpu")
+    assert model._checkpointing(None) is False
+    assert replace(model, gradient_checkpointing=True)._checkpointing(None) is True
+    ranks = Sharding(None, torch.bfloat16)
+    assert replace(model, device="cuda")._checkpointing(ranks) is False

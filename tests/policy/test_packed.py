@@ -230,6 +230,25 @@ def test_gradient_checkpointing_recomputes_the_same_attention(family: str) -> No
     assert not any(m.training for m in model.modules())
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+def test_activations_are_recomputed_in_the_passes_of_which_it_is_said_by_their_tokens(wanted: bool) -> None:
+    model, batch, asked, calls = built("llama"), ragged(), [], []
+
+    def recomputes(tokens: int) -> bool:
+        asked.append(tokens)
+        return wanted
+
+    policy = CausalPolicy(model, gradient_checkpointing=recomputes)
+    with torch.no_grad():
+        policy.evaluate(batch)
+    assert asked == []  # nothing is kept then
+    attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
+    attention.register_forward_hook(lambda *_: calls.append(1))
+    policy.evaluate(batch).log_policy_BT.sum().backward()
+    assert asked == [int(batch.prompt_length_G.sum() + batch.length_B.sum())]
+    assert len(calls) == 1 + wanted
+
+
 def test_dropout_is_never_applied_not_even_under_gradient_checkpointing() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64))

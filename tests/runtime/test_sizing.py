@@ -80,7 +80,8 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def recipe_of(name: str, path: str, device: str = "cuda", **changes: Any) -> Recipe:
     recipe = find(name)
     assert isinstance(recipe.model, HuggingFace)
-    return replace(recipe, model=replace(recipe.model, path=path, device=device, **changes))
+    said = {"gradient_checkpointing": bool(recipe.model.gradient_checkpointing)} | changes  # most recipes leave it open
+    return replace(recipe, model=replace(recipe.model, path=path, device=device, **said))
 
 
 def by_part(recipe: Recipe) -> dict[str, Need]:
@@ -200,6 +201,15 @@ def test_the_trainer_has_slack_where_there_is_room_and_the_searcher_all_of_the_r
     recipe = decided(recipe_of("gsm8k", at(RHO), gradient_checkpointing=True), machine(141))
     need, share = by_part(recipe)["trainer"].total, places_on(recipe, machine(141))["trainer"].share
     assert share * 141 * GB == pytest.approx(1.15 * need)
+
+
+def test_where_checkpointing_is_open_one_gpu_is_shared_as_its_passes_then_need_it(at: Models) -> None:
+    rho, there = recipe_of("gsm8k", at(RHO), gradient_checkpointing=None), machine(36)
+    refuse_what_cannot_fit(rho, there)
+    never, always = (recipe_of("gsm8k", at(RHO), gradient_checkpointing=said) for said in (False, True))
+    assert too_much(never, there) is not None
+    assert places_on(rho, there) == places_on(always, there)
+    assert places_on(rho, machine(80)) == places_on(never, machine(80))  # where they fit without
 
 
 def test_a_refusal_names_a_field_with_which_the_recipe_fits(at: Models) -> None:

@@ -41,7 +41,7 @@ from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, shape_of
 from tba.models.gguf import SUFFIX, converted
-from tba.models.memory import Sampling, Shape
+from tba.models.memory import Pass, Sampling, Shape
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
@@ -60,6 +60,7 @@ from tba.weights.atomic_dir import cache_folder
 
 log = logging.getLogger("tba.searcher")
 FACTS = "warm_start.json"
+_USABLE = 0.95  # of what a process may take of its GPU: its allocator loses some
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
 _CONNECT = 5.0  # seconds to reach the Hub
 # found by this process: finding means building and encoding all problems. The task's class is part of the key, since a
@@ -143,7 +144,8 @@ class HuggingFace:
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
     share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
-    gradient_checkpointing: bool = False  # recompute activations: less memory, one more forward pass
+    gradient_checkpointing: bool | None = None  # recompute activations: less memory, one more forward pass; None: on
+    # one GPU in passes that would not fit otherwise, elsewhere never
     compiled: bool = False  # torch.compile of the policy's layers except attention (docs/scaling.md)
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
@@ -221,7 +223,7 @@ class HuggingFace:
             model,
             temperature,
             share_prompt=self.share_prompt,
-            gradient_checkpointing=self.gradient_checkpointing,
+            gradient_checkpointing=self._checkpointing(sharding),
             compiled=self.compiled,
             heads=heads,
             compute=self.compute if lowered else None,
@@ -231,6 +233,36 @@ class HuggingFace:
         if self.lora.rank and saved is not None:
             policy.load(adapters_in(saved))
         return policy
+
+    def _checkpointing(self, sharding: Sharding | None) -> bool | Callable[[int], bool]:
+        """Returns whether activations are recomputed, or in which passes, by their tokens."""
+        if self.gradient_checkpointing is not None:
+            return self.gradient_checkpointing
+        if self._device.type != "cuda" or sharding is not None:  # all ranks have to do the same
+            return False
+        shape, gpu = shape_of(self), self._device.index or torch.cuda.current_device()
+        share = torch.cuda.get_per_process_memory_fraction(gpu)
+        room = int(_USABLE * share * torch.cuda.get_device_properties(gpu).total_memory)
+        return False if shape is None else self.recomputing(shape, room)
+
+    def recomputing(self, shape: Shape, room: int) -> Callable[[int], bool]:
+        """Returns a function that says whether a pass of so many tokens recomputes its activations, because the trainer
+        would need more than `room` bytes of its GPU with them. It logs when that changes.
+        """
+        said: list[bool] = []
+
+        def recomputes(tokens: int) -> bool:
+            of = Pass(tokens, self.precision, "cuda", self.lora.rank, self.lora.targets)
+            needed = memory.total(memory.trainer(shape, of))
+            found = needed > room
+            if found not in said[-1:]:
+                said.append(found)
+                which = "recomputed" if found else "kept"
+                sizes = f"a pass of {tokens:,} tokens needs {needed / 1e9:.1f} GB with them, of {room / 1e9:.1f} GB"
+                logging.getLogger("tba.trainer").info("activations are %s: %s", which, sizes)
+            return found
+
+        return recomputes
 
     @property
     def trainer_device(self) -> torch.device:
@@ -258,7 +290,7 @@ class HuggingFace:
             device=device,
             rank=lora.rank,
             targets=lora.targets,
-            checkpointed=self.gradient_checkpointing,
+            checkpointed=bool(self.gradient_checkpointing),
             ranks=work.ranks,
             moments_on_host=work.moments_on_host,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class CausalPolicy:
         share_prompt: bool = True,
         vocab_chunk: int | None = None,  # tokens whose logits are computed at once; None: as many as suit the device
         kept_bytes: int = KEPT_BYTES,  # vocabulary-wide rows kept for the backward pass; others are computed again
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | Callable[[int], bool] = False,  # or in which passes, by their tokens
         compiled: bool = False,
         heads: Iterable[str] = (),  # value, log_z: linear, on the hidden states before tokens and of prompts
         compute: torch.dtype | None = None,  # in which trained weights are computed with; None: as they are
@@ -90,7 +90,7 @@ class CausalPolicy:
         self._kept = KeptProbabilities(kept_bytes)
         self._vocab_chunk = vocab_chunk
         self._checkpointed = gradient_checkpointing
-        if gradient_checkpointing:
+        if gradient_checkpointing is not False:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._body = model.get_decoder()
         width = model.get_output_embeddings().weight.shape[-1]
@@ -142,7 +142,7 @@ class CausalPolicy:
     def _evaluate(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self._low is not None:
             self._low.refresh()
-        with _layers_checkpointed(self.model, self._checkpointed):
+        with _layers_checkpointed(self.model, self._is_checkpointed(batch)):
             forward = self._packed(batch) if self.share_prompt else self._plain(batch)
         value_BT = log_z_G = None
         if "value" in self.heads:
@@ -150,6 +150,15 @@ class CausalPolicy:
         if forward.prompt_GW is not None:
             log_z_G = read(self.heads["log_z"], forward.prompt_GW)
         return self._spread(forward.log_M, forward.place_M, batch), value_BT, log_z_G
+
+    def _is_checkpointed(self, batch: Batch) -> bool:
+        if isinstance(self._checkpointed, bool):
+            return self._checkpointed
+        if not torch.is_grad_enabled():
+            return False
+        if self.share_prompt:
+            return self._checkpointed(int(batch.prompt_length_G.sum() + batch.length_B.sum()))
+        return self._checkpointed(batch.rows * int((batch.prompt_length_G[batch.group_B] + batch.length_B).max()))
 
     @staticmethod
     def _spread(x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from tba.cards import GIVEN, VISIBLE
 from tba.errors import UserError
 from tba.recipe import Recipe
-from tba.runtime.needs import needs
+from tba.runtime.needs import checkpointed, needs
 from tba.training.ranks import name_of_rank
 
 USABLE = 0.95  # of a GPU's memory: the rest is each process's context and what the driver holds
@@ -108,6 +108,8 @@ def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
     if not found:
         return TRAINER
     own, others = found["trainer"], searchers * (found["searcher"] + found["reference"])
+    if own + others > USABLE * memory and (least := checkpointed(recipe)) is not None:
+        return _trainer_share(least, memory, searchers)
     if own + others > USABLE * memory:  # which is refused; a run that is started all the same shares what there is
         return USABLE * own / (own + others)
     return min((1 + SLACK) * own, USABLE * memory - others) / memory

@@ -7,7 +7,8 @@ moment; an allocator holds a few percent more.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tba.protocols import Work
 from tba.recipe import Recipe
@@ -44,6 +45,15 @@ def needs(recipe: Recipe) -> list[Need]:
     halves = [Need(part, device, found[part]) for part in ("trainer", "searcher", "reference")]
     halves += [Need("host", "cpu", found["host"])] if found["host"] else []
     return [*halves, Need("replay", "cpu", recipe.replay.buffer.memory(recipe.model.max_completion_tokens))]
+
+
+def checkpointed(recipe: Recipe) -> Recipe | None:
+    """Returns the recipe as one GPU runs it where passes do not fit otherwise; None where that is not left open."""
+    model: Any = recipe.model
+    one_gpu = model.trainer_device.type == "cuda" and recipe.trainer.count == 1
+    if not one_gpu or getattr(model, "gradient_checkpointing", True) is not None:
+        return None
+    return replace(recipe, model=replace(model, gradient_checkpointing=True))
 
 
 def work_of(recipe: Recipe) -> Work:

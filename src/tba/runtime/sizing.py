@@ -21,7 +21,7 @@ from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.text import size
 from tba.runtime.devices import USABLE, Place, places
-from tba.runtime.needs import needs
+from tba.runtime.needs import checkpointed, needs
 from tba.settings import override
 from tba.training.ranks import RankSettings
 
@@ -108,6 +108,13 @@ def too_much(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
     """Returns which half needs more than there is (trainer, searcher, or both where they share a GPU), and a sentence
     that says so; None when all fits. Raises `UserError` where the GPUs are too few.
     """
+    told = _too_much(recipe, machine)
+    if told is not None and (least := checkpointed(recipe)) is not None:
+        return _too_much(least, machine)
+    return told
+
+
+def _too_much(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
     found = {need.part: need for need in needs(recipe)}
     if not found or recipe.runtime == "cluster":
         return None
@@ -178,8 +185,8 @@ def _ranks(recipe: Recipe) -> Iterator[list[str]]:
 
 
 def _checkpointing(recipe: Recipe) -> list[str]:
-    """Returns the flag that switches it on, if it is off."""
-    return ["--model.gradient-checkpointing"] if getattr(recipe.model, "gradient_checkpointing", None) is False else []
+    """Returns the flag that switches it on, if it is not."""
+    return [] if getattr(recipe.model, "gradient_checkpointing", True) else ["--model.gradient-checkpointing"]
 
 
 def _to_train(recipe: Recipe) -> Iterator[list[str]]:
