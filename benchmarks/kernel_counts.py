@@ -14,10 +14,11 @@ gives the same figures on each, and says nothing about seconds.
 
 First a step of the trainer, as one GPU makes it: forward, loss, backward and optimizer, of 60 answers of 200 tokens to
 3 prompts of 100, Qwen2.5-0.5B's shape in bfloat16, trained in float32; with checkpointing and without, and what of it
-is the head's. Then three cases: one checkpointed pass, forward and backward, of 60 GSM8K-length answers (3 groups of 20
+is the head's. Then the cases: one checkpointed pass, forward and backward, of 60 GSM8K-length answers (3 groups of 20
 answers of 20 to 400 tokens to prompts of 100) through a model like Qwen2.5-0.5B in bfloat16; the head of a 7B model
 alone, forward and backward, on 8,192 tokens; one layer's attention of a 7B model, forward and backward, for one answer
-of 8,192 and of 32,768 tokens to a prompt of 100.
+of 8,192 and of 32,768 tokens to a prompt of 100; a token step of an engine, whose kernels are two launches where it is
+captured.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from tba.batch import Batch
+from tba.engines.rows import Rows
+from tba.engines.rules import Rules
+from tba.engines.slots import PackedPrompts, SlotCache, slot_attention
+from tba.engines.step import Step
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy import norms
 from tba.policy.causal import KEPT_BYTES, CausalPolicy, chunk_of
@@ -46,6 +51,7 @@ from tba.policy.head import Head, KeptProbabilities, token_log_probabilities
 from tba.policy.packed import ATTENTION, Pack, PackedLayout, packed_attention, packed_hidden
 from tba.schedules import Constant
 from tba.training.optimizer import OptimizerSettings
+from tba.types import Sampling
 
 META = torch.device("meta")
 COMPOSITE = {
@@ -325,6 +331,27 @@ def print_step() -> None:
     print("| all | " + " | ".join(f"{kernels:,}" for kernels in sums) + " |\n")
 
 
+def token_step(flash: bool, rows: int = 72, length: int = 360) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The model and the draw of one decode step of Qwen2.5-0.5B's shape, `length` positions in each slot: what is
+    captured as two CUDA graphs, or else launched kernel by kernel.
+    """
+    model = qwen()
+    norms.fuse_norms(model)
+    with torch.no_grad(), slot_attention(model):
+        packed = PackedPrompts([torch.empty(100, dtype=torch.int64, device=META)])
+        packed.run(model)
+    cache = SlotCache(packed, rows, length, flash)
+    of_rows = Rows(rows, 256, Rules(torch.empty(model.config.vocab_size, dtype=torch.bool, device=META)))
+    step = Step(model, of_rows, None)
+
+    def forward() -> Tensor:
+        with torch.no_grad(), slot_attention(model):
+            return step._logits(cache, rows, length)
+
+    logits_RV = forward()
+    return forward, lambda: of_rows.extend(logits_RV, Sampling(0.7))
+
+
 def main() -> None:
     print_step()
     model, pack = qwen(), pack_of(*gsm8k_like())
@@ -333,6 +360,9 @@ def main() -> None:
         "head, 8,192 tokens, 7B": head_alone(),
         "attention of a layer, 8,192 tokens, 7B": attention_alone(8192),
         "attention of a layer, 32,768 tokens, 7B": attention_alone(32_768),
+        "the model of a token step, 72 rows, 0.5B": token_step(flash=True)[0],
+        "the same without the flash kernel": token_step(flash=False)[0],
+        "the draw of a token step, 72 rows, 0.5B": token_step(flash=True)[1],
     }
     print("| case | kernels | GB moved | GB at peak | waits |\n|---|---|---|---|---|")
     for name, call in cases.items():

@@ -6,8 +6,10 @@ With TBA_TEST_DEVICE=cpu the same runs on a CPU, which shows that the tests them
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import torch
 
 import tba.recipes
 from tba.batch import Batch, _copying, collate, moved
-from tba.engines.transformers import EngineSettings
+from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.generation import generate
 from tba.host_copies import HostCopies
 from tba.models.huggingface import HuggingFace
@@ -192,3 +194,68 @@ def test_a_norm_is_one_kernel_and_two_backward_and_is_right() -> None:
         found.append([out.detach().float(), *(t.grad.float() for t in own if t.grad is not None)])
     for low, high in zip(found[1], found[0], strict=True):
         assert float((low - high).norm() / high.norm()) < 0.02
+
+
+SAMPLINGS = [Sampling(), Sampling(0.7), Sampling(0.0), Sampling(1.0, 0.9)]
+
+
+def drawn(dtype: str, sampling: Sampling, captured: bool) -> list[Completion]:
+    """Answers of 16 rows that all grow as long as they can, in caches of two sizes, other weights coming in between."""
+    rules = EngineSettings(slots=16, max_completion_tokens=11, min_completion_tokens=10)
+    engine = HuggingFace(path=BASE, device=DEVICE.type, dtype=dtype, generation=rules).engine(Version(), 0)
+    assert isinstance(engine, TransformersEngine)
+    if not captured:
+        engine.step._capture = None
+    weights = {name: 0.9 * value for name, value in engine.model.named_parameters()}
+
+    asked: list[Version] = []
+
+    def loads() -> bool:  # it is asked before the first step and after the eighth
+        asked.append(engine.version)
+        if len(asked) == 2:
+            engine.load(weights, Version(0, 1))
+        return False
+
+    rng, short = np.random.default_rng(0), prompts(model("cpu", "float32"))[1]
+    longer = replace(short, tokens=np.tile(short.tokens, 2))
+    found = list(chain(*generate(engine, [short], 16, sampling, rng, loads)))
+    found += list(chain(*generate(engine, [longer], 16, sampling, rng)))
+    assert engine.version == Version(0, 1)
+    if DEVICE.type == "cuda":
+        assert engine.step.captured == captured
+        assert engine._flash == (dtype == "bfloat16" and torch.cuda.get_device_capability() >= (8, 0))
+    return found
+
+
+def require_equal(found: list[Completion], expected: list[Completion], rounding: float) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.log_behavior, other.log_behavior, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_captured_steps_draw_bit_for_bit_what_eager_ones_do(dtype: str, sampling: Sampling) -> None:
+    # A number is divided by a temperature on the device, and otherwise multiplied by its inverse.
+    rounding = 0.0 if sampling.temperature in (0, 1) else 1e-5
+    require_equal(drawn(dtype, sampling, captured=True), drawn(dtype, sampling, captured=False), rounding)
+
+
+def test_steps_are_captured_while_another_thread_allocates_and_copies() -> None:
+    """As a trainer's weights leave in the background, or a reference scores, in the same process."""
+    done = threading.Event()
+
+    def copies() -> None:
+        stream = torch.cuda.Stream() if DEVICE.type == "cuda" else None
+        with torch.cuda.stream(stream):
+            while not done.is_set():
+                torch.ones(1 << 20, device=DEVICE).cpu()
+
+    thread = threading.Thread(target=copies)
+    thread.start()
+    try:
+        found = drawn("bfloat16", Sampling(), captured=True)
+    finally:
+        done.set()
+        thread.join(60)
+    require_equal(found, drawn("bfloat16", Sampling(), captured=False), 0.0)

@@ -7,9 +7,11 @@ every number that was computed on the host burnt in. `tests/test_gpu.py` has the
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,10 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tba.engines.rows import Rows
-from tba.engines.slots import AttentionKind, PackedPrompts, SlotCache
-from tba.engines.step import Graph
+from tba.engines.slots import AttentionKind, PackedPrompts, SlotCache, slot_attention
+from tba.engines.step import Graph, Step
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.generation import generate, stream
+from tba.policy.lora import LoraSettings, add_adapters, is_adapter
 from tba.types import Completion, Sampling, Version
 
 SETTINGS = EngineSettings(slots=12, max_completion_tokens=14)
@@ -111,6 +114,46 @@ def test_replayed_steps_draw_what_eager_ones_do(family: str, sampling: Sampling)
     assert engine.step.captured
     # 12 rows and 8, of one width; a draw of each unless top-p looks at what it draws from
     assert len(engine.step._capture.graphs) == (2 if 0 < sampling.top_p < 1 else 4)
+
+
+@dataclass
+class Launched(TorchDispatchMode):
+    """While it is entered: how many operations launch a kernel, views and allocations left out."""
+
+    kernels: int = 0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:
+            out = func.decompose(*args, **(kwargs or {}))
+        if out is not NotImplemented:
+            return out
+        name = func._schema.name.split("::")[1]
+        view = func.is_view and not func._schema.is_mutable
+        self.kernels += not view and name not in ("empty", "empty_like", "new_empty", "empty_strided", "detach")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "most"), [(Sampling(), 2), (Sampling(0.7), 2), (Sampling(0.0), 2), (Sampling(0.9, 0.8), 60)], ids=str
+)
+def test_a_token_step_is_two_launches_and_with_top_p_at_most_60(
+    sampling: Sampling, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(build("llama"), recorded=True)
+    flow = engine.flow(6, sampling, np.random.default_rng(0))
+    flow.submit(ragged_prompts(*LENGTHS))
+    replayed: list[Tape] = []
+    monkeypatch.setattr(Tape, "replay", lambda tape: replayed.append(tape))  # a launch, whatever it consists of
+    with torch.inference_mode(), slot_attention(engine.model):
+        flow._fill()
+        for _ in range(3):
+            replayed.clear()
+            with Launched() as launched:
+                engine.step(flow.cache, flow.extent, 12, sampling)
+    assert 0 < len(replayed) + launched.kernels <= most
 
 
 def test_a_temperature_that_no_graph_was_made_with_is_drawn_with() -> None:
@@ -265,6 +308,20 @@ def test_experts_that_are_computed_together_are_captured(implementation: str) ->
     assert engine.step.captured
 
 
+def test_adapters_are_captured_with_the_values_that_are_loaded_into_them() -> None:
+    pytest.importorskip("peft")
+    model, other = (add_adapters(build("llama"), LoraSettings(rank=2)) for _ in range(2))
+    engine = engine_of(model, recorded=True)
+    answers(engine)
+    generator = torch.Generator().manual_seed(0)
+    weights = {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters() if is_adapter(n)}
+    for loaded in (engine, eager := engine_of(other, recorded=False)):
+        loaded.load(weights, Version(0, 4))
+    require_equal(answers(engine), answers(eager))
+    assert engine.step.captured
+    assert len(engine.step._capture.graphs) == 4
+
+
 def defined(
     query_NHD: Tensor, key_KJD: Tensor, value_KJD: Tensor, query_start: Tensor, key_start: Tensor, max_q: int,
     max_k: int, dropout_p: float, is_causal: bool, return_debug_mask: bool, *, scale: float | None = None,
@@ -340,3 +397,30 @@ def test_replayed_steps_through_the_kernel_are_eager_ones_through_it(family: str
         assert engine._cache.flash
     assert [c.tokens.tolist() for c in found[0]] == [c.tokens.tolist() for c in found[1]]
     assert {width for _, width in engine.step._captured} <= {engine._cache.length}
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler here")
+def test_compiled_layers_give_the_same_in_fewer_kernels_for_any_number_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # none of another processor
+    model = build("llama")
+    engine = engine_of(model, recorded=False)
+    step = Step(model, engine._rows, None, compiled=True)
+    torch._dynamo.utils.counters.clear()
+    torch._inductor.metrics.reset()
+    with torch.inference_mode(), slot_attention(model):
+        packed = engine.read(ragged_prompts(9))
+        cache = engine.cache(packed, 30, 0)
+        cache.fill(range(12), packed, 0)
+        engine._rows.position_R[:] = 9
+        engine._rows.newest_R1[:, 0] = torch.arange(12)
+        for n in (12, 8, 5):
+            plain = step._logits(cache, n, 10)
+            with step._layers_compiled():
+                found = step._logits(cache, n, 10)
+            torch.testing.assert_close(found, plain, atol=3e-5, rtol=0)
+        assert "forward" not in vars(model.model.layers[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # of a layer, and no new ones for other layers
+    # beside 7 products, attention's kernels and 2 that store keys and values; 46 of a layer are launched one by one
+    assert 0 < torch._inductor.metrics.generated_kernel_count <= 16

@@ -64,6 +64,18 @@ def test_launches_of_lists_are_as_many_as_their_tensors_and_chunks_fill() -> Non
     assert launches([10] * 65, lambda tensors: torch._foreach_copy_(tensors, tensors)) == 2  # of two lists 64
 
 
+def test_a_token_step_never_waits_and_the_flash_kernel_spares_it_a_quarter_of_the_kernels_and_half_of_the_bytes() -> (
+    None
+):
+    flash, bias = (counts.counted(counts.token_step(flash)[0]) for flash in (True, False))
+    draw = counts.counted(counts.token_step(flash=True)[1])
+    assert flash.kernels <= 670
+    assert bias.kernels - flash.kernels >= 24 * 9  # a layer's attention written out; nothing is made for a mask either
+    assert flash.moved < bias.moved / 2
+    assert draw.kernels <= 24
+    assert flash.waits == bias.waits == draw.waits == 0
+
+
 def test_the_kernels_of_a_pass_do_not_grow_with_its_groups_and_answers() -> None:
     def kernels(prompts: list[int], completions: list[list[int]]) -> int:
         model, pack = counts.qwen(112, layers=2, ff=256, vocabulary=1000), counts.pack_of(prompts, completions)

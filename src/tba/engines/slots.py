@@ -78,6 +78,11 @@ def _attend_slots(
 AttentionInterface.register(ATTENTION, _attend_slots)  # not a mask function too: so transformers builds no mask
 
 
+def attention_aside() -> None:
+    """Keep `torch.compile` out of attention from here on: it would compile each layer's anew, whose number it knows."""
+    AttentionInterface.register(ATTENTION, torch.compiler.disable(_attend_slots))
+
+
 @contextmanager
 def slot_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within the block `model` attends through `tba_slots`; afterwards it is as it was."""

@@ -13,7 +13,8 @@ its kernels are launched one by one from there on, and the log says why.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -23,15 +24,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.engines.rows import Rows
-from tba.engines.slots import SlotCache
+from tba.engines.slots import SlotCache, attention_aside
 from tba.types import Sampling
 
 log = logging.getLogger(__name__)
 
 _ROWS = (8, 16, 32, 48, 96, 192, 384)  # of captured steps, and all slots
 _T = TypeVar("_T")
+
+
+def sizes_of(slots: int) -> tuple[int, ...]:
+    """Returns the numbers of rows that captured steps are made for."""
+    return (*(size for size in _ROWS if size < slots), slots)
 
 
 class Graph(Protocol):
@@ -88,13 +95,19 @@ class _Captured:
 
 
 class Step:
-    """Appends a token to rows: captured, if there is a `capture` and for as long as that gives the same."""
+    """Appends a token to rows: captured, if there is a `capture` and for as long as that gives the same; with
+    `compiled` what is captured are the kernels of `torch.compile`.
+    """
 
-    def __init__(self, model: PreTrainedModel, rows: Rows, capture: Capture | None) -> None:
+    def __init__(self, model: PreTrainedModel, rows: Rows, capture: Capture | None, compiled: bool = False) -> None:
         self._model, self._rows, self._capture = model, rows, capture
+        self._compiled: dict[GradientCheckpointingLayer, Callable[..., Any]] = {}
+        if compiled:
+            attention_aside()
+            layers = [layer for layer in model.modules() if isinstance(layer, GradientCheckpointingLayer)]
+            self._compiled = {layer: torch.compile(layer.forward, dynamic=True) for layer in layers}
         self._nothing_padded_R1 = torch.ones_like(rows.newest_R1)  # so that no mask is built
-        slots = len(rows.newest_R1)
-        self._sizes = (*(size for size in _ROWS if size < slots), slots)
+        self._sizes = sizes_of(len(rows.newest_R1))
         self._captured: dict[tuple[int, int], _Captured] = {}  # by rows and width
         self._compared = True
         self._temperature = torch.ones((), device=rows.eos_V.device)
@@ -152,7 +165,8 @@ class Step:
         fault = None if waits.name is None else f"its {waits.name} makes the host wait for the device"
         if fault is None:
             try:
-                captured = known or _Captured(*self._capture(run, warm_up=True))
+                with self._layers_compiled():
+                    captured = known or _Captured(*self._capture(run, warm_up=True))
                 captured.graph.replay()
                 fault = unlike(eager_RV, captured.logits_RV)
             except RuntimeError as error:
@@ -162,6 +176,17 @@ class Step:
             return None
         self._captured[key], self._compared = captured, True
         return captured
+
+    @contextmanager
+    def _layers_compiled(self) -> Iterator[None]:
+        """Within the block layers are computed as they were compiled: all but attention, for any number of rows."""
+        for layer, forward in self._compiled.items():
+            layer.forward = forward
+        try:
+            yield
+        finally:
+            for layer in self._compiled:
+                del layer.forward
 
     def _draw(self, captured: _Captured, n: int, sampling: Sampling) -> None:
         """Append a token to the rows, drawn from captured logits."""
@@ -203,7 +228,7 @@ def unlike(one_RV: Tensor, other_RV: Tensor) -> str | None:
     tolerance = 1e-4 if one_RV.dtype in (torch.float32, torch.float64) else 0.1
     one_RV, other_RV = (x.float().softmax(-1) for x in (one_RV, other_RV))
     neither_R = one_RV.isnan().any(-1) & other_RV.isnan().any(-1)
-    distance_R = (one_RV - other_RV).abs().sum(-1) / 2
+    distance_R = one_RV.sub_(other_RV).abs_().sum(-1) / 2  # in place: they are large
     distance = float(distance_R.masked_fill(neither_R, 0.0).max())
     return None if distance <= tolerance else f"total variation {distance:.2g} of its probabilities"
 

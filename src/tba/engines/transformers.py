@@ -34,6 +34,7 @@ from tba.engines.step import CudaGraphs, Step, unlike
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError
 from tba.policy.lora import has_adapters, is_adapter
+from tba.policy.norms import fuse_norms
 from tba.protocols import Partner, Tokenizer, Turn
 from tba.streaming import shapes_of
 from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopReason, Version
@@ -100,11 +101,14 @@ class TransformersEngine:
         settings: EngineSettings,
         version: Version | None = None,
         longest_prompt: int = 0,
+        compiled: bool = False,
     ) -> None:
         """longest_prompt: for which the slots have room from the first on where memory is scarce, on an accelerator: to
-        grow, keys and values of both lengths would have to be held.
+        grow, keys and values of both lengths would have to be held. compiled: what is captured of a decode step on a
+        GPU are the kernels that `torch.compile` makes.
 
-        Raises `UserError` when the model's attention cannot be served (found out by a small self-test)."""
+        Raises `UserError` when the model's attention cannot be served (found out by a small self-test).
+        """
         self.model = model.eval()
         self.settings = settings
         self._version = Version() if version is None else version
@@ -118,6 +122,7 @@ class TransformersEngine:
         self._adapted = has_adapters(model)
         if model.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for each shape, and prompts have many
+            fuse_norms(model)
         with torch.inference_mode():
             vocabulary, self._flash = _self_test(model)
             eos_V = torch.zeros(vocabulary, dtype=torch.bool, device=model.device)
@@ -126,7 +131,7 @@ class TransformersEngine:
             rules = rules_of(tokenizer, eos_V, least, first, never)
             self._rows = Rows(settings.slots, settings.max_completion_tokens, rules)
         one_gpu = {p.device for p in model.parameters()} == {eos_V.device} and eos_V.device.type == "cuda"
-        self.step = Step(model, self._rows, CudaGraphs(eos_V.device) if one_gpu else None)
+        self.step = Step(model, self._rows, CudaGraphs(eos_V.device) if one_gpu else None, compiled)
 
     @property
     def version(self) -> Version:

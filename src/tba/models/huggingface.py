@@ -146,7 +146,7 @@ class HuggingFace:
     share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, one more forward pass; None: on
     # one GPU in passes that would not fit otherwise, elsewhere never
-    compiled: bool = False  # torch.compile of the policy's layers except attention (docs/scaling.md)
+    compiled: bool = False  # torch.compile of layers except attention, also of a decode step (docs/scaling.md)
     lora: LoraSettings = field(default_factory=LoraSettings)
     warm_start: WarmStart | None = None
 
@@ -328,7 +328,8 @@ class HuggingFace:
                 log.info("answers are sampled by vllm, which has passed its self-test")
                 return served
             log.info("answers are sampled by transformers: %s", served)
-        return TransformersEngine(self._base(), self.tokenizer(), self.generation, version, longest_prompt)
+        made = (self._base(), self.tokenizer(), self.generation, version)
+        return TransformersEngine(*made, longest_prompt, self.compiled)
 
     def _base(self) -> PreTrainedModel:
         """Returns the model that an engine has in this process, with adapters where there are to be some."""
