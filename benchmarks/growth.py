@@ -92,7 +92,8 @@ recipe = Recipe(
     prompts_per_round=2,
     sync_every=5,
 )
-recipe = replace(recipe, run=replace(recipe.run, checkpoint_every=0))
+# rounds, since what flows looks for newer weights by the clock
+recipe = replace(recipe, run=replace(recipe.run, checkpoint_every=0, rounds=True))
 SHARE = 10  # trajectories to a line of metrics.jsonl, and to an outcome of a prompt
 EVALUATED = 1000  # and to a finished evaluation
 MARKS = 8  # times in a run of --steps that its memory and descriptors are looked at

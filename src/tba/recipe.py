@@ -322,6 +322,7 @@ GONE: Mapping[str, Gone] = {
         ..., "searchers begin prompts while others are answered, unless --run.rounds says otherwise"
     ),
     "run.prefetch": Gone(True, "the next batch is always fetched during the step, except inline"),
+    "record.curves": Gone(..., "curves.png is drawn at the end unless --record.no-tensorboard says otherwise"),
     "record.status_seconds": Gone(10.0, "it is always 10 seconds"),
     "optimizer.eps": Gone(1e-8, "it is always 1e-08"),
     "optimizer.master_weights": Gone(True, "weights of lower precision always have float32 copies"),

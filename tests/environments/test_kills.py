@@ -32,7 +32,9 @@ def test_a_run_outlives_its_environments_its_searcher_and_its_trainer(tmp_path: 
             wanted = steps_of(path) + 25
             until(lambda wanted=wanted: steps_of(path) > wanted, SECONDS, "steps")  # type: ignore[misc]
             there = uids_of(path)
-            parts = children(driver.pid)
+            parts = until(
+                lambda: p if {"searcher-0", "trainer"} <= (p := children(driver.pid)).keys() else None, SECONDS, "parts"
+            )
             worlds = until(lambda: processes_of(parts["searcher-0"])[1:], SECONDS, "episodes")  # noqa: B023
             nursery = processes_of(parts["searcher-0"])[0]
             pid = {"an environment": worlds[0], "a nursery": nursery}.get(victim) or parts[victim]

@@ -39,7 +39,7 @@ def test_the_quickstart_runs_to_its_end_where_gpus_are_counted_and_cuda_cannot_b
 ) -> None:
     monkeypatch.chdir(tmp_path)
     short = ("--steps", "2", "--evaluation.every", "0", "--evaluation.problems", "4", "--replay.pacing.warm-up", "140")
-    short = (*short, "--record.no-curves")
+    short = (*short, "--record.no-tensorboard")
     running = command("train", "quickstart", *short, "--run-name", "run")
     out, err = running.communicate(120)
     assert (running.returncode, err) == (0, "")

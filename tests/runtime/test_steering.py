@@ -48,7 +48,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             search = start_searching(recipe, run, 0)
             ends.callback(search.close)
             train = start_training(recipe, run, stop=lambda: False, ahead=False)
-            ends.callback(train.close)
+            ends.callback(lambda: train.close())  # unless the test has ended it
             return search, train
 
         yield started
@@ -106,6 +106,8 @@ def test_a_move_holds_for_the_trainer_and_the_replay_and_after_a_resume(start: S
     assert moved == (16, 0.5)
     assert (train.trainer.sync_every, selector.sync_every, selector.m) == (16, 16, 0.5)
     train.checkpoint()
+    train.close()  # a run has one trainer
+    train.close = lambda: None  # type: ignore[method-assign]
     train.run.begin_again("resumed")
     again = start_training(train.recipe, train.run, stop=lambda: False, ahead=False)
     assert isinstance(again.replay.selector, RecencyRewardSelector)

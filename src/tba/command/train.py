@@ -78,7 +78,7 @@ def closing_words(
 ) -> int:
     """Draw the curves, print the summary and next steps, and a ledger that does not close; returns `code`."""
     record = RunRecord.read(run.path)
-    if recipe.record.curves:
+    if recipe.record.tensorboard:
         draw_curves([record], run.path / "curves.png")
     console.print(closing_page(record))
     console.print("\nWhat to try next", style="bold")

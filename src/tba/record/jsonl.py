@@ -59,7 +59,7 @@ class JsonLines:
     """Appends to a file of one JSON object per line; each line is handed to the system at once."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         self.path = path
         self._file: FileIO = path.open("a+b", buffering=0)
 
@@ -197,7 +197,7 @@ def write_json(path: Path, value: object) -> None:
     one.
     """
     text = json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # not its parents: a run that was moved away is not made anew
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(f"{text}\n")

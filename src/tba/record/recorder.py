@@ -38,8 +38,7 @@ class RecordSettings:
 
     samples_every: int = 20  # steps between trajectories written to samples.jsonl; 0: none
     samples: int = 4  # trajectories of the batch each time
-    curves: bool = True  # draw curves.png at the end (a second); `tba show` draws it at any time
-    tensorboard: bool = True  # TensorBoard events in tensorboard/
+    tensorboard: bool = True  # TensorBoard events in tensorboard/, curves.png at the end; `tba show` draws that, too
     wandb: str | None = None  # W&B project to send the metrics and a table of the samples to; None: none
     hide_text: bool = False  # keep prompts and answers out of samples.jsonl, answers.jsonl, logs and the terminal
 

@@ -115,7 +115,7 @@ def save_checkpoint(
     """
     if keep < 1:
         raise UserError(f"{keep} checkpoints are to be kept, but the newest always is; give 1 or more")
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
     remove_leftovers(folder)
     path = folder / f"step-{version.step}"
     with atomic_folder(path, durable=True) as temporary:
