@@ -138,3 +138,9 @@ def test_on_a_cpu_and_over_ranks_activations_are_kept_unless_it_is_said() -> Non
     assert replace(model, gradient_checkpointing=True)._checkpointing(None) is True
     ranks = Sharding(None, torch.bfloat16)
     assert replace(model, device="cuda")._checkpointing(ranks) is False
+
+
+def test_captured_steps_keep_logits_for_each_number_of_rows_and_what_the_largest_draw_needs() -> None:
+    searcher = Sampling(BF16, slots=20, positions=64, prompt=16, device="cuda")
+    assert memory.engine(Shape.of(QWEN), searcher)["captured steps"] == 2000 * ((8 + 16 + 20) * 2 + 20 * 12)
+    assert memory.engine(Shape.of(QWEN), replace(searcher, device="cpu"))["captured steps"] == 0
