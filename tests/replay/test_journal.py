@@ -560,3 +560,18 @@ def test_a_second_trainer_is_refused_the_journal_and_gets_it_once_the_first_has_
             with pytest.raises(UserError, match="another trainer uses"):
                 second.lead(0.1)
         second.lead(0.0)
+
+
+def test_a_transaction_that_is_rolled_back_leaves_no_rows_to_be_missed(path: Path, writer: JournalWriter) -> None:
+    writer.put([trajectory(0)])
+    database = writer._database
+
+    def fail(connection: sqlite3.Connection) -> None:
+        connection.execute("UPDATE totals SET value = value + 7, again = again + 7 WHERE name = 'rows'")
+        database._require_rows()
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"), database.transaction() as connection:
+        fail(connection)
+    writer.put([trajectory(1)])  # no row has gone
+    assert writer.rows() == 2

@@ -146,13 +146,16 @@ class Database:
         """BEGIN IMMEDIATE ... COMMIT; rolled back when the block raises."""
         with self.lock, self._explained():
             self._waiting(lambda: self._connection.execute("BEGIN IMMEDIATE"))
+            before = self._rows
             try:
                 self.require_file()
+                before = self._rows
                 yield self._connection
                 if self._file is not None:
                     self._require_rows()  # which are more now
                 self._waiting(lambda: self._connection.execute("COMMIT"))
             except BaseException:
+                self._rows = before
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
