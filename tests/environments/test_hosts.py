@@ -271,3 +271,14 @@ def test_a_process_that_ends_is_a_failed_episode_of_the_engines_and_others_go_on
     assert 5 <= failed <= 40
     assert f"{failed} of 100 episodes failed and are rejected, the last: its process died" in caplog.text
     worlds.end()
+
+
+def test_a_nursery_that_dies_while_many_processes_start_is_one_failed_start(worlds: Hosts) -> None:
+    begin(worlds, 8)  # none of them has been looked at: all are starting
+    nursery = worlds._nurseries[-1]
+    os.kill(nursery.process, signal.SIGKILL)
+    assert {n: a.said.text for n, a in answered(worlds, 8).items() if a.said} == {n: f"{n}: 1" for n in range(8)}
+    assert nursery.has_ended()
+    assert nursery.blamed
+    assert not worlds._nurseries[-1].has_ended()
+    assert not worlds._started_by

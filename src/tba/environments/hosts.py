@@ -199,6 +199,7 @@ class Hosts:
         self._waiting: deque[tuple[int, Question]] = deque()  # episodes that have not begun
         self._answers: dict[int, Answer] = {}
         self._count = self._failed_starts = 0
+        self._started_by: dict[int, _Nursery] = {}  # of the processes that are not ready yet
         self._nurseries = [_Nursery(task, limits)]  # the last one is in use
         self._finalizer = weakref.finalize(self, _end_all, self._nurseries, self._hosts, self._selector)
 
@@ -271,6 +272,7 @@ class Hosts:
             self._nurseries.append(_Nursery(self.task, self.limits))
         self._count += 1
         host = self._hosts[self._count] = _Host(self._count, self._nurseries[-1].start(self._count))
+        self._started_by[self._count] = self._nurseries[-1]
         self._selector.register(host.channel, selectors.EVENT_READ, host)
 
     def _put(self, host: _Host, question: Question | None) -> None:
@@ -280,7 +282,7 @@ class Hosts:
 
     def _hear(self, host: _Host) -> None:
         if (lines := host.lines()) is None:
-            if not host.ready:
+            if not host.ready and self._is_own_failure(host):
                 self._failed_starts += 1
             self._lose(host, "died")
             if self._failed_starts >= _FAILED_STARTS:
@@ -289,11 +291,20 @@ class Hosts:
         for line in lines:
             if not host.ready:
                 host.ready, self._failed_starts = True, 0
+                del self._started_by[host.number]
                 self._be_free(host)
             elif not self._told(host, line):
                 self._lose(host, "said something else than an answer")
             if host.number not in self._hosts:
                 return
+
+    def _is_own_failure(self, host: _Host) -> bool:
+        """Whether a start has failed of itself. With a nursery die all that are starting: only the first counts."""
+        nursery = self._started_by.pop(host.number)
+        if nursery is self._nurseries[-1] and not nursery.has_ended():
+            return True
+        first, nursery.blamed = not nursery.blamed, True
+        return first
 
     def _told(self, host: _Host, line: bytes) -> bool:
         """Take an answer. Returns False for a line that is none."""
@@ -335,6 +346,7 @@ class Hosts:
         self._selector.unregister(host.channel)
         host.channel.close()
         del self._hosts[host.number]
+        self._started_by.pop(host.number, None)
         if host in self._free:
             self._free.remove(host)
         self._nurseries[-1].kill(host.number)
@@ -387,6 +399,7 @@ class _Nursery:
             _be_a_nursery(theirs, task, limits)
         theirs.close()
         self.channel, self.alive, self._parent = ours, True, os.getpid()
+        self.blamed = False  # whether its death has been counted as a failed start
 
     def start(self, number: int) -> socket.socket:
         """Start a process; returns what it is talked to by."""
@@ -397,6 +410,16 @@ class _Nursery:
 
     def kill(self, number: int) -> None:
         self._send({"kill": number})
+
+    def has_ended(self) -> bool:
+        """Whether it is dead, which can be seen before the processes are that are killed with it."""
+        if self.alive:
+            try:
+                ended = os.waitid(os.P_PID, self.process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            except ChildProcessError:
+                ended = True
+            self.alive = not ended
+        return not self.alive
 
     def close(self) -> None:
         """End it, and with it all processes that it has forked."""
