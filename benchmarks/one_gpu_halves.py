@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -142,11 +143,11 @@ class PeakMemory:
         return peak_gpu_memory_bytes() or peak_memory_bytes() - self._before
 
 
-class Half:
+class Half(ABC):
     """One half at work. `act` does a little of it, and returns how much: updates, or tokens of finished answers."""
 
-    def act(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def act(self) -> int: ...
 
     def warm(self) -> None:
         """Do so until something has been finished, twice."""

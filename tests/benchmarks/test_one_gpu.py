@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import signal
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.runtime.runs import alive, until
+from tests.scripts import script
 from torch.autograd import DeviceType
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -58,11 +58,7 @@ def test_every_part_is_done_and_every_figure_is_finite(one_gpu: Any, found: dict
 
 
 def test_the_docs_table_names_figures_that_the_script_writes(found: dict[str, Any]) -> None:
-    spec = importlib.util.spec_from_file_location("one_gpu_page", BENCHMARKS.parent / "tools" / "one_gpu_page.py")
-    assert spec is not None
-    assert spec.loader is not None
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = script("tools/one_gpu_page.py")
     lacking = {
         f"{part}.{path}"
         for part, _, path, _, written in tool.FIGURES
@@ -136,13 +132,7 @@ def test_a_part_that_reaches_its_limit_leaves_what_it_had_and_no_process(one_gpu
     given = one_gpu.Given("cpu", "tiny", tmp_path)
     found = one_gpu.in_a_process("endless", endless, given, 3.0, tmp_path / "log")
     assert found["failed"] == "it was not done after 3 s"
-    for _ in range(1000):  # init may not have reaped it yet
-        state = Path(f"/proc/{found['child']}/stat")
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("what it had started is still there")
+    until(lambda: not alive(found["child"]), 30.0, "what it had started to be gone")
 
 
 def test_a_part_that_fails_says_so_by_its_last_line(one_gpu: Any, tmp_path: Path) -> None:

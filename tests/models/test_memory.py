@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from tests.scripts import script
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from tba.models import memory
@@ -18,13 +16,7 @@ from tba.models.precision import precision
 from tba.policy.lora import LoraSettings, add_adapters
 from tba.sharding import Sharding
 
-_FILE = Path(__file__).parents[2] / "benchmarks" / "kernel_counts.py"
-_SPEC = importlib.util.spec_from_file_location("kernel_counts", _FILE)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-counts = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = counts  # its dataclass looks itself up there
-_SPEC.loader.exec_module(counts)
+counts = script("benchmarks/kernel_counts.py")
 
 QWEN = Qwen2Config(
     vocab_size=2000,

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.scripts import script
 
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.schedules import Constant
 
-_FILE = Path(__file__).parents[2] / "benchmarks" / "form_noise.py"
 LINEAR = ("none", "exact")  # in the reward, with weights that depend on the answer alone
 AS_SAMPLED = ("fresh", "fixed_9", "fixed_1")
 
 
 @pytest.fixture(scope="module")
 def noise() -> Any:
-    spec = importlib.util.spec_from_file_location("form_noise", _FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(sys.modules, "form_noise", module)  # its dataclasses look themselves up
-        spec.loader.exec_module(module)
-        yield module
+    return script("benchmarks/form_noise.py")
 
 
 def cells(noise: Any, form: str, data: tuple[str, ...]) -> list[Any]:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
+from tests.scripts import script
 
-_FILE = Path(__file__).parents[2] / "benchmarks" / "kernel_counts.py"
-_SPEC = importlib.util.spec_from_file_location("kernel_counts", _FILE)
-assert _SPEC is not None
-assert _SPEC.loader is not None
-counts = importlib.util.module_from_spec(_SPEC)
-sys.modules[_SPEC.name] = counts  # its dataclass looks itself up there
-_SPEC.loader.exec_module(counts)
+counts = script("benchmarks/kernel_counts.py")
 
 
 def test_a_count_is_of_what_is_launched_read_written_and_alive() -> None:

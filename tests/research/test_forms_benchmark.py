@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.scripts import script
 
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 
-_FILE = Path(__file__).parents[2] / "benchmarks" / "forms.py"
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 SMALL = ("--steps", "2", "--groups-per-step", "2", "--prompts-per-round", "2", "--group-size", "2",
          "--samples-per-prompt", "2", "--evaluation.problems", "4", "--model.generation.max-completion-tokens", "4",
@@ -20,14 +18,7 @@ SMALL = ("--steps", "2", "--groups-per-step", "2", "--prompts-per-round", "2", "
 
 @pytest.fixture(scope="module")
 def forms() -> Any:
-    spec = importlib.util.spec_from_file_location("forms", _FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(sys.modules, "forms", module)  # its dataclasses look themselves up
-        spec.loader.exec_module(module)
-        yield module
+    return script("benchmarks/forms.py")
 
 
 def row(forms: Any, form: str, rate: float, seed: int, after: float, k: int = 16) -> Any:

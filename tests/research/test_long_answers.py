@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-_FOLDER = Path(__file__).parents[2] / "benchmarks"
+from tests.scripts import script
 
 
 @pytest.fixture(scope="module")
 def long_answers() -> Any:
-    spec = importlib.util.spec_from_file_location("long_answers", _FOLDER / "long_answers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(_FOLDER))
-        patched.setitem(sys.modules, "long_answers", module)
-        spec.loader.exec_module(module)
-        yield module
+    return script("benchmarks/long_answers.py")
 
 
 @pytest.mark.parametrize(("log_ratio", "spread"), [(0.0, 0.3), (1.9, 1.0), (-2.0, 2.8), (3.0, 0.5)])

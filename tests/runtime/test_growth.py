@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import made
+from tests.scripts import script
 
 from tba.record.evaluations import EvaluationWriter
 from tba.record.metrics import KEPT_POINTS, MetricsWriter
 from tba.runtime.summary import Progress
 from tba.types import Evaluation, Version
 
-_FILE = Path(__file__).parents[2] / "benchmarks" / "growth.py"
 PAGE = 8192
 
 
 @pytest.fixture(scope="module")
 def growth() -> Any:
     """The benchmark, which prints the same of larger runs."""
-    spec = importlib.util.spec_from_file_location("growth", _FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setitem(__import__("sys").modules, "growth", module)  # its dataclasses look themselves up
-        spec.loader.exec_module(module)
-        yield module
+    return script("benchmarks/growth.py")
 
 
 def test_a_step_a_round_and_a_look_read_as_much_of_3000_rows_as_of_300(tmp_path: Path, growth: Any) -> None:
