@@ -39,7 +39,7 @@ class LossyOutput:
         os.dup2(nowhere, sys.stdout.fileno())  # which then takes what is buffered, too
         os.close(nowhere)
         if not isinstance(error, BrokenPipeError):
-            print(f"tba: standard output cannot be written ({error.strerror}): it goes on without", file=sys.stderr)  # noqa: T201
+            sys.stderr.write(f"tba: standard output cannot be written ({error.strerror}): it goes on without\n")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.stdout, name)

@@ -194,7 +194,7 @@ class _Signature:
     def waits(self) -> bool:
         """Whether it is async."""
         function = self.function.func if isinstance(self.function, functools.partial) else self.function
-        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004 - an object whose call is async
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
     def missing(self, fields: Mapping[str, Any]) -> str | None:
         """Returns a parameter that must be given and that fields do not have."""

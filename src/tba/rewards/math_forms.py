@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
+from typing import TypeVar
 
 from tba.rewards.math_text import canonical, words
 
 Leaf = Callable[[str, str], bool | None]  # whether two texts without a form are equal; None: it cannot tell
 
+_T = TypeVar("_T")
 _MOST_ITEMS = 40  # of a list, where every item is compared with every other; longer ones only in order
 _OPEN_OR_CLOSE = re.compile(r"\\?[{}()\[\]]|\\begin|\\end")
 _AND_OR = r"\\text\{,? ?(?:and|or|,) ?\}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|\\lor(?![a-z])|\\vee(?![a-z])|\\&"
@@ -253,8 +255,11 @@ def _listed(items: Sequence[str], named: bool = True) -> _Form:
             items = [side[1] for side in sides]
     elif named and len(sides[0]) == 2 and _IS_NAME.fullmatch(sides[0][0]) and all(len(s) == 1 for s in sides[1:]):
         items = [sides[0][1], *items[1:]]
-    spread = [form(item) if _PLUS_MINUS.search(item) else item for item in items]
-    return _Several(tuple(part for item in spread for part in (item.items if isinstance(item, _Several) else [item])))  # type: ignore[misc]
+    parts = list[str]()
+    for item in items:
+        spread = form(item) if _PLUS_MINUS.search(item) else item
+        parts.extend(spread.items if isinstance(spread, _Several) else [item])
+    return _Several(tuple(parts))
 
 
 def _region(text: str) -> _Region | None:
@@ -372,10 +377,8 @@ def _same(a: _Form, b: _Form, one: str, other: str, leaf: Leaf) -> bool | None:
             unlike = None not in (a.name, b.name) and a.name != b.name
             return not unlike and _same_regions(a, b, leaf)
         case (_Region(), _Ordered()) | (_Ordered(), _Region()):
-            between = [_between(side) if isinstance(side, _Ordered) else side for side in (a, b)]
-            if between[0] is None or between[1] is None:
-                return False
-            return _same_regions(between[0], between[1], leaf)  # type: ignore[arg-type]
+            left, right = (side if isinstance(side, _Region) else _between(side) for side in (a, b))
+            return left is not None and right is not None and _same_regions(left, right, leaf)
         case (_Ordered(), _Rows()) | (_Rows(), _Ordered()) | (_Ordered(), _Named()) | (_Named(), _Ordered()):
             return each(*(_in_order(side) for side in (a, b)))
         case (_Several(), _Named()) | (_Named(), _Several()):
@@ -427,9 +430,14 @@ def _matched(left: Sequence[str], right: Sequence[str], leaf: Leaf) -> bool | No
             doubt.append(item)
     if len(doubt) > _MOST_ITEMS:
         return _all(_items_same(x, y, leaf) for x, y in zip(left, right, strict=True))
-    unsure = False
-    for item in doubt:
-        verdicts = [_items_same(item, other, leaf) for other in rest]
+    return _paired(doubt, rest, lambda one, other: _items_same(one, other, leaf))
+
+
+def _paired(left: Sequence[_T], right: Sequence[_T], alike: Callable[[_T, _T], bool | None]) -> bool | None:
+    """Whether each on the left has one of its own on the right that is like it. None: that could not be told."""
+    rest, unsure = list(right), False
+    for one in left:
+        verdicts = [alike(one, other) for other in rest]
         if True in verdicts:
             rest.pop(verdicts.index(True))
         elif None in verdicts:
@@ -447,16 +455,7 @@ def _same_regions(a: _Region, b: _Region, leaf: Leaf) -> bool | None:
 
     if len(a.intervals) != len(b.intervals) or len(a.intervals) > _MOST_ITEMS:
         return False
-    rest, unsure = list(b.intervals), False
-    for interval in a.intervals:
-        verdicts = [alike(interval, other) for other in rest]
-        if True in verdicts:
-            rest.pop(verdicts.index(True))
-        elif None in verdicts:
-            unsure = True
-        else:
-            return False
-    return None if unsure else True
+    return _paired(a.intervals, b.intervals, alike)
 
 
 def _equation(one: str, other: str, leaf: Leaf) -> bool | None:
