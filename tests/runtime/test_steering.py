@@ -44,7 +44,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     with ExitStack() as ends:
 
         def started(*overrides: str) -> tuple[SearcherLoop, TrainerLoop]:
-            recipe, run = made(tmp_path / "run", *SMALL, *overrides)
+            # what flows is sent by the clock; these tests count what each round has brought
+            recipe, run = made(tmp_path / "run", *SMALL, "--run.rounds", *overrides)
             search = start_searching(recipe, run, 0)
             ends.callback(search.close)
             train = start_training(recipe, run, stop=lambda: False, ahead=False)

@@ -102,7 +102,8 @@ def test_the_same_answers_weights_and_evaluations_come_through_the_exchange_as_f
     monkeypatch.setattr("tba.runtime.cluster.remote._FRESH", -1.0)  # each look at the newest version is a look
     found = []
     for name in ("disk", "exchange"):
-        recipe, run = made(tmp_path / name, *QUICK, "--steps", "6", "--reference-reset", "5")
+        few = ("--steps", "6", "--reference-reset", "5", "--run.rounds")  # what flows is sent by the clock
+        recipe, run = made(tmp_path / name, *QUICK, *few)
         search, exchange = (start_searching(recipe, run, 0), None) if name == "disk" else elsewhere(recipe, run)
         train = start_training(recipe, run, stop=lambda: False, ahead=False)
         for _ in range(4):
