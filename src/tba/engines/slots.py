@@ -337,30 +337,29 @@ class Continuations:
     """
 
     def __init__(self, cache: SlotCache, rows: Sequence[int], starts: Sequence[int], tokens: Sequence[Tensor]) -> None:
-        """`tokens`: int64 [n] each, n >= 1, on the model's device, for the positions from `starts` on."""
-        self._cache, device = cache, tokens[0].device
+        """`tokens`: int64 [n] each, n >= 1, on the host, for the positions from `starts` on."""
+        self._cache, device = cache, cache.keys.device
         order = sorted(range(len(rows)), key=lambda i: len(tokens[i]))
-        self._blocks: list[tuple[int, int, Tensor, Tensor]] = []  # (first token, tokens of each, rows, starts)
+        # (first token, tokens of each, width of the keys, rows, starts); the width from here, not from the device
+        self._blocks: list[tuple[int, int, int, Tensor, Tensor]] = []
         first = begin = 0
         for i in range(1, len(order) + 1):
             length = len(tokens[order[begin]])
             if i == len(order) or len(tokens[order[i]]) != length:
                 part = order[begin:i]
                 of_rows, of_starts = ([values[j] for j in part] for values in (rows, starts))
-                self._blocks.append((first, length, *torch.tensor([of_rows, of_starts], device=device)))
+                width = max(of_starts) + length
+                self._blocks.append((first, length, width, *torch.tensor([of_rows, of_starts], device=device)))
                 first, begin = first + length * len(part), i
-        lengths = [len(tokens[i]) for i in order]
-        ends = torch.tensor(lengths, device=device).cumsum(0) - 1
-        self._last = torch.empty_like(ends)
-        self._last[torch.tensor(order, device=device)] = ends
-        self._tokens_1N = torch.cat([tokens[i] for i in order])[None]
-        self._position_1N = torch.cat([torch.arange(starts[i], starts[i] + len(tokens[i])) for i in order])[None].to(
-            device
-        )
-        row_N = torch.tensor([rows[i] for i in order], device=device).repeat_interleave(
-            torch.tensor(lengths, device=device)
-        )
-        self._index = (cache.lanes[row_N] + self._position_1N[0, :, None]).view(-1)
+        lengths = torch.tensor([len(tokens[i]) for i in order])
+        last = torch.empty_like(lengths)
+        last[torch.tensor(order)] = lengths.cumsum(0) - 1
+        position_N = torch.cat([torch.arange(starts[i], starts[i] + len(tokens[i])) for i in order])
+        row_N = torch.tensor([rows[i] for i in order]).repeat_interleave(lengths)
+        given_3N = torch.stack([torch.cat([tokens[i] for i in order]), position_N, row_N]).to(device)
+        self._last = last.to(device)
+        self._tokens_1N, self._position_1N = given_3N[:1], given_3N[1:2]
+        self._index = (cache.lanes[given_3N[2]] + self._position_1N[0, :, None]).view(-1)
 
     def run(self, model: PreTrainedModel) -> Tensor:
         """Returns the logits after each row's last token, [rows, V], in the order in which they were given."""
@@ -381,11 +380,10 @@ class Continuations:
         return (blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1))[None]
 
     def _attend_block(
-        self, block: tuple[int, int, Tensor, Tensor], layer: int, query: Tensor, kind: AttentionKind
+        self, block: tuple[int, int, int, Tensor, Tensor], layer: int, query: Tensor, kind: AttentionKind
     ) -> Tensor:
         """The rows with equally many new tokens: [heads, N, D] -> [heads, rows * length, D]."""
-        first, length, row_R, start_R = block
-        width = int(start_R.max()) + length
+        first, length, width, row_R, start_R = block
         keys, values = (x[layer, row_R, :, :width] for x in (self._cache.keys, self._cache.values))
         repeat = query.shape[0] // keys.shape[1]
         queries = query[:, first : first + len(row_R) * length].unflatten(1, (len(row_R), length)).transpose(0, 1)

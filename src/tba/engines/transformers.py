@@ -555,7 +555,7 @@ class Flow:
         # The last token of the turn has been drawn and not read yet.
         read = [torch.from_numpy(np.append(mine.ids[-1:], new)) for mine, new in zip(answered, heard, strict=True)]
         starts = (self.prompt_R[rows] + begin - 1).tolist()
-        logits = Continuations(self.cache, rows, starts, [ids.to(self.device) for ids in read]).run(self.engine.model)
+        logits = Continuations(self.cache, rows, starts, read).run(self.engine.model)
         row_N = np.repeat(np.array(rows, dtype=np.int64), end - begin)
         at_N = np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)])
         of_rows = torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])).to(self.device)
