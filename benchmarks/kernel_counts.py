@@ -338,7 +338,7 @@ def token_step(flash: bool, rows: int = 72, length: int = 360) -> tuple[Callable
     model = qwen()
     norms.fuse_norms(model)
     with torch.no_grad(), slot_attention(model):
-        packed = PackedPrompts([torch.empty(100, dtype=torch.int64, device=META)])
+        packed = PackedPrompts([torch.arange(100)], META)
         packed.run(model)
     cache = SlotCache(packed, rows, length, flash)
     of_rows = Rows(rows, 256, Rules(torch.empty(model.config.vocab_size, dtype=torch.bool, device=META)))

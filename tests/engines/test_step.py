@@ -361,7 +361,7 @@ def rounded(family: str) -> PreTrainedModel:
 def test_the_kernel_is_asked_for_what_the_bias_says(family: str) -> None:
     """Layer by layer, also with a window, grouped heads and NaN wherever a row has no key of its own."""
     model, positions = rounded(family), torch.tensor([0, 30, WINDOW - 1, 7, WINDOW, 22])
-    packed = PackedPrompts([torch.arange(4)])
+    packed = PackedPrompts([torch.arange(4)], torch.device("cpu"))
     heads = getattr(model.config, "num_key_value_heads", None) or model.config.num_attention_heads
     packed.keys_LHND = packed.values_LHND = torch.zeros(2, heads, 4, 16, dtype=torch.bfloat16)
     torch.manual_seed(0)

@@ -112,8 +112,8 @@ class PackedPrompts:
     The prompts are ordered by length, so that those of one length share one attention call.
     """
 
-    def __init__(self, prompts: Sequence[Tensor]) -> None:
-        """`prompts`: int64 [P] each, P >= 1, on the model's device."""
+    def __init__(self, prompts: Sequence[Tensor], device: torch.device) -> None:
+        """`prompts`: int64 [P] each, P >= 1, on the host; they are copied to the model's `device` together."""
         self.length = [len(p) for p in prompts]
         order = sorted(range(len(prompts)), key=self.length.__getitem__)
         self.start = [0] * len(prompts)
@@ -127,9 +127,9 @@ class PackedPrompts:
             else:
                 self.blocks.append((end, 1, self.length[i]))
             end += self.length[i]
-        device = prompts[0].device
-        self.tokens_1N = torch.cat([prompts[i] for i in order])[None]
-        self.position_1N = torch.cat([torch.arange(self.length[i], device=device) for i in order])[None]
+        position_N = torch.cat([torch.arange(self.length[i]) for i in order])
+        given_2N = torch.stack([torch.cat([prompts[i] for i in order]), position_N]).to(device)
+        self.tokens_1N, self.position_1N = given_2N[:1], given_2N[1:]
         self.last = torch.tensor([s + n - 1 for s, n in zip(self.start, self.length, strict=True)], device=device)
         self.kinds: dict[int, AttentionKind] = {}  # by layer, as the model asked for them
         self._keys: dict[int, Tensor] = {}

@@ -158,7 +158,7 @@ class TransformersEngine:
 
     def read(self, prompts: Sequence[Prompt]) -> PackedPrompts:
         """Run prompts through the model once, together."""
-        packed = PackedPrompts([torch.from_numpy(p.tokens.astype(np.int64)).to(self.model.device) for p in prompts])
+        packed = PackedPrompts([torch.from_numpy(p.tokens.astype(np.int64)) for p in prompts], self.model.device)
         packed.run(self.model)
         return packed
 
@@ -581,9 +581,9 @@ def _self_test(model: PreTrainedModel) -> tuple[int, bool]:
             f"{name} has layers that are no plain attention over keys and values: use the vllm engine for this model"
         )
     own_attention = config._attn_implementation
-    first = torch.arange(_PROBE, device=model.device) * 31 % config.vocab_size
-    prompts = [first, first[2:-1]]
-    packed = PackedPrompts([p[:-1] for p in prompts])
+    first = torch.arange(_PROBE) * 31 % config.vocab_size
+    packed = PackedPrompts([first[:-1], first[2:-2]], model.device)
+    prompts = [p.to(model.device) for p in (first, first[2:-1])]
     with slot_attention(model):
         packed.run(model)
     expected = kinds or ["sliding_attention"] * bool(getattr(config, "sliding_window", None))
