@@ -69,7 +69,6 @@ class Episodes:
     count: int  # requests of each prompt
     still: Callable[[], AbstractContextManager[None]] = nullcontext
     flow: Flow = field(init=False)  # of the turns
-    _left: int = 0  # prompts that it has not handed out
     _prompts: dict[int, Prompt] = field(default_factory=dict)  # those that have not been handed out
     _begun: set[int] = field(default_factory=set)  # requests
     _heard: dict[int, int] = field(default_factory=dict)  # turns that the environment was told, by request
@@ -97,7 +96,6 @@ class Episodes:
         first = self.submitted
         self.flow.submit(prompts)
         self._prompts.update(enumerate(prompts, first))
-        self._left += len(prompts)
 
     def next(
         self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
@@ -107,9 +105,8 @@ class Episodes:
         try:
             while self._prompts and not judged:
                 found: list[tuple[int, list[Completion]]] = []
-                if self._left:
+                if len(self._held) < len(self._prompts):
                     found = self.flow.next(interrupted, until_wanted)
-                    self._left -= len(found)
                 else:
                     self._listen(wait=True)
                 judged = list(self._judged(found, interrupted is not None and interrupted()))
