@@ -210,7 +210,8 @@ class Flow(Protocol):
         (number, completions). Between two calls nothing is computed, and other models may be used.
 
         Once `interrupted()` is true (asked every few tokens) it returns all that is left: what is unfinished as
-        `StopReason.INTERRUPTED`, with at least the tokens it had (an unstarted one is left out).
+        `StopReason.INTERRUPTED`, with at least the tokens it had (an unstarted one is left out). Further prompts may be
+        submitted then.
         """
         ...
 

@@ -267,6 +267,19 @@ def test_what_is_interrupted_is_handed_out_at_the_end() -> None:
     assert {c.stop_reason for group in part.values() for c in group} == {StopReason.INTERRUPTED}
 
 
+def test_a_flow_that_was_interrupted_answers_what_is_submitted_afterwards() -> None:
+    model, (prompt, *others) = never_ending(build("llama")), ragged_prompts(7, *[4] * 600)
+    engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=5, max_completion_tokens=30))
+    flow = engine.flow(3, Sampling(temperature=0.0), np.random.default_rng(0))
+    flow.submit(others)  # more than are read together
+    assert len(flow.next(lambda: True, until_wanted=False)) == 600
+    assert flow.wanted > 0
+    flow.submit([prompt])
+    ((number, found),) = flow.next(until_wanted=False)
+    assert number == 600
+    assert tokens_of([found]) == tokens_of(generate(engine, [prompt], 3, flow.sampling, flow.rng))
+
+
 def test_length_ends_at_the_limit_or_at_the_models_last_position() -> None:
     model = never_ending(build("gpt2"))  # 64 positions
     engine = TransformersEngine(model, NoEnd(), EngineSettings(slots=3, max_completion_tokens=20))

@@ -323,6 +323,7 @@ class Flow:
                         mine.reason = StopReason.INTERRUPTED
                         self._finish(mine)
                     self.aside.clear()
+                    self.next_request = self.total  # the others are not begun
                     return False
             self.steps += self._grow() if self.extent else _STEPS_BETWEEN_ASKING
         return False
@@ -346,7 +347,7 @@ class Flow:
 
     def _read_more(self) -> _Read:
         """Run the next prompts through the model."""
-        first = end = 0 if self.read is None else self.read.end
+        first = end = self.next_request // self.count
         self.read = None  # its prompts have all been taken: before its successor is made
         tokens = 0
         while end < self.submitted:
