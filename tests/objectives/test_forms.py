@@ -190,6 +190,16 @@ def test_a_batch_that_is_not_finite_is_forgotten() -> None:
     assert float(_slopes(objective, *far(2, 1.0), 3)[2]["push"]) == float(_slopes(other, *far(2, 1.0), 2)[2]["push"])
 
 
+def test_the_batch_after_a_step_that_was_skipped_counts_as_if_that_had_not_been() -> None:
+    objective, other = started(), started()
+    for step in (1, 2, 3):
+        batch, log_policy_BT = far(step, 2.0)
+        _slopes(objective, batch, log_policy_BT * torch.nan, step)  # skipped: the next has the number of this one
+        pushes = [float(_slopes(one, batch, log_policy_BT, step)[2]["push"]) for one in (objective, other)]
+        assert pushes[0] == pushes[1]
+        assert (pushes[0] > 0) == (step > 1)
+
+
 def started() -> Asymmetric:
     objective = TrajectoryBalance(BETA, off_policy="asymmetric").start()
     assert isinstance(objective, Asymmetric)

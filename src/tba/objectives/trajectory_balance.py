@@ -195,7 +195,8 @@ class Asymmetric:
 class Memory:
     """What the groups of earlier steps have shown, as running means; those of the present step are kept apart.
 
-    They are two sums on the policy's device, which is not waited for. A batch that is not finite leaves no trace.
+    They are sums on the policy's device, which is not waited for. What is not finite leaves no trace: the step that it
+    was of is skipped, and the next batch has its number.
     """
 
     def __init__(self) -> None:
@@ -211,6 +212,7 @@ class Memory:
         low_B, q_B, spread_B = above_lowest(advantage_B, batch)
         share_B = 1 / group_sizes(batch.group_B, batch.groups).to(low_B.dtype)  # sums over rows are sums over groups
         sums_4 = torch.stack([low_B @ share_B, share_B.sum(), q_B @ share_B, spread_B.to(low_B.dtype) @ share_B])
+        sums_4 = sums_4.where(sums_4.isfinite().all(), 0.0)
         self._begin(step, sums_4)
         self._sums_4 = sums_4 if self._sums_4 is None else self._sums_4 + sums_4
         return torch.zeros_like(sums_4[0]) if self.means_2 is None else self.means_2[0] * self.means_2[1].square()
@@ -231,8 +233,7 @@ class Memory:
         if self._sums_4 is not None:
             new_2 = self._sums_4[::2] / self._sums_4[1::2].clamp(min=1e-6)
             old_2 = new_2 if self.means_2 is None else self.means_2
-            means_2 = DECAY * old_2 + (1 - DECAY) * new_2
-            self.means_2 = torch.where(means_2.isfinite().all(), means_2, old_2.nan_to_num(0.0, 0.0, 0.0))
+            self.means_2 = torch.where(self._sums_4[1] > 0, DECAY * old_2 + (1 - DECAY) * new_2, old_2)
         self._step, self._sums_4 = step, None
 
 
