@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
 import warnings
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -22,7 +25,9 @@ import torch
 
 GIVEN = "TBA_GPU_SHARE"  # in a worker's environment: its share of the memory of its GPUs
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-_DEADLINE = 120.0  # seconds for an interpreter that is started to ask
+_DEADLINE = 120.0  # seconds for a process that is started to ask
+_POLL = 0.005  # seconds between two looks whether it has ended
+_LONGEST = 1 << 16  # bytes of an answer; eight GPUs take 500
 _ASKING = "from tba.cards import *; import sys; sys.stdout.write(asked())"
 
 
@@ -58,7 +63,7 @@ def _seen(visible: str | None) -> Cards:
     if GIVEN in os.environ or torch.cuda.is_initialized() or not hasattr(os, "fork"):
         said = asked()
     else:
-        said = _asked_in_a_child()
+        said = _asked_elsewhere()
     found = json.loads(said)
     return Cards(tuple(found["names"]), tuple(found["memory"]), found["fault"])
 
@@ -75,24 +80,44 @@ def asked() -> str:
     return json.dumps({"names": [p.name for p in own], "memory": [p.total_memory for p in own], "fault": ""})
 
 
+def _asked_elsewhere() -> str:
+    """Returns what `asked` does without starting CUDA here; GPUs that do not answer in time have a fault."""
+    try:
+        return _asked_in_a_child() or _asked_in_an_interpreter()
+    except (TimeoutError, subprocess.TimeoutExpired):
+        return json.dumps(asdict(Cards(fault=f"it does not answer within {_DEADLINE:g} s")))
+
+
 def _asked_in_a_child() -> str:
-    """Returns the same without starting CUDA here: from a child, or an interpreter where CUDA is started already."""
+    """Returns what a child forked from this process says; nothing where it cannot ask, because CUDA was started before.
+
+    Raises `TimeoutError`.
+    """
     reads, writes = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: they are a matrix library's
         child = os.fork()
     if child == 0:
         try:
-            if not torch.cuda._is_in_bad_fork():  # else CUDA was started before, by whomever
+            if not torch.cuda._is_in_bad_fork():
                 os.write(writes, asked().encode())
         finally:
             os._exit(0)
     os.close(writes)
-    with os.fdopen(reads, "rb") as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    if said:
-        return said.decode()
+    answered, _, _ = select.select([reads], [], [], _DEADLINE)
+    said = os.read(reads, _LONGEST) if answered else b""  # a pipe gives what was written at once as a whole
+    os.close(reads)
+    os.kill(child, signal.SIGKILL)  # it has nothing more to say
+    limit = time.monotonic() + _DEADLINE
+    while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < limit:  # one that hangs in the driver stays
+        time.sleep(_POLL)
+    if not answered:
+        raise TimeoutError
+    return said.decode()
+
+
+def _asked_in_an_interpreter() -> str:
+    """Returns what a new interpreter says, or its last words as the fault. Raises `subprocess.TimeoutExpired`."""
     done = subprocess.run(  # noqa: S603 - our own words
         [sys.executable, "-c", _ASKING], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE
     )

@@ -7,6 +7,7 @@ too old.
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +77,16 @@ def test_gpus_are_asked_for_in_a_child_but_by_a_worker_that_was_given_some(
     monkeypatch.setenv(VISIBLE, "0,1")
     assert cards() == both
     assert asking == [os.getpid()] * 2
+
+
+@pytest.mark.parametrize("shown", [2], indirect=True)
+def test_gpus_whose_driver_does_not_answer_are_left_alone_after_the_deadline(
+    shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tba.cards, "_DEADLINE", 0.1)
+    monkeypatch.setattr(torch.cuda, "device_count", signal.pause)  # in the child, which is then ended
+    assert cards() == Cards(fault="it does not answer within 0.1 s")
+    assert os.environ[VISIBLE] == ""
 
 
 def test_a_build_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
