@@ -20,7 +20,8 @@ from trajectory_cases import prompt, store, trajectory
 
 from tba.batch import collate
 from tba.errors import UserError
-from tba.replay.buffer import Buffer, BufferSettings
+from tba.replay.buffer import Amount, Buffer, BufferSettings
+from tba.replay.codec import Stored
 from tba.replay.prompt_index import Listing
 from tba.replay.selection import Deck, RecencyReward, softmax_without_replacement, uniform
 from tba.types import Group, Version
@@ -340,6 +341,22 @@ def test_a_group_says_whether_its_answers_come_as_often_as_they_were_sampled(mix
     part = batch.select((batch.group_B == 1).nonzero()[:, 0])
     assert part.as_sampled_G is not None
     assert part.as_sampled_G.tolist() == [groups[1].as_sampled]
+
+
+def test_repeats_that_the_journal_has_deleted_still_count_after_a_resume() -> None:
+    whole, rebuilt = Buffer(BufferSettings()), Buffer(BufferSettings())
+    for _ in range(5):
+        whole.add(trajectory(0, (0,)))
+    for i in range(95):
+        whole.add(trajectory(1, (i,)))
+        if i >= 55:  # what came before has left the source
+            rebuilt.add(Stored.of(trajectory(1, (i,)))._replace(place=6 + i))
+    rebuilt.pass_over(Amount(60, 60), Amount())
+    assert not rebuilt.thinned(prompt(1).key)
+    rebuilt.carry(whole.counts(), whole.used())
+    assert (rebuilt.received, rebuilt.counts().duplicate) == (100, whole.counts().duplicate)
+    assert whole.thinned(prompt(1).key)
+    assert rebuilt.thinned(prompt(1).key)
 
 
 def test_keeping_repeats_keeps_groups_as_sampled_and_evicting_the_lowest_reward_does_not() -> None:

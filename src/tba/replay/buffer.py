@@ -312,6 +312,7 @@ class Buffer:
             for unit in ("trajectories", "tokens"):
                 lost = getattr(counts.waiting, unit) - getattr(self._waiting, unit)
                 setattr(self._evicted, unit, getattr(self._evicted, unit) + lost)
+            self._left_out += max(0, counts.duplicate.trajectories - self._duplicate.trajectories)
             self._received, self._duplicate = replace(counts.received), replace(counts.duplicate)
         self._trained_once, self._trained_total = replace(counts.trained_once), replace(counts.trained_total)
         self._used.extend([0] * (len(used) - len(self._used)))
