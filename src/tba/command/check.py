@@ -49,7 +49,7 @@ from tba.runtime.devices import USABLE, environment_of, visible
 from tba.runtime.local.forkserver import Program, prepare, start
 from tba.runtime.needs import Kept, kept_on_disk, needs, seconds_to_move
 from tba.runtime.prompting import reward_of
-from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, unused
+from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sized, unused
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
 
@@ -341,7 +341,7 @@ def planned(recipe: Recipe) -> list[Placed]:
 
     Raises `UserError` when it does not fit.
     """
-    searchers = [f"searcher-{i}" for i in range(recipe.searcher_count)]
+    searchers = searchers_of(recipe)
     if recipe.address is None:
         return plan(recipe, [this_machine()], searchers)
     from tba.runtime.cluster.client import connected  # needs Ray

@@ -16,6 +16,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from tba.cards import GIVEN, VISIBLE
 from tba.errors import UserError
 from tba.recipe import Recipe
@@ -134,8 +136,6 @@ def visible(environ: Mapping[str, str] = os.environ) -> str | None:
 
 def keep_to_share(environ: Mapping[str, str] = os.environ) -> None:
     """Holds this process to its share of its GPU's memory, if it has been given one."""
-    import torch  # knows the GPUs
-
     share = float(environ.get(GIVEN, "0"))
     if 0 < share < USABLE and torch.cuda.is_available():
         for gpu in range(torch.cuda.device_count()):

@@ -29,6 +29,7 @@ from tba.record.metrics import read_last
 from tba.runtime.elastic import Joined
 from tba.runtime.evaluation import EVALUATION_DEADLINE, evaluated_to_the_end
 from tba.runtime.run_dir import RunDirectory
+from tba.runtime.sizing import searchers_of
 from tba.types import Json
 
 POLL = 0.05  # seconds between two looks at the workers
@@ -155,7 +156,7 @@ class Driver(ABC):
 
     @property
     def searchers(self) -> list[str]:
-        return [f"searcher-{i}" for i in range(1 if self.recipe.offline else self.recipe.searcher_count)]
+        return searchers_of(self.recipe)
 
     def _see_off(self) -> None:
         """Let those who joined leave after their last round; one that does not is left behind."""
