@@ -575,11 +575,13 @@ class Model(Protocol):
         heads: frozenset[str] = ...,
         saved: Path | None = ...,
         sharding: Sharding | None = ...,
+        moments_on_host: bool = ...,
     ) -> Policy:
         """Returns the policy to train, with its heads at zero; with the weights that `save` wrote into the folder
         `saved`.
 
-        With a `sharding` it is this rank's share of it. Raises `UserError` when it cannot be sharded.
+        With a `sharding` it is this rank's share of it. With `moments_on_host` the optimizer's moments leave it their
+        memory of the device. Raises `UserError` when it cannot be sharded.
         """
         ...
 

@@ -124,6 +124,14 @@ def test_a_pass_recomputes_its_activations_only_if_it_would_not_fit_with_them(ca
     ]
 
 
+def test_moments_on_the_host_leave_a_pass_room_for_its_activations() -> None:
+    shape, model = Shape.of(QWEN), HuggingFace(device="cuda", dtype="bfloat16")
+    room = memory.total(memory.trainer(shape, Pass(100_000, BF16, "cuda", moments_on_host=True)))
+    assert not model.recomputing(shape, room, moments_on_host=True)(100_000)
+    assert model.recomputing(shape, room - 1, moments_on_host=True)(100_000)
+    assert model.recomputing(shape, room)(100_000)
+
+
 def test_on_a_cpu_and_over_ranks_activations_are_kept_unless_it_is_said() -> None:
     model = HuggingFace(device="cpu")
     assert model._checkpointing(None) is False

@@ -208,6 +208,7 @@ class HuggingFace:
         heads: frozenset[str] = frozenset(),
         saved: Path | None = None,
         sharding: Sharding | None = None,
+        moments_on_host: bool = False,
     ) -> CausalPolicy:
         base, files = str(saved if saved is not None and not self.lora.rank else self.path), None
         if sharding is None:
@@ -223,7 +224,7 @@ class HuggingFace:
             model,
             temperature,
             share_prompt=self.share_prompt,
-            gradient_checkpointing=self._checkpointing(sharding),
+            gradient_checkpointing=self._checkpointing(sharding, moments_on_host),
             compiled=self.compiled,
             heads=heads,
             compute=self.compute if lowered else None,
@@ -234,7 +235,7 @@ class HuggingFace:
             policy.load(adapters_in(saved))
         return policy
 
-    def _checkpointing(self, sharding: Sharding | None) -> bool | Callable[[int], bool]:
+    def _checkpointing(self, sharding: Sharding | None, moments_on_host: bool = False) -> bool | Callable[[int], bool]:
         """Returns whether activations are recomputed, or in which passes, by their tokens."""
         if self.gradient_checkpointing is not None:
             return self.gradient_checkpointing
@@ -243,16 +244,18 @@ class HuggingFace:
         shape, gpu = shape_of(self), self._device.index or torch.cuda.current_device()
         share = torch.cuda.get_per_process_memory_fraction(gpu)
         room = int(_USABLE * share * torch.cuda.get_device_properties(gpu).total_memory)
-        return False if shape is None else self.recomputing(shape, room)
+        return False if shape is None else self.recomputing(shape, room, moments_on_host)
 
-    def recomputing(self, shape: Shape, room: int) -> Callable[[int], bool]:
+    def recomputing(self, shape: Shape, room: int, moments_on_host: bool = False) -> Callable[[int], bool]:
         """Returns a function that says whether a pass of so many tokens recomputes its activations, because the trainer
         would need more than `room` bytes of its GPU with them. It logs when that changes.
         """
         said: list[bool] = []
 
         def recomputes(tokens: int) -> bool:
-            of = Pass(tokens, self.precision, "cuda", self.lora.rank, self.lora.targets)
+            of = Pass(
+                tokens, self.precision, "cuda", self.lora.rank, self.lora.targets, moments_on_host=moments_on_host
+            )
             needed = memory.total(memory.trainer(shape, of))
             found = needed > room
             if found not in said[-1:]:

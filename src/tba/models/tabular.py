@@ -55,6 +55,7 @@ class TabularModel:
         heads: frozenset[str] = frozenset(),
         saved: Path | None = None,
         sharding: Sharding | None = None,
+        moments_on_host: bool = False,
     ) -> TabularPolicy:
         if sharding is not None:
             raise UserError("a tabular policy is one small table: train it with --trainer.ranks 1")

@@ -62,7 +62,8 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
     `recipe` has its model prepared; `saved` is the checkpoint to resume from.
     """
     if ranks is None:
-        policy = recipe.model.policy(recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
+        asked = (recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
+        policy = recipe.model.policy(*asked, moments_on_host=recipe.optimizer.moments_on_host)
         return policy, recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
     ranks.say("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
     own = _sharded(recipe, ranks, saved)
