@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPTNeoXConfig, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import PretrainedConfig
 
+from scripts import script
 from tba.command import check
 from tba.command.check import fitted, of_disk, one_rank_fits
 from tba.command.train import with_sizes
@@ -30,33 +31,7 @@ from tba.settings import find, override
 from tba.training.ranks import RankSettings
 
 GB = 10**9
-RHO = LlamaConfig(  # realtreetune/rho-1b-sft-GSM8K
-    vocab_size=32_000,
-    hidden_size=2048,
-    num_hidden_layers=22,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    intermediate_size=5632,
-    max_position_embeddings=2048,
-)
-SEVEN = Qwen2Config(  # Qwen2.5-7B
-    vocab_size=152_064,
-    hidden_size=3584,
-    num_hidden_layers=28,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    intermediate_size=18_944,
-    max_position_embeddings=32_768,
-    tie_word_embeddings=False,
-)
-PYTHIA = GPTNeoXConfig(  # mnoukhov/pythia410m-sft-tldr
-    vocab_size=50_304,
-    hidden_size=1024,
-    num_hidden_layers=24,
-    num_attention_heads=16,
-    intermediate_size=4096,
-    max_position_embeddings=2048,
-)
+RHO, SEVEN, PYTHIA = (script("tools/fits_page.py").RECIPES[name] for name in ("gsm8k", "math", "tldr"))
 
 
 class Models:
