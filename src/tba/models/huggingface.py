@@ -41,7 +41,7 @@ from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, shape_of
 from tba.models.gguf import SUFFIX, converted
-from tba.models.memory import Pass, Sampling, Shape
+from tba.models.memory import Shape
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
@@ -253,7 +253,7 @@ class HuggingFace:
         said: list[bool] = []
 
         def recomputes(tokens: int) -> bool:
-            of = Pass(
+            of = memory.Pass(
                 tokens, self.precision, "cuda", self.lora.rank, self.lora.targets, moments_on_host=moments_on_host
             )
             needed = memory.total(memory.trainer(shape, of))
@@ -297,15 +297,7 @@ class HuggingFace:
             ranks=work.ranks,
             moments_on_host=work.moments_on_host,
         )
-        sampling = memory.Sampling(
-            precision=self.precision,
-            slots=self.generation.slots,
-            positions=prompt + answer,
-            prompt=prompt,
-            device=device,
-            rank=lora.rank,
-            targets=lora.targets,
-        )
+        sampling = self._sampling(prompt, shape.positions)
         checkpoint, weights = memory.stored(shape, of_pass)
         return {
             "trainer": memory.trainer(shape, of_pass),
@@ -375,22 +367,24 @@ class HuggingFace:
         torch.cuda.empty_cache()
         return served or str(why)
 
+    def _sampling(self, longest_prompt: int, positions: int) -> memory.Sampling:
+        """Returns what a searcher's memory depends on, with so many tokens in a prompt and positions in the model."""
+        return memory.Sampling(
+            precision=self.precision,
+            slots=self.generation.slots,
+            positions=min(longest_prompt + self.max_completion_tokens, positions),
+            prompt=longest_prompt,
+            device=self._device.type,
+            rank=self.lora.rank,
+            targets=self.lora.targets,
+        )
+
     def _cache_bytes(self, longest_prompt: int, config: PretrainedConfig) -> int:
         """Returns the bytes of keys and values that vLLM is given on each GPU."""
         if self.vllm.cache_gb is not None:
             return int(self.vllm.cache_gb * 1e9)
         shape, room = Shape.of(config), None
-        longest = min(longest_prompt + self.max_completion_tokens, shape.positions)
-        slots, lora = self.generation.slots, self.lora
-        of = Sampling(
-            self.precision,
-            slots,
-            longest,
-            longest_prompt,
-            device=self._device.type,
-            rank=lora.rank,
-            targets=lora.targets,
-        )
+        of = self._sampling(longest_prompt, shape.positions)
         if self._device.type == "cuda":
             room = int(float(os.environ.get(GIVEN, 0.95)) * torch.cuda.get_device_properties(0).total_memory)
         return memory.vllm(shape, of, self.vllm.tensor_parallel, room)["keys and values"]
