@@ -121,6 +121,18 @@ def test_where_vllm_is_missing_or_cannot_be_had_auto_has_a_reason_in_words(model
     assert "no rule for the first token" in ruled._why_not_vllm
 
 
+def test_where_the_self_test_itself_fails_auto_has_a_reason_in_words(
+    model: HuggingFace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(TransformersEngine):
+        def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2 GiB")
+
+    own, _ = parts(model)
+    monkeypatch.setattr(HuggingFace, "_vllm", lambda self, *_: Failing(own, self.tokenizer(), SETTINGS))
+    assert model._tried_vllm(Version(), 20) == "CUDA out of memory. Tried to allocate 2 GiB"
+
+
 def test_an_engine_over_several_gpus_has_to_be_chosen(model: HuggingFace) -> None:
     with pytest.raises(UserError, match="choose that engine"):
         replace(model, generation=replace(SETTINGS, engine="auto"), vllm=replace(model.vllm, tensor_parallel=2))

@@ -44,7 +44,8 @@ from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Versio
 SUPPORTED = ("0.32",)
 _STEPS_BETWEEN_ASKING = 8  # how often `interrupted` is asked
 _SPARE = 1 << 24  # bytes that are left free in a folder: vLLM's processes talk through it
-_REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError, KeyError, OSError, ImportError)
+# what vLLM raises where it cannot serve a model
+REFUSALS = (ValueError, NotImplementedError, AssertionError, RuntimeError, KeyError, OSError, ImportError)
 _ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # its scheduler in this process: weights are passed directly, not pickled
     "VLLM_HOST_IP": "127.0.0.1",
@@ -137,7 +138,7 @@ class VllmEngine:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # meant for vLLM's authors
                 self._llm: Any = vllm.LLMEngine.from_engine_args(arguments)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             reason = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
                 f"vllm cannot serve the model at {path} with a cache of {cache / 1e9:.2g} GB ({reason}): set "

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 
 from tba.cards import GIVEN, cards
 from tba.engines.transformers import EngineSettings, TransformersEngine
-from tba.engines.vllm import VllmEngine, VllmSettings
+from tba.engines.vllm import REFUSALS, VllmEngine, VllmSettings
 from tba.environments.scripted import acted, written
 from tba.environments.speech import Speech
 from tba.errors import TbaError, UserError
@@ -358,8 +358,8 @@ class HuggingFace:
             base = _ENGINES.get(repr(self)) if self.lora.rank else None
             probe = self._base() if base is None else copy_on_same_base(base)
             why = doubt(served, probe, longest_prompt)
-        except TbaError as error:
-            why = str(error)
+        except (TbaError, *REFUSALS) as error:  # those of vLLM in the middle of the test, such as no memory for it
+            why = " ".join(str(error).split()) or type(error).__name__
         base = probe = None
         if why is not None:
             served = None
