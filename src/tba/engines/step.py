@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -159,10 +159,11 @@ class Step:
         if known is not None and self._compared:
             known.graph.replay()
             return known
-        run = partial(self._logits, cache, *key)
-        with _Waits() as waits:
+        run, fault = partial(self._logits, cache, *key), None
+        with _Waits() if known is None else nullcontext() as waits:
             eager_RV = run()  # stores the same keys and values
-        fault = None if waits.name is None else f"its {waits.name} makes the host wait for the device"
+        if waits is not None and waits.name is not None:
+            fault = f"its {waits.name} makes the host wait for the device"
         if fault is None:
             try:
                 with self._layers_compiled():
