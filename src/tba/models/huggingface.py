@@ -41,7 +41,7 @@ from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, shape_of
 from tba.models.gguf import SUFFIX, converted
-from tba.models.memory import Shape
+from tba.models.memory import Sampling, Shape
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
@@ -367,9 +367,9 @@ class HuggingFace:
         torch.cuda.empty_cache()
         return served or str(why)
 
-    def _sampling(self, longest_prompt: int, positions: int) -> memory.Sampling:
+    def _sampling(self, longest_prompt: int, positions: int) -> Sampling:
         """Returns what a searcher's memory depends on, with so many tokens in a prompt and positions in the model."""
-        return memory.Sampling(
+        return Sampling(
             precision=self.precision,
             slots=self.generation.slots,
             positions=min(longest_prompt + self.max_completion_tokens, positions),
