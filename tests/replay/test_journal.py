@@ -6,6 +6,7 @@ import os
 import sqlite3
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -285,7 +286,7 @@ def test_a_trajectory_whose_bytes_have_changed_is_left_out_counted_and_never_lea
 ) -> None:
     rows = [trajectory(tokens=(i, 7, 7), uid=f"t{i}") for i in range(5)]
     writer.put(rows)
-    with sqlite3.connect(path) as connection:
+    with closing(sqlite3.connect(path)) as connection, connection:
         ((body,),) = connection.execute("SELECT body FROM bodies WHERE seq = 3")
         changed = bytearray(body)
         changed[-20] ^= 1  # one bit of a log-probability
@@ -521,7 +522,7 @@ def test_a_journal_that_is_set_back_to_an_older_copy_is_refused_by_the_number_of
         assert len(follower.drain()) == 5
         writer.put([trajectory(seed) for seed in range(5, 12)])
         assert len(follower.drain()) == 7
-        with sqlite3.connect(path) as older:  # what its readers see once files and log are those of before
+        with closing(sqlite3.connect(path)) as older, older:  # as readers see it once files and log are old
             older.execute("DELETE FROM trajectories WHERE seq > 5")
             older.execute("DELETE FROM bodies WHERE seq > 5")
             older.execute("UPDATE totals SET value = 5, again = 5 WHERE name = 'rows'")
