@@ -245,9 +245,12 @@ def _nearest(flag: str, known: Iterable[Field], program: str) -> str:
     inside = [field.flag for field in known if field.flag.startswith(f"{flag}.")]
     if inside:
         part = flag.lstrip("-").replace("-", "_")
+        names, code = part.split("."), "..."
+        for i in reversed(range(len(names))):
+            code = f"dataclasses.replace({'.'.join(['recipe', *names[:i]])}, {names[i]}={code})"
         return (
             f"{part} is a part of the recipe with fields of its own, such as {inside[0]}. Another {part} is chosen in "
-            f"code, in a file of your own: import the recipe, and `recipe = dataclasses.replace(recipe, {part}=...)`"
+            f"code, in a file of your own: import the recipe, and `recipe = {code}`"
         )
     if near:
         return f"did you mean {near[0]}?"

@@ -194,7 +194,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     prepare()  # while there is one thread
     recipe = override(find(name), overrides, f"tba check {name}")
     console = terminal()
-    console.print(f"{recipe.name}: {recipe.description}", highlight=False)
+    console.print(": ".join(filter(None, (recipe.name, recipe.description))), highlight=False)
     warnings = [*validate(recipe), *notes_on_prompts(recipe)]
     prepared = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
     placed = planned(recipe) if recipe.runtime == "cluster" else []

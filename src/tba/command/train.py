@@ -58,7 +58,7 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
         recipe, overrides = _offline(recipe, name, overrides, path, data)
     for warning in validate(recipe):
         console.print(f"note: {warning}", style="yellow")
-    console.print(f"{recipe.name}: {recipe.description}", highlight=False)
+    console.print(": ".join(filter(None, (recipe.name, recipe.description))), highlight=False)
     warn_if_busy(console)
     run, summary, code = carry_out(recipe, name, overrides, path, console, data)
     return closing_words(console, recipe, [name, *overrides], run, summary, code)
