@@ -475,6 +475,8 @@ def test_another_part_is_answered_by_how_to_choose_it() -> None:
         UserError, match=r"Another objective is chosen in code.*dataclasses.replace\(recipe, objective="
     ):
         override(find("quickstart"), ["--objective", "grpo"], "tba train quickstart")
+    with pytest.raises(UserError, match=r"objective=dataclasses.replace\(recipe.objective, beta=\.\.\.\)\)`$"):
+        override(find("quickstart"), ["--objective.beta", "1"], "tba train quickstart")
 
 
 def test_descriptions_are_those_of_the_recipes_and_studies_themselves() -> None:
