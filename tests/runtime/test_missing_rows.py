@@ -151,6 +151,20 @@ def test_rows_that_came_after_the_checkpoint_are_missed_by_what_lies_beside_the_
     assert f"at least {rows:,} of the {rows:,} trajectories" in capsys.readouterr().err
 
 
+def test_an_accepted_loss_leaves_the_journal_its_identity_when_nothing_else_is_left_to_know_it(run: Path) -> None:
+    an_earlier_copy(run)
+    identity = held(run / "journal.sqlite").identity
+    for folder in ("checkpoints", "weights"):
+        shutil.rmtree(run / folder)
+    resume = ["train", "--resume", str(run), "--steps", "60", "--runtime", "inline"]
+    assert main(resume) == 2
+    assert main([*resume, "--accept-lost-rows"]) == 0
+    assert held(run / "journal.sqlite").identity == identity != 0
+    summary = Summary.read(run)
+    assert summary is not None
+    assert summary.trajectories.closes()
+
+
 @pytest.mark.parametrize(("how", "word"), [(gone, "was deleted"), (emptied, "was replaced by another file")])
 def test_a_journal_that_is_taken_away_under_a_running_run_ends_it_in_one_sentence(
     tmp_path: Path, how: Callable[[Path], None], word: str, capfd: pytest.CaptureFixture[str]

@@ -41,8 +41,8 @@ def import_files(path: Path, files: Sequence[Path], options: ImportOptions, over
         run = RunDirectory.open(path)
         recipe = run.recipe_to_read(options.trust)
         refuse(recipe, files)
-        if (lost := loss_of(run, run.journal(recipe))) is not None:
-            raise UserError(f"{lost}; put it back if there is a copy, or resume with --accept-lost-rows first")
+        if (loss := loss_of(run, run.journal(recipe))) is not None:
+            raise UserError(f"{loss}; put it back if there is a copy, or resume with --accept-lost-rows first")
     take_in(recipe, run, files, options, console)
     if options.recipe is not None:
         console.print(

@@ -24,8 +24,8 @@ from tba.record.summary import FILE as SUMMARY
 from tba.record.summary import Summary
 from tba.record.terminal import terminal
 from tba.replay.journal import JournalWriter
-from tba.replay.missing_rows import accept, find_loss
-from tba.runtime.checkpointing import held_by_journal, loss_of, note_recoveries
+from tba.replay.missing_rows import accept
+from tba.runtime.checkpointing import loss_of, note_recoveries
 from tba.runtime.elastic import Joined
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of
@@ -95,14 +95,11 @@ def resumable(
 
 
 def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, accepted: bool) -> None:
-    journal = run.journal(recipe)
-    if (lost := loss_of(run, journal)) is None:
+    if (loss := loss_of(run, run.journal(recipe))) is None:
         return
     if not accepted:
-        raise UserError(f"{lost}; put it back if there is a copy, or continue without them with --accept-lost-rows")
-    held = held_by_journal(run)
-    if (loss := find_loss(journal, held)) is not None:
-        accept(journal, held, loss)
+        raise UserError(f"{loss}; put it back if there is a copy, or continue without them with --accept-lost-rows")
+    accept(loss)
 
 
 def _refuse_finished(run: RunDirectory, recipe: Recipe, checkpoint: Checkpoint | None) -> None:

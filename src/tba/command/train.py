@@ -213,7 +213,7 @@ def _recovered(recipe: Recipe, run: RunDirectory) -> UserError | None:
     if not suspect_mark(journal).exists():
         return None
     try:
-        found = "; ".join([*note_recoveries(run, journal), *filter(None, [loss_of(run, journal)])])
+        found = "; ".join(str(what) for what in (*note_recoveries(run, journal), loss_of(run, journal)) if what)
     except TbaError:  # it cannot be recovered, or somebody else has it open: the error stands
         return None
     again = f"continue with `tba train --resume {shlex.quote(str(run.path))}`"

@@ -57,9 +57,18 @@ class Held:
 class Loss:
     """What a journal lacks of what it is known to have held."""
 
+    path: Path
+    held: Held
+    there: Held
     rows: int
     why: str  # what the journal is: "is gone", ...
-    there: Held
+    other: bool = False  # it is another run's file
+
+    def __str__(self) -> str:
+        return (
+            f"the journal {self.path} {self.why}: at least {self.rows:,} of the {self.held.rows:,} trajectories "
+            "that it held are missing"
+        )
 
 
 def find_loss(path: Path, held: Held) -> Loss | None:
@@ -68,21 +77,21 @@ def find_loss(path: Path, held: Held) -> Loss | None:
     It is opened, and recovered if it is damaged, but not created.
     """
     if not path.is_file():
-        return Loss(held.rows, "is gone", Held()) if held.rows else None
+        return Loss(path, held, Held(), held.rows, "is gone") if held.rows else None
     with JournalFollower(path) as journal:
         there = Held.of(journal)
     if there.rows and held.identity and there.identity not in (0, held.identity):
-        return Loss(held.rows, "is another file than it was", there)
+        return Loss(path, held, there, held.rows, "is another file than it was", other=True)
     if there.rows < held.rows:
-        return Loss(held.rows - there.rows, "is shorter than it was" if there.rows else "is empty", there)
+        why = "is shorter than it was" if there.rows else "is empty"
+        return Loss(path, held, there, held.rows - there.rows, why)
     return None
 
 
-def accept(path: Path, held: Held, loss: Loss) -> None:
+def accept(loss: Loss) -> None:
     """Continue with what is there. Another run's file is set aside under a new name."""
-    aside = ""
-    if loss.there.rows and loss.there.identity not in (0, held.identity):
-        aside = _set_aside(path)
+    path, held = loss.path, loss.held
+    aside = _set_aside(path) if loss.other else ""
     database = open_journal(path, _DEADLINE, lambda: None)
     try:
         with database.transaction() as connection:
@@ -99,7 +108,8 @@ def accept(path: Path, held: Held, loss: Loss) -> None:
             )
             more = {"rows": len(lost), "tokens": lost_tokens, "positions": max(0, held.positions - positions)}
             add_to_totals(connection, more)
-            set_totals(connection, {"identity": held.identity})
+            if held.identity:
+                set_totals(connection, {"identity": held.identity})
             count_put(connection, last)
             record_recovery(connection, time.time(), aside, loss.why, rows, len(lost), lost_tokens)
     finally:

@@ -25,7 +25,7 @@ from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import JOURNAL_ROWS, read_last
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
-from tba.replay.missing_rows import Held, find_loss
+from tba.replay.missing_rows import Held, Loss, find_loss
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import Checkpoint, newest_sound
 from tba.types import Json, Version
@@ -87,7 +87,8 @@ def held_by_journal(run: RunDirectory) -> Held:
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
     last = read_last(run.path)
-    known += [] if last is None else [Held(rows=int(last.get(JOURNAL_ROWS, 0)))]
+    rows = None if last is None else last.get(JOURNAL_ROWS)
+    known += [Held(rows=int(rows))] if isinstance(rows, float | int) else []
     with suppress(UserError):  # a summary that cannot be read
         summary = Summary.read(run.path)
         known += [] if summary is None else [Held(summary.trajectories.written, summary.tokens.written)]
@@ -102,16 +103,9 @@ def missing_from(there: int, known: int) -> str:
     )
 
 
-def loss_of(run: RunDirectory, journal: Path) -> str | None:
-    """Returns how many rows the journal lacks of what the run knows that it held, as a sentence; None: none."""
-    held = held_by_journal(run)
-    loss = find_loss(journal, held)
-    if loss is None:
-        return None
-    return (
-        f"the journal {journal} {loss.why}: at least {loss.rows:,} of the {held.rows:,} trajectories that it held are "
-        "missing"
-    )
+def loss_of(run: RunDirectory, journal: Path) -> Loss | None:
+    """Returns what the journal lacks of what the run knows that it held; None when it lacks nothing."""
+    return find_loss(journal, held_by_journal(run))
 
 
 def generators() -> dict[str, Json]:

@@ -86,8 +86,8 @@ def summarise(
 ) -> Summary:
     """Write summary.json of a run whose parts have ended, and return it."""
     trainer = read_json(run.result("trainer"), GO_ON)
-    if (lost := loss_of(run, run.journal(recipe))) is not None:
-        raise UserError(f"{lost}; put it back if there is a copy, or {GO_ON} with --accept-lost-rows")
+    if (loss := loss_of(run, run.journal(recipe))) is not None:
+        raise UserError(f"{loss}; put it back if there is a copy, or {GO_ON} with --accept-lost-rows")
     joined = Joined(run).record()
     names = [*searchers, *(searcher["name"] for searcher in joined)]
     results = {name: read_json(run.result(name), GO_ON, **_SEARCHER) for name in names if run.result(name).exists()}
