@@ -39,7 +39,7 @@ def quoted(text: str, longest: int = 200) -> str:
 
 
 Split: TypeAlias = Literal["train", "eval"]
-Message: TypeAlias = Mapping[str, str]  # {"role": "user", "content": "..."}
+Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}; also tool_calls, name, ...
 
 
 @dataclass(frozen=True, order=True, slots=True)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tba.intake.answers import Answer, answer_of
-from tba.intake.files import Refusal
+from tba.tables import Refusal
 
 USER, ANSWER = {"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -39,7 +39,7 @@ def test_any_object_is_an_answer_of_text_or_refused_with_a_reason(values: dict[s
     assert found.response
     found.response.encode()
     if isinstance(found.prompt, tuple):
-        assert found.prompt[-1]["role"] == "user"
+        assert found.prompt[-1]["role"] in ("user", "tool")
     if not isinstance(values.get("fields"), dict):
         assert not {"prompt", "response", "messages", "reward"} & found.fields.keys()
 
@@ -109,7 +109,9 @@ def test_fields_of_the_problem_may_stand_apart_from_what_else_a_line_says() -> N
         ({"messages": [ANSWER]}, "without a user's message"),
         ({"messages": [USER]}, "no answer"),
         ({"messages": [USER, ANSWER], "response": "42"}, "another answer in the same line"),
-        ({"messages": [USER, {"role": "tool", "content": "x"}]}, "a message that is not of"),
+        ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "a message of another role than"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "an answer that calls tools"),
+        ({"prompt": [USER], "response": "42", "tools": "search"}, "tools that are no list of schemas"),
         ({"messages": ["hello"]}, "a message that is not of"),
     ],
 )

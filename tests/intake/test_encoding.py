@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tba.intake.answers import Answer
 from tba.intake.encoding import Encoded, Encoder, Known
-from tba.intake.files import Refusal
+from tba.tables import Refusal
 from tba.training.tiny_models import character_tokenizer, train_bpe_tokenizer
 from tba.types import ELSEWHERE, Completion, Prompt, Sampling, StopReason, Trajectory, Version
 

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from tba.engines.tabular import TabularEngine
 from tba.generation import generate
 from tba.intake.encoding import Encoder, Known
-from tba.intake.files import Values, read
 from tba.intake.intake import CHUNK, Entry, Intake
 from tba.policy.tabular import TabularReference, TabularTask, TabularTokenizer
 from tba.protocols import Reward
@@ -25,6 +24,7 @@ from tba.record.ledger import Ledger
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.search.prompts import PromptSettings, encode
+from tba.tables import Values, read
 from tba.types import ELSEWHERE, Completion, Judgement, Prompt, Sampling, Trajectory, Version
 
 TASK = TabularTask()  # prompts a and b to train on, c and d held out, answers of up to three of A to D

@@ -18,12 +18,12 @@ from trajectory_cases import trajectory
 from tba.__main__ import main
 from tba.command.replay import uses_of
 from tba.errors import DeadlineExceeded, TbaError, UserError
-from tba.intake.files import read
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.reading import JournalReader, Share
 from tba.replay.uses import pack_uses
 from tba.runtime.run_dir import RunDirectory
+from tba.tables import read
 from tba.types import ELSEWHERE
 
 ROWS = 60

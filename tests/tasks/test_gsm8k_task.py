@@ -98,7 +98,7 @@ def test_a_training_file_alone_has_nothing_to_evaluate_on() -> None:
     ("line", "sentence"),
     [
         ("{", r"line 2 of .*train.jsonl is not JSON \("),
-        ("[1]", r"line 2 of .*train.jsonl is JSON but no object \(list\)"),
+        ("[1]", r"line 2 of .*train.jsonl is JSON, but no object \(list\)"),
         ('{"question": "?"}', r"line 2 of .*train.jsonl has no field 'answer': give it a text"),
         ('{"question": 3, "answer": "#### 3"}', r"line 2 of .*train.jsonl has 3 as its field 'question'"),
         ('{"question": "?", "answer": "just 3"}', r"line 2 of .* 'answer' without '#### number' at its end"),

@@ -106,7 +106,7 @@ def refuse(recipe: Recipe, files: Sequence[Path]) -> None:
         return
     for file in files:
         if not file.exists():
-            raise UserError(f"there is no {file}: give a JSON Lines or Parquet file, or the folder of a run")
+            raise UserError(f"there is no {file}: give a JSON Lines, CSV or Parquet file, or the folder of a run")
     if "step_value" in recipe.objective.needs:
         raise UserError(
             f"{type(recipe.objective).__name__} needs the values of an answer's steps, which only searchers estimate: "

@@ -23,6 +23,7 @@ from tba.models.huggingface import FACTS, HuggingFace, WarmStart, continued, tau
 from tba.protocols import Reward, Task
 from tba.record.terminal import terminal
 from tba.settings import find, override
+from tba.tables import is_file_of_rows
 from tba.tasks.jsonl import Jsonl
 from tba.tasks.rows import Row, read_rows
 from tba.types import Json, Problem, Split
@@ -49,8 +50,9 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
     if is_run(Path(name)):
         made = _from_run(Path(name), overrides, console)
     else:
-        of_file = name.endswith((".jsonl", ".jsonl.gz"))
-        task, start, path = _from_file(name, overrides, console) if of_file else _from_recipe(name, overrides)
+        task, start, path = (
+            _from_file(name, overrides, console) if is_file_of_rows(name) else _from_recipe(name, overrides)
+        )
         made = (
             continued(path, start.sft, task, console.print)
             if path
@@ -92,8 +94,8 @@ def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task,
     if not 0 <= options.held_out < 1:
         raise UserError(f"--held-out is {options.held_out}: give the share of prompts not to teach, 0 to below 1")
     rows = read_rows(Path(name))
-    _require_responses(rows)
     task = Jsonl(train=Path(name), eval_fraction=max(options.held_out, _NONE))
+    _require_responses(rows, task)
     held_out = len(rows) - len(task.problems("train"))
     console.print(f"{len(rows):,} lines, {held_out:,} held out (--held-out)", highlight=False)
     if options.min_reward is None:
@@ -104,12 +106,9 @@ def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task,
     return better, options.warm_start, options.model
 
 
-def _require_responses(rows: Sequence[Row]) -> None:
+def _require_responses(rows: Sequence[Row], task: Jsonl) -> None:
     for row in rows:
-        messages = row.values.get("messages", row.values.get("prompt"))
-        last = messages[-1] if isinstance(messages, list) and messages else None
-        answered = isinstance(last, dict) and last.get("role") == "assistant"
-        if "response" not in row.values and not answered:
+        if task.demonstration(row) is None:
             raise UserError(
                 f"{row.place} has no field 'response' to learn: give lines of prompt and response, or of messages that "
                 f"end with the assistant's; it has {', '.join(sorted(row.values)) or 'none'}"

@@ -13,14 +13,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tba.intake.files import Refusal, Values
+from tba.tables import Refusal, Values, conversation, tools_of
 from tba.types import Json, Message, is_text
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 RESPONSE = ("response", "completion")  # names of the field with the answer, the first that is there counts
 ENDED = ("stop_reason", "finish_reason")  # "length" in either: the answer was cut off
 FIELDS = "fields"  # an object of the problem's own, where a line says more than that (`tba replay --export`)
-_OWN = {"prompt", "messages", "reward", "source", *RESPONSE, *ENDED}
+_OWN = {"prompt", "messages", "tools", "reward", "source", *RESPONSE, *ENDED}
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Answer:
     claimed: float | None = None  # the reward that the line claims; not-a-number where it claims something else
     source: str | None = None  # who answered, if the line says so
     fields: Mapping[str, Json] = field(default_factory=dict)  # the rest, for the reward of a prompt the task lacks
+    tools: tuple[Json, ...] = ()  # schemas of what may be called, where the prompt is a chat
 
 
 def answer_of(values: Values) -> Answer | Refusal:
@@ -42,6 +43,9 @@ def answer_of(values: Values) -> Answer | Refusal:
     if asked is None:
         return Refusal("no field 'prompt' or 'messages'", f"it has {', '.join(sorted(given)) or 'none'}")
     response = next((given[name] for name in RESPONSE if name in given), None)
+    tools = tools_of(given.get("tools"))
+    if isinstance(tools, Refusal):
+        return tools
     prompt = _conversation(asked) if isinstance(asked, list) else asked
     if isinstance(prompt, Refusal):
         return prompt
@@ -49,13 +53,15 @@ def answer_of(values: Values) -> Answer | Refusal:
         if prompt[-1]["role"] == "assistant":
             if response is not None:
                 return Refusal("a chat that ends with an answer, and another answer in the same line")
+            if "tool_calls" in prompt[-1]:
+                return Refusal("an answer that calls tools, which is no text")
             prompt, response = prompt[:-1], prompt[-1]["content"]
-        if not prompt or prompt[-1]["role"] != "user":
+        if not prompt or prompt[-1]["role"] not in ("user", "tool"):
             return Refusal("a chat without a user's message to answer")
-    return _answer(given, prompt, response)
+    return _answer(given, prompt, response, tools)
 
 
-def _answer(given: Values, prompt: Json, response: Json) -> Answer | Refusal:
+def _answer(given: Values, prompt: Json, response: Json, tools: tuple[Json, ...]) -> Answer | Refusal:
     if response is None:
         return Refusal("no answer", f"neither of the fields {', '.join(RESPONSE)}, nor a last message of the assistant")
     for name, text in (("a prompt", prompt), ("an answer", response)):
@@ -76,29 +82,18 @@ def _answer(given: Values, prompt: Json, response: Json) -> Answer | Refusal:
         claimed=_number(given["reward"]) if "reward" in given else None,
         source=source if isinstance(source, str) and is_text(source) else None,
         fields={name: value for name, value in rest.items() if rest is problem or name not in _OWN},
+        tools=tools,
     )
 
 
 def _conversation(messages: list[Json]) -> tuple[Message, ...] | Refusal:
-    said: list[Message] = []
-    for message in messages:
-        role = message.get("role") if isinstance(message, dict) else None
-        content = _content(message.get("content")) if isinstance(message, dict) else None
-        if not isinstance(role, str) or role not in ROLES or content is None:
-            return Refusal(f"a message that is not of {', '.join(ROLES)} with a text", repr(message)[:200])
-        if not is_text(content):
-            return Refusal("a message that is not valid text", "it has half of a surrogate pair")
-        said.append({"role": role, "content": content})
-    return tuple(said) if said else Refusal("a chat without a user's message to answer")
-
-
-def _content(content: Json) -> str | None:
-    """Returns a message's text, which some logs write in parts; None when it is (also) something else."""
-    if not isinstance(content, list):
-        return content if isinstance(content, str) else None
-    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    texts = [part for part in parts if isinstance(part, str)]
-    return "".join(texts) if len(texts) == len(parts) else None
+    said = conversation(messages)
+    if isinstance(said, Refusal):
+        return said
+    for message in said:
+        if message["role"] not in ROLES:
+            return Refusal(f"a message of another role than {', '.join(ROLES)}", repr(message)[:200])
+    return said or Refusal("a chat without a user's message to answer")
 
 
 def _number(claimed: Json) -> float:

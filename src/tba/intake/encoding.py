@@ -9,14 +9,15 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
+from tba.errors import UserError
+from tba.foreign import templated
 from tba.intake.answers import Answer
-from tba.intake.files import Refusal
 from tba.protocols import Tokenizer
-from tba.types import ELSEWHERE, Completion, Message, Prompt, StopReason, Trajectory
+from tba.tables import Refusal
+from tba.types import ELSEWHERE, Completion, Json, Message, Prompt, StopReason, Trajectory
 
 _QUESTION = "question"  # the field in which a task keeps what its prompt asks, without the words around it
 _CHARACTERS = 256  # upper bound per token: a text with more characters than the limit allows is not even tokenised
@@ -101,7 +102,7 @@ class Encoder:
         return Encoded(prompt, replace(completion, versions=(ELSEWHERE, ELSEWHERE)), found is not None)
 
     def _prompt(self, answer: Answer) -> Prompt | Refusal:
-        texts, question = self._texts(answer.prompt)
+        texts, question = self._texts(answer.prompt, answer.tools)
         if self.held_out.find(texts, question) is not None:
             return _HELD_OUT
         found = self.train.find(texts, question)
@@ -122,26 +123,25 @@ class Encoder:
             return _HELD_OUT
         return self.train.at(prompt.key) or self.met.setdefault(prompt.key, prompt)
 
-    def _texts(self, prompt: str | tuple[Message, ...]) -> tuple[list[str], str]:
+    def _texts(self, prompt: str | tuple[Message, ...], tools: tuple[Json, ...]) -> tuple[list[str], str]:
         """Returns the texts that a prompt may stand for, the likeliest first, and the question that it asks."""
         if isinstance(prompt, str):
-            rendered = self._rendered(({"role": "user", "content": prompt},))
+            rendered = self._rendered(({"role": "user", "content": prompt},), tools)
             texts = [rendered, prompt] if self.chat else [prompt, rendered]
             return [text for text in texts if text is not None], prompt
-        rendered = self._rendered(prompt)
+        rendered = self._rendered(prompt, tools)
         question = prompt[-1]["content"]
         alone = len(prompt) == 1
         texts = [rendered, question if alone else None]
         one_question = all(message["role"] == "system" for message in prompt[:-1])
         return [text for text in texts if text is not None], question if one_question else ""
 
-    def _rendered(self, messages: tuple[Message, ...]) -> str | None:
-        tokenizer: Any = self.tokenizer
-        if not getattr(tokenizer, "chat_template", None):
+    def _rendered(self, messages: tuple[Message, ...], tools: tuple[Json, ...]) -> str | None:
+        if not getattr(self.tokenizer, "chat_template", None):
             return None
         try:
-            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
-        except Exception:  # noqa: BLE001 - a template raises what it likes about foreign text; the line is refused
+            return templated(self.tokenizer, messages, tools)
+        except UserError:  # a template raises what it likes about foreign text; the line is refused
             return None
 
     def _completion(self, answer: Answer) -> Completion | Refusal:

@@ -24,9 +24,9 @@ import numpy as np
 from tba.errors import DeadlineExceeded, UserError
 from tba.intake.answers import Answer, answer_of
 from tba.intake.encoding import Encoded, Encoder
-from tba.intake.files import Refusal, Values
 from tba.intake.report import Report, counters
 from tba.protocols import Journal, Reference, Reward
+from tba.tables import Refusal, Values
 from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quoted
 
 S = TypeVar("S")

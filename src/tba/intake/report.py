@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tba.intake.files import Refusal
+from tba.tables import Refusal
 from tba.types import Json, Trajectory
 
 EXAMPLES = 3  # of each reason that are kept

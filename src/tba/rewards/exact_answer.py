@@ -129,6 +129,14 @@ def right_answer(prompt: Prompt) -> str:
     return str(answer)
 
 
+def marked(text: str) -> str | None:
+    r"""Returns the answer that a worked solution marks, after its last `####` or in its only `\boxed{}`; None: none."""
+    place = _after_mark(text)
+    if place is None and text.count("\\boxed") == 1 and (boxed := boxed_span(text)):
+        return text[slice(*boxed)].strip() or None
+    return None if place is None or place.heading else place.text
+
+
 class _Place(NamedTuple):
     """The text at a mark, never empty, and whether it may be a mere heading."""
 

@@ -21,7 +21,6 @@ from tba.environments.scripted import acted, written
 from tba.errors import UserError
 from tba.foreign import problems_of
 from tba.intake.encoding import Encoder, Known
-from tba.intake.files import Refusal, read
 from tba.intake.intake import Entry, Intake
 from tba.protocols import Acted, Reference, Tokenizer
 from tba.recipe import Recipe, differences, resolved
@@ -33,6 +32,7 @@ from tba.runtime.run_dir import IMPORTS, RunDirectory
 from tba.search.embedding import embedded
 from tba.search.prompts import encode
 from tba.search.reward_retry import PatientReward
+from tba.tables import STATE, Refusal, read
 from tba.types import Prompt, Split, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
@@ -78,11 +78,11 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
 
 
 def entries_of(path: Path, into: RunDirectory) -> Iterator[Entry]:
-    """Yields the entries of a file of lines, of another run's folder, or of a journal (`.sqlite`).
+    """Yields the entries of a file of rows, of another run's folder, or of a journal (`.sqlite`).
 
     Raises `UserError` when there is no such thing, or it is the run that imports.
     """
-    if path.is_dir():
+    if path.is_dir() and not (path / STATE).is_file():
         if path.resolve() == into.path.resolve():
             raise UserError(f"{path} is the run itself: give a file, or another run")
         return _trajectories(RunDirectory.open(path).journal_there())

@@ -13,6 +13,7 @@ from typing import Literal
 
 from tba.errors import UserError
 from tba.rewards.exact_answer import MARK, ExactAnswer
+from tba.tables import file_in
 from tba.tasks.held_out import without
 from tba.tasks.hub import rows_from_hub
 from tba.tasks.rows import Row, read_rows
@@ -65,7 +66,7 @@ class Gsm8k:
         if split == "eval" and self.eval_path is not None:
             return read_rows(Path(self.eval_path))
         if path.is_dir():
-            return read_rows(path / f"{_FILE[split]}.jsonl")
+            return read_rows(file_in(path, _FILE[split]) or path / f"{_FILE[split]}.jsonl")
         if path.is_file():
             if split == "eval":
                 raise UserError(

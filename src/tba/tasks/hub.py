@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from tba.errors import UserError
+from tba.tables import is_file_of_rows
 from tba.tasks.rows import Row
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -15,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 def rows_from_hub(task: str, name: str, split: str, local: str, configuration: str | None = None) -> list[Row]:
     """Returns all rows of a split. `local` says what the user can give instead of a Hub name. Raises `UserError`."""
-    if not _NAME.fullmatch(name) or name.endswith((".jsonl", ".json", ".gz")):
+    if not _NAME.fullmatch(name) or is_file_of_rows(name):
         raise UserError(f"{task} has path {name!r}, which does not exist: give a Hub name or {local}")
     try:
         import datasets

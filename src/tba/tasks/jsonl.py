@@ -1,35 +1,58 @@
-"""Your own file: on each line a JSON object with a prompt (text or chat messages) and what is needed to grade an
-answer.
+r"""Your own file: in each row a prompt (text or chat messages) and what is needed to grade an answer.
 
     {"prompt": "What is 6 * 7?", "answer": "42"}
     {"messages": [{"role": "user", "content": "What is 6 * 7?"}], "answer": "42"}
 
-Invariant: a prompt is either in training or in evaluation, never in both; every field of a line reaches the reward.
+Files as other trainers publish them are read as they are, in the formats of `tba.tables`. Where a row does not have the
+fields that are named:
+
+| what | is then in |
+|---|---|
+| the prompt | `question` or `problem`: one message of the user |
+| the right answer | `ground_truth`, `reward_model.ground_truth` (verl), `verification_info.ground_truth`, `solution` |
+| a worked answer | `completion` (TRL) |
+
+A field `tools` holds the schemas of what may be called. A right answer that ends in `#### 42` or has one `\boxed{42}`
+is what is marked there.
+
+Invariant: a prompt is either in training or in evaluation, never in both; every field of a row reaches the reward.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import UserError
 from tba.protocols import Reward
-from tba.rewards.exact_answer import ExactAnswer
+from tba.rewards.exact_answer import ExactAnswer, marked
+from tba.tables import Refusal, conversation, file_in, splits_of, tools_of
 from tba.tasks.held_out import check_share, is_held_out, without
-from tba.tasks.rows import Row, read_rows
+from tba.tasks.rows import Row, read_rows, unpacked
 from tba.types import Json, Message, Problem, Split
+
+_QUESTIONS = ("question", "problem")
+_ANSWERS = ("ground_truth", "reward_model.ground_truth", "verification_info.ground_truth", "solution")
+_HELD_OUT = ("test", "validation", "eval")  # of a folder of splits or files: the first that is there
+_LONGEST_ANSWER = 100  # characters of a `solution` that is taken as an answer where nothing is marked in it
+_MESSAGE = '{"role": "user", "content": "..."}'
 
 
 @dataclass(frozen=True)
 class Jsonl:
-    """Problems from one or two JSON Lines files. A chat's last assistant message, if any, is the demonstration."""
+    """Problems from one or two files: JSON Lines, JSON, CSV, Parquet, or a folder of `save_to_disk`.
 
-    train: Path  # the training file
+    A chat's last assistant message, if any, is the demonstration.
+    """
+
+    train: Path  # the training file, or a folder with `train` and `test`
     eval: Path | None = None  # the evaluation file; without one, a share of the training file is held out
     eval_fraction: float = 0.1  # that share; a digest of the prompt decides
-    prompt_field: str = "prompt"  # field with the text exactly as the model sees it, or a list of chat messages
-    messages_field: str = "messages"  # field with chat messages, for lines without a prompt
+    # field with the text exactly as the model sees it, or a list of chat messages; a nested one as `a.b`
+    prompt_field: str = "prompt"
+    messages_field: str = "messages"  # field with chat messages, for rows without a prompt
     answer_field: str = "answer"  # field with the right answer; rewards see it as `answer`
     response_field: str = "response"  # field with a worked answer for the supervised warm start, if there is one
     strict: bool = False  # read the number after #### only, not the last one of the text
@@ -45,11 +68,12 @@ class Jsonl:
     def problems(self, split: Split) -> list[Problem]:
         """Problems in the file's order; training leaves out what is also in the evaluation file.
 
-        Raises `UserError` for a missing or malformed file, naming its line, and for a split with nothing in it.
+        Raises `UserError` for a missing or malformed file, naming its row, and for a split with nothing in it.
         """
-        problems = [self._problem(row) for row in read_rows(self.train)]
-        if self.eval is not None:
-            held_out = [self._problem(row) for row in read_rows(self.eval)]
+        train, held = self._files()
+        problems = [self._problem(row) for row in read_rows(train)]
+        if held is not None:
+            held_out = [self._problem(row) for row in read_rows(held)]
             chosen = held_out if split == "eval" else without(problems, held_out, _identity)
         else:
             chosen = [p for p in problems if is_held_out(_identity(p), self.eval_fraction) == (split == "eval")]
@@ -63,54 +87,124 @@ class Jsonl:
     def reward(self) -> Reward:
         return ExactAnswer(self.strict) if self.marked_by is None else self.marked_by
 
+    def demonstration(self, row: Row) -> str | None:
+        """Returns the worked answer that a row has, in a field or as its chat's last message; None where it has none.
+
+        Raises `UserError` for a row that is malformed.
+        """
+        return self._response(row) or self._prompt(row)[1]
+
+    def _files(self) -> tuple[Path, Path | None]:
+        """Returns the training file and the evaluation file, if there is one."""
+        parts = splits_of(self.train)
+        if not parts and self.train.is_dir():
+            found = {name: file_in(self.train, name) for name in ("train", *_HELD_OUT)}
+            parts = {name: path for name, path in found.items() if path is not None}
+        if "train" not in parts:
+            return self.train, self.eval
+        return parts["train"], self.eval or next((parts[name] for name in _HELD_OUT if name in parts), None)
+
     def _problem(self, row: Row) -> Problem:
         prompt, demonstration = self._prompt(row)
-        if self.response_field in row.values:
-            demonstration = row.text(self.response_field)
+        demonstration = self._response(row) or demonstration
         fields = {k: v for k, v in row.values.items() if k not in (self.prompt_field, self.messages_field)}
-        if self.answer_field in row.values:
-            fields["answer"] = row.values[self.answer_field]
-            if self.marked_by is None and (fields["answer"] is None or not str(fields["answer"]).strip()):
-                raise UserError(
-                    f"{row.place} has {fields['answer']!r} as its {self.answer_field!r}: give the right answer"
-                )
+        name = _first(row, self.answer_field, _ANSWERS if self.answer_field == "answer" else ())
+        if name is not None and (self.marked_by is None or name == self.answer_field):
+            fields["answer"] = row.at(name) if self.marked_by is not None else _right(row, name)
+            if isinstance(fields["answer"], float) and not math.isfinite(fields["answer"]):
+                raise UserError(f"{row.place} has {fields['answer']!r} as its {name!r}: give the right answer")
         elif self.marked_by is None and demonstration is None:
             raise UserError(
                 f"{row.place} has no field {self.answer_field!r} to mark an answer against: add it, "
                 "or name another with answer_field, or give a reward of your own in a recipe"
             )
-        return Problem(prompt, fields, demonstration)
+        tools = tools_of(unpacked(row.values.get("tools")))
+        if isinstance(tools, Refusal):
+            raise UserError(f"{row.place} has {tools} as its 'tools': give a list of JSON schemas")
+        return Problem(prompt, fields, demonstration, tools=tools)
 
     def _prompt(self, row: Row) -> tuple[str | tuple[Message, ...], str | None]:
         """The prompt, and the demonstration if the chat contains one."""
-        field = self.prompt_field if self.prompt_field in row.values else self.messages_field
-        if field not in row.values:
+        questions = _QUESTIONS if self.prompt_field == "prompt" else ()
+        field = _first(row, self.prompt_field, (self.messages_field, *questions))
+        if field is None:
             raise UserError(
                 f"{row.place} has neither a field {self.prompt_field!r} nor {self.messages_field!r}: it has "
                 f"{', '.join(sorted(row.values)) or 'none'}, so name the right one with prompt_field or messages_field"
             )
-        if isinstance(row.values[field], list):
-            return _conversation(row.values[field], row.place, field)
-        return row.text(field), None
+        said = row.at(field)
+        if isinstance(said, str) and said.lstrip().startswith("[") and _is_chat(unpacked(said)):
+            said = unpacked(said)  # a cell of CSV holds no list
+        if isinstance(said, list):
+            return _conversation(said, row.place, field)
+        asked = row.text(field)
+        return (({"role": "user", "content": asked},) if field in questions else asked), None
+
+    def _response(self, row: Row) -> str | None:
+        """The worked answer in a field of its own."""
+        field = _first(row, self.response_field, ("completion",) if self.response_field == "response" else ())
+        if field is None:
+            return None
+        said = row.at(field)
+        if field != self.response_field and isinstance(said, list):
+            said = conversation(said)
+            if isinstance(said, Refusal) or len(said) != 1:
+                raise UserError(f"{row.place} has no single message as its {field!r}: give a text, or {_MESSAGE}")
+            return str(said[0]["content"])
+        return row.text(field)
+
+
+def _first(row: Row, field: str, others: tuple[str, ...]) -> str | None:
+    """Returns the first of the fields that has a value, else one that there is without; None where there is none."""
+    there = [name for name in (field, *others) if row.has(name)]
+    return next((name for name in there if row.at(name) is not None), there[0] if there else None)
+
+
+def _right(row: Row, field: str) -> str | int | float:
+    """Returns the right answer that exact answers are graded against. Raises `UserError` for what cannot be one."""
+    value = row.at(field)
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, bool):
+        return str(value).lower()  # as a text: an answer says `true` or `True`
+    if isinstance(value, list | dict):
+        raise UserError(
+            f"{row.place} has {value!r:.80} as its {field!r}, which may mean any or all of it: give one text or "
+            "number, or a reward of your own (marked_by)"
+        )
+    if value is None or not str(value).strip():
+        raise UserError(f"{row.place} has {value!r} as its {field!r}: give the right answer")
+    if not isinstance(value, str):
+        return value
+    found = marked(value)
+    if found is None and field == "solution" and len(value) > _LONGEST_ANSWER:
+        raise UserError(
+            f"{row.place} has a {field!r} in which no answer is marked by '####' or \\boxed{{}}: mark it, or give a "
+            "field 'answer'"
+        )
+    return value if found is None else found
+
+
+def _is_chat(value: Json) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(m, dict) and "role" in m for m in value)
 
 
 def _conversation(messages: list[Json], place: str, field: str) -> tuple[tuple[Message, ...], str | None]:
-    for message in messages:
-        known = isinstance(message, dict) and {"role", "content"} <= message.keys()
-        if not known or not all(isinstance(message[k], str) for k in ("role", "content")):
-            raise UserError(
-                f"{place} has {message!r} among its {field!r}: write each message as "
-                '{"role": "user", "content": "..."}'
-            )
-    asked: tuple[Message, ...] = tuple({"role": m["role"], "content": m["content"]} for m in messages)
+    asked = conversation(messages)
+    if isinstance(asked, Refusal):
+        raise UserError(f"{place} has {asked.detail} among its {field!r}: write each message as {_MESSAGE}")
     demonstration = None
     if asked and asked[-1]["role"] == "assistant":
-        asked, demonstration = asked[:-1], asked[-1]["content"]
+        demonstration = None if "tool_calls" in asked[-1] else str(asked[-1]["content"])  # calls are more than a text
+        asked = asked[:-1]
     if not any(m["role"] == "user" for m in asked):
         raise UserError(f"{place} has no user message to answer among its {field!r}: give it one")
     return asked, demonstration
 
 
 def _identity(problem: Problem) -> str:
-    """What identifies a prompt: its text, or its messages."""
-    return problem.prompt if isinstance(problem.prompt, str) else json.dumps(problem.prompt, ensure_ascii=False)
+    """What identifies a prompt: its text, or its messages and tools."""
+    if isinstance(problem.prompt, str):
+        return problem.prompt
+    asked = json.dumps(problem.prompt, ensure_ascii=False)
+    return asked + json.dumps(problem.tools) if problem.tools else asked

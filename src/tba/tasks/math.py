@@ -16,6 +16,7 @@ from typing import Literal
 from tba.errors import UserError
 from tba.rewards.math_answer import MathAnswer
 from tba.rewards.math_text import last_boxed
+from tba.tables import file_in
 from tba.tasks.held_out import without
 from tba.tasks.hub import rows_from_hub
 from tba.tasks.rows import Row, read_rows
@@ -63,7 +64,7 @@ class Math:
     def _evaluation(self) -> list[Row]:
         if self.evaluate_on == "test":
             return self._rows("test")
-        file = _file(Path(self.path), "math500")
+        file = file_in(Path(self.path), "math500")
         if file is not None:
             return read_rows(file)
         rows = self._rows("test")
@@ -81,7 +82,7 @@ class Math:
         folder = Path(self.path)
         if not folder.is_dir():
             return rows_from_hub("math", self.path, name, "a folder with train.jsonl and test.jsonl")
-        file = _file(folder, name)
+        file = file_in(folder, name)
         if file is None:
             raise UserError(f"math has the folder {folder}, but there is no {name}.jsonl (or .jsonl.gz) in it: add it")
         return read_rows(file)
@@ -109,7 +110,3 @@ def _has_answer(row: Row) -> bool:
     """Two training problems of the original have an empty box. (One without any box is malformed and refused.)"""
     answer = row.values.get("answer", last_boxed(row.text("solution")))
     return not (isinstance(answer, str) and not answer.strip())
-
-
-def _file(folder: Path, name: str) -> Path | None:
-    return next((path for end in ("jsonl", "jsonl.gz") if (path := folder / f"{name}.{end}").is_file()), None)

@@ -26,7 +26,7 @@ from itertools import combinations
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.intake.files import Refusal, Values, read
+from tba.tables import Refusal, Values, read
 from tba.types import Json, is_text
 
 _PROMPTS = ("prompt", "post", "question", "instruction", "context", "document", "article", "query")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba.errors import UserError
-from tba.intake.files import Refusal, read
+from tba.tables import Refusal, read
 from tba.types import Json, is_text
 
 

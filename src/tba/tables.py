@@ -1,0 +1,288 @@
+"""Files of rows from outside, each row an object: JSON Lines, a JSON array, CSV, Parquet, and folders that `datasets`
+saved to disk; texts are gunzipped where the name ends in `.gz`.
+
+Invariant: every row that is not blank is yielded exactly once, in order: as its object, or as what is wrong with it.
+No content of a file raises, and but for a JSON array none is held in memory as a whole; only a file that cannot be
+opened does raise.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+from tba.errors import UserError
+from tba.foreign import is_name, read_json
+from tba.types import Json, Message, is_text
+
+LONGEST = 1 << 24  # bytes of a row: no answer is 16 MiB long, and a file may be anything
+LARGEST_ARRAY = 1 << 30  # bytes of a JSON array, which is parsed as a whole
+KINDS = "a JSON Lines, JSON, CSV or Parquet file, or a folder that datasets saved"
+_ROWS = 1024  # of a Parquet file at a time; bytes of a text by which its kind is told
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", *_SEPARATORS)
+DAMAGED = "cut off or damaged: the file cannot be read any further"
+STATE, _SPLITS = "state.json", "dataset_dict.json"  # in a folder of `save_to_disk`
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a row is not taken: a reason that is counted, and its details."""
+
+    reason: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.reason} ({self.detail})" if self.detail else self.reason
+
+
+Values: TypeAlias = Mapping[str, Json]
+Rows: TypeAlias = Iterator[tuple[int, Values | Refusal]]
+
+
+def read(path: Path, longest: int = LONGEST) -> Rows:
+    """Yields (number from 1, object or refusal) of every row. Raises `UserError` when the file cannot be opened."""
+    if path.is_dir() or path.suffix == ".arrow":
+        return _arrow(path)
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    if (separator := _SEPARATORS.get(_suffix(path))) is not None:
+        return _separated(path, separator, longest)
+    return _json(path, longest)
+
+
+def is_file_of_rows(name: str) -> bool:
+    """Whether a name is, by its ending, that of a file that `read` can read."""
+    return _suffix(Path(name)) in _SUFFIXES
+
+
+def splits_of(folder: Path) -> dict[str, Path]:
+    """Returns the folders of the splits that `datasets` saved to a folder together, by name; empty: it did not."""
+    if not (folder / _SPLITS).is_file():
+        return {}
+    names = read_json(folder / _SPLITS, "save the data set again", splits=list[str])["splits"]
+    return {name: folder / name for name in names if is_name(name)}
+
+
+def file_in(folder: Path, name: str) -> Path | None:
+    """Returns the file of that name without its ending (`train`) in a folder; None where there is none."""
+    ends = [f"{suffix}{packed}" for packed in ("", ".gz") for suffix in _SUFFIXES]
+    return next((path for end in ends if (path := folder / f"{name}{end}").is_file()), None)
+
+
+def conversation(messages: Sequence[Json]) -> tuple[Message, ...] | Refusal:
+    """Returns chat messages as templates take them: a content of text parts as one text, none (beside calls of tools)
+    as an empty one, a call's arguments as an object where they are a text of JSON. What is null counts as missing,
+    since columns give every message all fields that one has. The rest (`name`, `tool_call_id`, ...) stays.
+    """
+    said: list[Message] = []
+    for message in messages:
+        given = _without_null(message) if isinstance(message, dict) else {}
+        content = _content(given.get("content", "" if given.get("tool_calls") else None))
+        calls = given.get("tool_calls", [])
+        if not isinstance(given.get("role"), str) or content is None or not isinstance(calls, list):
+            return Refusal("a message that is not of a role with a text", f"{message!r:.200}")
+        if not is_text(content):
+            return Refusal("a message that is not valid text", "half of a surrogate pair")
+        said.append({**given, "content": content} | ({"tool_calls": [_call(call) for call in calls]} if calls else {}))
+    return tuple(said)
+
+
+def tools_of(value: Json) -> tuple[Json, ...] | Refusal:
+    """Returns the schemas of the tools that may be called; None is none."""
+    if not isinstance(value, list | None) or not all(isinstance(tool, dict) for tool in value or ()):
+        return Refusal("tools that are no list of schemas", f"{value!r:.200}")
+    return tuple(_without_null(tool) for tool in value or ())
+
+
+def _content(content: Json) -> str | None:
+    """Returns a message's text, which some write in parts; None when it is (also) something else."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    texts = [part for part in parts if isinstance(part, str)]
+    return "".join(texts) if len(texts) == len(parts) else None
+
+
+def _call(call: Json) -> Json:
+    called = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(called, dict) or not isinstance(called.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(called["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**called, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _without_null(value: Json) -> Json:
+    if isinstance(value, dict):
+        return {name: _without_null(inner) for name, inner in value.items() if inner is not None}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): give {KINDS}") from error
+
+
+def _json(path: Path, longest: int) -> Rows:
+    with _opened(path) as file:
+        try:
+            begin = file.read(_ROWS)
+            while begin and not (begin := begin.removeprefix(b"\xef\xbb\xbf").lstrip()):
+                begin = file.read(_ROWS)
+            whole = begin[:1] == b"["
+            file.seek(0)
+            text = file.read(LARGEST_ARRAY) if whole else b""
+            file.seek(0)
+        except (OSError, EOFError, zlib.error):
+            text = b""  # `_lines` says what it is
+        yield from enumerate(items, 1) if (items := _items(text)) is not None else _lines(file, longest)
+
+
+def _items(text: bytes) -> list[Values | Refusal] | None:
+    """Returns the objects of a JSON array; None where it is none."""
+    if not text:
+        return None
+    try:
+        items = json.loads(text.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    return [_checked(item) for item in items] if any(isinstance(item, dict) for item in items) else None
+
+
+def _lines(file: IO[bytes], longest: int) -> Rows:
+    for number in count(1):
+        try:
+            line = file.readline(longest)
+            long = len(line) == longest and not line.endswith(b"\n")
+            while long and (more := file.readline(longest)) and not more.endswith(b"\n"):
+                pass
+        except (OSError, EOFError, zlib.error) as error:
+            yield number, Refusal(DAMAGED, str(error))
+            return
+        if not line:
+            return
+        if long:
+            yield number, Refusal(f"longer than {longest} bytes")
+        elif line.strip():
+            yield number, _object(line)
+
+
+def _object(line: bytes) -> Values | Refusal:
+    try:
+        return _checked(json.loads(line.decode("utf-8-sig")))  # some editors put a mark of the encoding first
+    except UnicodeDecodeError as error:
+        return Refusal("not text in UTF-8", str(error))
+    except (ValueError, RecursionError) as error:  # not JSON, or nested beyond reason
+        return Refusal("not JSON", str(error))
+
+
+def _checked(values: Json) -> Values | Refusal:
+    return values if isinstance(values, dict) else Refusal("JSON, but no object", type(values).__name__)
+
+
+def _separated(path: Path, separator: str, longest: int) -> Rows:
+    """Yields rows as texts by the names in the first one."""
+    csv.field_size_limit(longest)
+    with _opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="") as text:
+        lines, number, header = csv.reader(text, delimiter=separator), 0, list[str]()
+        while True:
+            try:
+                cells = next(lines, None)
+            except (csv.Error, ValueError, OSError, EOFError, zlib.error) as error:
+                yield number + 1, Refusal(DAMAGED, str(error))
+                return
+            if cells is None:
+                return
+            if not cells:
+                continue
+            if not header:
+                header = cells
+                if twice := {name for name in header if header.count(name) > 1}:
+                    raise UserError(f"{path} has two columns named {min(twice)!r}: give each a name of its own")
+                continue
+            number += 1
+            if len(cells) == len(header):
+                yield number, dict(zip(header, cells, strict=True))
+            else:
+                yield (
+                    number,
+                    Refusal("of another number of cells than the first row", f"{len(cells)}, not {len(header)}"),
+                )
+
+
+def _parquet(path: Path) -> Rows:
+    pyarrow, parquet = _pyarrow(path)
+    try:
+        file: Any = parquet.ParquetFile(path)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path} cannot be read as Parquet ({reason}): give {KINDS}") from error
+    with file as file:
+        yield from _batches(file.iter_batches(_ROWS), pyarrow)
+
+
+def _arrow(path: Path) -> Rows:
+    """Yields the rows of an Arrow file, or of all those in a folder that `datasets` saved."""
+    files = _arrow_files(path) if path.is_dir() else [path]
+    pyarrow, _ = _pyarrow(path)
+    number = 0
+    for file in files:
+        try:
+            with pyarrow.memory_map(str(file)) as held, pyarrow.ipc.open_stream(held) as batches:
+                for _, row in _batches(batches, pyarrow):
+                    number += 1
+                    yield number, row
+        except (OSError, pyarrow.ArrowException) as error:
+            reason = str(error).partition("\n")[0]
+            raise UserError(f"{file} cannot be read as Arrow ({reason}): give {KINDS}") from error
+
+
+def _arrow_files(folder: Path) -> list[Path]:
+    if splits := splits_of(folder):
+        raise UserError(
+            f"{folder} holds several splits: give the folder of one ({', '.join(map(str, splits.values()))})"
+        )
+    if not (folder / STATE).is_file():
+        raise UserError(f"{folder} is a folder, but not one that datasets saved (no {STATE}): give {KINDS}")
+    found = read_json(folder / STATE, "save the data set again", _data_files=list[dict[str, str]])["_data_files"]
+    return [folder / name for file in found if is_name(name := file.get("filename", ""))]
+
+
+def _pyarrow(path: Path) -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(
+            f"{path} is in the format of Parquet or Arrow, which needs the package pyarrow: `pip install pyarrow`, or "
+            "give JSON Lines"
+        ) from error
+    return pyarrow, parquet
+
+
+def _batches(batches: Any, pyarrow: Any) -> Rows:
+    number = 0
+    try:
+        for batch in batches:
+            for row in batch.to_pylist():
+                number += 1
+                yield number, json.loads(json.dumps(row, default=str))  # dates, decimals and bytes as text
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        yield number + 1, Refusal(DAMAGED, str(error).partition("\n")[0])

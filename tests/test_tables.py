@@ -1,0 +1,190 @@
+"""Files of lines: each comes out once, whatever is in it."""
+
+import csv
+import gzip
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tba.errors import UserError
+from tba.tables import Refusal, conversation, read, splits_of, tools_of
+
+FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@FUZZ
+@given(st.lists(st.one_of(st.binary(max_size=30), st.just(b'{"a": 1}'), st.just(b" "), st.just(b"[" * 30_000))))
+def test_every_line_that_is_not_blank_comes_out_once_with_its_number(tmp_path: Path, lines: list[bytes]) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b"\n".join(lines))
+    whole = b"\n".join(lines).split(b"\n")  # a line may hold line ends itself
+    found = list(read(path))
+    assert [number for number, _ in found] == [n for n, line in enumerate(whole, 1) if line.strip()]
+    assert [number for number, entry in found if entry == {"a": 1}] == [
+        n for n, line in enumerate(whole, 1) if line.strip() == b'{"a": 1}'
+    ]
+
+
+def test_what_is_no_object_says_what_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_bytes(b'{"a": 1}\n[1]\n{"a": \n\xff\n' + b"1" * 5000 + b"\n")
+    reasons = [entry.reason if isinstance(entry, Refusal) else entry for _, entry in read(path)]
+    assert reasons == [{"a": 1}, "JSON, but no object", "not JSON", "not text in UTF-8", "not JSON"]
+
+
+def test_a_line_longer_than_the_limit_is_refused_and_the_next_one_read(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text(json.dumps({"a": "x" * 300}) + '\n{"a": 1}\n')
+    entries = [entry for _, entry in read(path, longest=64)]
+    assert entries == [Refusal("longer than 64 bytes"), {"a": 1}]
+
+
+def test_a_file_that_ends_early_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    whole = gzip.compress(b"".join(b'{"a": %d}\n' % n for n in range(5000)))
+    path = tmp_path / "lines.jsonl.gz"
+    path.write_bytes(whole)
+    assert len(list(read(path))) == 5000
+    path.write_bytes(whole[: len(whole) // 2])
+    entries = [entry for _, entry in read(path)]
+    assert len(entries) > 100
+    assert isinstance(entries[-1], Refusal)
+    assert "any further" in entries[-1].reason
+    assert entries[:-1] == [{"a": n} for n in range(len(entries) - 1)]
+
+
+def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be read"):
+        list(read(tmp_path / "none.jsonl"))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
+def test_a_parquet_file_without_pyarrow_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails, as where it is not installed
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match="needs the package pyarrow"):
+        list(read(tmp_path / "rows.parquet"))
+
+
+def test_rows_of_a_parquet_file_are_lines(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    chat = [{"role": "user", "content": "1+1="}]
+    rows = [{"prompt": "1+1=", "reward": 0.5, "messages": None}, {"prompt": None, "reward": None, "messages": chat}]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert list(read(tmp_path / "rows.parquet")) == [(1, rows[0]), (2, rows[1])]
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(UserError, match="as Parquet"):
+        list(read(tmp_path / "rows.parquet"))
+
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": 'a, "b"\nc', "answer": "3,5"}, {"prompt": "ü", "answer": ""}]
+
+
+def written(path: Path) -> Path:
+    """Writes the rows to a file in the format of its ending."""
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    text = io.StringIO(newline="")
+    if kind in (".csv", ".tsv"):
+        table = csv.DictWriter(text, ["prompt", "answer"], delimiter="," if kind == ".csv" else "\t")
+        table.writeheader()
+        table.writerows(ROWS)
+    elif kind == ".json":
+        json.dump(ROWS, text, indent=2)
+    else:
+        text.write("".join(json.dumps(row) + "\n" for row in ROWS))
+    body = text.getvalue().encode("utf-8-sig" if kind == ".csv" else "utf-8")  # as spreadsheets write it
+    path.write_bytes(gzip.compress(body) if path.suffix == ".gz" else body)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "tsv", "jsonl.gz", "json.gz", "csv.gz", "tsv.gz"])
+def test_a_file_of_any_format_has_the_same_rows(tmp_path: Path, ending: str) -> None:
+    assert [row for _, row in read(written(tmp_path / f"rows.{ending}"))] == ROWS
+
+
+def test_an_array_may_be_on_any_number_of_lines_and_its_items_are_checked_like_lines(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    for text in ('\n\n [{"a": 1}, 2]', '\ufeff[{"a": 1},\n2\n]\n'):
+        path.write_text(text)
+        assert list(read(path)) == [(1, {"a": 1}), (2, Refusal("JSON, but no object", "int"))]
+    path.write_text('[{"a": 1}, ')
+    assert [entry.reason for _, entry in read(path) if isinstance(entry, Refusal)] == ["not JSON"]
+
+
+def test_a_row_of_csv_has_as_many_cells_as_the_first_or_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("prompt,answer\n1+1=,2\n\n1+2=\n1,2,3\n")
+    entries = [entry.detail if isinstance(entry, Refusal) else entry for _, entry in read(path)]
+    assert entries == [{"prompt": "1+1=", "answer": "2"}, "1, not 2", "3, not 2"]
+    path.write_bytes(b"prompt,answer\n1+1=,2\n\xff,3\n")
+    assert [isinstance(entry, Refusal) for _, entry in read(path)][-1]
+    path.write_text("prompt,prompt\n1,2\n")
+    with pytest.raises(UserError, match="two columns named 'prompt'"):
+        list(read(path))
+
+
+def test_a_folder_that_datasets_saved_has_the_rows_that_were_saved(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    chat = [{"role": "user", "content": "1+1=", "name": None}, {"role": "assistant", "content": "2", "name": "bot"}]
+    rows = [{"prompt": chat, "n": n, "info": {"index": n}} for n in range(3)]
+    train, test = datasets.Dataset.from_list(rows), datasets.Dataset.from_list(rows[:1])
+    train.save_to_disk(tmp_path / "one", num_shards=2)
+    assert list(read(tmp_path / "one")) == list(enumerate(rows, 1))
+    datasets.DatasetDict(train=train, test=test).save_to_disk(tmp_path / "both")
+    assert splits_of(tmp_path / "both") == {name: tmp_path / "both" / name for name in ("train", "test")}
+    assert list(read(tmp_path / "both" / "test")) == [(1, rows[0])]
+    with pytest.raises(UserError, match=r"holds several splits: give the folder of one \(.*both/train, "):
+        list(read(tmp_path / "both"))
+    with pytest.raises(UserError, match=r"not one that datasets saved \(no state.json\)"):
+        list(read(tmp_path))
+    (tmp_path / "one" / "state.json").write_text('{"_data_files": [{"filename": "../both/train/x.arrow"}]}')
+    assert list(read(tmp_path / "one")) == []  # a name that leads out of the folder is none
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+
+
+def test_a_message_keeps_its_calls_its_name_and_whatever_else_it_has() -> None:
+    said = [
+        {"role": "user", "content": "1+2?", "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "name": None},
+        {"role": "tool", "content": "3", "tool_call_id": "1", "tool_calls": None},
+    ]
+    assert conversation(said) == (
+        {"role": "user", "content": "1+2?", "name": "ann"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "3", "tool_call_id": "1"},
+    )
+
+
+def test_arguments_are_an_object_whether_a_file_has_them_as_one_or_as_its_text() -> None:
+    """As text they are OpenAI's; templates write them as JSON once more."""
+    as_text = {"function": {"name": "add", "arguments": '{"a": null, "b": 2}'}}
+    (message,) = conversation([{"role": "assistant", "content": "", "tool_calls": [as_text]}])
+    assert message["tool_calls"] == [{"function": {"name": "add", "arguments": {"a": None, "b": 2}}}]
+    odd = {"function": {"name": "add", "arguments": "1 and 2"}}
+    assert conversation([{"role": "assistant", "content": "", "tool_calls": [odd]}]) == (
+        {"role": "assistant", "content": "", "tool_calls": [odd]},
+    )
+
+
+def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:
+    text, image = {"type": "text", "text": "What is "}, {"type": "image", "image": "x.png"}
+    parts = [text, {"type": "text", "text": "this?", "cache_control": None}]
+    assert conversation([{"role": "user", "content": parts}]) == ({"role": "user", "content": "What is this?"},)
+    assert isinstance(conversation([{"role": "user", "content": [text, image]}]), Refusal)
+
+
+def test_schemas_lose_the_fields_that_a_column_gave_them_from_others() -> None:
+    tool = {"function": {"name": "f", "parameters": {"properties": {"x": {"type": "int"}, "y": None}, "enum": None}}}
+    assert tools_of([tool]) == ({"function": {"name": "f", "parameters": {"properties": {"x": {"type": "int"}}}}},)
+    assert tools_of(None) == ()
+    assert isinstance(tools_of(["f"]), Refusal)
