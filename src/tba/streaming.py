@@ -98,6 +98,11 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return tensors.like if isinstance(tensors, Streamed) else tensors
 
 
+def bytes_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
+    """Returns the bytes of `tensors` as `write_tensors` writes them."""
+    return sum(like.numel() * as_written(like.dtype, dtype).itemsize for like in shapes_of(tensors).values())
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> int:
     """Write `tensors` as a safetensors file, one after the other; returns its bytes.
 

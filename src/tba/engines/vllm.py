@@ -38,7 +38,7 @@ from tba.foreign import SAFE
 from tba.policy.loading import load_model
 from tba.policy.lora import is_adapter, merged_with
 from tba.protocols import Partner, Tokenizer, Turn
-from tba.streaming import Streamed, shapes_of, write_tensors
+from tba.streaming import Streamed, bytes_of, shapes_of, write_tensors
 from tba.types import Completion, IntArray, Prompt, Sampling, StopReason, Version
 
 SUPPORTED = ("0.32",)
@@ -178,7 +178,7 @@ class VllmEngine:
         if self.own.tensor_parallel == 1:
             self._reload({"weights_iterator": iter(named.items())})
         else:  # its workers are other processes, and nothing is to be pickled: through a file
-            size = sum(t.numel() * t.element_size() for t in like.values())
+            size = bytes_of(like)
             with tempfile.TemporaryDirectory(prefix="tba-weights-", dir=roomy(size)) as folder:
                 write_tensors(Path(folder) / "model.safetensors", named)
                 self._reload({"weights_path": folder})

@@ -143,7 +143,6 @@ class HuggingFace:
     # moments are float32 in any case
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
-    share_prompt: bool = True  # run each prompt once per group (models that cannot do this take the plain forward)
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, one more forward pass; None: on
     # one GPU in passes that would not fit otherwise, elsewhere never
     compiled: bool = False  # torch.compile of layers except attention, also of a decode step (docs/scaling.md)
@@ -223,7 +222,6 @@ class HuggingFace:
         policy = CausalPolicy(
             model,
             temperature,
-            share_prompt=self.share_prompt,
             gradient_checkpointing=self._checkpointing(sharding, moments_on_host),
             compiled=self.compiled,
             heads=heads,
@@ -392,13 +390,13 @@ class HuggingFace:
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:
             model, _ = self._load(self.path, self._device, self.compute)
-            return FrozenReference(model, version, temperature, share_prompt=self.share_prompt)
+            return FrozenReference(model, version, temperature)
         engines = _ENGINES.get(repr(self))
         model = self._load(self.path, self._device, self.compute)[0] if engines is None else copy_on_same_base(engines)
         if engines is None:
             add_adapters(model, self.lora, self.compute)
         switch_adapters(model, on=False)
-        return FrozenReference(model, version, temperature, share_prompt=self.share_prompt)
+        return FrozenReference(model, version, temperature)
 
     def save(self, policy: Policy, path: Path) -> None:
         with _no_bars():

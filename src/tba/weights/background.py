@@ -95,9 +95,10 @@ class BackgroundPublisher:
         return self._directory.at(version)
 
     def close(self) -> None:
-        """Settle, and end the thread."""
+        """Settle, close the directory, and end the thread."""
         try:
             self.settle()
+            self._directory.close()
         finally:
             self._thread.shutdown(wait=False)
 

@@ -6,7 +6,8 @@ manifest.
 Invariant: a version is published while its manifest is there, which is renamed into place after the tensors and is
 deleted before them. So a listing of the folder is the whole truth, and a reader sees a version entirely or not at all.
 One process publishes, pins and prunes; any number read. The newest `keep` versions and every pinned one are kept. What
-`newer_than` and `at` return is open already: it can be read even after its version has been pruned.
+`newer_than` and `at` return is open already: it can be read even after its version has been pruned. A version may lie
+in the machine's memory (`in_memory`) until it is pinned, or the publisher ends.
 
 With `full_every` above 1 the versions between two whole ones hold only their changes since the earlier of the two
 (`deltas`), their base: it is kept as long as any of them, and readers always get whole tensors.
@@ -29,10 +30,11 @@ import torch
 from tba.errors import UserError
 from tba.foreign import parsed
 from tba.protocols import PublishedWeights
-from tba.streaming import Streamed, changes_since, shapes_of, write_tensors
+from tba.streaming import Streamed, bytes_of, changes_since, shapes_of, write_tensors
 from tba.types import Json, Version
 from tba.weights.atomic_dir import sync
 from tba.weights.deltas import Restored, write_changes
+from tba.weights.in_memory import InMemory, bring_to_disk, is_lost, remove
 
 log = logging.getLogger("tba.weights")
 TENSORS = ".safetensors"
@@ -47,10 +49,16 @@ class PublishSettings:
     """How weights are written for searchers. It does not affect checkpoints."""
 
     full_every: int = 1  # every so many versions one is full; the others hold only the numbers that changed
+    in_memory: bool = False  # a version lies in /dev/shm where it has room, on the disk once it is pinned or at the end
 
     def __post_init__(self) -> None:
         if self.full_every < 1:
             raise UserError(f"--publish.full-every is {self.full_every}, give 1 (every version whole) or more")
+        if self.in_memory and self.full_every > 1:
+            raise UserError(
+                "--publish.in-memory keeps whole versions off the disk, --publish.full-every above 1 writes less of "
+                "each: choose one of them"
+            )
 
 
 class WeightDirectory:
@@ -78,6 +86,7 @@ class WeightDirectory:
         # only the publisher may delete leftovers: a reader cannot tell them from files being written
         self._clean = False
         path.mkdir(parents=True, exist_ok=True)
+        self._memory = InMemory(path) if self._settings.in_memory else None
 
     def publish(self, weights: Mapping[str, torch.Tensor], version: Version, manifest: Mapping[str, Json]) -> None:
         """Write `weights` (any dtype, one after the other) and `manifest` as `version`, then prune.
@@ -101,6 +110,8 @@ class WeightDirectory:
     def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
         """Write all tensors, or what has changed; returns the base of the changes."""
         if self._base is None or self._since >= self._settings.full_every:
+            if self._memory is not None:
+                self._memory.link(temporary, bytes_of(weights, self.dtype))
             write_tensors(temporary, weights, self.dtype)
             return None
         with safetensors.safe_open(self.file(self._base), framework="pt") as base:
@@ -121,7 +132,11 @@ class WeightDirectory:
     hold = settle
 
     def close(self) -> None:
-        """Does nothing: there is no thread to end."""
+        """Bring what is in memory to the disk, if this one publishes there."""
+        if self._memory is not None:
+            for version in self.versions():
+                bring_to_disk(self.file(version))
+            self._memory.close()
 
     def newer_than(self, version: Version | None) -> PublishedWeights | None:
         """Returns the newest version if it is newer than `version` (None: any), else None. Costs one listing; never
@@ -168,6 +183,11 @@ class WeightDirectory:
             tensors = safetensors.safe_open(self.file(version), framework="pt")
             base = None if since is None else safetensors.safe_open(self.file(Version.parse(since)), framework="pt")
         except (OSError, RuntimeError, ValueError, KeyError, safetensors.SafetensorError) as error:
+            if is_lost(self.file(version)):
+                raise UserError(
+                    f"version {version} in {self.path} was in the machine's memory, which a restart has emptied: "
+                    "continue the run (tba train --resume), which publishes anew from its checkpoint"
+                ) from error
             if manifest.exists():
                 raise UserError(f"version {version} in {self.path} is damaged ({error}); remove its files") from error
             return None
@@ -211,8 +231,8 @@ class WeightDirectory:
         self._write(version, PINS, [*self.pins(version), why])
         base = self.base(version)
         for needed in (version,) if base is None else (version, base):
-            for suffix in (TENSORS, MANIFEST):
-                sync(self._file(needed, suffix))
+            bring_to_disk(self.file(needed))
+            sync(self._file(needed, MANIFEST))
         sync(self._file(version, PINS))
         sync(self.path)
 
@@ -263,7 +283,7 @@ class WeightDirectory:
         for version in reversed(versions):
             if version not in kept:
                 for suffix in (MANIFEST, TENSORS):
-                    self._file(version, suffix).unlink(missing_ok=True)
+                    remove(self._file(version, suffix))
 
     def clean(self) -> None:
         """Delete what a crash left (temporary files, tensors without a manifest), and versions that cannot be used: the
@@ -279,10 +299,10 @@ class WeightDirectory:
             if not sound:
                 log.warning("version %s in %s is damaged; it is removed", version, self.path)
                 for suffix in (MANIFEST, PINS, TENSORS):
-                    self._file(version, suffix).unlink(missing_ok=True)
+                    remove(self._file(version, suffix))
         for tensors in self.path.glob(f"*{TENSORS}"):
             if not tensors.with_suffix(MANIFEST).exists():
-                tensors.unlink()
+                remove(tensors)
         for suffix in (TENSORS, MANIFEST, PINS):
             for begun in self.path.glob(f".*{suffix}"):
-                begun.unlink(missing_ok=True)
+                remove(begun)
