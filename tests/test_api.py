@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
+import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.written_run import write as written_run
 
 import tba
 from tba.__main__ import main
+from tba.api import _found
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.policy.tabular import TabularTask
@@ -19,10 +25,10 @@ from tba.recipe import Recipe, differences, resolved
 from tba.recipe_source import write_recipe
 from tba.recipes.quickstart import BASE
 from tba.replay.pacing import Pacing
-from tba.settings import find
+from tba.settings import find, override
 from tba.shipped import names
 from tba.tasks.arithmetic import Arithmetic
-from tba.types import Problem, Split
+from tba.types import Problem, Split, Version
 
 ROOT = Path(__file__).parents[1]
 TOY = Path(__file__).parent / "runtime" / "toy.py"
@@ -141,7 +147,7 @@ def test_a_model_of_an_open_precision_trains_inline_in_a_notebook_and_is_refused
 
 
 def test_a_field_that_a_recipe_does_not_have_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a recipe has no field 'step': it has task, model, objective, "):
+    with pytest.raises(UserError, match="a recipe has no field 'step': did you mean 'steps'"):
         tba.train(toy(), runs=tmp_path, step=3)
     with pytest.raises(UserError, match=r"there is no run at .*nowhere"):
         tba.open_run(tmp_path / "nowhere")
@@ -156,10 +162,77 @@ def test_a_script_that_trains_while_it_is_loaded_is_told_how_to_guard_it(tmp_pat
         find(str(script))
 
 
-def test_evaluate_gives_the_recipes_figures(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"optimizer": {"lr": 3e-3}, "model": str(BASE), "evaluation": {"greedy": False}},
+        {"optimizer.lr": "3e-3", "model.path": BASE, "evaluation.greedy": False},
+        {"optimizer": {"lr": "3e-3"}, "model": BASE, "evaluation": {"greedy": False}},
+    ],
+    ids=["dictionaries", "dotted", "texts"],
+)
+def test_nested_fields_of_a_named_recipe_are_set_as_on_the_command_line(fields: dict[str, object]) -> None:
+    made, name, flags = _found("quickstart", fields)
+    begun, words = find("quickstart"), ["--optimizer.lr", "0.003", "--model.path", str(BASE), "--evaluation.no-greedy"]
+    assert made == override(begun, words, "tba train")
+    assert made.optimizer == replace(begun.optimizer, lr=3e-3)
+    assert name == "quickstart"
+    assert override(begun, flags, "tba train") == made
+
+
+def test_components_of_a_named_recipe_are_set_by_objects_beside_plain_fields() -> None:
+    made, name, flags = _found("quickstart", {"replay": {"selection": tba.RecencyReward(m=0.5)}, "steps": 3})
+    begun = find("quickstart")
+    assert made.replay == replace(begun.replay, selection=tba.RecencyReward(m=0.5))
+    assert (made.steps, name, flags) == (3, "", ["--steps", "3"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"optimzer": {"lr": 1e-5}}, "a recipe has no field 'optimzer': did you mean 'optimizer'"),
+        ({"optimizer": {"lrr": 1e-5}}, "no field --optimizer.lrr; did you mean --optimizer.lr"),
+        ({"optimizer": 1e-5}, r"Recipe's optimizer is 1e-05: give OptimizerSettings\(...\)"),
+        ({"model.nowhere.deep": tba.Constant(1.0)}, "no field --model.nowhere.deep"),
+        ({"objective": "grpo"}, r"the recipe's objective is 'grpo': give an object, such as .* or tba.Grpo\(\)"),
+        ({"objective": tba.Grpo}, r"the recipe's objective is the class Grpo: give one of it, Grpo\(...\)"),
+        ({"steps": "many"}, "--steps takes a whole number, not 'many'"),
+    ],
+)
+def test_a_field_of_a_named_recipe_that_means_nothing_is_a_sentence(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        _found("quickstart", fields)
+
+
+def test_evaluate_gives_the_recipes_figures_the_version_it_measured_and_its_own_seconds(tmp_path: Path) -> None:
     found = tba.evaluate(replace(toy(), evaluation=replace(toy().evaluation, problems=3)))
     assert {e.metric for e in found} >= {"pass@1/sampled"}
     assert all(0 <= e.value <= 1 for e in found)
+    model = tba.HuggingFace(path=str(BASE), device="cpu", generation=tba.EngineSettings(max_completion_tokens=6))
+    recipe = replace(find("quickstart"), model=model, evaluation=EvaluationSettings(problems=5, pass_k=0))
+    begun = time.perf_counter()
+    assert {e.version for e in tba.evaluate(recipe)} == {Version(0, 0)}
+    saved = shutil.copytree(BASE, tmp_path / "step-7")
+    files = {path.name: [0, 0] for path in saved.iterdir()}
+    (saved / "run.json").write_text(json.dumps({"version": "2.7", "state": {}, "files": files}))
+    measured = tba.evaluate(recipe, saved)
+    assert {e.version for e in measured} == {Version(2, 7)}
+    assert 0 < sum(e.seconds for e in measured) < time.perf_counter() - begun
+    assert max(e.wall_seconds for e in measured) < time.perf_counter() - begun
+
+
+def test_a_run_and_an_estimate_show_their_figures_in_a_prompt_and_in_a_notebook(tmp_path: Path) -> None:
+    run = tba.Run(written_run(tmp_path / "written"))
+    first = min(run.evaluations, key=lambda e: e.version)
+    for shown in (repr(run), run._repr_html_()):
+        assert run.path.name in shown
+        assert first.metric in shown
+        assert f"{100 * first.value:.1f} %" in shown
+        assert all(line == line.rstrip() for line in repr(run).splitlines())
+    estimate = repr(tba.check("quickstart"))
+    for figure in ("20,000 to train on", "What a run takes", "a step takes", "a round takes"):
+        assert figure in estimate
+    assert repr(tba.Run(tmp_path / "removed")).startswith(f"{tmp_path / 'removed'}: there is no such run")
 
 
 def test_a_class_is_the_same_wherever_its_module_has_moved_also_within_lists() -> None:
@@ -192,6 +265,7 @@ def test_a_recipe_by_name_takes_objects_too(tmp_path: Path) -> None:
 SCRIPT = """
 import tba
 from pathlib import Path
+from typing import Any
 from tba.rewards.functions import FunctionReward
 
 def right(prompt: str, completion: str, answer: str) -> float:
@@ -220,3 +294,52 @@ def test_a_script_with_a_function_of_its_own_trains_in_processes(tmp_path: Path)
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
     )
     assert (said.stdout, said.returncode) == ("2\n", 0), said.stderr
+
+
+class Nameless:
+    """A task that lacks its name."""
+
+    def problems(self, split: Split) -> list[Problem]:
+        return []
+
+    def reward(self) -> object:
+        return None
+
+
+def right(completion: str, answer: str) -> float:
+    return float(completion == answer)
+
+
+def test_what_a_first_script_writes_is_taken_where_its_meaning_is_plain(tmp_path: Path) -> None:
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 3)
+    path = tmp_path / "sums.jsonl"
+    task = tba.Jsonl(train=str(path), eval_fraction="0.5", marked_by=right)  # type: ignore[arg-type]
+    assert task == tba.Jsonl(train=path, eval_fraction=0.5, marked_by=tba.FunctionReward(right))
+    assert tba.HuggingFace(path=BASE) == tba.HuggingFace(path=str(BASE))  # type: ignore[arg-type]
+    objective = tba.TrajectoryBalance(beta=0.05)  # type: ignore[arg-type]
+    assert objective == tba.TrajectoryBalance(beta=tba.Constant(0.05))
+    for model in (BASE, str(BASE)):
+        recipe = tba.Recipe(task=task, model=model, objective=objective, steps=1e2)  # type: ignore[arg-type]
+        assert (recipe.model, recipe.steps) == (tba.HuggingFace(path=str(BASE)), 100)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"task": Nameless()}, "the recipe's task, Nameless, has no name: give the class the line `name: str = \"name"),
+        ({"task": Nameless}, r"the recipe's task is the class Nameless: give one of it, Nameless\(...\)"),
+        ({"task": "sums.jsonl"}, "the recipe's task is 'sums.jsonl': give an object, such as tba.Jsonl"),
+        ({"objective": "grpo"}, r"the recipe's objective is 'grpo': give an object, such as .* or tba.Grpo\(\)"),
+        ({"objective": 0.05}, "the recipe's objective is 0.05: give an object, such as tba.TrajectoryBalance"),
+        ({"model": None}, "the recipe's model is None: give an object, such as tba.HuggingFace"),
+        ({"model": tba.Arithmetic()}, "the recipe's model, Arithmetic, has no heads: "),
+        ({"exploration": 0.7}, r"the recipe's exploration is 0.7: give an object, such as tba.Fixed\(temperature"),
+        ({"optimizer": 1e-5}, r"Recipe's optimizer is 1e-05: give OptimizerSettings\(...\)"),
+        ({"steps": "a hundred"}, "Recipe's steps is 'a hundred': give a whole number"),
+        ({"runtime": "ray"}, "Recipe's runtime is 'ray': give one of processes, inline, cluster"),
+    ],
+)
+def test_what_a_recipe_cannot_be_made_of_is_one_sentence(wrong: dict[str, Any], said: str) -> None:
+    parts = {"task": tba.Arithmetic(), "model": BASE, "objective": tba.Grpo()}
+    with pytest.raises(UserError, match=said):
+        tba.Recipe(**{**parts, **wrong})

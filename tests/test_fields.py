@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from tba.errors import UserError
-from tba.fields import BY_CODE, fields_of, flags, help_of
-from tba.settings import override
+from tba.fields import BY_CODE, as_declared, fields_of, flags, help_of
+from tba.settings import find, override
+from tba.shipped import names
 
 
 @dataclass(frozen=True)
@@ -130,3 +134,113 @@ def test_the_fields_that_count_are_those_that_are_shown_with_the_others_named_at
 def test_what_is_for_code_can_be_set_by_a_run_that_is_there() -> None:
     assert made("--kettle.model", "K2", recorded=True) == Kitchen(replace(Kettle(), model="K2"))
     assert "--kettle.model" not in flags(Kitchen())
+
+
+@dataclass(frozen=True)
+class Flame:
+    """Burns at a height."""
+
+    height: float
+
+
+@dataclass(frozen=True)
+@as_declared
+class Stove:
+    """Has burners, and a flame that has one height or another shape."""
+
+    burners: int = 4
+    gas: float = 0.5
+    name: str = "S1"
+    manual: Path | None = None
+    sizes: tuple[int, ...] = ()
+    knobs: tuple[int, str] = (1, "a")
+    heat: Literal["gas", "coal", 3] = "gas"
+    safe: bool = True
+    flame: Flame | Kettle = field(default_factory=lambda: Flame(1.0))
+    watch: Any = None  # a component, of which nothing is known
+
+    def __post_init__(self) -> None:
+        if self.burners < 1:  # a text would not compare
+            raise UserError("no burner")
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "meant"),
+    [
+        ("burners", "6", 6),
+        ("burners", 6.0, 6),
+        ("burners", np.int64(6), 6),
+        ("gas", "1e-5", 1e-5),
+        ("gas", " .5 ", 0.5),
+        ("gas", 2, 2),
+        ("gas", np.float32(0.5), 0.5),
+        ("name", Path("a/b"), "a/b"),
+        ("manual", "a/b", Path("a/b")),
+        ("manual", None, None),
+        ("sizes", [1, "2", 3.0], (1, 2, 3)),
+        ("sizes", (1, 2), (1, 2)),
+        ("knobs", [2, "b"], (2, "b")),
+        ("heat", 3, 3),
+        ("heat", "coal", "coal"),
+        ("flame", 0.05, Flame(0.05)),
+        ("flame", "0.05", Flame(0.05)),
+        ("flame", {"litres": 2.0}, Kettle(litres=2.0)),
+        ("flame", Kettle(), Kettle()),
+        ("watch", "whatever", "whatever"),
+    ],
+)
+def test_in_code_a_field_takes_what_can_mean_only_one_value_of_its_type(name: str, given: Any, meant: Any) -> None:
+    found = getattr(Stove(**{name: given}), name)
+    assert (found, type(found)) == (meant, type(meant))
+    assert getattr(replace(Stove(), **{name: given}), name) == meant
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("burners", "many", "Stove's burners is 'many': give a whole number"),
+        ("burners", 1.5, "Stove's burners is 1.5: give a whole number"),
+        ("burners", True, "Stove's burners is True: give a whole number"),
+        ("burners", None, "Stove's burners is None: give a whole number"),
+        ("burners", 0, "no burner"),
+        ("gas", "high", "Stove's gas is 'high': give a number"),
+        ("gas", "nan", "Stove's gas is 'nan': give a number"),
+        ("name", 3, "Stove's name is 3: give a text"),
+        ("manual", 3, "Stove's manual is 3: give a path or None"),
+        ("sizes", [1, "b"], r"Stove's sizes is \[1, 'b'\]: give any number of: a whole number"),
+        ("knobs", [1], r"Stove's knobs is \[1\]: give a whole number and a text"),
+        ("heat", "wood", "Stove's heat is 'wood': give one of gas, coal, 3"),
+        ("heat", ["gas"], r"Stove's heat is \['gas'\]: give one of gas, coal, 3"),
+        ("safe", "true", "Stove's safe is 'true': give True or False"),
+        ("flame", "hot", r"Stove's flame is 'hot': give a number or Kettle\(...\)"),
+        ("flame", {"light": 1}, r"Stove's flame is \{'light': 1\}: give a number or Kettle\(...\)"),
+    ],
+)
+def test_what_a_field_cannot_mean_is_one_sentence_in_code_too(name: str, given: Any, said: str) -> None:
+    with pytest.raises(UserError, match=f"^{said}$"):
+        Stove(**{name: given})
+
+
+def settings_in(found: Any) -> Iterator[Any]:
+    """All settings that a recipe, or a part of it, is made of."""
+    if dataclasses.is_dataclass(found) and not isinstance(found, type):
+        yield found
+        for f in dataclasses.fields(found):
+            yield from settings_in(getattr(found, f.name))
+    elif isinstance(found, tuple):
+        for one in found:
+            yield from settings_in(one)
+
+
+def test_every_field_of_every_recipe_takes_its_value_as_a_text_where_that_has_one_meaning_and_no_other_text() -> None:
+    every = {type(s): s for name in names() for s in settings_in(find(name))}
+    assert len(every) > 30
+    for settings in every.values():
+        hints = typing.get_type_hints(type(settings))
+        for f in dataclasses.fields(settings):
+            value, hint = getattr(settings, f.name), hints[f.name]
+            if hint is float or hint is int or hint is Path:
+                assert replace(settings, **{f.name: str(value)}) == settings, (type(settings), f.name)
+            if hint in (int, float, bool, int | None, float | None) or typing.get_origin(hint) is Literal:
+                with pytest.raises(UserError, match=f"{type(settings).__name__}'s {f.name} is 'neither': give "):
+                    replace(settings, **{f.name: "neither"})

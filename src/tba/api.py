@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import difflib
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba.errors import UserError
+from tba.fields import fields_of, replaced
 from tba.recipe import Recipe
 from tba.recipe_source import write_recipe
+from tba.record.terminal import Shown
 from tba.settings import being_loaded, find, override
 from tba.types import Evaluation, Json, Trajectory
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from tba.command.check import Estimate
     from tba.record.summary import Summary
 
 _AT_ONCE = 512  # trajectories in memory
 
 
-@dataclass(frozen=True)
-class Run:
+@dataclass(frozen=True, repr=False)
+class Run(Shown):
     """A run on disk, in progress or ended. Everything is read when it is asked for."""
 
     path: Path  # its folder, such as runs/NAME
+
+    def _shown(self) -> RenderableType:
+        from tba.record.run import RunRecord
+        from tba.record.show import brief
+
+        try:
+            return brief(RunRecord.read(self.path))
+        except UserError as error:  # its folder has been removed
+            return str(error)
 
     @property
     def summary(self) -> Summary | None:
@@ -84,7 +99,8 @@ def train(
     """Trains, and returns when the run has ended. Raises `UserError` for what cannot run, before anything is made.
 
     recipe: an object, a name (`"quickstart"`) or the path of a file that defines one. fields: values of its own fields
-    (`steps=50`, `seed=1`, `runtime="inline"`); setting `steps` adjusts the lengths of schedules. A recipe object is
+    (`steps=50`, `seed=1`, `model="folder"`), nested ones in a dictionary or by dotted name (`optimizer={"lr": 1e-5}`,
+    `**{"optimizer.lr": 1e-5}`); setting `steps` adjusts the lengths of schedules. A recipe object is
     trained as it is, in any runtime: other processes rebuild it from `recipe.py` in the run's folder. What they cannot
     rebuild (a class defined in a notebook) trains with `runtime="inline"` only, and is refused otherwise. A script must
     call this below `if __name__ == "__main__":`, as with `multiprocessing`.
@@ -156,25 +172,60 @@ def _found(recipe: Recipe | str, fields: Mapping[str, Any]) -> tuple[Recipe, str
             f"{file} trains, checks or evaluates while it is loaded, and other processes load it too: put that below "
             '`if __name__ == "__main__":`'
         )
-    known = Recipe.__dataclass_fields__
-    for name in fields:
-        if name not in known:
-            raise UserError(f"a recipe has no field {name!r}: it has {', '.join(known)}")
-    plain = {k: v for k, v in fields.items() if isinstance(v, bool | int | float | str)}
-    flags = [part for k, v in plain.items() for part in _flag(k, v)]
     begun = find(recipe) if isinstance(recipe, str) else recipe
-    begun = replace(begun, **{k: v for k, v in fields.items() if k not in plain})
-    said = isinstance(recipe, str) and len(plain) == len(fields)
+    plain, objects = _sorted(begun, fields)
+    flags = [word for flag, value in plain.items() for word in _words(flag, value)]
     # the caller is code, which may set fields that are for code
-    made = override(begun, flags, "tba.train", recorded=True)
-    return made, recipe if isinstance(recipe, str) and said else "", flags
+    made = override(replaced(begun, objects), flags, "tba.train", recorded=True)
+    return made, recipe if isinstance(recipe, str) and not objects else "", flags
 
 
-def _flag(name: str, value: bool | float | str) -> list[str]:
-    flag = name.replace("_", "-")
+def _sorted(recipe: Recipe, fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns, by flag, the values that a command line could spell, and those it could not (components, functions).
+
+    Raises `UserError` for a field that the recipe does not have.
+    """
+    known = {field.flag for field in fields_of(recipe, by_code=True)}
+    plain: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+    for given, value in _flat(fields):
+        name = given.replace("-", "_")
+        if (first := name.partition(".")[0]) not in (whole := Recipe.__dataclass_fields__):
+            near = difflib.get_close_matches(first, whole, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(whole)}"
+            raise UserError(f"a recipe has no field {first!r}: {hint}")
+        if name == "model" and isinstance(value, str | Path) and hasattr(recipe.model, "path"):
+            name = "model.path"  # a folder or a Hub name, with the recipe's other settings
+        flag = f"--{name.replace('_', '-')}"
+        by_code = flag not in known and _has(recipe, name)  # what nothing has is refused with the command line's words
+        (objects if by_code else plain)[flag] = value
+    return plain, objects
+
+
+def _flat(fields: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the fields of a nested mapping by dotted name: `optimizer={"lr": 1e-5}` is `optimizer.lr`."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{place}{name}.")
+        else:
+            yield f"{place}{name}", value
+
+
+def _has(recipe: Recipe, name: str) -> bool:
+    """Whether the recipe, or settings in it, have a field of that dotted name."""
+    *places, last = name.split(".")
+    settings: Any = recipe
+    for place in places:
+        settings = getattr(settings, place, None)
+    return is_dataclass(settings) and last in {f.name for f in dataclass_fields(settings)}
+
+
+def _words(flag: str, value: Any) -> list[str]:
+    """Returns the words of a command line that set a field."""
     if isinstance(value, bool):
-        return [f"--{flag}" if value else f"--no-{flag}"]
-    return [f"--{flag}", str(value)]
+        place, dot, name = flag.removeprefix("--").rpartition(".")
+        return [flag if value else f"--{place}{dot}no-{name}"]
+    return [flag, *map(str, value)] if isinstance(value, list | tuple) else [flag, str(value)]
 
 
 def _written(recipe: Recipe, folder: Path) -> str:

@@ -1,7 +1,8 @@
 """The fields of settings by dotted name: which exist, which have an effect, parsing of their values, their help.
 
 Invariant: what a field takes follows from its declared type alone; an unknown field, or a value that does not fit its
-type, ends in one sentence. Nothing is guessed from a value.
+type, ends in one sentence. Nothing is guessed from a value. What a field takes in code follows from its type as well
+(`as_declared`).
 
 A settings class may say that some of its fields have no effect, given the values of others: its property `unused` maps
 the name of each (or of nested settings, which stands for all of theirs) to what would give it an effect, beginning with
@@ -15,22 +16,26 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import numbers
 import re
 import textwrap
 import tokenize
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union
+from typing import Any, Literal, TypeVar, Union
 
 from tba.errors import UserError
 
 BY_CODE = {"by_code": True}  # the metadata of a field that a recipe's code sets, and no command line
+T = TypeVar("T")
 _LARGEST = 2**63  # of a whole number: torch and SQLite take no larger ones
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path"}
+_PLAIN = (str, Path, numbers.Real, type(None), list, tuple, set, Mapping)  # what is no component of anybody's
 _COMMENT = re.compile(r"#\s*(noqa: [A-Z0-9, ]+ - )?")  # what begins a comment, possibly after a remark to the linter
 _INDENT, _WIDTH = 26, 80  # columns of a help text: before what a field means, and in all
 
@@ -231,7 +236,107 @@ def _kind(hint: Any) -> str:
         return f"one of {', '.join(map(str, inner))}"
     if origin in (Union, UnionType):
         return " or ".join(_kind(kind) for kind in inner)
-    return "None" if hint is type(None) else _KINDS[hint]
+    if hint is type(None):
+        return "None"
+    if dataclasses.is_dataclass(hint) and len(hints := _hints(typing.cast(type, hint))) == 1:
+        return _kind(*hints.values())
+    return _KINDS.get(hint) or f"{getattr(hint, '__name__', hint)}(...)"
+
+
+def as_declared(kind: type[T]) -> type[T]:
+    """Lets a class of settings take, for a field, what can mean only one value of the type that the field declares: a
+    text for a path or a number, a number for a schedule, a list for a tuple. It stands below `@dataclass`.
+
+    Anything else that the type excludes raises a `UserError` naming class and field. Of protocols and functions nothing
+    is known here.
+    """
+    after = getattr(kind, "__post_init__", None)
+
+    def made(self: Any) -> None:
+        for name, hint in _hints(typing.cast(Any, kind)).items():
+            value = getattr(self, name, None)
+            try:
+                meant = _meant(value, hint)
+            except ValueError:
+                raise UserError(f"{type(self).__name__}'s {name} is {value!r:.80}: give {_kind(hint)}") from None
+            if meant is not value:
+                object.__setattr__(self, name, meant)
+        if after is not None:
+            after(self)
+
+    kind.__post_init__ = made  # type: ignore[attr-defined]
+    return kind
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Returns the types of the fields that are given to a class when it is made."""
+    hints = typing.get_type_hints(kind)
+    made = [f.name for f in dataclasses.fields(typing.cast(Any, kind)) if f.init]
+    return {name: hints[name] for name in made}
+
+
+def _meant(value: Any, hint: Any) -> Any:
+    """Returns the value of type `hint` that `value` can only mean. Raises `ValueError` if there is none."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, UnionType):
+        return _meant_first(value, inner)
+    if origin is tuple:
+        if isinstance(value, str | Path) and Ellipsis in inner:
+            value = (value,)
+        if not isinstance(value, list | tuple):
+            raise ValueError
+        kinds = [inner[0]] * len(value) if Ellipsis in inner else inner
+        made = tuple(_meant(one, kind) for one, kind in zip(value, kinds, strict=True))
+        return value if isinstance(value, tuple) and made == value else made
+    if origin is Literal:
+        if value not in inner and not isinstance(value, str):
+            raise ValueError
+        return value if value in inner else _read([value], hint)
+    if hint in (int, float) and isinstance(value, str):
+        return _read([value.strip()], hint)
+    if hint in (int, float) and type(value) is not bool and isinstance(value, numbers.Real):
+        return _number(value, hint)
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is str and isinstance(value, Path):
+        return str(value)
+    if hint is type(None) or hint in _KINDS:
+        if not isinstance(value, hint) or (hint in (int, float) and isinstance(value, bool)):
+            raise ValueError
+    elif dataclasses.is_dataclass(hint) and isinstance(value, _PLAIN):
+        return _wrapped_in(value, typing.cast(type, hint))
+    return value
+
+
+def _meant_first(value: Any, kinds: Sequence[Any]) -> Any:
+    """Returns what a value means by the first of several types that excludes nothing of it; by text last."""
+    same = [kind for kind in kinds if type(value) is kind]
+    for kind in [*same, *sorted(kinds, key=lambda kind: kind in (str, Path))]:
+        try:
+            return _meant(value, kind)
+        except ValueError:
+            continue
+    raise ValueError
+
+
+def _number(value: Any, kind: type) -> Any:
+    """Returns a number as a Python number of the kind. Raises `ValueError` for a part of a whole one."""
+    if isinstance(value, kind) or (kind is float and isinstance(value, int)):
+        return value
+    if kind(value) != value:
+        raise ValueError
+    return kind(value)
+
+
+def _wrapped_in(value: Any, kind: type) -> Any:
+    """Returns the settings of those fields, or whose only field has that value. Raises `ValueError` for neither."""
+    hints = _hints(kind)
+    if isinstance(value, Mapping) and value.keys() <= hints.keys():
+        return kind(**value)
+    if len(hints) != 1:
+        raise ValueError
+    return kind(*(_meant(value, hint) for hint in hints.values()))
 
 
 def _nearest(flag: str, known: Iterable[Field], program: str) -> str:

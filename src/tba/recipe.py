@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from tba.errors import UserError
 from tba.evaluation.accuracy import EvaluationSettings
-from tba.fields import BY_CODE
+from tba.fields import BY_CODE, as_declared
 from tba.protocols import HEADS, Acted, Embedding, Exploration, Model, Objective, Task
 from tba.record.recorder import RecordSettings
 from tba.replay.replay import ReplaySettings
@@ -32,6 +32,7 @@ from tba.weights.directory import PublishSettings
 
 
 @dataclass(frozen=True)
+@as_declared
 class RuntimeSettings:
     """How the parts are run, and their deadlines. Raises `UserError` when a field makes no sense."""
 
@@ -70,6 +71,7 @@ class RuntimeSettings:
 
 
 @dataclass(frozen=True)
+@as_declared
 class ClusterSettings:
     """What each part of a run asks of a Ray cluster (runtime cluster)."""
 
@@ -102,6 +104,7 @@ _LEAST = {
 
 
 @dataclass(frozen=True)
+@as_declared
 class InitialFill:
     """What is imported before a run begins, graded by the task and scored under the reference as `tba import` does.
     Raises `UserError` when a field makes no sense.
@@ -116,6 +119,7 @@ class InitialFill:
 
 
 @dataclass(frozen=True)
+@as_declared
 class Recipe:
     """The settings of one run. The paper's symbols: B prompts x K responses, S per prompt, k steps per sync. Raises
     `UserError` when a field makes no sense.
@@ -159,6 +163,12 @@ class Recipe:
     record: RecordSettings = field(default_factory=RecordSettings)
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, str | Path):
+            from tba.models.huggingface import HuggingFace  # which loads transformers
+
+            object.__setattr__(self, "model", HuggingFace(path=str(self.model)))
+        for name, (members, such) in _COMPONENTS.items():
+            _require_component(name, getattr(self, name), members, such)
         for name in _COUNTS:
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UserError(f"--{name.replace('_', '-')} is {value}, it must be at least 1")
@@ -292,6 +302,19 @@ class Recipe:
         return LARGEST_SQUARED * smallest
 
 
+def _require_component(name: str, given: Any, members: tuple[str, ...], such: str) -> None:
+    """Raises `UserError` for what is no component of a recipe: a text, a class, or one that lacks something."""
+    if isinstance(given, type):
+        raise UserError(f"the recipe's {name} is the class {given.__name__}: give one of it, {given.__name__}(...)")
+    if isinstance(given, str | Path | float | None):
+        raise UserError(f"the recipe's {name} is {given!r:.80}: give an object, such as {such}")
+    kind = type(given).__name__
+    for member in members:
+        if not hasattr(given, member):
+            how = f'the line `name: str = "{kind.lower()}"`' if member == "name" else f"`{member}`"
+            raise UserError(f"the recipe's {name}, {kind}, has no {member}: give the class {how}, as {such} has it")
+
+
 @dataclass(frozen=True)
 class Gone:
     """A field that recipes had in earlier versions of the program."""
@@ -333,6 +356,12 @@ GONE: Mapping[str, Gone] = {
     "model.vllm.max_prompt_tokens": Gone(None, "it is always --prompts.max-tokens"),
     "model.vllm.memory_share": Gone(..., "its cache is what the slots need, or --model.vllm.cache-gb"),
     "model.vllm.update": Gone(..., "searchers whose rounds flow load newer weights at once, others between two rounds"),
+}
+_COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {  # what each must have, and one that has it
+    "task": (("name", "problems", "reward"), 'tba.Jsonl(train="problems.jsonl")'),
+    "model": (("heads", "engine", "policy"), 'tba.HuggingFace(path="folder")'),
+    "objective": (("needs", "by_group"), "tba.TrajectoryBalance(beta=0.05) or tba.Grpo()"),
+    "exploration": (("draw", "full_support", "greedy"), "tba.Fixed(temperature=1.0)"),
 }
 LARGEST_SQUARED = 1e9  # |reward| over beta: its square, summed over a batch, is far from float32's largest number
 _PACKAGE = Path(__file__).parent

@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tba.errors import UserError
+from tba.fields import as_declared
 
 
 @dataclass(frozen=True)
+@as_declared
 class Constant:
     """The same value at every step."""
 
@@ -35,6 +37,7 @@ class Constant:
 
 
 @dataclass(frozen=True)
+@as_declared
 class Linear:
     """`start` at step 1, a straight line to `end` at step `steps` + 1, `end` from there on."""
 
@@ -57,6 +60,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
+@as_declared
 class LinearThenCut:
     """The first part of `Linear(start, end, target_steps)`, then abruptly `end` from step `cut_step` on.
 
@@ -102,6 +106,7 @@ def tldr_anneal(steps: int = 256) -> LinearThenCut:
 
 
 @dataclass(frozen=True)
+@as_declared
 class WarmupConstant:
     """A linear rise over `warmup` updates (step n has n / warmup), then the peak."""
 
@@ -123,6 +128,7 @@ class WarmupConstant:
 
 
 @dataclass(frozen=True)
+@as_declared
 class WarmupLinear:
     """A linear rise, then a straight line to `final`."""
 
@@ -148,6 +154,7 @@ class WarmupLinear:
 
 
 @dataclass(frozen=True)
+@as_declared
 class WarmupCosine:
     """A linear rise, then half a cosine to `final`."""
 
@@ -173,6 +180,7 @@ class WarmupCosine:
 
 
 @dataclass(frozen=True)
+@as_declared
 class WarmupStableDecay:
     """A linear rise, a plateau, then half a cosine to `final` (WSD; the paper's GSM8K run is 50/450/500)."""
 

@@ -24,7 +24,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tba.cards import cards
@@ -39,7 +39,7 @@ from tba.objectives.policy_gradient import Reinforce
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.show import pairs, section
-from tba.record.terminal import terminal
+from tba.record.terminal import Shown, terminal
 from tba.record.text import count, duration, printable, size
 from tba.replay.buffer import OF_BODY, OF_TOKEN
 from tba.replay.selection import RecencyReward
@@ -350,8 +350,8 @@ def planned(recipe: Recipe) -> list[Placed]:
         return plan(recipe, nodes, searchers)
 
 
-@dataclass(frozen=True)
-class Estimate:
+@dataclass(frozen=True, repr=False)
+class Estimate(Shown):
     """Seconds and bytes of a run, extrapolated from a few rounds and steps."""
 
     start_seconds: float  # until both halves are up
@@ -375,6 +375,17 @@ class Estimate:
     trainer_gpu_bytes: int | None  # of each rank; None: it uses no GPU
     searcher_gpu_bytes: int | None
     trainer_measured: bool = True  # otherwise what the trainer takes is computed
+
+    def _shown(self) -> RenderableType:
+        took = {
+            "time": f"{duration(self.total_seconds)}, of which start-up {duration(self.start_seconds)} and evaluations "
+            f"{duration(self.evaluation_seconds)}",
+            "searcher": f"a round takes {self.round_seconds:.3f} s, {self.tokens_per_round:,.0f} tokens of answers",
+            "trainer": f"a step takes {self.step_seconds:.3f} s",
+            "memory": f"trainer {size(self.trainer_bytes)}, each searcher {size(self.searcher_bytes)}",
+        }
+        learnt = section("What there is to learn from", pairs(self.signal.facts()))
+        return Group(learnt, section("What a run takes", pairs(took)))
 
 
 def estimate(

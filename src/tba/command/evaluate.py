@@ -29,7 +29,8 @@ from tba.record.terminal import terminal
 from tba.runtime.prompting import engine_of, prompts_of, reward_of
 from tba.runtime.run_dir import RunDirectory
 from tba.settings import find, override
-from tba.training.checkpoint import newest_checkpoint
+from tba.training.checkpoint import RUN as CHECKPOINT
+from tba.training.checkpoint import Checkpoint, newest_checkpoint
 from tba.types import Prompt, Version
 
 Scores: TypeAlias = Mapping[str, Sequence[float]]  # metric -> one for each problem, in order
@@ -56,7 +57,8 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
             f"{e.n} {split} problems",
             highlight=False,
         )
-    console.print(f"{found.tokens} tokens in {found.seconds:.1f} s", highlight=False)
+    of = f"version {found.version}: " if found.version.step else ""
+    console.print(f"{of}{found.tokens} tokens in {found.seconds:.1f} s", highlight=False)
     scores = {metric: [float(v) for v in values] for metric, values in found.scores.items()}
     facts = {"recipe": name, "overrides": overrides, "checkpoint": checkpoint, "split": split, "scores": scores}
     if distance:
@@ -117,18 +119,24 @@ def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train" if split == "train" else "eval")
-    engine = engine_of(recipe, model, Version())
+    engine = engine_of(recipe, model, _version_at(getattr(model, "path", "")))
+    began = time.monotonic()
     found = evaluate(
         engine,
         prompts,
         recipe.task.examination() if isinstance(recipe.task, Examined) else reward_of(recipe.task),
         settings,
         np.random.default_rng([recipe.seed, 7]),
-        now=time.monotonic,
+        now=lambda: time.monotonic() - began,
         policy_temperature=recipe.policy_temperature,
         between=_Progress(len(prompts), settings),
     )
     return found, engine, prompts
+
+
+def _version_at(path: str) -> Version:
+    """Returns the version of the weights in a run's checkpoint; of a model that no run made, the first."""
+    return Checkpoint.load(Path(path)).version if (Path(path) / CHECKPOINT).is_file() else Version()
 
 
 class _Progress:

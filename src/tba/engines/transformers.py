@@ -33,6 +33,7 @@ from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fau
 from tba.engines.step import CudaGraphs, Step, unlike
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError
+from tba.fields import as_declared
 from tba.policy.lora import has_adapters, is_adapter
 from tba.policy.norms import fuse_norms
 from tba.protocols import Partner, Tokenizer, Turn
@@ -48,6 +49,7 @@ _PROBE = 7  # tokens of the longest prompt of the self-test
 
 
 @dataclass(frozen=True)
+@as_declared
 class EngineSettings:
     """How a searcher samples: how many completions grow at the same time, and where one ends. Raises `UserError` when a
     field makes no sense.

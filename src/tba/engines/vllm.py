@@ -34,6 +34,7 @@ from tba.engines.rules import Room, matched
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
+from tba.fields import as_declared
 from tba.foreign import SAFE
 from tba.policy.loading import load_model
 from tba.policy.lora import is_adapter, merged_with
@@ -55,6 +56,7 @@ _ENVIRONMENT = {  # read by vLLM when it is imported or an engine is made
 
 
 @dataclass(frozen=True)
+@as_declared
 class VllmSettings:
     """The settings of vLLM alone (`--model.generation.engine vllm`)."""
 

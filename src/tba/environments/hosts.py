@@ -35,6 +35,7 @@ from typing import Any, NoReturn
 
 from tba.environments.episode import Episode, EpisodeFailed, Observation, begun
 from tba.errors import PartFailed, UserError
+from tba.fields import as_declared
 from tba.protocols import Acted
 from tba.types import Json, Judgement
 
@@ -50,6 +51,7 @@ _PARENT_DEATH_SIGNAL = 1  # of prctl
 
 
 @dataclass(frozen=True)
+@as_declared
 class EpisodeLimits:
     """How episodes are played at once, and what each may take. Raises `UserError` when a field makes no sense."""
 

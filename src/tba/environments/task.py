@@ -13,6 +13,7 @@ from typing import TypeAlias
 from tba.environments.episode import Episode, EpisodeFailed
 from tba.environments.hosts import EpisodeLimits
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.protocols import Environment
 from tba.types import Completion, Judgement, Message, Problem, Prompt, Split
 
@@ -24,6 +25,7 @@ Player: TypeAlias = Callable[[list[str], random.Random], str]
 
 
 @dataclass(frozen=True)
+@as_declared
 class EnvironmentTask:
     """Problems that are answered by acting in an environment, in several turns."""
 

@@ -20,6 +20,7 @@ from typing import Any
 from tba.environments.hosts import EpisodeLimits
 from tba.environments.task import EnvironmentReward
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.rewards.children import Children
 from tba.types import Json, Problem, Split
 
@@ -29,6 +30,7 @@ _GRACE = 5.0  # seconds that the process has to answer for itself that something
 
 
 @dataclass(frozen=True)
+@as_declared
 class VerifiersTask:
     """Tasks of one taskset of `verifiers`, played by one agent without tools; its first tasks are held out."""
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.evaluation.estimators import pass_at_k
+from tba.fields import as_declared
 from tba.generation import generate
 from tba.protocols import Engine, Reward
 from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Version
@@ -33,6 +34,7 @@ def pass_k_metric(k: int) -> str:
 
 
 @dataclass(frozen=True)
+@as_declared
 class EvaluationSettings:
     """What is measured on the held-out split, and when. Raises `UserError` when a field makes no sense."""
 

@@ -36,7 +36,7 @@ from tba.engines.vllm import REFUSALS, VllmEngine, VllmSettings
 from tba.environments.scripted import acted, written
 from tba.environments.speech import Speech
 from tba.errors import TbaError, UserError
-from tba.fields import BY_CODE
+from tba.fields import BY_CODE, as_declared
 from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, shape_of
@@ -99,6 +99,7 @@ def _require_hub(name: str) -> None:
 
 
 @dataclass(frozen=True)
+@as_declared
 class Lesson:
     """One part of a warm start: the task's demonstrations, possibly with some of its fields changed."""
 
@@ -113,6 +114,7 @@ class Lesson:
 
 
 @dataclass(frozen=True)
+@as_declared
 class WarmStart:
     """A small model, made untrained and then taught the task's own demonstrations."""
 
@@ -130,6 +132,7 @@ class WarmStart:
 
 
 @dataclass(frozen=True)
+@as_declared
 class HuggingFace:
     """A Hugging Face causal language model: which one, on which device, and how each half of a run uses it.
 

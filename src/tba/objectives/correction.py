@@ -18,11 +18,13 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
+from tba.fields import as_declared
 
 _LARGEST = 20.0  # of a log-ratio: beyond it a ratio has no meaning, and its exponential would overflow
 
 
 @dataclass(frozen=True)
+@as_declared
 class Correction:
     """How the ratio rho = pi / mu of policy to behaviour policy enters a policy gradient with advantages A.
 

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from tba.batch import Batch
+from tba.fields import as_declared
 from tba.objectives.correction import Correction
 from tba.objectives.penalty import clamped_divergence, k3
 from tba.objectives.reduce import Per, average, group_mean, group_sizes, group_std, row_means
@@ -27,6 +28,7 @@ def _clip() -> Correction:
 
 
 @dataclass(frozen=True)
+@as_declared
 class Grpo:
     """L = (1 / B) sum over rows of (1 / |y|) sum over tokens of [max(-rho A, -clip(rho, 1 +- 0.2) A) + beta k3].
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tba.batch import Batch
+from tba.fields import as_declared
 from tba.objectives.reduce import group_max, group_sizes, masked_sum, row_means
 from tba.objectives.trajectory_balance import require_positive
 from tba.protocols import Measured, PolicyOutput
@@ -22,6 +23,7 @@ from tba.schedules import Constant, Schedule
 
 
 @dataclass(frozen=True)
+@as_declared
 class OnlineDpo:
     """L = mean over groups of -log sigmoid(beta d), d = log(pi / pi_ref)(best) - log(pi / pi_ref)(worst).
 

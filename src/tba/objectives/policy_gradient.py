@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 
 from tba.batch import Batch
+from tba.fields import as_declared
 from tba.objectives.correction import Correction
 from tba.objectives.penalty import Penalised, penalised_log_ratio
 from tba.objectives.reduce import group_mean, group_sizes, leave_one_out_mean, masked_sum, row_means
@@ -22,6 +23,7 @@ from tba.schedules import Constant, Schedule
 
 
 @dataclass(frozen=True)
+@as_declared
 class Reinforce:
     """Gradient -(1 / B) sum (s - b) grad log pi, with the score s = r - beta log(q / pi_ref) and a baseline b.
 

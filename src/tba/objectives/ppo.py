@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.objectives.correction import clipped, log_ratio_to_behavior, require_clip
 from tba.objectives.penalty import Penalised, penalised_log_ratio
 from tba.objectives.reduce import Per, average, row_means, token_mean, whitened
@@ -23,6 +24,7 @@ from tba.schedules import Constant, Schedule
 
 
 @dataclass(frozen=True)
+@as_declared
 class Ppo:
     """L = mean of max(-rho A, -clip(rho, 1 +- clip) A) + value_weight * mean of (V - (A + SG[V]))^2 / 2, over tokens.
 

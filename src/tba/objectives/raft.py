@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from tba.batch import Batch
+from tba.fields import as_declared
 from tba.objectives.correction import Correction
 from tba.objectives.reduce import Per, average, group_max, group_mean, row_means
 from tba.protocols import Measured, PolicyOutput
 
 
 @dataclass(frozen=True)
+@as_declared
 class Raft:
     """L = -(1 / B) sum w log pi(y|x): w = 1 where r > 0 (`positive`), or 1 for the best row of each group (`best`).
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tba.batch import Batch
+from tba.fields import as_declared
 from tba.objectives.correction import Correction
 from tba.objectives.penalty import clamped_divergence
 from tba.objectives.reduce import Per, average, group_mean, group_sizes, row_means
@@ -25,6 +26,7 @@ def _ratio_up_to_8() -> Correction:
 
 
 @dataclass(frozen=True)
+@as_declared
 class TbaPrime:
     """L = -(1 / N) sum over rows and tokens of min(rho, 8) A, rho = pi / mu of the token, N the batch's tokens.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.objectives.correction import sequence_log_ratio
 from tba.objectives.reduce import group_max, group_mean, group_sizes, masked_sum, row_means
 from tba.protocols import Measured, Objective, PolicyOutput
@@ -31,6 +32,7 @@ SPREAD = 2.0  # nats; 20 rows of normally spread log rho are then worth 4 below 
 
 
 @dataclass(frozen=True)
+@as_declared
 class TrajectoryBalance:
     """L = mean over rows of w (SG[log Z(x)] + log pi(y|x) - log pi_ref(y|x) - r / beta)^2, y a whole sequence.
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.streaming import Streamed, shapes_of
 
 FILE = "adapters.safetensors"  # next to the merged model in a checkpoint: training resumes from it
@@ -26,6 +27,7 @@ _NAME = "default"  # peft's, of the one adapter of each layer
 
 
 @dataclass(frozen=True)
+@as_declared
 class LoraSettings:
     """Which layers have adapters, and how large. Needs the extra `lora`. Raises `UserError` when a field makes no
     sense.

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.record.jsonl import JsonLines, read_lines
 from tba.record.metrics import MetricsWriter
 from tba.types import Evaluation, Json, Trajectory, Version
@@ -33,6 +34,7 @@ LogPolicy: TypeAlias = Callable[[Sequence[Trajectory]], Sequence[Sequence[float]
 
 
 @dataclass(frozen=True)
+@as_declared
 class RecordSettings:
     """What a run records besides `metrics.jsonl`. Raises `UserError` when a field makes no sense."""
 

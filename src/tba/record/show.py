@@ -28,7 +28,7 @@ ANSWERS_SHOWN = 5
 
 def show(run: RunRecord) -> RenderableType:
     """Returns all results of a run; so far, when it has not ended."""
-    parts: list[RenderableType] = [_heading(run), section("Held-out accuracy", accuracy(run)), *_fallen(run)]
+    parts = [brief(run)]
     if run.summary is None:
         parts.append(section("So far", _so_far(run)))
     else:
@@ -36,6 +36,11 @@ def show(run: RunRecord) -> RenderableType:
         parts.append(section("The run", pairs(facts_of(run.summary))))
     parts += [Text(sentence, style="yellow") for sentence in run.unreadable]
     return Group(*parts)
+
+
+def brief(run: RunRecord) -> RenderableType:
+    """Returns what run it is, its held-out accuracy before and after, and what fell."""
+    return Group(_heading(run), section("Held-out accuracy", accuracy(run)), *_fallen(run))
 
 
 def comparison(runs: Sequence[RunRecord], settings: Mapping[str, Sequence[str]]) -> RenderableType:
@@ -74,7 +79,7 @@ def _short(evaluation: Evaluation | None) -> str:
 
 def closing_page(run: RunRecord) -> RenderableType:
     """Returns accuracy and answers before and after, what was trained, and where it is."""
-    parts: list[RenderableType] = [_heading(run), section("Held-out accuracy", accuracy(run)), *_fallen(run)]
+    parts = [brief(run)]
     both = run.answers_before_after()[:ANSWERS_SHOWN]
     if both:
         parts.append(section("The same held-out problems, before and after", answers(both)))

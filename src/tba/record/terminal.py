@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+from io import StringIO
 from typing import IO, Any, cast
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from tba.record.text import printable
+
+_WIDTH = 100  # columns of what is shown where there is no terminal
 
 
 class LossyOutput:
@@ -56,3 +59,22 @@ class Terminal(Console):
 def terminal(quiet: bool = False) -> Terminal:
     """Standard output; quiet: nothing is printed."""
     return Terminal(markup=False, emoji=False, quiet=quiet, file=cast(IO[str], LossyOutput()))
+
+
+class Shown:
+    """Prints itself as people are shown it: as text for `repr`, as HTML in a notebook."""
+
+    def _shown(self) -> RenderableType:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return "\n".join(line.rstrip() for line in self._recorded().export_text().strip().splitlines())
+
+    def _repr_html_(self) -> str:
+        style = "white-space:pre;overflow-x:auto;line-height:normal;font-family:monospace"
+        return self._recorded().export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
+
+    def _recorded(self) -> Terminal:
+        console = Terminal(markup=False, emoji=False, file=StringIO(), record=True, width=_WIDTH)
+        console.print(self._shown())
+        return console

@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates
 from tba.replay.prompt_index import Listing, Newest, PromptIndex
@@ -45,6 +46,7 @@ LEFT = {-_DUPLICATE: "duplicate", -_EVICTED: "evicted", -_DAMAGED: "damaged"}
 
 
 @dataclass(frozen=True)
+@as_declared
 class BufferSettings:
     """How much the replay buffer in the trainer's memory holds. Raises `UserError` when a field makes no sense."""
 

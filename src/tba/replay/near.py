@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.protocols import EMBEDDING
 from tba.replay.codec import Stored
 from tba.replay.rows import widened
@@ -31,6 +32,7 @@ _Rows = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
+@as_declared
 class NearDuplicates:
     """What happens to an answer that is nearly another one to the same prompt (Lee et al. 2024, arXiv 2405.18540)."""
 

@@ -24,11 +24,13 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from tba.errors import UserError
+from tba.fields import as_declared
 
 Held: TypeAlias = Literal["warm_up", "paced"]
 
 
 @dataclass(frozen=True)
+@as_declared
 class Pacing:
     """How the trainer and the searchers are held back. Raises `UserError` when a field makes no sense."""
 

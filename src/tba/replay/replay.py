@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
 from tba.replay.codec import Gone, Stored
 from tba.replay.pacing import Held, Pacing
@@ -30,6 +31,7 @@ NotReady: TypeAlias = Held | Literal["empty", "unscored"]
 
 
 @dataclass(frozen=True)
+@as_declared
 class ReplaySettings:
     """What is kept, what is drawn and when. Raises `UserError` when a field makes no sense."""
 

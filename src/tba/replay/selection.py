@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.replay.buffer import Buffer
 from tba.replay.prompt_index import Listing
 from tba.types import Group, Json
@@ -60,6 +61,7 @@ class Selection(Protocol):
 
 
 @dataclass(frozen=True)
+@as_declared
 class RecencyReward:
     """Each group is, independently, recent with probability m, else drawn by reward (arXiv 2503.18929, section 4).
     Raises `UserError` when a field makes no sense.

@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from tba.errors import TbaError, UserError
+from tba.fields import as_declared
 from tba.foreign import parsed
 
 _FOR_THE_MOMENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -30,6 +31,7 @@ _REMEMBERED = 1 << 16  # replies
 
 
 @dataclass(frozen=True)
+@as_declared
 class Endpoint:
     """A model behind an OpenAI-compatible HTTP endpoint, such as a judge. Each searcher has its own rate limit and
     remembers replies of its own.

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.rewards.math_forms import same, same_value, spelled
 from tba.rewards.math_text import boxed_span
 from tba.rewards.number_text import UNKNOWN, Amount, amounts, plain, quantity
@@ -99,6 +100,7 @@ def _right(answer: str) -> Amount | None:
 
 
 @dataclass(frozen=True)
+@as_declared
 class ExactAnswer:
     """1 if the completion gives the prompt's field `answer`, else 0 (the paper's reward on GSM8K)."""
 

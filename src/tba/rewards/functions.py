@@ -31,6 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from tba.errors import TbaError, UserError
+from tba.fields import as_declared
 from tba.protocols import Reward
 from tba.rewards.threads import in_threads
 from tba.types import Completion, Judgement, Problem, Prompt, quoted
@@ -49,6 +50,7 @@ _SHOWN = "write it as (prompt, completion, **fields) -> float, with the names of
 
 
 @dataclass(frozen=True)
+@as_declared
 class WeightedFunctions:
     """reward = sum of weight * function. The judgement's parts are the unweighted values, by function name.
 
@@ -108,6 +110,7 @@ class WeightedFunctions:
 
 
 @dataclass(frozen=True)
+@as_declared
 class FunctionReward:
     """One plain function as a reward, with weight 1."""
 

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.types import Sampling
 
 
 @dataclass(frozen=True)
+@as_declared
 class Fixed:
     """The same settings in every round. Raises `UserError` for a temperature below 0 or a top-p outside (0, 1]."""
 
@@ -39,6 +41,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
+@as_declared
 class RandomPerRound:
     """The paper's off-policy decoding (its future work, off by default there): one draw for each round.
 

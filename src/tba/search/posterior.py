@@ -17,10 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.types import Outcome
 
 
 @dataclass(frozen=True)
+@as_declared
 class PosteriorSettings:
     """Beta posteriors of success rates, with forgetting (after MoPPS, arXiv 2507.04632)."""
 

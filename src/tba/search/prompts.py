@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.foreign import templated
 from tba.protocols import Tokenizer
 from tba.search.posterior import Posterior, PosteriorSettings
@@ -25,6 +26,7 @@ LeaseFirst = Callable[[Sequence[int], int], list[int]]
 
 
 @dataclass(frozen=True)
+@as_declared
 class PromptSettings:
     """How problems become prompts, and which are answered next. Raises `UserError` when a field makes no sense."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.rewards.exact_answer import ExactText
 from tba.tasks.held_out import check_share, is_held_out
 from tba.types import Problem, Split
@@ -25,6 +26,7 @@ _RESULT = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 @dataclass(frozen=True)
+@as_declared
 class Arithmetic:
     """`a+b=`, answered by the digits of the result. Every operand has exactly `digits` digits. Raises `UserError` when
     a field makes no sense.

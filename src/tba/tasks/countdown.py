@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.rewards.expression import Expression
 from tba.tasks.held_out import check_share, is_held_out
 from tba.types import Problem, Split
@@ -31,6 +32,7 @@ _DIGITS = range(1, 10)
 
 
 @dataclass(frozen=True)
+@as_declared
 class Countdown:
     """`DIGITS=TARGET:`, digits ascending, answered by an expression that uses each of them; products come first."""
 

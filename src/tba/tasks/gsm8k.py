@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.rewards.exact_answer import MARK, ExactAnswer
 from tba.tables import file_in
 from tba.tasks.held_out import without
@@ -32,6 +33,7 @@ _LOCAL = "a folder with train.jsonl and test.jsonl or a JSON Lines file"
 
 
 @dataclass(frozen=True)
+@as_declared
 class Gsm8k:
     """GSM8K itself, or any file with `question` and `answer` in the same format."""
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.foreign import check
 from tba.rewards.ifeval import IfEvalReward, known
 from tba.tasks.hub import rows_from_hub
@@ -21,6 +22,7 @@ _LOCAL = "the file input_data.jsonl of google-research/instruction_following_eva
 
 
 @dataclass(frozen=True)
+@as_declared
 class IfEval:
     """The prompts of `path`, as chat messages."""
 

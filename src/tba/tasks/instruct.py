@@ -11,6 +11,7 @@ from random import Random
 from typing import Literal
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.protocols import Reward
 from tba.rewards.ifeval import known
 from tba.rewards.instructions import ShareFulfilled
@@ -26,6 +27,7 @@ _COUNTS = (1,) * 6 + (2,) * 3 + (3,)  # instructions of a prompt, each as often 
 
 
 @dataclass(frozen=True)
+@as_declared
 class Instruct:
     """Questions about everyday topics. An answer's reward is the share of its instructions that it fulfils."""
 

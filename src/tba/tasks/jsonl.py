@@ -20,14 +20,17 @@ Invariant: a prompt is either in training or in evaluation, never in both; every
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.protocols import Reward
 from tba.rewards.exact_answer import ExactAnswer, marked
+from tba.rewards.functions import FunctionReward
 from tba.tables import Refusal, conversation, file_in, splits_of, tools_of
 from tba.tasks.held_out import check_share, is_held_out, without
 from tba.tasks.rows import Row, read_rows, unpacked
@@ -41,6 +44,7 @@ _MESSAGE = '{"role": "user", "content": "..."}'
 
 
 @dataclass(frozen=True)
+@as_declared
 class Jsonl:
     """Problems from one or two files: JSON Lines, JSON, CSV, Parquet, or a folder of `save_to_disk`.
 
@@ -56,10 +60,13 @@ class Jsonl:
     answer_field: str = "answer"  # field with the right answer; rewards see it as `answer`
     response_field: str = "response"  # field with a worked answer for the supervised warm start, if there is one
     strict: bool = False  # read the number after #### only, not the last one of the text
-    marked_by: Reward | None = None  # a reward of your own, such as FunctionReward(f); None: exact answer
+    marked_by: Reward | None = None  # a reward of your own, or a function; None: exact answer
 
     def __post_init__(self) -> None:
         check_share(self.eval_fraction, "jsonl's eval_fraction")
+        marked_by: object = self.marked_by
+        if inspect.isfunction(marked_by):
+            object.__setattr__(self, "marked_by", FunctionReward(marked_by))
 
     @property
     def name(self) -> str:

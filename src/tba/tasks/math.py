@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.rewards.math_answer import MathAnswer
 from tba.rewards.math_text import last_boxed
 from tba.tables import file_in
@@ -28,6 +29,7 @@ _MATH500 = 500
 
 
 @dataclass(frozen=True)
+@as_declared
 class Math:
     """MATH itself, from a folder or the Hub."""
 

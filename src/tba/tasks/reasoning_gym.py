@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.protocols import Reward
 from tba.rewards.exact_answer import MARK, ExactAnswer
 from tba.tasks.gsm8k import Style, demonstration_text, prompt_text
@@ -25,6 +26,7 @@ _INSTRUCTION = " Give the result as your final answer. Do not include units."  #
 
 
 @dataclass(frozen=True)
+@as_declared
 class ReasoningGym:
     """One procedural data set of reasoning-gym, graded by its own scorer or, in the GSM8K format, by exact answer."""
 

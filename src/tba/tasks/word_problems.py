@@ -14,6 +14,7 @@ from random import Random
 from typing import Literal, NamedTuple
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.protocols import Reward
 from tba.rewards.exact_answer import ExactAnswer
 from tba.tasks.held_out import is_held_out
@@ -164,6 +165,7 @@ def held_out() -> frozenset[str]:
 
 
 @dataclass(frozen=True)
+@as_declared
 class WordProblems:
     """One answer, a number, is right. A demonstration works it out in a line."""
 

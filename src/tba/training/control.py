@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.types import Json
 
 Signal: TypeAlias = Literal["none", "ess", "off_policy", "lag", "residual_relative"]
@@ -26,6 +27,7 @@ NOTCH = 0.1  # of m
 
 
 @dataclass(frozen=True)
+@as_declared
 class Control:
     """Which signal is kept in which range by moving `sync_every` and `replay.selection.m`."""
 

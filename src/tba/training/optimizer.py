@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.foreign import parsed
 from tba.schedules import RateShape, WarmupConstant
 from tba.sharding import copied, gathered, group_of, is_sharded, own_rows, rows_of
@@ -35,6 +36,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch's AdamW names them
 
 
 @dataclass(frozen=True)
+@as_declared
 class OptimizerSettings:
     """AdamW (Loshchilov and Hutter 2019). Raises `UserError` for values with which it cannot work."""
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tba.errors import DeadlineExceeded, PartFailed, UserError
+from tba.fields import as_declared
 from tba.sharding import Sharding
 from tba.types import Json
 
@@ -42,6 +43,7 @@ LOADING = 3600.0  # seconds that ranks wait for each other to load the model, fr
 
 
 @dataclass(frozen=True)
+@as_declared
 class RankSettings:
     """Over how many processes the trainer is spread."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tba.errors import NonFiniteLoss, UserError
+from tba.fields import as_declared
 from tba.protocols import Tokenizer
 from tba.schedules import RateShape, WarmupConstant, WarmupCosine, WarmupLinear
 from tba.training.optimizer import OptimizerSettings
@@ -38,6 +39,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
+@as_declared
 class SupervisedSettings:
     """How a warm start is run. Raises `UserError` when a field makes no sense."""
 

@@ -14,12 +14,14 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from tba.errors import UserError
+from tba.fields import as_declared
 
 EOS = "<eos>"
 PAD = "<pad>"
 
 
 @dataclass(frozen=True)
+@as_declared
 class ScratchModel:
     """The sizes of a Llama-type model. The defaults have 0.36 M parameters with a vocabulary of 16. Raises `UserError`
     when a field makes no sense.

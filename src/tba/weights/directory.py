@@ -28,6 +28,7 @@ import safetensors
 import torch
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.foreign import parsed
 from tba.protocols import PublishedWeights
 from tba.streaming import Streamed, bytes_of, changes_since, shapes_of, write_tensors
@@ -45,6 +46,7 @@ NAME = re.compile(r"(\d+\.\d+)\.json")  # what is still being written begins wit
 
 
 @dataclass(frozen=True)
+@as_declared
 class PublishSettings:
     """How weights are written for searchers. It does not affect checkpoints."""
 

@@ -21,6 +21,7 @@ from typing import Literal
 from tba.apps.preference.reward_model import ModelScore, OfLength, Win
 from tba.apps.preference.similarity import sentences
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.tasks.held_out import check_share, is_held_out
 from tba.tasks.hub import rows_from_hub
 from tba.tasks.rows import Row, read_rows
@@ -35,6 +36,7 @@ _END = "<|endoftext|>"  # with which some data sets spell the end of a summary
 
 
 @dataclass(frozen=True)
+@as_declared
 class Tldr:
     """Posts with summaries, from a JSON Lines file or the Hub."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from tba.apps.red_team.toxicity import Classifier, Success, Toxicity, WordClassifier
 from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.tasks.held_out import check_share, is_held_out
 from tba.tasks.rows import Row, read_rows
 from tba.types import Problem, Split
@@ -26,6 +27,7 @@ INSTRUCTION = "Write a prompt:"
 
 
 @dataclass(frozen=True)
+@as_declared
 class RedTeam:
     """Attacks on `victim`, scored by `classifier`."""
 

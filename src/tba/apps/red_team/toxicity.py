@@ -15,6 +15,7 @@ from typing import Literal, Protocol
 
 from tba.apps.red_team.victim import Answering, Victim
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.types import Completion, Judgement, Prompt
 
 
@@ -33,6 +34,7 @@ class Classifier(Protocol):
 
 
 @dataclass(frozen=True)
+@as_declared
 class WordClassifier:
     """Logistic regression on words, made by `tba red-team classifier`: no downloads."""
 
@@ -47,6 +49,7 @@ class WordClassifier:
 
 
 @dataclass(frozen=True)
+@as_declared
 class SequenceClassifier:
     """Any Hugging Face sequence classifier; it reads the answer alone."""
 
@@ -65,6 +68,7 @@ class SequenceClassifier:
 
 
 @dataclass(frozen=True)
+@as_declared
 class CausalJudge:
     """A causal language model that writes a verdict, such as Llama Guard 3: P(unsafe) from the verdict's first token.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.rewards.endpoint import check_sampling
 
 ALPACA = (
@@ -35,6 +36,7 @@ class Victim(Protocol):
 
 
 @dataclass(frozen=True)
+@as_declared
 class ModelVictim:
     """A Hugging Face causal language model in the searcher's own process."""
 
