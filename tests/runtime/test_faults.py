@@ -151,13 +151,16 @@ def test_a_run_killed_at_a_named_point_loses_nothing_acknowledged_and_goes_on(
     assert max(int(row["step"]) for row in read_metrics(path)[:done]) == done
 
 
-def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("nth", [1, 2])  # before anything is written, and with another mark in the journal
+def test_a_run_killed_while_it_is_taken_up_is_taken_up_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nth: int
+) -> None:
     path = tmp_path / "run"
     inline(path, *RUN, "--steps", "20")
     there = uids_of(path)
 
     def again() -> None:
-        patch = dying(tba.runtime.run_dir.write_json, 1)
+        patch = dying(tba.runtime.run_dir.write_json, nth)
         monkeypatch.setattr(tba.runtime.run_dir, "write_json", patch)
         main(["train", "--resume", str(path), "--steps", "40"])
 

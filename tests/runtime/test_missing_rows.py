@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,7 @@ from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
+from tba.runtime.run_dir import RunDirectory
 
 SECONDS = 120.0
 SHORT = ("--evaluation.problems", "1", "--samples-per-prompt", "8", "--group-size", "8", "--record.samples", "0")
@@ -271,6 +275,70 @@ def test_what_is_known_of_a_run_without_its_weights_and_checkpoints_tells_of_an_
     assert (
         f"at least {read - earlier:,} of the {read:,} trajectories that it held are missing" in capsys.readouterr().err
     )
+
+
+def test_a_copy_of_the_journal_from_before_a_resume_is_told_though_nothing_knows_of_more_rows(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
+    for folder in ("weights", "checkpoints"):
+        shutil.rmtree(run / folder)
+    for file in ("metrics.jsonl", "summary.json"):
+        (run / file).unlink()
+    an_earlier_copy(run)
+    earlier = held(run / "earlier").rows
+    capsys.readouterr()
+    resume = ["train", "--resume", str(run), "--steps", "10", "--runtime", "inline"]
+    assert main(resume) == 2
+    said = capsys.readouterr().err
+    assert "is a copy from before the run was last resumed: what was acknowledged since is missing; put it back" in said
+    assert said.count("\n") == 1
+    assert main([*resume, "--accept-lost-rows"]) == 0
+    assert f"0 trajectories are missing, {earlier} are there" in " ".join(capsys.readouterr().out.split())
+    summary = Summary.read(run)
+    assert summary is not None
+    assert (summary.steps, summary.faults["journal_recoveries"]) == (10, 1)
+    assert summary.trajectories.closes()
+    assert main([*resume, "--steps", "11"]) == 0  # its mark is that of the run again
+
+
+def test_the_journal_of_a_copied_run_that_went_on_by_itself_is_another_with_however_many_rows(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(run, tmp_path / "copied")
+    inline_on = ("--runtime", "inline", "--steps")
+    assert main(["train", "--resume", str(tmp_path / "copied"), *inline_on, "60"]) == 0
+    assert main(["train", "--resume", str(run), *inline_on, "50"]) == 0
+    rows = held(run / "journal.sqlite").rows
+    gone(run)
+    shutil.copy(tmp_path / "copied" / "journal.sqlite", run / "journal.sqlite")
+    more = held(run / "journal.sqlite").rows
+    assert more > rows
+    capsys.readouterr()
+    assert main(["train", "--resume", str(run), *inline_on, "60"]) == 2
+    said = capsys.readouterr().err
+    assert f"is of a copy of the run, which went another way: at least {rows:,} of the {rows:,} trajectories" in said
+    assert main(["train", "--resume", str(run), *inline_on, "60", "--accept-lost-rows"]) == 0
+    assert held(run / "journal.sqlite.other-1").rows == more
+    summary = Summary.read(run)
+    assert summary is not None
+    assert summary.steps == 60
+    for ledger in (summary.tokens, summary.trajectories):
+        assert ledger.closes(), ledger
+
+
+def test_a_run_of_a_program_without_marks_is_resumed_and_gets_one(run: Path) -> None:
+    facts = json.loads((run / "recipe.json").read_text())
+    for made in facts["incarnations"]:
+        del made["marks"]
+    (run / "recipe.json").write_text(json.dumps(facts))
+    with closing(sqlite3.connect(run / "journal.sqlite")) as connection, connection:
+        connection.execute("DELETE FROM totals WHERE name = 'mark'")
+    assert main(["train", "--resume", str(run), "--steps", "45", "--runtime", "inline"]) == 0
+    marks = RunDirectory.open(run).marks
+    assert [len(of) for of in marks] == [0, 0, 1]
+    with JournalFollower(run / "journal.sqlite") as journal:
+        assert journal.totals().mark == marks[-1][0]
 
 
 def test_commands_that_read_or_add_to_a_run_say_that_its_journal_is_an_older_copy(

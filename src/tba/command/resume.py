@@ -136,6 +136,7 @@ def take_up(run: RunDirectory, recipe: Recipe, overrides: Sequence[str]) -> str:
         with JournalWriter(journal, f"searcher-{index}") as former:
             former.resume()
     run.begin_again(f"resumed: {why}", overrides, before)
+    run.mark_journal(journal)
     record_fault(run.path, "resumes", why)
     for left in (run.path / SUMMARY, run.path / FAILURE, *(run.path / "logs").glob("*.error.json")):
         left.unlink(missing_ok=True)

@@ -44,6 +44,7 @@ class Totals:
     retired_tokens: int
     positions: int  # of prompts that were handed out by `lease`
     identity: int  # the file's random identifier; 0 where damage has destroyed it
+    mark: int = 0  # that of the incarnation that wrote last; 0 where damage has destroyed it, or nobody set it
 
 
 class JournalFollower:

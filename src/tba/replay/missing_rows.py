@@ -1,7 +1,9 @@
 """Detects rows that a run had acknowledged and its journal no longer has.
 
 A run records how much its journal held, in each checkpoint and with each version of the weights. A run that resumes
-compares: a journal that is gone, shorter, or another file is detected, whatever removed the rows.
+compares: a journal that is gone, shorter, or another file is detected, whatever removed the rows. Each time that a run
+begins or resumes, it draws a mark, and leaves it in `recipe.json` and in the journal: a copy from before has another
+one, however many rows it has.
 
 Invariant: nothing is changed until the user has accepted the loss. Then each lost trajectory has its place, without a
 body, so that it is counted as damaged and never taken for data.
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from tba.replay.follower import JournalFollower
 from tba.replay.recovery import count_put, free_name, open_journal, record_recovery
-from tba.replay.schema import add_to_totals, set_totals
+from tba.replay.schema import add_to_totals, set_mark, set_totals
 from tba.types import Json
 
 _DEADLINE = 30.0  # seconds
@@ -63,29 +65,48 @@ class Loss:
     rows: int
     why: str  # what the journal is: "is gone", ...
     other: bool = False  # it is another run's file
+    mark: int = 0  # that it should have; 0: not known
 
     def __str__(self) -> str:
+        if not self.rows:
+            return f"the journal {self.path} {self.why}: what was acknowledged since is missing"
         return (
             f"the journal {self.path} {self.why}: at least {self.rows:,} of the {self.held.rows:,} trajectories "
             "that it held are missing"
         )
 
 
-def find_loss(path: Path, held: Held) -> Loss | None:
+def find_loss(path: Path, held: Held, marks: Sequence[Sequence[int]] = ()) -> Loss | None:
     """Returns what the journal at `path` lacks of what it held; None when it lacks nothing.
 
-    It is opened, and recovered if it is damaged, but not created.
+    It is opened, and recovered if it is damaged, but not created. marks: that it may have had in each incarnation.
     """
+    now = marks[-1] if marks else ()
+    mark = now[-1] if now else 0
     if not path.is_file():
-        return Loss(path, held, Held(), held.rows, "is gone") if held.rows else None
+        return Loss(path, held, Held(), held.rows, "is gone", mark=mark) if held.rows else None
     with JournalFollower(path) as journal:
-        there = Held.of(journal)
+        there, found = Held.of(journal), journal.totals().mark
     if there.rows and held.identity and there.identity not in (0, held.identity):
-        return Loss(path, held, there, held.rows, "is another file than it was", other=True)
+        return Loss(path, held, there, held.rows, "is another file than it was", other=True, mark=mark)
     if there.rows < held.rows:
         why = "is shorter than it was" if there.rows else "is empty"
-        return Loss(path, held, there, held.rows - there.rows, why)
+        return Loss(path, held, there, held.rows - there.rows, why, mark=mark)
+    if now and found and found not in now:
+        if any(found in earlier for earlier in marks):
+            return Loss(path, held, there, 0, "is a copy from before the run was last resumed", mark=mark)
+        return Loss(path, held, there, held.rows, "is of a copy of the run, which went another way", True, mark)
     return None
+
+
+def leave_mark(path: Path, mark: int) -> None:
+    """Mark the journal as that of the incarnation that begins."""
+    database = open_journal(path, _DEADLINE, lambda: None)
+    try:
+        with database.transaction() as connection:
+            set_mark(connection, mark)
+    finally:
+        database.close()
 
 
 def accept(loss: Loss) -> None:
@@ -110,6 +131,8 @@ def accept(loss: Loss) -> None:
             add_to_totals(connection, more)
             if held.identity:
                 set_totals(connection, {"identity": held.identity})
+            if loss.mark:
+                set_mark(connection, loss.mark)
             count_put(connection, last)
             record_recovery(connection, time.time(), aside, loss.why, rows, len(lost), lost_tokens)
     finally:

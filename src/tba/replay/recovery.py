@@ -333,7 +333,7 @@ def _copy_rows(path: Path, connection: sqlite3.Connection, known: _Known) -> Non
     connection.execute("DELETE FROM bodies WHERE NOT EXISTS (SELECT 1 FROM prompts p WHERE p.id = prompt)")
 
 
-_TOTALS = ("rows", "tokens", "positions", "retired_rows", "retired_tokens", "retired_until", "identity")
+_TOTALS = ("rows", "tokens", "positions", "retired_rows", "retired_tokens", "retired_until", "identity", "mark")
 _BODY = "INSERT OR IGNORE INTO bodies VALUES (?, ?, ?, ?)"
 _FACTS = "INSERT OR IGNORE INTO facts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
@@ -366,6 +366,7 @@ def _account(connection: sqlite3.Connection, known: _Known) -> tuple[int, int]:
         "positions": totals.get("positions", 0),
         "retired_until": retired,
         "identity": totals.get("identity", 0),
+        "mark": totals.get("mark", 0),
         "retired_rows": totals.get("retired_rows", old_rows),
         "retired_tokens": totals.get("retired_tokens", old_tokens),
     }

@@ -1,6 +1,7 @@
 """The journal's tables.
 
-    totals          how much was ever appended and deleted, and the file's random identifier, drawn when it was made.
+    totals          how much was ever appended and deleted; the file's random identifier, drawn when it was made; and
+                    the mark of the incarnation that wrote last, drawn when that began (0: of a run without marks).
                     The first table, on the file's second page: whatever else is lost, it says how much that was.
                     Each value is there twice, since no index and no checksum would show that it has changed
     prompts         each prompt, under the digest of its body
@@ -55,7 +56,7 @@ CREATE TABLE recoveries (
     lost_rows INTEGER NOT NULL, lost_tokens INTEGER NOT NULL
 );
 INSERT INTO totals VALUES ('rows', 0, 0), ('tokens', 0, 0), ('positions', 0, 0), ('retired_rows', 0, 0),
-    ('retired_tokens', 0, 0), ('retired_until', 0, 0), ('identity', random() & 0x7fffffffffffffff, 0);
+    ('retired_tokens', 0, 0), ('retired_until', 0, 0), ('identity', random() & 0x7fffffffffffffff, 0), ('mark', 0, 0);
 UPDATE totals SET again = value;
 INSERT INTO prompt_copies (id, body) VALUES (0, zeroblob(8000)), (0, zeroblob(200));
 """
@@ -105,3 +106,11 @@ def set_totals(connection: sqlite3.Connection, values: Mapping[str, int]) -> Non
     connection.executemany(
         "UPDATE totals SET value = ?1, again = ?1 WHERE name = ?2", [(value, name) for name, value in values.items()]
     )
+
+
+def set_mark(connection: sqlite3.Connection, mark: int) -> None:
+    """Set the mark of the incarnation that begins; files of earlier programs have no place for it."""
+    connection.execute(
+        "INSERT INTO totals SELECT 'mark', 0, 0 WHERE NOT EXISTS (SELECT 1 FROM totals WHERE name = 'mark')"
+    )
+    set_totals(connection, {"mark": mark})

@@ -105,7 +105,7 @@ def missing_from(there: int, known: int) -> str:
 
 def loss_of(run: RunDirectory, journal: Path) -> Loss | None:
     """Returns what the journal lacks of what the run knows that it held; None when it lacks nothing."""
-    return find_loss(journal, held_by_journal(run))
+    return find_loss(journal, held_by_journal(run), run.marks)
 
 
 def generators() -> dict[str, Json]:

@@ -5,7 +5,7 @@
 
 Invariant: `recipe.json` alone (a name or path, the overrides, the run's own facts) rebuilds the recipe in any process,
 and says which incarnation this is: each time the run is begun or resumed, or its trainer restarted, it gets another
-number.
+number. Each time it is begun or resumed it gets another mark too, which its journal has from then on.
 
 The run's lock is held by the driver and by every worker that it started, until the last of them ends:
 
@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ from tba.foreign import is_name, read_json
 from tba.recipe import Recipe, resolved
 from tba.record.jsonl import write_json
 from tba.replay.follower import JournalFollower
+from tba.replay.missing_rows import leave_mark
 from tba.runtime.program import version
 from tba.shipped import MARK
 
@@ -79,16 +81,16 @@ class RunDirectory:
             _make(path / part)
         run = cls(path)
         began = time.monotonic() if began is None else began
-        name, mark, variant = source.partition(MARK)
+        name, of, variant = source.partition(MARK)
         file = Path(name) if name.endswith(".py") else None
         facts = {
-            "recipe": f"{file.resolve()}{mark}{variant}" if file else source,
+            "recipe": f"{file.resolve()}{of}{variant}" if file else source,
             "digest": _digest(file) if file else None,
             "overrides": overrides,
             "started": time.time() - (time.monotonic() - began),  # when `began` was, for the times of trajectories
             "clock": {"began": began, "before": 0.0},
             "sft_seconds": sft_seconds,
-            "incarnations": [{"why": "begun", "program": version()}],
+            "incarnations": [{"why": "begun", "program": version(), "marks": [mark := _mark()]}],
             "resolved": resolved(recipe),
         }
         # no worker creates it: one that finds no journal reports that
@@ -98,6 +100,7 @@ class RunDirectory:
                     f"{run.journal(recipe)} is of another run ({journal.totals().rows:,} trajectories): choose another "
                     "--run-name, or remove it"
                 )
+        leave_mark(run.journal(recipe), mark)
         write_json(run.path / "recipe.json", facts)
         return run
 
@@ -150,19 +153,39 @@ class RunDirectory:
         """The incarnation of the weights that are trained now; 0 is the first."""
         return len(self.facts.get("incarnations", ["begun"])) - 1
 
+    @property
+    def marks(self) -> list[list[int]]:
+        """The marks that the journal may have had in each incarnation; none in those of a program without marks."""
+        return [
+            [mark for mark in marks if isinstance(mark, int)] if isinstance(marks := made.get("marks"), list) else []
+            for made in self.facts["incarnations"]
+        ]
+
     def begin_again(self, why: str, overrides: Sequence[str] = (), before: float | None = None) -> None:
         """Begin another incarnation, with further overrides; every worker started from here on belongs to it.
 
-        before: seconds that the run had been going when it was left (None: it has never been left).
+        before: seconds that the run had been going when it was left (None: it has never been left, and its journal
+        keeps its mark).
         """
-        facts = self.facts
+        facts, marks = self.facts, self.marks[-1]
         facts["overrides"] = [*facts["overrides"], *overrides]
-        now = {"why": why, "program": version()}
+        now = {"why": why, "program": version(), "marks": marks if before is None else [*marks, _mark()]}
         facts["incarnations"] = [*facts.get("incarnations", [{"why": "begun"}]), now]
         if before is not None:
             facts["clock"] = {"began": time.monotonic(), "before": before}
         recipe = tba.settings.override(tba.settings.find(facts["recipe"]), facts["overrides"], "", recorded=True)
         facts["resolved"] = resolved(recipe)
+        write_json(self.path / "recipe.json", facts)
+
+    def mark_journal(self, journal: Path) -> None:
+        """Leave the mark of this incarnation in the journal, and from here on accept no other.
+
+        A process that is killed in between has acknowledged nothing yet: until then an earlier mark is right too.
+        """
+        facts = self.facts
+        *_, mark = self.marks[-1]
+        leave_mark(journal, mark)
+        facts["incarnations"][-1]["marks"] = [mark]
         write_json(self.path / "recipe.json", facts)
 
     def clock(self) -> Callable[[], float]:
@@ -249,6 +272,10 @@ def new_path(root: Path, recipe_name: str, run_name: str | None) -> Path:
     if run_name is None and (root / name).exists():
         name += f"-{os.getpid()}"
     return root / name
+
+
+def _mark() -> int:
+    return 1 + secrets.randbelow(2**62)
 
 
 def _make(folder: Path) -> None:
