@@ -1,11 +1,22 @@
-"""A Hugging Face model: what is said when there is none."""
+"""A Hugging Face model: what is said when there is none, and the attention that its kind needs."""
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import pytest
+import torch
 from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
+from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
+from tba.generation import generate
 from tba.models.huggingface import HuggingFace
+from tba.policy.lora import LoraSettings
 from tba.tasks.arithmetic import Arithmetic
+from tba.training.tiny_models import character_tokenizer
+from tba.types import Completion, Prompt, Sampling, Version
 
 
 def test_a_name_on_a_hub_that_cannot_be_reached_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,3 +25,56 @@ def test_a_name_on_a_hub_that_cannot_be_reached_is_refused_at_once(monkeypatch: 
         monkeypatch.delenv(proxy, raising=False)
     with pytest.raises(UserError, match=r"'some/model' is no folder here .*127\.0\.0\.1 cannot be reached"):
         HuggingFace(path="some/model").prepared(Arithmetic())
+
+
+def test_a_model_that_caps_its_attention_scores_is_one_model_in_every_part_and_wherever_its_checkpoint_is_loaded(
+    tmp_path: Path,
+) -> None:
+    """Gemma 2: sdpa, which transformers takes by default, leaves the cap out and says nothing."""
+    tokenizer = character_tokenizer("0123456789+=")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "max_position_embeddings": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8}
+    config = Gemma2Config(
+        **sizes,
+        **heads,
+        vocab_size=len(tokenizer),
+        sliding_window=8,
+        attn_logit_softcapping=1.0,
+        tie_word_embeddings=False,
+    )
+    made = Gemma2ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=2 / parameter.shape[-1] ** 0.5)
+    made.save_pretrained(tmp_path / "gemma2")
+    tokenizer.save_pretrained(tmp_path / "gemma2")
+    capped, uncapped = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "gemma2", attn_implementation=how) for how in ("eager", "sdpa")
+    )
+    model = HuggingFace(str(tmp_path / "gemma2"), device="cpu", generation=EngineSettings(max_completion_tokens=6))
+    prompt = Prompt("sums", np.array(tokenizer.encode("123+456="), np.int32), "123+456=")
+    for rank in (0, 2):
+        model = replace(model, lora=LoraSettings(rank=rank))
+        answered = generate(model.engine(Version()), [prompt], 4, Sampling(), np.random.default_rng(1))[0]
+        scored = model.reference(1.0, Version()).log_probabilities_of([(prompt, answered)])[0]
+        for completion, log_reference in zip(answered, scored, strict=True):
+            right = plain_log_probabilities(capped, prompt, completion)
+            np.testing.assert_allclose(completion.log_behavior, right, rtol=0, atol=1e-5)
+            np.testing.assert_allclose(log_reference, right, rtol=0, atol=1e-5)
+        model.save(model.policy(1.0), tmp_path / f"saved-{rank}")
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / f"saved-{rank}")
+        assert again.config._attn_implementation == "eager"
+        found = plain_log_probabilities(again, prompt, answered[0])
+        np.testing.assert_allclose(found, answered[0].log_behavior, rtol=0, atol=1e-5)
+        assert np.abs(plain_log_probabilities(uncapped, prompt, answered[0]) - found).max() > 0.01
+
+
+def plain_log_probabilities(model: PreTrainedModel, prompt: Prompt, completion: Completion) -> np.ndarray:
+    """[T]: of a completion's tokens, by the model's own forward of all of them."""
+    tokens = torch.from_numpy(np.concatenate([prompt.tokens, completion.tokens]).astype(np.int64))
+    with torch.no_grad():
+        logits = model(input_ids=tokens[None]).logits[0, len(prompt.tokens) - 1 : -1]
+    found: np.ndarray = torch.log_softmax(logits, -1).gather(1, tokens[len(prompt.tokens) :, None])[:, 0].numpy()
+    return found

@@ -64,7 +64,17 @@ def load_model(
                 torch.manual_seed(seed)
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, **SAFE), dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
+    keep_softcap(model)
     return (model if four_bit else model.to(device)).eval(), tokenizer
+
+
+def keep_softcap(model: PreTrainedModel) -> None:
+    """Has a model that caps its attention's scores (Gemma 2) do so, and every program that loads what is saved of it:
+    transformers' usual attention, sdpa, leaves the cap out and says nothing.
+    """
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+        model.config.attn_implementation = "eager"  # in config.json, where `from_pretrained` looks
 
 
 def _nf4(device: torch.device, dtype: torch.dtype) -> Any:
@@ -129,6 +139,7 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
         with _parameters_without_memory():
             config = AutoConfig.from_pretrained(path, **SAFE)
             model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        keep_softcap(model)
         if (fault := _converted(model)) is None:
             files = WeightFiles.of(path, model)
             missing = (n for n, t in untied(model).items() if t.is_meta and not files.has(n, t.shape))
@@ -136,7 +147,9 @@ def load_unfilled(path: str | Path, dtype: torch.dtype) -> tuple[PreTrainedModel
                 return model, files
             fault = f"its files do not hold {name} as it is in the model"
         log.warning("each rank reads all of %s: %s", path, fault)
-        return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL).eval(), None
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **SAFE_MODEL).eval()
+        keep_softcap(model)
+        return model, None
 
 
 def fill(model: PreTrainedModel, whole: Module, files: WeightFiles, device: torch.device | str) -> None:
