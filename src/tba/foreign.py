@@ -8,6 +8,7 @@ Invariant: whatever a file or a reply holds, reading it here ends in a value of 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import re
 import traceback
@@ -24,6 +25,8 @@ from safetensors import SafetensorError
 
 from tba.errors import UserError
 from tba.types import Json, Problem, Split, Version
+
+log = logging.getLogger(__name__)
 
 DEEPEST = 64  # nesting levels of lists and objects: ours have six
 _LONGEST_NAME = 200  # bytes: names derived from it are a few longer, and file systems allow 255
@@ -231,6 +234,26 @@ def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequ
 
 
 def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequence[Json]) -> str:
+    """Returns what the template writes. Where it takes no system message (it refuses one, or leaves its text out), that
+    is put before the first message of the user, which is logged once.
+    """
+    system = messages[0].get("content") if messages and messages[0].get("role") == "system" else None
+    if not isinstance(system, str):
+        return _rendered(tokenizer, messages, tools)
+    try:
+        text = _rendered(tokenizer, messages, tools)
+    except UserError:
+        text = None
+    if text is not None and system.strip() in text:
+        return text
+    folded = _rendered(tokenizer, _without_system(system.strip(), messages[1:]), tools)
+    if text is not None and system.strip() not in folded:  # it writes texts in another form
+        return text
+    _say_folded()
+    return folded
+
+
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequence[Json]) -> str:
     try:
         given: dict[str, Any] = {"tools": list(tools)} if tools else {}
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
@@ -239,6 +262,76 @@ def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Seq
         raise UserError(
             f"the tokenizer's chat template cannot write a prompt ({reason}): give another model"
         ) from error
+
+
+def _without_system(system: str, rest: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Returns the messages after the system's with what it said at the beginning of the first, and a blank line after
+    it (as Gemma 3's template writes it).
+    """
+    if not rest or rest[0].get("role") != "user" or not isinstance(rest[0].get("content"), str):
+        return [{"role": "user", "content": system}, *rest]
+    return [{**rest[0], "content": f"{system}\n\n{rest[0]['content']}".lstrip()}, *rest[1:]]
+
+
+@cache
+def _say_folded() -> None:
+    log.warning(
+        "the model's chat template takes no system message: what it says is written at the beginning of the first "
+        "message of the user"
+    )
+
+
+def with_arguments(tokenizer: Any, arguments: Sequence[str]) -> Any:
+    """Returns the tokenizer with arguments (each `name=value`, the value in JSON or a text) that its chat template has
+    wherever it is applied, and also where the tokenizer is saved.
+
+    Raises `UserError` for what is no argument, and for one that the template does not read.
+    """
+    if not arguments:
+        return tokenizer
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):
+        raise UserError("--model.template-arguments is for a tokenizer with one chat template: leave it out")
+    for argument in arguments:
+        name, given, value = argument.partition("=")
+        if not given or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise UserError(f"--model.template-arguments has {argument!r}: give name=value, as enable_thinking=false")
+        if not re.search(rf"\b{name}\b", template):
+            raise UserError(
+                f"--model.template-arguments has {argument!r}, but the model's chat template does not read {name}: "
+                "leave it out, or give a model whose template does"
+            )
+        begin = f"{{% if {name} is not defined %}}{{% set {name} = {_as_jinja(value)} %}}{{% endif +%}}"
+        template = begin + template.replace(begin, "")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _as_jinja(value: str) -> str:
+    """Returns a value of JSON, or else a text, as Jinja writes it."""
+    try:
+        read = json.loads(value)
+    except ValueError:
+        read = value
+    return "none" if read is None else json.dumps(read)
+
+
+def prompt_tokens(tokenizer: Any, text: str, chat: bool = False) -> list[int]:
+    """Returns the tokens of a prompt: a text of its own begins as the tokenizer begins texts (often with a token for
+    that), while a chat is begun by its template. Neither ends as a text does: it is continued.
+    """
+    tokens: list[int] = list(tokenizer.encode(text, add_special_tokens=not chat))
+    return tokens if chat else as_beginning(tokenizer, text, tokens)
+
+
+def as_beginning(tokenizer: Any, text: str, tokens: list[int]) -> list[int]:
+    """Returns the tokens of a text without the end that the tokenizer gave it, and with one beginning where the text
+    spells it out.
+    """
+    begin, end = getattr(tokenizer, "bos_token_id", None), tokenizer.eos_token_id
+    if end is not None and tokens[-1:] == [end] and not text.endswith(str(getattr(tokenizer, "eos_token", ""))):
+        tokens = tokens[:-1]
+    return tokens[1:] if begin is not None and tokens[:2] == [begin, begin] else tokens
 
 
 def _described(messages: Sequence[Mapping[str, str]], tools: Sequence[Json]) -> list[Mapping[str, str]]:

@@ -33,7 +33,7 @@ from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fau
 from tba.engines.step import CudaGraphs, Step, unlike
 from tba.engines.stopping import StopStrings, eos_ids
 from tba.errors import TbaError, UserError
-from tba.fields import as_declared
+from tba.fields import BY_CODE, as_declared
 from tba.policy.lora import has_adapters, is_adapter
 from tba.policy.norms import fuse_norms
 from tba.protocols import Partner, Tokenizer, Turn
@@ -61,8 +61,10 @@ class EngineSettings:
     max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
     stop_strings: tuple[str, ...] = ()  # a completion ends before the first of these in its text
     min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
-    first: tuple[str, ...] = ()  # allowed beginnings of an answer, each one token; empty: any
-    never_first: tuple[str, ...] = ()  # forbidden beginnings of an answer, each one token
+    first: tuple[str, ...] = field(default=(), metadata=BY_CODE)  # allowed beginnings of an answer, each one token;
+    # empty: any
+    never_first: tuple[str, ...] = field(default=(), metadata=BY_CODE)  # forbidden beginnings of an answer, each one
+    # token
 
     @property
     def never_sampled(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tba.errors import UserError
-from tba.foreign import templated
+from tba.foreign import prompt_tokens, templated
 from tba.intake.answers import Answer
 from tba.protocols import Tokenizer
 from tba.tables import Refusal
@@ -88,7 +88,8 @@ class Encoder:
         Its behaviour log-probabilities stay; the weights that sampled it are none of this run's.
         """
         prompt, completion = replace(trajectory.prompt, task=self.task), trajectory.completion
-        own = self._decoded(prompt.tokens.tolist(), special=True) == prompt.text
+        begin, text = getattr(self.tokenizer, "bos_token_id", None), prompt.tokens.tolist()
+        own = prompt.text in (self._decoded(t, special=True) for t in (text, text[text[:1] == [begin] :]))
         said = self._decoded(completion.tokens.tolist())
         if not own or said is None or not said.startswith(completion.text):
             cut = completion.stop_reason is StopReason.LENGTH
@@ -112,7 +113,8 @@ class Encoder:
             return Refusal("a chat of several turns, and the tokenizer has no chat template")
         if len(texts[0]) > _CHARACTERS * self.max_prompt_tokens:
             return Refusal(f"a prompt longer than {self.max_prompt_tokens} tokens", f"{len(texts[0])} characters")
-        tokens = self._tokens(texts[0])
+        chats = self.chat or not isinstance(answer.prompt, str)
+        tokens = self._tokens(texts[0], begins=not (chats and getattr(self.tokenizer, "chat_template", None)))
         if not tokens:
             return Refusal("a prompt that the tokenizer cannot write")
         if len(tokens) > self.max_prompt_tokens:
@@ -172,9 +174,10 @@ class Encoder:
         """Returns the refusal of an answer that is longer than the run's own can be."""
         return Refusal(f"an answer longer than {self.max_tokens} tokens", "" if tokens is None else f"{tokens} tokens")
 
-    def _tokens(self, text: str) -> list[int] | None:
+    def _tokens(self, text: str, begins: bool = False) -> list[int] | None:
+        """Returns a text's tokens, None where it has none. begins: it is a prompt, and no chat."""
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
+            return prompt_tokens(self.tokenizer, text, chat=not begins)
         except Exception:  # noqa: BLE001 - tokenizers share no error; whatever it is, the line is refused and counted
             return None
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.foreign import templated
+from tba.foreign import prompt_tokens, templated
 from tba.protocols import Tokenizer
 from tba.search.posterior import Posterior, PosteriorSettings
 from tba.types import Outcome, Problem, Prompt, quoted
@@ -59,7 +59,7 @@ class Encoded:
 
 
 def encode(problems: Sequence[Problem], task: str, tokenizer: Tokenizer, settings: PromptSettings) -> Encoded:
-    """Encodes problems as prompts, with the model's chat template where the problem is a chat.
+    """Encodes problems as prompts: a text as the tokenizer begins texts, a chat by the model's chat template.
 
     Raises `UserError` when nothing is left, when a chat meets a tokenizer without a template, or for an over-long
     prompt under `overlong="error"`.
@@ -68,7 +68,7 @@ def encode(problems: Sequence[Problem], task: str, tokenizer: Tokenizer, setting
     dropped = truncated = 0
     for problem in problems:
         text = problem.prompt if isinstance(problem.prompt, str) else _chat(problem, tokenizer)
-        tokens = _tokens(tokenizer, text, task)
+        tokens = _tokens(tokenizer, text, task, chat=not isinstance(problem.prompt, str))
         if len(tokens) > settings.max_tokens:
             if settings.overlong == "error":
                 raise UserError(
@@ -93,9 +93,9 @@ def encode(problems: Sequence[Problem], task: str, tokenizer: Tokenizer, setting
     return Encoded(prompts, dropped, truncated)
 
 
-def _tokens(tokenizer: Tokenizer, text: str, task: str) -> list[int]:
+def _tokens(tokenizer: Tokenizer, text: str, task: str, chat: bool) -> list[int]:
     try:
-        return tokenizer.encode(text, add_special_tokens=False)
+        return prompt_tokens(tokenizer, text, chat)
     except Exception as error:  # tokenizers of the Rust library raise nothing more precise
         raise UserError(
             f"the model's tokenizer cannot write the prompt {quoted(text)} of task {task} ({error}): give prompts of "
