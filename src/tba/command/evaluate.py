@@ -21,7 +21,8 @@ from tba.evaluation.accuracy import Answer, Assessment, EvaluationSettings, eval
 from tba.evaluation.divergence import Divergence, divergence
 from tba.evaluation.estimators import paired_difference, wilson_interval
 from tba.foreign import read_json
-from tba.models.huggingface import HuggingFace, refuse_missing_model
+from tba.models.huggingface import HuggingFace
+from tba.models.source import refuse_missing_model
 from tba.protocols import Engine, Examined
 from tba.recipe import Recipe, differences, resolved
 from tba.record.jsonl import plain, write_json

@@ -11,22 +11,18 @@ import gc
 import json
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 from weakref import WeakValueDictionary
 
 import numpy as np
 import safetensors
 import safetensors.torch
 import torch
-from huggingface_hub import constants, try_to_load_from_cache
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -37,14 +33,14 @@ from tba.environments.scripted import acted, written
 from tba.environments.speech import Speech
 from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE, as_declared
-from tba.foreign import SAFE, UNREADABLE, problems_of, read_json, templated
+from tba.foreign import SAFE, UNREADABLE, as_beginning, problems_of, read_json, templated, with_arguments
 from tba.models import memory
 from tba.models.arithmetic import arithmetic_of, shape_of
-from tba.models.gguf import SUFFIX, converted
 from tba.models.memory import Sampling, Shape
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
+from tba.models.source import ADAPTER, whole
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled
 from tba.policy.lora import FILE as ADAPTERS
@@ -62,40 +58,9 @@ log = logging.getLogger("tba.searcher")
 FACTS = "warm_start.json"
 _USABLE = 0.95  # of what a process may take of its GPU: its allocator loses some
 _ENGINES: WeakValueDictionary[str, PreTrainedModel] = WeakValueDictionary()  # with adapters: their bases are shared
-_CONNECT = 5.0  # seconds to reach the Hub
 # found by this process: finding means building and encoding all problems. The task's class is part of the key, since a
 # notebook defines it again
 _FOUND: dict[tuple[str, type, str, str], Path] = {}
-
-
-def refuse_missing_model(path: str) -> None:
-    """Raises `UserError` for a folder that is not there (it would be looked for on the Hub as OWNER/NAME), and for a
-    name on a Hub that cannot be reached.
-    """
-    parts = Path(path).parts
-    spelt_so = path.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
-    if spelt_so and not Path(path).exists():
-        raise UserError(f"there is no folder {path}: give the folder of a model or of a run, or a name on the Hub")
-    if not Path(path).exists():
-        _require_hub(path)
-
-
-def _require_hub(name: str) -> None:
-    """Raises `UserError` when a model is not in the Hub's cache here and the Hub cannot be reached.
-
-    The library itself would try for most of a minute. Behind a proxy nothing can be known beforehand.
-    """
-    if isinstance(try_to_load_from_cache(name, "config.json"), str) or getproxies():
-        return
-    host = urlsplit(constants.ENDPOINT)
-    try:
-        address = (str(host.hostname), host.port or (80 if host.scheme == "http" else 443))
-        socket.create_connection(address, _CONNECT).close()
-    except OSError as error:
-        raise UserError(
-            f"{name!r} is no folder here and not in the cache of the Hub, and {host.hostname} cannot be reached "
-            f"({error}): give the folder of a model, or connect to a network"
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -139,13 +104,14 @@ class HuggingFace:
     Raises `UserError`, once it is `prepared`, for a folder that is not there or cannot be read.
     """
 
-    path: str = ""  # a folder, a GGUF file, or a name on the Hub; empty: the warm start's result
+    path: str = ""  # a folder, a GGUF file, an adapter of PEFT, or a name on the Hub; empty: the warm start's result
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda, else mps, else cpu
     dtype: Wanted = "auto"  # in which trainer, reference and engine compute, and weights are published; auto: bfloat16
     # on CUDA, else float32; 4-bit: bfloat16, on a base under adapters in NF4. What is trained, its gradients and
     # moments are float32 in any case
     generation: EngineSettings = field(default_factory=EngineSettings)
     vllm: VllmSettings = field(default_factory=VllmSettings)
+    template_arguments: tuple[str, ...] = ()  # of the chat template, each name=value, such as enable_thinking=false
     gradient_checkpointing: bool | None = None  # recompute activations: less memory, one more forward pass; None: on
     # one GPU in passes that would not fit otherwise, elsewhere never
     compiled: bool = False  # torch.compile of layers except attention, also of a decode step (docs/scaling.md)
@@ -173,8 +139,7 @@ class HuggingFace:
         Raises `UserError` when there is neither a path nor a warm start, or no demonstrations to start from.
         """
         if self.path:
-            refuse_missing_model(self.path)
-            return self if not self.path.endswith(SUFFIX) else replace(self, path=str(converted(Path(self.path), log)))
+            return replace(self, path=whole(self.path, log))
         if self.warm_start is None:
             raise UserError("the recipe has no model: give --model.path a folder or a Hugging Face Hub name")
         known = (repr(self.warm_start), type(task), repr(task), str(_cache()))
@@ -182,10 +147,15 @@ class HuggingFace:
             _FOUND[known] = warm_started(self.warm_start, task, log)
         return replace(self, path=str(_FOUND[known]))
 
+    @property
+    def _whole(self) -> str:
+        """The path of the whole weights, also of an adapter's folder that was not `prepared`."""
+        return whole(self.path, log.info) if (Path(self.path) / ADAPTER).is_file() else self.path
+
     def tokenizer(self) -> Any:
         """Returns the model's own tokenizer. Raises `UserError` when it cannot be loaded."""
         try:
-            return AutoTokenizer.from_pretrained(self.path, **SAFE)
+            return with_arguments(AutoTokenizer.from_pretrained(self._whole, **SAFE), self.template_arguments)
         except UNREADABLE as error:
             reason = str(error).strip().split("\n")[0]
             raise UserError(
@@ -212,7 +182,7 @@ class HuggingFace:
         sharding: Sharding | None = None,
         moments_on_host: bool = False,
     ) -> CausalPolicy:
-        base, files = str(saved if saved is not None and not self.lora.rank else self.path), None
+        base, files = str(saved if saved is not None and not self.lora.rank else self._whole), None
         if sharding is None:
             model, _ = self._load(base, self._device, self.precision.held)
         else:
@@ -273,7 +243,7 @@ class HuggingFace:
         return self._device
 
     def arithmetic(self) -> Arithmetic | None:
-        return arithmetic_of(self.path, self.lora.rank, self.compute, self._device)
+        return arithmetic_of(self._whole, self.lora.rank, self.compute, self._device)
 
     @property
     def gpus_per_searcher(self) -> int:
@@ -329,7 +299,7 @@ class HuggingFace:
 
     def _base(self) -> PreTrainedModel:
         """Returns the model that an engine has in this process, with adapters where there are to be some."""
-        model, _ = self._load(self.path, self._device, self.compute)
+        model, _ = self._load(self._whole, self._device, self.compute)
         if self.lora.rank:
             add_adapters(model, self.lora, self.compute)
             _ENGINES[repr(self)] = model
@@ -341,7 +311,7 @@ class HuggingFace:
         given = (self.generation, self.vllm, self._device, self.compute)
         with _no_bars():
             cache = partial(self._cache_bytes, longest_prompt)
-            return VllmEngine(self.path, self.tokenizer(), *given, longest_prompt, cache, version, base)
+            return VllmEngine(self._whole, self.tokenizer(), *given, longest_prompt, cache, version, base)
 
     @property
     def _why_not_vllm(self) -> str:
@@ -392,10 +362,12 @@ class HuggingFace:
 
     def reference(self, temperature: float, version: Version) -> FrozenReference:
         if not self.lora.rank:
-            model, _ = self._load(self.path, self._device, self.compute)
+            model, _ = self._load(self._whole, self._device, self.compute)
             return FrozenReference(model, version, temperature)
         engines = _ENGINES.get(repr(self))
-        model = self._load(self.path, self._device, self.compute)[0] if engines is None else copy_on_same_base(engines)
+        model = (
+            self._load(self._whole, self._device, self.compute)[0] if engines is None else copy_on_same_base(engines)
+        )
         if engines is None:
             add_adapters(model, self.lora, self.compute)
         switch_adapters(model, on=False)
@@ -469,7 +441,7 @@ def taught(
     path: str, settings: SupervisedSettings, pairs_in: Callable[[Any], list[Pair]], log: Callable[[str], None]
 ) -> Path:
     """Returns the model at `path` taught what `pairs_in` makes of its tokenizer: cached, or made now."""
-    model, tokenizer = _loaded(path, "cpu", torch.float32)
+    model, tokenizer = _loaded(whole(path, log), "cpu", torch.float32)
     pairs = pairs_in(tokenizer)
     key = supervised_key([settings], pairs, dict(model.state_dict()))
     return cached_folder(_cache(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log))
@@ -528,14 +500,17 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
     """Yields problems as (prompt, response) token ids; encoded all at once, which is several times faster."""
     if not problems:
         return
-    prompts = [_text(problem, tokenizer) for problem in problems]
+    texts, chats = [_text(p, tokenizer) for p in problems], [not isinstance(p.prompt, str) for p in problems]
     answers = [p.demonstration if isinstance(p.demonstration, str) else "" for p in problems]
-    encoded = [
-        tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-        for texts in (prompts, answers)
-    ]
-    for prompt, response in zip(*encoded, strict=True):
-        yield Pair(prompt, response)
+
+    def encoded(texts: list[str], special: bool) -> Iterator[list[int]]:
+        tokens = tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
+        return iter(tokens.get("input_ids", ()))
+
+    of = {chat: encoded([t for t, own in zip(texts, chats, strict=True) if own is chat], not chat) for chat in {*chats}}
+    for text, chat, response in zip(texts, chats, encoded(answers, special=False), strict=True):
+        prompt = next(of[chat])
+        yield Pair(prompt if chat else as_beginning(tokenizer, text, prompt), response)
 
 
 def _taught(task: Task, tokenizer: Any) -> list[Pair]:

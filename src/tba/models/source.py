@@ -1,0 +1,225 @@
+"""What a model's path stands for: a folder, a name on the Hub, a GGUF file, or an adapter as PEFT saves it.
+
+Invariant: what is loaded is a folder (or a name) of whole weights. A GGUF file and an adapter become one, once, in the
+cache: an adapter is merged into its base, in float32, so that engine, policy and reference begin with base + adapter
+like with any other model, whatever adapters they get. Nothing that comes with an adapter is executed or unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+import safetensors
+import torch
+from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from tba.errors import UserError
+from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
+from tba.models.gguf import SUFFIX, converted, saved_once
+from tba.policy.loading import keep_softcap
+from tba.weights.atomic_dir import cache_folder
+
+ADAPTER = "adapter_config.json"
+_WEIGHTS = "adapter_model.safetensors"
+_FORMAT = b"merged 1"  # raised when the same adapter and base are to give another folder
+_OF_ADAPTER = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+_CONNECT = 5.0  # seconds to reach the Hub
+
+
+def refuse_missing_model(path: str) -> None:
+    """Raises `UserError` for a folder that is not there (it would be looked for on the Hub as OWNER/NAME), and for a
+    name on a Hub that cannot be reached.
+    """
+    parts = Path(path).parts
+    spelt_so = path.startswith((".", "/", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
+    if spelt_so and not Path(path).exists():
+        raise UserError(f"there is no folder {path}: give the folder of a model or of a run, or a name on the Hub")
+    if not Path(path).exists():
+        _require_hub(path)
+
+
+def _require_hub(name: str) -> None:
+    """Raises `UserError` when a model is not in the Hub's cache here and the Hub cannot be reached.
+
+    The library itself would try for most of a minute. Behind a proxy nothing can be known beforehand.
+    """
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", ADAPTER)) or getproxies():
+        return
+    host = urlsplit(constants.ENDPOINT)
+    try:
+        address = (str(host.hostname), host.port or (80 if host.scheme == "http" else 443))
+        socket.create_connection(address, _CONNECT).close()
+    except OSError as error:
+        raise UserError(
+            f"{name!r} is no folder here and not in the cache of the Hub, and {host.hostname} cannot be reached "
+            f"({error}): give the folder of a model, or connect to a network"
+        ) from error
+
+
+def whole(path: str, log: Callable[[str], None]) -> str:
+    """Returns the folder or the Hub's name of the whole weights that `path` stands for, made now if need be.
+
+    Raises `UserError` for what is not there or cannot be read.
+    """
+    refuse_missing_model(path)
+    if path.endswith(SUFFIX):
+        return str(converted(Path(path), log))
+    folder = adapter_at(path)
+    return path if folder is None else str(_merged(folder, log))
+
+
+def adapter_at(path: str) -> Path | None:
+    """Returns the folder of the adapter that a path or a Hub's name stands for; None for anything else."""
+    if Path(path).exists():
+        return Path(path) if (Path(path) / ADAPTER).is_file() else None
+    cached = try_to_load_from_cache(path, ADAPTER)
+    known = cached is not None or isinstance(try_to_load_from_cache(path, "config.json"), str)
+    if known and not isinstance(cached, str):
+        return None
+    try:  # of what else there is, nothing is fetched
+        found = Path(snapshot_download(path, allow_patterns=[ADAPTER]))
+        if not (found / ADAPTER).is_file():
+            return None
+        return Path(snapshot_download(path, allow_patterns=list(_OF_ADAPTER)))
+    except (OSError, ValueError):
+        return None if cached is None else Path(str(cached)).parent
+
+
+def _merged(folder: Path, log: Callable[[str], None]) -> Path:
+    text = str | None
+    fields = {"peft_type": str, "base_model_name_or_path": text, "task_type": text, "revision": text}
+    config = read_json(folder / ADAPTER, "give another model", fields)
+    if config.get("task_type") not in (None, "CAUSAL_LM"):
+        raise UserError(f"the adapter {folder} is for {config['task_type']}, no language model: give another one")
+    if not (folder / _WEIGHTS).is_file():
+        raise UserError(
+            f"the adapter {folder} has no {_WEIGHTS}: save it by a newer peft, whose `save_pretrained` writes that file"
+        )
+    base = _base(folder, config.get("base_model_name_or_path"), log)
+    revision = config.get("revision") if not Path(base).exists() else None
+    key, cache = _key(folder, base, revision), cache_folder("merged")
+    if not (cache / key).is_dir():
+        log(f"the adapter {folder} is merged into its base, {base}, once, in float32: {cache / key}")
+    return saved_once(cache, key, lambda out: _merge(folder, base, revision, out))
+
+
+def _base(folder: Path, name: str | None, log: Callable[[str], None]) -> str:
+    """Returns where the whole weights of an adapter's base are: as the adapter names it, or beside the adapter."""
+    remedy = f"put the base there, or write its folder into base_model_name_or_path of {folder / ADAPTER}"
+    if not name:
+        raise UserError(f"the adapter {folder} does not name its base: {remedy}")
+    beside = folder / name
+    place = str(beside) if not Path(name).exists() and beside.exists() else name
+    if Path(place).exists() and Path(place).resolve() == folder.resolve():
+        raise UserError(f"the adapter {folder} names itself as its base: {remedy}")
+    try:
+        return whole(place, log)
+    except UserError as error:
+        raise UserError(f"the base {name} of the adapter {folder} cannot be had ({error}): {remedy}") from error
+
+
+def _key(folder: Path, base: str, revision: str | None) -> str:
+    """Returns 32 hex digits of the adapter's files, and of which files its base has (not of their contents)."""
+    digest = hashlib.blake2b(_FORMAT, digest_size=16)
+    for file in sorted(f for pattern in _OF_ADAPTER for f in folder.glob(pattern)):
+        with file.open("rb") as opened:
+            digest.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+    digest.update(f"{base if not Path(base).exists() else Path(base).resolve()} {revision}".encode())
+    cached = try_to_load_from_cache(base, "config.json", revision=revision) if not Path(base).is_dir() else None
+    files = Path(base) if Path(base).is_dir() else Path(cached).parent if isinstance(cached, str) else None
+    for file in sorted(files.glob("*.*")) if files is not None else ():
+        if file.suffix in (".json", ".safetensors"):
+            at = file.stat()
+            digest.update(f"{file.name} {at.st_size} {at.st_mtime_ns}\n".encode())
+    return digest.hexdigest()
+
+
+def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
+    """Writes the base with the adapter merged into it, in float32, and the adapter's tokenizer, else its base's."""
+    try:
+        from peft import PeftConfig, PeftModel
+    except ModuleNotFoundError as error:
+        raise UserError("to read an adapter, install the library peft: pip install 'tba-rl[lora]'") from error
+    try:
+        at = {"revision": revision} if revision else {}
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **SAFE_MODEL, **at)
+        if getattr(model.config, "quantization_config", None) is not None:
+            model = model.dequantize().float()
+        keep_softcap(model)
+        own = any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
+        tokenizer = AutoTokenizer.from_pretrained(folder if own else base, **SAFE, **({} if own else at))
+        _resize(model, folder / _WEIGHTS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what they say of keys is an error below
+            config = PeftConfig.from_pretrained(folder)
+            config.inference_mode = True
+            if config.is_prompt_learning or config.is_adaption_prompt:
+                raise ValueError(f"the kind {config.peft_type.value} cannot be merged; LoRA can")
+            adapted = PeftModel(model, config)
+            found = adapted.load_adapter(folder, "default", torch_device="cpu")
+    except UNREADABLE as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(
+            f"the adapter {folder} cannot be put on its base {base} ({reason}): give another adapter, or its own base, "
+            "not quantized"
+        ) from error
+    saved_twice = [name for name in found.unexpected_keys if ".modules_to_save." in name]  # with save_embedding_layers
+    if missing := [*found.missing_keys, *{*found.unexpected_keys}.difference(saved_twice)]:
+        raise UserError(
+            f"the adapter {folder} does not fit its base {base}: {len(missing)} weights have no counterpart, such as "
+            f"{missing[0]}; give the base that it was trained on"
+        )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _untie(adapted.base_model.model)
+            merged = adapted.merge_and_unload().eval()
+            _say_whether_tied(merged)
+    except UNREADABLE as error:
+        raise UserError(f"the adapter {folder} cannot be merged into its base ({error}): give another one") from error
+    merged.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def _resize(model: PreTrainedModel, weights: Path) -> None:
+    """Give the model as many rows of embeddings as are saved with the adapter, if they are."""
+    with safetensors.safe_open(weights, framework="pt") as tensors:
+        shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        name = next((name for name, module in model.named_modules() if module is layer), "")
+        for saved in (f"base_model.model.{name}.weight", f"base_model.model.{name}.base_layer.weight"):
+            if saved in shapes and shapes[saved][0] != len(layer.weight):
+                model.resize_token_embeddings(shapes[saved][0], mean_resizing=False)
+
+
+def _untie(model: Any) -> None:
+    """Give the head a matrix of its own where it shares that of the embeddings and the adapter is of one of them: what
+    is merged into one would change both.
+    """
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, head = map(_of_base, layers)
+    if head is not None and head.weight is embeddings.weight and layers != (embeddings, head):
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+
+
+def _say_whether_tied(model: PreTrainedModel) -> None:
+    """Has the configuration say whether head and embeddings share a matrix."""
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight.data_ptr() != embeddings.weight.data_ptr():
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+
+
+def _of_base(layer: Any) -> Any:
+    """Returns the layer of the base that PEFT has wrapped."""
+    while (inner := getattr(layer, "base_layer", getattr(layer, "original_module", None))) is not None:
+        layer = inner
+    return layer
