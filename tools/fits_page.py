@@ -20,6 +20,7 @@ from typing import Any
 
 from transformers import GPTNeoXConfig, LlamaConfig, PretrainedConfig, Qwen2Config
 
+from tba.apps.preference.tldr import Tldr
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
@@ -94,7 +95,8 @@ Of *n + m*, *n* are ranks of the trainer and *m* searchers; *one* is a GPU that 
 GPU needs of its {usable:.0%}. *Fits with*: what a refusal proposes. *Before*: one rank and the recipes' own searchers
 (3, 1, 3), and on a single GPU half of it for the trainer.
 
-The reward models of tldr, which its searchers load as well (0.4 B and, to evaluate, 6.9 B in float32), are not counted.
+The reward models of tldr, which each of its searchers loads as well (0.4 B and, to evaluate, 6.9 B in float32, on the
+CPU: {judges:.0f} GB), are counted in the machine's memory; with `--task.device cuda` in that of the searcher's GPU.
 """
 COLUMNS = (
     *("GPU", "model", "trained", "`--max-tokens-per-pass`", "`--model.gradient-checkpointing`", "trainer, GB"),
@@ -130,6 +132,14 @@ RECIPES: dict[str, PretrainedConfig] = {
         max_position_embeddings=2048,
     ),
 }
+GOLD = GPTNeoXConfig(  # cleanrl/EleutherAI_pythia-6.9b-deduped__reward__tldr
+    vocab_size=50_304,
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    intermediate_size=16_384,
+    max_position_embeddings=2048,
+)
 
 
 def config_of(name: str) -> Qwen2Config:
@@ -150,8 +160,19 @@ def config_of(name: str) -> Qwen2Config:
 def folder_of(name: str) -> str:
     """A folder with the configuration of a model, which is all that sizes need."""
     folder = tempfile.mkdtemp()
-    (RECIPES[name] if name in RECIPES else config_of(name)).save_pretrained(folder)
+    config = GOLD if name == "gold" else RECIPES[name] if name in RECIPES else config_of(name)
+    config.save_pretrained(folder)
     return folder
+
+
+def paper(name: str) -> Recipe:
+    """A recipe of the paper's on CUDA, with configurations alone."""
+    asked = find(name)
+    assert isinstance(asked.model, HuggingFace)
+    task = asked.task
+    if isinstance(task, Tldr):
+        task = replace(task, reward_model=folder_of(name), gold=folder_of("gold"))
+    return replace(asked, model=replace(asked.model, path=folder_of(name), device="cuda"), task=task)
 
 
 def page() -> str:
@@ -161,9 +182,9 @@ def page() -> str:
     seconds = seconds_to_move(recipe("7 B", {"moments_on_host": True}, True, SLOTS[0]))
     shares = {"slack": SLACK, "usable": USABLE, "rest": 1 - USABLE}
     head = HEAD.format(**shares, plain=f"{PLAIN:,}")
-    tail = TAIL.format(
-        **shares, fewest=TOKENS[-1], slots=SLOTS[-1], rank=RANK, share=share, memory=MEMORY, seconds=seconds
-    )
+    judges = next(need.total for need in needs(paper("tldr")) if need.part == "rewards") / GB
+    figures = {"share": share, "seconds": seconds, "judges": judges}
+    tail = TAIL.format(**shares, **figures, fewest=TOKENS[-1], slots=SLOTS[-1], rank=RANK, memory=MEMORY)
     return "\n".join([head, *table(), "", tail, *placements(), ""])
 
 
@@ -226,9 +247,7 @@ def placements() -> Iterator[str]:
 
 def placement(name: str, machine: Machine) -> tuple[str, ...]:
     """Ranks and searchers, whether they fit, idle GPUs, what the fullest GPU needs, and what would help."""
-    asked = find(name)
-    assert isinstance(asked.model, HuggingFace)
-    asked = replace(asked, model=replace(asked.model, path=folder_of(name), device="cuda"))
+    asked = paper(name)
     made = override(asked, sized(asked, machine), "", recorded=True)
     by_part = {need.part: need.total for need in needs(made)}
     full = dict.fromkeys(range(len(machine.gpus)), 0)

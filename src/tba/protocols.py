@@ -86,6 +86,17 @@ class Examined(Protocol):
         ...
 
 
+@runtime_checkable
+class JudgedByModels(Protocol):
+    """A task whose rewards hold models, which every searcher loads."""
+
+    def memory(self) -> tuple[str, Mapping[str, int]]:
+        """Returns the device on which they are (cpu, cuda or mps), and the bytes that a searcher needs there at most,
+        by part. One whose configuration cannot be read is left out; nothing is loaded.
+        """
+        ...
+
+
 class Environment(Protocol):
     """A world to act in, free of tokens. One object lives through one episode: `reset` once, then turn by turn.
 

@@ -565,6 +565,11 @@ def test_a_command_with_closed_or_full_streams_ends_without_a_traceback(to: str,
     assert "Traceback" not in ended.stderr
 
 
+def explained(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -575,6 +580,10 @@ def test_a_command_with_closed_or_full_streams_ends_without_a_traceback(to: str,
             RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
             "could not get the memory",
         ),
+        (RuntimeError("unable to mmap 1786008 bytes from file </w>: Cannot allocate memory (12)"), "get the memory"),
+        (RuntimeError("can't start new thread"), "could not get the memory"),
+        (OSError(12, "Cannot allocate memory"), "could not get the memory"),
+        (explained(UserError("version 0.46 is damaged"), MemoryError()), "could not get the memory"),
         (OSError(28, "No space left on device"), "is full"),
         (FileNotFoundError(2, "No such file or directory", "/data/of/mine.jsonl"), None),
         (ValueError("no"), None),

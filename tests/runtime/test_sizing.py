@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PretrainedConfig
+import torch
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from scripts import script
+from tba.apps.preference.tldr import Tldr
 from tba.command import check
 from tba.command.check import fitted, of_disk, one_rank_fits
+from tba.command.resume import resumable
 from tba.command.train import with_sizes
 from tba.errors import UserError
 from tba.models.arithmetic import shape_of
@@ -26,12 +29,14 @@ from tba.replay.buffer import BufferSettings
 from tba.runtime import sizing
 from tba.runtime.devices import USABLE
 from tba.runtime.needs import Need, kept_on_disk, needs, seconds_to_move
+from tba.runtime.run_dir import RunDirectory
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, too_much, unused
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
 
 GB = 10**9
-RHO, SEVEN, PYTHIA = (script("tools/fits_page.py").RECIPES[name] for name in ("gsm8k", "math", "tldr"))
+PAGE = script("tools/fits_page.py")
+RHO, SEVEN, PYTHIA = (PAGE.RECIPES[name] for name in ("gsm8k", "math", "tldr"))
 
 
 class Models:
@@ -53,8 +58,11 @@ def at(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 
 def recipe_of(name: str, path: str, device: str = "cuda", **changes: Any) -> Recipe:
+    """A recipe with a model of this configuration, and without other models."""
     recipe = find(name)
     assert isinstance(recipe.model, HuggingFace)
+    if isinstance(recipe.task, Tldr):
+        recipe = replace(recipe, task=replace(recipe.task, reward_model="", gold=""))
     said = {"gradient_checkpointing": bool(recipe.model.gradient_checkpointing)} | changes  # most recipes leave it open
     return replace(recipe, model=replace(recipe.model, path=path, device=device, **said))
 
@@ -295,3 +303,55 @@ def test_check_says_what_moments_on_the_host_cost(at: Models) -> None:
     assert said.startswith("56.7 GiB of each rank's are in the host's memory")
     assert "about 2.5 s of an update" in said
     assert check._of_moments(recipe_of("math", at(SEVEN))) == ""
+
+
+def test_the_reward_models_that_each_searcher_loads_are_in_its_sum(at: Models) -> None:
+    plain = recipe_of("tldr", at(PYTHIA))
+    assert isinstance(plain.task, Tldr)
+    judged = replace(plain, task=replace(plain.task, reward_model=at(PYTHIA), gold=at(PAGE.GOLD)))
+    with torch.device("meta"):
+        small, gold = (AutoModelForSequenceClassification.from_config(config) for config in (PYTHIA, PAGE.GOLD))
+    need = by_part(judged)["rewards"]
+    assert (need.device, set(need.parts)) == ("cpu", {"reward model", "gold model"})
+    for model, config, held in zip((small, gold), (PYTHIA, PAGE.GOLD), need.parts.values(), strict=True):
+        weights = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size * (
+            model.get_output_embeddings() is not None
+        )
+        assert 0 < held - 4 * weights < 0.2 * held + 5 * GB  # and a pass
+    assert "rewards" not in by_part(plain)
+    there = machine(80, 80, 80, memory=40)
+    made = decided(judged, there)  # two searchers, each with 33 GB of reward models
+    assert "rewards" in refusal(made, there)
+    assert refusal(made, there).endswith("set --searchers 1, with which it fits")
+    assert too_much(decided(plain, there), there) is None
+    on_gpu = replace(judged, task=replace(judged.task, device="cuda"))
+    with_judges = by_part(on_gpu)
+    searcher = sum(with_judges[part].total for part in ("searcher", "reference", "rewards"))
+    assert too_much(decided(on_gpu, machine(80, 80)), machine(80, 80)) is None
+    small_card = machine(80, int(searcher / USABLE / GB))
+    assert "the searcher needs" in refusal(replace(on_gpu, searchers=1), small_card)
+    shared = places_on(replace(on_gpu, searchers=1), machine(141))
+    assert shared["searcher-0"].share * 141 * GB >= searcher
+
+
+def test_what_a_resumed_run_is_told_to_change_can_be_changed(at: Models) -> None:
+    seven, there = decided(recipe_of("math", at(SEVEN)), machine(80, 80)), machine(80, 80)
+    assert "--model.lora.rank 16" in refusal(seven, there)
+    with pytest.raises(UserError) as refused:
+        refuse_what_cannot_fit(seven, there, resumed=True)
+    assert "the trainer needs 136" in str(refused.value)
+    assert str(refused.value).endswith("are usable: use more GPUs, or a machine with more memory")
+
+
+def test_a_resume_asks_whether_it_fits_before_anything_is_changed(
+    at: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--model.path", at(SEVEN), "--model.device", "cuda", "--trainer.ranks", "1", "--searchers", "1"]
+    run = RunDirectory.create(tmp_path / "run", "math", flags, override(find("math"), flags, ""))
+    there = (run.path / "recipe.json").read_bytes()
+    monkeypatch.setattr(sizing.Machine, "here", classmethod(lambda cls: machine(80, 80, 80, 80)))
+    with pytest.raises(UserError, match=r"the trainer needs 13.* --trainer\.ranks 2, with which it fits"):
+        resumable(run, [])
+    assert (run.path / "recipe.json").read_bytes() == there
+    recipe, _ = resumable(run, ["--trainer.ranks", "2"])
+    assert recipe.trainer.count == 2

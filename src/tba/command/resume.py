@@ -9,6 +9,7 @@ with all that was sampled. Rows that its journal has lost are reported first; it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from tba.runtime.elastic import Joined
 from tba.runtime.local.forkserver import prepare
 from tba.runtime.program import version, version_of
 from tba.runtime.run_dir import RunDirectory, driver_lives
+from tba.runtime.sizing import Machine, refuse_what_cannot_fit
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
 
@@ -90,6 +92,8 @@ def resumable(
     if checkpoint is not None and "uses" not in checkpoint.state.get("replay", {}):
         raise UserError(f"{checkpoint.path} was made by an earlier version of this program: start a new run")
     _refuse_finished(run, recipe, checkpoint)
+    prepared = replace(recipe, model=recipe.model.prepared(recipe.task))
+    refuse_what_cannot_fit(prepared, Machine.here(), resumed=True)
     _refuse_lost_rows(run, recipe, accept_lost_rows)
     return recipe, checkpoint
 

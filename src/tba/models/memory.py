@@ -226,6 +226,17 @@ def reference(shape: Shape, of: Sampling) -> Bytes:
     }
 
 
+def judge(config: Any, kind: Any, tokens: int, itemsize: int = 4) -> int:
+    """Returns the bytes of a model that only computes, in passes of so many tokens, such as a reward model: its weights
+    and what one layer holds. kind: the class of transformers that it is loaded as.
+    """
+    with torch.device("meta"):
+        model = kind.from_config(config)
+    text = config.get_text_config()
+    ff = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return itemsize * (sum(p.numel() for p in model.parameters()) + tokens * (3 * ff + 4 * text.hidden_size))
+
+
 def _base(shape: Shape, of: Precision) -> int:
     """Bytes of the weights that are not trained: of engine, reference and adapters' base."""
     in_4_bits = shape.matrices if of.four_bit else 0  # half a byte each, and a float32 for 64 of them

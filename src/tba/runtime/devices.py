@@ -106,10 +106,10 @@ def places(recipe: Recipe, searchers: Sequence[str], gpus: Sequence[int]) -> dic
 
 def _trainer_share(recipe: Recipe, memory: int, searchers: int) -> float:
     """The trainer's share of a GPU of so many bytes, which it has with the searchers."""
-    found = {need.part: need.total for need in needs(recipe)}
+    found = {need.part: need.total for need in needs(recipe) if need.device == "cuda"}
     if not found:
         return TRAINER
-    own, others = found["trainer"], searchers * (found["searcher"] + found["reference"])
+    own, others = found.pop("trainer"), searchers * sum(found.values())  # engine, reference, rewards
     if own + others > USABLE * memory and (least := checkpointed(recipe)) is not None:
         return _trainer_share(least, memory, searchers)
     if own + others > USABLE * memory:  # which is refused; a run that is started all the same shares what there is

@@ -21,6 +21,8 @@ _FAILED = ("EIO", "ESTALE", "EROFS", "ENODEV", "ENXIO", "EUCLEAN", "ESHUTDOWN") 
 _BROKEN = {getattr(errno, name) for name in _FAILED if hasattr(errno, name)}
 _OS_ERROR = re.compile(r"\b(?:os error|code:) (\d+)\b")  # in the words of a library in Rust
 _WORDS = ("no space left", "os error 28", "disk quota exceeded", "file too large", "os error 27", "disk is full")
+# of the system, of torch, of a library in C++, and of a thread without room for its stack
+_NO_MEMORY = ("cannot allocate memory", "can't allocate memory", "bad_alloc", "can't start new thread")
 _NOTHING = 1 << 16  # bytes; less free space than this counts as none
 
 
@@ -49,7 +51,7 @@ def outside_cause(error: BaseException, run: Path) -> UserError | None:
     if (full := disk_full(error, run)) is not None:
         return full
     for cause in _causes(error):
-        if isinstance(cause, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(cause):
+        if isinstance(cause, MemoryError) or any(word in str(cause).lower() for word in _NO_MEMORY):
             return UserError(
                 f"a process of the run at {run} could not get the memory it needs: give it more, or make the run "
                 "smaller (`tba check` says what takes how much: --model.generation.slots, --max-tokens-per-pass), then "

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tba.protocols import Work
+from tba.protocols import JudgedByModels, Work
 from tba.recipe import Recipe
 from tba.record.text import size
 
@@ -19,7 +19,7 @@ from tba.record.text import size
 class Need:
     """What one part needs on its device."""
 
-    part: str  # trainer (each rank), host (what it has there besides), searcher, reference or replay
+    part: str  # trainer (each rank), host (what it has there besides), searcher, reference, rewards or replay
     device: str  # cpu, cuda or mps: the memory of the machine, or of a GPU
     parts: Mapping[str, int]  # bytes
 
@@ -35,8 +35,8 @@ class Need:
 
 
 def needs(recipe: Recipe) -> list[Need]:
-    """Returns what a rank of the trainer, a searcher, its reference and the replay buffer need, at most; nothing for a
-    model of unknown shape.
+    """Returns what a rank of the trainer, a searcher, its reference, the models of its rewards and the replay buffer
+    need, at most; nothing for a model of unknown shape.
     """
     found = recipe.model.memory(work_of(recipe))
     if found is None:
@@ -44,6 +44,8 @@ def needs(recipe: Recipe) -> list[Need]:
     device = recipe.model.trainer_device.type
     halves = [Need(part, device, found[part]) for part in ("trainer", "searcher", "reference")]
     halves += [Need("host", "cpu", found["host"])] if found["host"] else []
+    if isinstance(recipe.task, JudgedByModels):
+        halves += [Need("rewards", *judges)] if (judges := recipe.task.memory())[1] else []
     return [*halves, Need("replay", "cpu", recipe.replay.buffer.memory(recipe.model.max_completion_tokens))]
 
 

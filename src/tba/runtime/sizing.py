@@ -26,6 +26,7 @@ from tba.settings import override
 from tba.training.ranks import RankSettings
 
 _RANK = "16"  # of the adapters that are proposed
+_KEPT = {"--model.lora.rank", "--model.dtype"}  # by a run
 
 
 @dataclass(frozen=True)
@@ -88,20 +89,25 @@ def unused(recipe: Recipe, machine: Machine) -> str | None:
     return f"{idle} GPU{'s are' if idle > 1 else ' is'} unused: {more}"
 
 
-def refuse_what_cannot_fit(recipe: Recipe, machine: Machine) -> None:
-    """Raises `UserError` where a part cannot fit into the memory of its device; it names the fields that would help."""
+def refuse_what_cannot_fit(recipe: Recipe, machine: Machine, resumed: bool = False) -> None:
+    """Raises `UserError` where a part cannot fit into the memory of its device; it names the fields that would help.
+
+    resumed: what is trained, all weights or adapters, and on which base, cannot be changed any more.
+    """
     told = too_much(recipe, machine)
     if told is None:
         return
     half, sentence = told
     for flags in _smaller(recipe, half):
+        if resumed and _KEPT & {*flags}:
+            continue
         try:
             fits = too_much(override(recipe, flags, "", recorded=True), machine) is None
         except UserError:  # too few GPUs, or what does not go together
             continue
         if fits:
             raise UserError(f"{sentence}: set {' '.join(flags)}, with which it fits")
-    raise UserError(f"{sentence}: use a smaller model, more GPUs, or a machine with more memory")
+    raise UserError(f"{sentence}: use {'' if resumed else 'a smaller model, '}more GPUs, or a machine with more memory")
 
 
 def too_much(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
@@ -119,7 +125,7 @@ def _too_much(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
     if not found or recipe.runtime == "cluster":
         return None
     if found["trainer"].device == "cuda":
-        bytes_of = {part: need.total for part, need in found.items()}
+        bytes_of = {part: need.total for part, need in found.items() if need.device == "cuda"}
         where = places_on(recipe, machine) if machine.gpus else {}
         for gpu, memory in enumerate(machine.gpus):
             on = _needed_of(gpu, where, bytes_of)
@@ -140,13 +146,14 @@ def _too_much(recipe: Recipe, machine: Machine) -> tuple[str, str] | None:
 
 
 def _needed_of(gpu: int, where: Mapping[str, Place], found: Mapping[str, int]) -> dict[str, int]:
-    """Returns what each worker needs of one GPU: an engine is on all of its GPUs, the reference on the first."""
+    """Returns what each worker needs of one GPU: an engine is on all of its own, reference and rewards on the first."""
     on = {}
     for worker, place in where.items():
         if gpu in place.gpus and worker.startswith("trainer"):
             on[worker] = found["trainer"]
         elif gpu in place.gpus:
-            on[worker] = found["searcher"] + (found["reference"] if gpu == place.gpus[0] else 0)
+            first = found["reference"] + found.get("rewards", 0)
+            on[worker] = found["searcher"] + (first if gpu == place.gpus[0] else 0)
     return on
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,12 +23,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import AutoModel
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from tba.apps.preference.scoring import RewardModel, Scored, made_to_read, pretrained, quiet
 from tba.apps.preference.similarity import NAMES, Floats, features, sentences
 from tba.errors import UserError
-from tba.foreign import UNREADABLE, read_json
+from tba.foreign import SAFE, UNREADABLE, read_json
+from tba.models import memory
 
 HEAD, FACTS = "head.safetensors", "frozen.json"
 REMEMBERED = 50_000  # sentences
@@ -179,3 +181,16 @@ def loaded(
     if own is not None:
         max_tokens, keep = own
     return Scored(RewardModel.load(path, max_tokens, keep, device), max_tokens_per_pass)
+
+
+@cache
+def held(path: str, max_tokens_per_pass: int) -> int:
+    """Returns the bytes that the reward model at a path needs, of either kind; 0 where its configuration cannot be
+    read. Nothing is loaded.
+    """
+    kind = AutoModel if (Path(path) / FACTS).is_file() else AutoModelForSequenceClassification
+    try:
+        config = AutoConfig.from_pretrained(path, num_labels=1, **SAFE)
+        return memory.judge(config, kind, max_tokens_per_pass)
+    except (*UNREADABLE, StopIteration):
+        return 0  # whoever loads it says why
