@@ -21,13 +21,24 @@ ended; runs that it has already are not repeated. The kinds:
     clock                                time.time set back by an hour, the driver killed, set back by a day
     two-resumes                          driver killed, two resumes at once
     version                              a searcher with other source files tries to join
+    copied-back                          an older copy of the journal laid over it while nothing runs; what was
+                                         acknowledged after the newest weights were published is then unknown
+    copied-under                         an older copy written over the journal in place, under the run
+    searcher-memory, trainer-memory      no more memory for it than it has, or some megabytes more (ulimit -v)
+    output-closed, output-full           nowhere to go for what the run prints, from its start
+    eio-metrics, eio-checkpoint, eio-weights, eio-journal, eio-evaluations, eio-log, eio-ledger, eio-summary
+                                         EIO for each write to such a file and each flush of it, from some moment on;
+                                         the disk is well again for the resume (needs a C compiler)
+    moved                                the folder of the run moved away under it, and put back once the run has ended
 
 Every run is required to meet these conditions:
 
-  - it ends with all its steps (`finished`), and nothing waits for longer than the deadline (`hangs`);
+  - it ends with all its steps (`finished`), and nothing waits for longer than the deadline (`hangs`); what ends before
+    says so in a sentence, never in a traceback;
   - each trajectory that was acknowledged before is in the journal at the end, unchanged, or the run itself has reported
     how many are not: `inflicted` counts those that the fault has cost, `reported` those that the run reports, `lost`
-    those that it does not report;
+    those that it does not report. Where a file is written over under the run, what is acknowledged until that is
+    noticed counts as inflicted too;
   - nothing is trained twice: uses, the steps that led to the last weights and the account agree (`twice`);
   - the account of tokens and trajectories closes;
   - its kind's own promise: an error sentence, a counted fault, an evaluation that was completed.
@@ -67,7 +78,6 @@ from tba.replay.pages import committed, wal_frames
 from tba.replay.schema import JOURNAL
 from tba.runtime.checkpointing import held_by_journal
 from tba.runtime.run_dir import RunDirectory, is_held
-from tba.training.checkpoint import newest_checkpoint
 
 SAMPLED = "pass@1/sampled"
 PROBLEMS = 500
@@ -130,10 +140,12 @@ class Run:
     scratch: Path  # for what is kept of it, on another disk
     rng: random.Random
     environment: dict[str, str] = field(default_factory=dict)
+    output: str = ""  # where a shell sends what it prints
     begun: list[tuple[subprocess.Popen[bytes], Path]] = field(default_factory=list)  # with what each said
     acknowledged: Rows = field(default_factory=dict)
     step: int = 0
     inflicting: bool = False  # the journal is damaged
+    going: bool = False  # under the run, which acknowledges more until it notices
     known: int | None = None  # trajectories that anything but the journal knows of, if that is gone
     wrong: list[str] = field(default_factory=list)
 
@@ -146,6 +158,8 @@ class Run:
         environment = {**os.environ, **self.environment, **more, "COLUMNS": "1000"}
         with said.open("wb") as file:
             command = [sys.executable, "-m", "tba", *arguments]
+            if self.output:
+                command = ["/bin/sh", "-c", f'exec "$@" {self.output}', "sh", *command]
             process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
         self.begun.append((process, said))
         return process
@@ -330,8 +344,115 @@ def emptied(run: Run) -> None:
 
 
 def held_by_others(run: Run) -> int:
-    """How many trajectories the journal has had according to the newest weights and the newest checkpoint."""
-    return held_by_journal(RunDirectory.open(run.path), newest_checkpoint(run.path / "checkpoints")).rows
+    """How many trajectories the journal has had according to all that the run directory knows without it."""
+    return held_by_journal(RunDirectory.open(run.path)).rows
+
+
+def copied_back(run: Run) -> None:
+    run.begin()
+    run.at_some_step(low=1, high=run.steps // 2)
+    there = run.copied()
+    run.until(lambda: len(rows_of(run.path / "journal.sqlite")) > len(there))
+    run.at_some_step(low=run.steps // 2)
+    older = run.scratch / "older.sqlite"
+    with closing(sqlite3.connect(run.scratch / "copy.sqlite")) as copy:  # with its log moved into the file
+        copy.execute("VACUUM INTO ?", (str(older),))
+    run.kill_driver_and_wait()
+    run.inflicting = True
+    run.known = held_by_others(run) - len(there)
+    file = run.path / "journal.sqlite"
+    for part in ("-wal", "-shm"):
+        Path(f"{file}{part}").unlink(missing_ok=True)
+    shutil.copy(older, file)
+
+
+def copied_under(run: Run) -> None:
+    run.begin()
+    file = run.path / "journal.sqlite"
+    run.until(lambda: file.exists() and file.stat().st_size > 40 * JOURNAL.page_bytes)  # the log was moved into it
+    run.at_some_step(low=1, high=run.steps // 2)
+    shutil.copy(file, run.scratch / "older.sqlite")
+    bytes_then = file.stat().st_size
+    run.until(lambda: file.stat().st_size > bytes_then)
+    run.step = len(read_metrics(run.path))
+    parts = parts_of(run.driver.pid).values()
+    for part in parts:
+        os.kill(part, signal.SIGSTOP)
+    run.acknowledged = rows_of(file)
+    run.inflicting = run.going = True
+    shutil.copyfile(run.scratch / "older.sqlite", file)
+    for part in parts:
+        os.kill(part, signal.SIGCONT)
+    ends_in_a_sentence(run)
+
+
+def little_memory(part: str) -> Callable[[Run], None]:
+    """It may end the run, or the part, which is started again with as much as it wants."""
+
+    def disturb(run: Run) -> None:
+        run.begin("--run.silence-deadline", str(3 * SILENCE))
+        run.at_some_step(low=1)
+        victim = run.the(part)
+        run.acknowledged = rows_of(run.path / "journal.sqlite")
+        pages = int(Path(f"/proc/{victim}/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + run.rng.choice((0, 1, 4, 16)) * 1_000_000
+        with suppress(ProcessLookupError):
+            resource.prlimit(victim, resource.RLIMIT_AS, (most, most))
+        code = run.ended()
+        run.require(not code or "could not get the memory it needs" in run.said(), f"{code}: {run.said()[-300:]}")
+
+    return disturb
+
+
+def no_output(where: str) -> Callable[[Run], None]:
+    def disturb(run: Run) -> None:
+        run.output = where
+        run.begin()
+        run.at_some_step(low=1)
+        run.acknowledged = rows_of(run.path / "journal.sqlite")
+        run.require(run.ended() == 0, f"it did not train to its end: {run.said()[-300:]}")
+
+    return disturb
+
+
+def disk_errors(files: str, at_the_end: bool = False) -> Callable[[Run], None]:
+    """From some moment on; at_the_end: they are written then only."""
+
+    def disturb(run: Run) -> None:
+        library, when = run.scratch / "eio.so", run.scratch / "now"
+        source = Path(__file__).with_name("eio.c")
+        subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+        run.environment |= {"LD_PRELOAD": str(library), "EIO_FILES": files, "EIO_WHEN": str(when)}
+        run.begin("--evaluation.every", str(EVERY), "--evaluation.problems-during", "20")
+        run.at_some_step(low=1, high=run.steps - 15 if at_the_end else run.steps // 2)
+        run.acknowledged = rows_of(run.path / "journal.sqlite")
+        when.touch()
+        if files == "searcher-0.log":  # a log that cannot be written costs nobody anything
+            run.ended()
+        else:
+            ends_in_a_sentence(run)
+        when.unlink()
+        run.until(lambda: not is_held(run.path), of_a_run_that_goes_on=False)
+
+    return disturb
+
+
+def moved(run: Run) -> None:
+    run.begin()
+    run.at_some_step(low=1)
+    away = run.path.with_name("away")
+    run.acknowledged = rows_of(run.path / "journal.sqlite")
+    run.path.rename(away)
+    ends_in_a_sentence(run)
+    run.require(not run.path.exists(), "another folder was made")
+    away.rename(run.path)
+    run.until(lambda: not is_held(run.path), of_a_run_that_goes_on=False)
+
+
+def ends_in_a_sentence(run: Run) -> None:
+    code = run.ended()
+    last = run.begun[-1][1].read_text(errors="replace").strip().splitlines()[-1:]
+    run.require(code == 2 and last and last[0].startswith("tba: "), f"exit {code}: {run.said()[-300:]}")
 
 
 def full_disk(low: int, high: int | None) -> Callable[[Run], None]:
@@ -442,6 +563,21 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "clock": clock,
     "two-resumes": two_resumes,
     "version": other_version,
+    "copied-back": copied_back,
+    "copied-under": copied_under,
+    "searcher-memory": little_memory("searcher-0"),
+    "trainer-memory": little_memory("trainer"),
+    "output-closed": no_output(">&-"),
+    "output-full": no_output("> /dev/full"),
+    "eio-metrics": disk_errors("metrics.jsonl"),
+    "eio-checkpoint": disk_errors("/checkpoints/"),
+    "eio-weights": disk_errors("/weights/"),
+    "eio-journal": disk_errors("journal.sqlite"),
+    "eio-evaluations": disk_errors("evaluations.jsonl"),
+    "eio-log": disk_errors("searcher-0.log"),
+    "eio-ledger": disk_errors("trainer.result.json", at_the_end=True),
+    "eio-summary": disk_errors("summary.json", at_the_end=True),
+    "moved": moved,
 }
 
 
@@ -483,6 +619,7 @@ def disturbed(kind: str, number: int, steps: int, folder: Path) -> Outcome:
         except Missed as missed:
             run.require(False, f"nothing was done to it: {missed}")
         finished = to_its_end(run)
+        run.require(not any("Traceback" in run.said(n) for n in range(len(run.begun))), "a traceback")
         if not finished:
             run.wrong.append(run.said()[-600:])
         return outcome(run, finished, hung, time.monotonic() - began)
@@ -537,7 +674,7 @@ def outcome(run: Run, finished: bool, hung: bool, seconds: float) -> Outcome:
         finished=finished,
         acknowledged=len(run.acknowledged),
         lost=max(0, missing - reported) if run.inflicting else missing,
-        inflicted=missing if run.inflicting else 0,
+        inflicted=max(missing, reported if run.going else 0) if run.inflicting else 0,
         reported=reported,
         twice=twice,
         closes=closes,
