@@ -108,15 +108,19 @@ def tldr_anneal(steps: int = 256) -> LinearThenCut:
 @dataclass(frozen=True)
 @as_declared
 class WarmupConstant:
-    """A linear rise over `warmup` updates (step n has n / warmup), then the peak."""
+    """A linear rise over `warmup` updates (step n has n / warmup), then the peak.
 
-    warmup: int = 0  # updates of the rise; 0: none
+    Without a rise the first updates, whose moments are of a few batches, are as large as any: on a task of one's own
+    they have cost a third of the accuracy within six of them.
+    """
+
+    warmup: int = 30  # updates of the rise; 0: none
 
     def __post_init__(self) -> None:
         _require_at_least("WarmupConstant", 0, warmup=self.warmup)
 
     def __call__(self, step: int) -> float:
-        return _warm(step, self.warmup)
+        return warm(step, self.warmup)
 
     @property
     def planned(self) -> None:
@@ -141,7 +145,7 @@ class WarmupLinear:
 
     def __call__(self, step: int) -> float:
         remaining = 1 - _progress(step, self.warmup, self.steps - self.warmup)
-        return _warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        return warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
 
     @property
     def planned(self) -> int:
@@ -167,7 +171,7 @@ class WarmupCosine:
 
     def __call__(self, step: int) -> float:
         remaining = _half_cosine(_progress(step, self.warmup, self.steps - self.warmup))
-        return _warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        return warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
 
     @property
     def planned(self) -> int:
@@ -197,7 +201,7 @@ class WarmupStableDecay:
 
     def __call__(self, step: int) -> float:
         remaining = _half_cosine(_progress(step, self.warmup + self.stable, self.decay))
-        return _warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
+        return warm(step, self.warmup) * (self.final + (1 - self.final) * remaining)
 
     @property
     def planned(self) -> int:
@@ -220,7 +224,8 @@ def _behind(step: int) -> int:
     return step - 1
 
 
-def _warm(step: int, warmup: int) -> float:
+def warm(step: int, warmup: int) -> float:
+    """Returns the share of the peak that update number `step` of a linear rise over `warmup` has."""
     made = _behind(step) + 1
     return min(made / warmup, 1.0) if warmup else 1.0
 

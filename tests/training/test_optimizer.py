@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from tba.errors import UserError
-from tba.schedules import WarmupLinear
+from tba.schedules import WarmupConstant, WarmupLinear
 from tba.training.optimizer import Optimizer, OptimizerSettings
 
 
@@ -67,7 +67,7 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_moments(bad: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_forgot_its_moments_goes_on_like_a_new_one_from_the_same_weights(dtype: torch.dtype) -> None:
-    settings = OptimizerSettings(lr=0.1, clip_norm=None)
+    settings = OptimizerSettings(lr=0.1, schedule=WarmupConstant(0), clip_norm=None)
     parameter = Parameter(torch.tensor([1.0, -2.0], dtype=dtype))
     optimizer = settings.start([parameter])
     parameter.grad = torch.tensor([0.25, -3.0], dtype=dtype)
@@ -81,11 +81,29 @@ def test_what_forgot_its_moments_goes_on_like_a_new_one_from_the_same_weights(dt
     torch.testing.assert_close(optimizer._masters[0].detach(), taken)
 
 
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_rate_rises_with_the_updates_that_the_moments_are_of(tmp_path: Path, resumed: bool) -> None:
+    parameter = Parameter(torch.zeros(1))
+    optimizer = OptimizerSettings(lr=0.3).start([parameter])  # a rise over 30 updates
+    taken = []
+    for step in range(1, 7):
+        if step == 4 and resumed:
+            optimizer.save(tmp_path)
+            optimizer = OptimizerSettings(lr=0.3).start([parameter])
+            optimizer.load(tmp_path)
+        if step == 5:
+            optimizer.forget()
+        before, parameter.grad = parameter.item(), torch.ones(1)
+        optimizer.step(step)
+        taken.append(before - parameter.item())
+    assert taken == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.01, 0.02], rel=1e-5)
+
+
 def test_steps_too_small_for_bfloat16_add_up_in_the_float32_master() -> None:
     """One step of 1e-3 from 1.0 rounds back to 1.0 in bfloat16 (spacing 2^-8 below 1); sixteen steps do not."""
     parameter = Parameter(torch.ones(1, dtype=torch.bfloat16))
     assert torch.equal(parameter - 1e-3, parameter)
-    optimizer = OptimizerSettings(lr=1e-3).start([parameter])
+    optimizer = OptimizerSettings(lr=1e-3, schedule=WarmupConstant(0)).start([parameter])
     for step in range(1, 17):
         parameter.grad = torch.ones(1, dtype=torch.bfloat16)
         optimizer.step(step)
@@ -94,7 +112,7 @@ def test_steps_too_small_for_bfloat16_add_up_in_the_float32_master() -> None:
 
 def test_heads_have_a_rate_of_their_own() -> None:
     body, head = Parameter(torch.zeros(1)), Parameter(torch.zeros(1))
-    optimizer = OptimizerSettings(lr=0.01, head_lr=0.5).start([body, head], heads=[head])
+    optimizer = OptimizerSettings(lr=0.01, head_lr=0.5, schedule=WarmupConstant(0)).start([body, head], heads=[head])
     body.grad, head.grad = torch.ones(1), torch.ones(1)
     optimizer.step(1)
     assert (body.item(), head.item()) == pytest.approx((-0.01, -0.5))

@@ -25,7 +25,7 @@ from tba.recipe import Recipe
 from tba.replay.pacing import Pacing
 from tba.replay.replay import ReplaySettings
 from tba.replay.selection import RecencyReward
-from tba.schedules import Constant
+from tba.schedules import Constant, WarmupConstant
 from tba.search.exploration import Fixed
 from tba.search.prompts import PromptSettings
 from tba.tasks.math import Math
@@ -52,7 +52,9 @@ recipe = Recipe(
     ),
     objective=TbaPrime(beta=Constant(0.005)),
     exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=1e-6, betas=(0.9, 0.99), weight_decay=0.01, clip_norm=1.0),
+    optimizer=OptimizerSettings(
+        lr=1e-6, schedule=WarmupConstant(0), betas=(0.9, 0.99), weight_decay=0.01, clip_norm=1.0
+    ),
     replay=ReplaySettings(
         selection=RecencyReward(m=1.0, inverse_temperature=0.0), pacing=Pacing(warm_up=512, max_mean_uses=1.0)
     ),
