@@ -31,7 +31,7 @@ from tba.replay.selection import RecencyReward
 from tba.runtime.inline import Inline
 from tba.runtime.summary import summarise
 from tba.runtime.supervisor import stop_requests
-from tba.schedules import Constant
+from tba.schedules import Constant, WarmupConstant
 from tba.search.exploration import Fixed
 from tba.search.prompts import encode
 from tba.tasks.arithmetic import Arithmetic
@@ -43,7 +43,7 @@ B, K, LR, BETA, TEMPERATURE = 2, 6, 0.02, 0.3, 0.8
 ON_POLICY: dict[str, Any] = {  # k = 1, m = 1, nothing but the newest weights' own samples, S = K, B prompts a round
     "objective": TrajectoryBalance(Constant(BETA), off_policy="none"),
     "exploration": Fixed(1.1, 0.95),
-    "optimizer": OptimizerSettings(lr=LR),
+    "optimizer": OptimizerSettings(lr=LR, schedule=WarmupConstant(0)),
     "replay": ReplaySettings(RecencyReward(m=1.0), Pacing(warm_up=0), BufferSettings(distinct=False)),
     "groups_per_step": B,
     "group_size": K,
