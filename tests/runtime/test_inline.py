@@ -226,6 +226,7 @@ class CtrlC:
         return Sampling()
 
     full_support = True
+    greedy = False
 
 
 @pytest.mark.parametrize("n", [1, 9])  # in the warm-up, and later
