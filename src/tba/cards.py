@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -108,9 +109,7 @@ def _asked_in_a_child() -> str:
     said = os.read(reads, _LONGEST) if answered else b""  # a pipe gives what was written at once as a whole
     os.close(reads)
     os.kill(child, signal.SIGKILL)  # it has nothing more to say
-    limit = time.monotonic() + _DEADLINE
-    while not os.waitpid(child, os.WNOHANG)[0] and time.monotonic() < limit:  # one that hangs in the driver stays
-        time.sleep(_POLL)
+    _wait_for(lambda: os.waitpid(child, os.WNOHANG)[0])
     if not answered:
         raise TimeoutError
     return said.decode()
@@ -118,7 +117,24 @@ def _asked_in_a_child() -> str:
 
 def _asked_in_an_interpreter() -> str:
     """Returns what a new interpreter says, or its last words as the fault. Raises `subprocess.TimeoutExpired`."""
-    done = subprocess.run(  # noqa: S603 - our own words
-        [sys.executable, "-c", _ASKING], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_DEADLINE
+    heard = subprocess.PIPE
+    asked = subprocess.Popen(  # noqa: S603 - our own words
+        [sys.executable, "-c", _ASKING], stdin=subprocess.DEVNULL, stdout=heard, stderr=heard, text=True
     )
-    return done.stdout or json.dumps(asdict(Cards(fault=(done.stderr.strip().splitlines() or ["it cannot"])[-1])))
+    try:
+        said, complaints = asked.communicate(timeout=_DEADLINE)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        _wait_for(lambda: asked.poll() is not None)
+        for end in (asked.stdout, asked.stderr):
+            if end is not None:
+                end.close()
+        raise
+    return said or json.dumps(asdict(Cards(fault=(complaints.strip().splitlines() or ["it cannot"])[-1])))
+
+
+def _wait_for(ended: Callable[[], object]) -> None:
+    """Wait until a process that was killed has ended; one that hangs in the driver stays."""
+    limit = time.monotonic() + _DEADLINE
+    while not ended() and time.monotonic() < limit:
+        time.sleep(_POLL)

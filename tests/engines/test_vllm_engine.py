@@ -24,7 +24,7 @@ from tba.generation import generate, stream
 from tba.models.huggingface import HuggingFace
 from tba.models.serving import doubt
 from tba.policy.loading import load_model
-from tba.policy.lora import LoraSettings
+from tba.policy.lora import LoraSettings, is_adapter
 from tba.protocols import Engine
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
@@ -621,6 +621,10 @@ def test_adapters_are_merged_on_their_way_into_the_engine(serving: Serving, unti
     after = generate(engine, prompts, 3, Sampling(temperature=0), np.random.default_rng(1))
     assert [c.tokens.tolist() for c in after[0]] != [c.tokens.tolist() for c in before[0]]
     reference = adapted.reference(0.7, Version())  # the base, whatever the engine was given
+    assert isinstance(engine, VllmEngine)
+    assert engine._adapted is not None
+    base, shared = (dict(m.named_parameters()) for m in (engine._adapted, reference._policy.model))
+    assert {name for name in base if base[name] is shared[name]} == {name for name in base if not is_adapter(name)}
     found = reference.log_probabilities_of(list(zip(prompts, sampled, strict=True)))
     expected = trained_on(untied, prompts, sampled, 0.7)
     for row, other in zip(found, expected, strict=True):

@@ -89,6 +89,16 @@ def test_gpus_whose_driver_does_not_answer_are_left_alone_after_the_deadline(
     assert os.environ[VISIBLE] == ""
 
 
+@pytest.mark.parametrize("shown", [2], indirect=True)
+def test_an_interpreter_that_does_not_answer_is_left_alone_after_the_deadline_too(
+    shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tba.cards, "_DEADLINE", 0.1)
+    monkeypatch.setattr(tba.cards, "_ASKING", "import signal; signal.pause()")
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)  # so that the child cannot ask
+    assert cards() == Cards(fault="it does not answer within 0.1 s")
+
+
 def test_a_build_without_cuda_has_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.backends.cuda.is_built():
         pytest.skip("this build of torch has CUDA")

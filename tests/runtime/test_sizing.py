@@ -115,6 +115,19 @@ def test_a_vllm_searcher_is_refused_where_it_has_no_room_for_weights_reference_a
     assert by_part(auto)["searcher"].parts == by_part(plain)["searcher"].parts
 
 
+def test_under_lora_a_reference_has_adapters_alone_whichever_engine_samples(at: Models) -> None:
+    """Besides vLLM's own copy the searcher holds a base to merge adapters into, and the reference shares it."""
+    adapted = override(recipe_of("gsm8k", at(RHO)), ["--model.lora.rank", "16"], "")
+    served = override(adapted, ["--model.generation.engine", "vllm"], "")
+    shape = shape_of(adapted.model)
+    assert shape is not None
+    for recipe in (adapted, served):
+        assert by_part(recipe)["reference"].parts["weights"] == 2 * shape.adapters(16)
+    own = 2 * (shape.parameters + shape.adapters(16))
+    assert by_part(adapted)["searcher"].parts["weights"] == own
+    assert by_part(served)["searcher"].parts["weights"] == own + 2 * shape.parameters
+
+
 def test_a_full_buffer_takes_no_more_than_its_budget_for_tokens() -> None:
     long, short = BufferSettings().memory(8000), BufferSettings().memory(100)
     assert long["tokens"] == 4 * GB
