@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import tba.recipes
 from tba.batch import Batch, collate
@@ -19,10 +34,13 @@ from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
-from tba.policy.lora import LoraSettings, copy_on_same_base, is_adapter
+from tba.policy.lora import LoraSettings, copy_on_same_base, is_adapter, saved_adapters
 from tba.schedules import Constant
+from tba.streaming import write_tensors
+from tba.tasks.arithmetic import Arithmetic
 from tba.training.gradients import backward
 from tba.training.optimizer import OptimizerSettings
+from tba.training.tiny_models import character_tokenizer
 from tba.types import Completion, Group, Prompt, Sampling, Trajectory, Version
 
 BASE = Path(tba.recipes.__path__[0]) / "quickstart_base"
@@ -194,6 +212,98 @@ def test_a_copy_on_the_same_base_computes_with_adapters_of_its_own() -> None:
         assert float((before - layer.base_layer(x).detach()).abs().max()) > 0.01
 
 
-def test_targets_that_are_not_there_are_refused() -> None:
-    with pytest.raises(UserError, match="targets"):
-        replace(MODEL, lora=LoraSettings(rank=2, targets=("no_such_layer",))).policy(1.0)
+def test_what_a_run_saves_of_its_adapters_is_what_peft_reads_onto_its_base(
+    tmp_path: Path, prompts: list[Prompt]
+) -> None:
+    policy = MODEL.policy(1.0)
+    adapters = changed(policy)
+    MODEL.save(policy, tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 32, str(BASE))
+    theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved" / "adapter")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    begun = replace(MODEL, path=str(tmp_path / "saved" / "adapter")).prepared(Arithmetic())
+    again = begun.policy(1.0).model  # with new adapters, which are nothing yet
+    for prompt in prompts:
+        tokens = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
+        with torch.no_grad():
+            ours = policy.model.set_attn_implementation("eager") or policy.model(input_ids=tokens).logits
+            for other in (theirs, merged, again.set_attn_implementation("eager") or again):
+                torch.testing.assert_close(other(input_ids=tokens).logits, ours, rtol=0, atol=MERGED)
+    back = saved_adapters(tmp_path / "saved")
+    assert back.keys() == adapters.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in policy.weights().items())
+    os.rename(tmp_path / "saved" / "adapter" / "adapter_model.safetensors", tmp_path / "adapter_model.safetensors")
+    write_tensors(tmp_path / "saved" / "adapters.safetensors", policy.weights())  # as an earlier version wrote them
+    assert all(torch.equal(tensor, back[name]) for name, tensor in saved_adapters(tmp_path / "saved").items())
+
+
+@pytest.mark.parametrize("target", ["no_such_layer", "lm_head", "embed_tokens"])
+def test_targets_that_get_no_adapters_are_refused(target: str) -> None:
+    with pytest.raises(UserError, match=r"--model\.lora\.targets names"):
+        replace(MODEL, lora=LoraSettings(rank=2, targets=("q_proj", target))).policy(1.0)
+    with pytest.raises(UserError, match=r"--model\.lora\.targets names"):
+        replace(MODEL, lora=LoraSettings(rank=2, targets=(target,))).policy(1.0)
+
+
+_SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+_MORE = {"vocab_size": 29, "max_position_embeddings": 64, "eos_token_id": 1, "pad_token_id": None}
+_ROUTED = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+EXPERTS: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**_SIZES, **_MORE, **_ROUTED, num_key_value_heads=2, head_dim=16, num_experts=4)
+    ),
+    "mixtral": lambda: MixtralForCausalLM(
+        MixtralConfig(**_SIZES, **_MORE, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2)
+    ),
+    "deepseek_v3": lambda: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **_SIZES, **_MORE, **_ROUTED, **_LATENT, num_key_value_heads=4, n_routed_experts=4, n_group=1, topk_group=1,
+            first_k_dense_replace=1,
+        )
+    ),
+    "qwen2_moe": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            **_SIZES, **_MORE, **_ROUTED, num_key_value_heads=2, num_experts=4, shared_expert_intermediate_size=24
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_a_model_with_experts_has_adapters_on_its_linear_layers_and_is_one_model_in_every_part(
+    family: str, tmp_path: Path
+) -> None:
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz_")
+    torch.manual_seed(0)
+    made = EXPERTS[family]()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1.2 / parameter.shape[-1] ** 0.5)
+    made.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = replace(MODEL, path=str(tmp_path / "base"))
+    policy = model.policy(1.0)
+    adapted = {name.partition(".lora_")[0].rpartition(".")[2] for name in policy.weights()}
+    assert {"o_proj"} < adapted
+    assert not {"experts", "gate_up_proj"} & adapted
+    adapters = changed(policy)
+    asked = [Prompt("t", np.array(tokenizer.encode(text), np.int32), text) for text in ("abc", "tba", "k")]
+    answered = sampled(replace(model, generation=EngineSettings(max_completion_tokens=4)), asked, adapters)
+    batch = batch_of(asked, answered, model)
+    log_policy_BT = policy.evaluate(batch).log_policy_BT.detach()
+    model.save(policy, tmp_path / "saved")
+    merged = replace(model, path=str(tmp_path / "saved"), lora=LoraSettings())
+    torch.testing.assert_close(
+        log_policy_BT, merged.policy(1.0).evaluate(batch).log_policy_BT.detach(), rtol=0, atol=MERGED
+    )
+    theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "saved" / "adapter").eval()
+    tokens = torch.tensor([tokenizer.encode("tbaabc")])
+    with torch.no_grad():
+        right = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")(input_ids=tokens).logits
+        torch.testing.assert_close(theirs(input_ids=tokens).logits, right, rtol=0, atol=MERGED)
+    names = {"mixtral": "w1", "qwen2_moe": "experts"}.get(family, "gate_proj")
+    with pytest.raises(UserError, match=r"--model\.lora\.targets names"):
+        replace(model, lora=LoraSettings(rank=2, targets=(names,))).policy(1.0)

@@ -212,7 +212,7 @@ def test_adapters_over_two_ranks_are_those_of_one_and_are_saved_merged(tmp_path:
         two.policy.save(tmp_path / "two")  # type: ignore[attr-defined]
         ranks.say("end")
     policy.save(tmp_path / "one")
-    for name in ("model.safetensors", "adapters.safetensors"):
+    for name in ("model.safetensors", "adapter/adapter_model.safetensors"):
         mine, its = (load_file(tmp_path / folder / name) for folder in ("one", "two"))
         assert mine.keys() == its.keys()
         assert max(float((mine[name] - its[name]).abs().max()) for name in mine) < rounding(one, 3)

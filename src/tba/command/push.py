@@ -19,7 +19,6 @@ from rich.console import Console
 from tba.command.model_card import LICENCE, base_of, card, require_repo
 from tba.command.options import PushOptions
 from tba.errors import UserError
-from tba.policy.lora import FILE as ADAPTERS
 from tba.record.report import FILE as CURVES
 from tba.record.report import draw_curves
 from tba.record.run import RunRecord
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _ANSWER_S = 10.0  # that the Hub has to answer the first request
 _UPLOAD_S = 12 * 3600.0  # for an upload: 140 GB at 3 MB/s
-_NOT_MODEL = {optimizer.STATE, optimizer.FACTS, checkpoint.RUN, checkpoint.HEADS, ADAPTERS}
+_NOT_MODEL = {optimizer.STATE, optimizer.FACTS, checkpoint.RUN, checkpoint.HEADS, "adapters.safetensors"}
 _ENDINGS = {".json", ".safetensors", ".jinja", ".txt", ".model"}
 _LICENCES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 

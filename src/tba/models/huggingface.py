@@ -21,7 +21,6 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import safetensors
-import safetensors.torch
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
@@ -40,11 +39,10 @@ from tba.models.memory import Sampling, Shape
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
-from tba.models.source import ADAPTER, whole
+from tba.models.source import whole
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled
-from tba.policy.lora import FILE as ADAPTERS
-from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, switch_adapters
+from tba.policy.lora import CONFIG, LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, Acted, Arithmetic, Policy, SavedPolicy, Task, Work
 from tba.sharding import Sharding
@@ -150,7 +148,7 @@ class HuggingFace:
     @property
     def _whole(self) -> str:
         """The path of the whole weights, also of an adapter's folder that was not `prepared`."""
-        return whole(self.path, log.info) if (Path(self.path) / ADAPTER).is_file() else self.path
+        return whole(self.path, log.info) if (Path(self.path) / CONFIG).is_file() else self.path
 
     def tokenizer(self) -> Any:
         """Returns the model's own tokenizer. Raises `UserError` when it cannot be loaded."""
@@ -552,7 +550,7 @@ def _text_of(problem: Problem, task: Task) -> str:
 def adapters_in(folder: Path) -> dict[str, torch.Tensor]:
     """Returns the adapters that `save` left next to the merged model. Raises `UserError` when there are none."""
     try:
-        return safetensors.torch.load_file(folder / ADAPTERS)
+        return saved_adapters(folder)
     except (OSError, safetensors.SafetensorError) as error:
         raise UserError(
             f"the checkpoint at {folder} has no adapters ({error}): use the --model.lora.rank it was made with"

@@ -25,10 +25,9 @@ from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
 from tba.models.gguf import SUFFIX, converted, saved_once
 from tba.policy.loading import keep_softcap
+from tba.policy.lora import CONFIG, WEIGHTS
 from tba.weights.atomic_dir import cache_folder
 
-ADAPTER = "adapter_config.json"
-_WEIGHTS = "adapter_model.safetensors"
 _FORMAT = b"merged 1"  # raised when the same adapter and base are to give another folder
 _OF_ADAPTER = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 _CONNECT = 5.0  # seconds to reach the Hub
@@ -51,7 +50,7 @@ def _require_hub(name: str) -> None:
 
     The library itself would try for most of a minute. Behind a proxy nothing can be known beforehand.
     """
-    if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", ADAPTER)) or getproxies():
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", CONFIG)) or getproxies():
         return
     host = urlsplit(constants.ENDPOINT)
     try:
@@ -79,14 +78,14 @@ def whole(path: str, log: Callable[[str], None]) -> str:
 def adapter_at(path: str) -> Path | None:
     """Returns the folder of the adapter that a path or a Hub's name stands for; None for anything else."""
     if Path(path).exists():
-        return Path(path) if (Path(path) / ADAPTER).is_file() else None
-    cached = try_to_load_from_cache(path, ADAPTER)
+        return Path(path) if (Path(path) / CONFIG).is_file() else None
+    cached = try_to_load_from_cache(path, CONFIG)
     known = cached is not None or isinstance(try_to_load_from_cache(path, "config.json"), str)
     if known and not isinstance(cached, str):
         return None
     try:  # of what else there is, nothing is fetched
-        found = Path(snapshot_download(path, allow_patterns=[ADAPTER]))
-        if not (found / ADAPTER).is_file():
+        found = Path(snapshot_download(path, allow_patterns=[CONFIG]))
+        if not (found / CONFIG).is_file():
             return None
         return Path(snapshot_download(path, allow_patterns=list(_OF_ADAPTER)))
     except (OSError, ValueError):
@@ -96,12 +95,12 @@ def adapter_at(path: str) -> Path | None:
 def _merged(folder: Path, log: Callable[[str], None]) -> Path:
     text = str | None
     fields = {"peft_type": str, "base_model_name_or_path": text, "task_type": text, "revision": text}
-    config = read_json(folder / ADAPTER, "give another model", fields)
+    config = read_json(folder / CONFIG, "give another model", fields)
     if config.get("task_type") not in (None, "CAUSAL_LM"):
         raise UserError(f"the adapter {folder} is for {config['task_type']}, no language model: give another one")
-    if not (folder / _WEIGHTS).is_file():
+    if not (folder / WEIGHTS).is_file():
         raise UserError(
-            f"the adapter {folder} has no {_WEIGHTS}: save it by a newer peft, whose `save_pretrained` writes that file"
+            f"the adapter {folder} has no {WEIGHTS}: save it by a newer peft, whose `save_pretrained` writes that file"
         )
     base = _base(folder, config.get("base_model_name_or_path"), log)
     revision = config.get("revision") if not Path(base).exists() else None
@@ -113,7 +112,7 @@ def _merged(folder: Path, log: Callable[[str], None]) -> Path:
 
 def _base(folder: Path, name: str | None, log: Callable[[str], None]) -> str:
     """Returns where the whole weights of an adapter's base are: as the adapter names it, or beside the adapter."""
-    remedy = f"put the base there, or write its folder into base_model_name_or_path of {folder / ADAPTER}"
+    remedy = f"put the base there, or write its folder into base_model_name_or_path of {folder / CONFIG}"
     if not name:
         raise UserError(f"the adapter {folder} does not name its base: {remedy}")
     beside = folder / name
@@ -156,7 +155,7 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
         keep_softcap(model)
         own = any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
         tokenizer = AutoTokenizer.from_pretrained(folder if own else base, **SAFE, **({} if own else at))
-        _resize(model, folder / _WEIGHTS)
+        _resize(model, folder / WEIGHTS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what they say of keys is an error below
             config = PeftConfig.from_pretrained(folder)

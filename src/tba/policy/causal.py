@@ -27,8 +27,8 @@ from tba.batch import Batch, moved
 from tba.errors import UserError
 from tba.policy.head import Head, KeptProbabilities, linear_heads, read, token_log_probabilities
 from tba.policy.loading import WeightFiles
-from tba.policy.lora import FILE as ADAPTERS
-from tba.policy.lora import has_adapters, is_adapter, merged, untied
+from tba.policy.lora import FOLDER as ADAPTER
+from tba.policy.lora import has_adapters, is_adapter, merged, save_adapters, untied
 from tba.policy.low_precision import LowPrecision
 from tba.policy.norms import fuse_norms
 from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attention
@@ -252,8 +252,8 @@ class CausalPolicy:
         """Write the Hugging Face layout: configuration, safetensors and the tokenizer, under a temporary name that is
         then replaced.
 
-        Adapters are merged into the model, and also saved by themselves. `weights` are `everything` of a sharded
-        policy, as it comes from its ranks.
+        Adapters are merged into the model, and also saved by themselves, as peft reads them. `weights` are `everything`
+        of a sharded policy, as it comes from its ranks.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         # A kill leaves a folder of such a name behind, which the next checkpoint deletes (`weights.atomic_dir`).
@@ -275,7 +275,7 @@ class CausalPolicy:
         if self.adapted:
             adapters: dict[str, Tensor] = {}
             self._write(folder, merged(self.model, weights or self.everything(), adapters))
-            write_tensors(folder / ADAPTERS, adapters)
+            save_adapters(folder / ADAPTER, self.model, adapters)
         elif weights is None and self._low is None:
             self.model.save_pretrained(folder)
         else:

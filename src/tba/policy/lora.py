@@ -8,11 +8,15 @@ Merged, W + (alpha / rank) B A is a plain model that any program can read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -20,10 +24,15 @@ from transformers import PreTrainedModel
 
 from tba.errors import UserError
 from tba.fields import as_declared
-from tba.streaming import Streamed, shapes_of
+from tba.streaming import Streamed, shapes_of, write_tensors
 
-FILE = "adapters.safetensors"  # next to the merged model in a checkpoint: training resumes from it
+log = logging.getLogger(__name__)
+
+FOLDER = "adapter"  # in a checkpoint, beside the merged model: as peft reads it, and where training resumes from
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BEFORE = "adapters.safetensors"  # what a checkpoint of an earlier version has in place of the folder
 _NAME = "default"  # peft's, of the one adapter of each layer
+_PREFIX = "base_model.model."  # of names in peft's files
 
 
 @dataclass(frozen=True)
@@ -59,14 +68,18 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dt
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
         raise UserError("adapters (model.lora) need the library peft: pip install -e '.[lora]'") from error
+    of: dict[str, Any] = {"r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": 0.0}
     targets: Any = list(settings.targets) or "all-linear"
-    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
+    if any(parameter.dim() == 3 for parameter in model.parameters()):
+        targets = _beside_experts(model, settings.targets)
+    config = LoraConfig(**of, target_modules=targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # A is the same in every process
         try:
             inject_adapter_in_model(config, model)
         except ValueError as error:
             raise UserError(f"the model has no layers that --model.lora.targets names ({error})") from error
+        _refuse_unfit(model, settings.targets)
         if model.device.type == "meta":  # where peft has moved the adapters, to which no file gives values
             _make_adapters(model)
     for name, parameter in model.named_parameters():
@@ -75,6 +88,52 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dt
             parameter.data = parameter.data.to(dtype)
     _fuse(model)
     return model.eval()
+
+
+def _beside_experts(model: PreTrainedModel, targets: Sequence[str]) -> list[str]:
+    """Returns the targets for a model with experts, whose matrices are one parameter and no layers: none of these.
+
+    Raises `UserError` where the settings name experts.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    def of_experts(name: str) -> bool:  # peft takes some names of layers for those of experts, too
+        config = LoraConfig(r=1, target_modules=[name])
+        try:
+            convert_peft_config_for_transformers(config, model, conversions=None)
+        except ValueError:  # it wants another name of experts with it
+            return True
+        return bool(getattr(config, "target_parameters", None))
+
+    head = model.get_output_embeddings()
+    layers = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head]
+    if experts := [name for name in targets if of_experts(name)]:
+        others = sorted({name.rpartition(".")[2] for name in layers if not of_experts(name)})
+        raise UserError(
+            f"--model.lora.targets names {', '.join(experts)}, of which this model makes experts, and experts get no "
+            f"adapters: give some of {', '.join(others)}, or leave it out"
+        )
+    if targets:
+        return list(targets)
+    log.info("the model's experts stay as they are: they are no linear layers, which alone get adapters")
+    return [name for name in layers if not of_experts(name)]
+
+
+def _refuse_unfit(model: PreTrainedModel, targets: Sequence[str]) -> None:
+    """Raises `UserError` for a target that no layer has, and for adapters of head or embeddings: the policy computes
+    with the head's own matrix, which may be that of the embeddings.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    adapted = [f".{name}" for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    if unknown := [target for target in targets if not any(name.endswith(f".{target}") for name in adapted)]:
+        raise UserError(
+            f"the model has no layers that --model.lora.targets names ({', '.join(unknown)}): leave them out"
+        )
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    if any(isinstance(layer, BaseTunerLayer) for layer in ends):
+        raise UserError("--model.lora.targets names the head or the embeddings, which get no adapters: leave them out")
 
 
 def _fuse(model: PreTrainedModel) -> None:
@@ -188,6 +247,34 @@ def copy_on_same_base(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the same model with adapters of its own, and a base that shares its memory."""
     shared = {id(p): p for name, p in model.named_parameters() if not is_adapter(name)}
     return copy.deepcopy(model, shared)
+
+
+def save_adapters(folder: Path, model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> None:
+    """Write adapters and their configuration as peft reads them: a base's, which is where the model came from."""
+    config = model.peft_config[_NAME].to_dict()
+    base = model.config.name_or_path
+    found = {
+        **{name: sorted(value) if isinstance(value, set | list) else value for name, value in config.items()},
+        "base_model_name_or_path": str(Path(base).resolve()) if Path(base).exists() else base,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+    }
+    folder.mkdir()
+    (folder / CONFIG).write_text(json.dumps(found, indent=2, sort_keys=True) + "\n")
+    named = {_PREFIX + name.replace(f".{_NAME}.", "."): tensor for name, tensor in adapters.items()}
+    write_tensors(folder / WEIGHTS, named)
+
+
+def saved_adapters(checkpoint: Path) -> dict[str, Tensor]:
+    """Returns the adapters that a checkpoint has beside the merged model, by the names of a model with adapters.
+
+    Raises what safetensors does where there are none.
+    """
+    if (before := checkpoint / _BEFORE).exists():
+        return safetensors.torch.load_file(before)
+    found = safetensors.torch.load_file(checkpoint / FOLDER / WEIGHTS)
+    ends = f".{_NAME}.weight"
+    return {name.removeprefix(_PREFIX).removesuffix(".weight") + ends: tensor for name, tensor in found.items()}
 
 
 def merged_with(model: PreTrainedModel, adapters: Mapping[str, Tensor]) -> Streamed:

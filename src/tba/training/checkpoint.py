@@ -1,7 +1,7 @@
 """Checkpoints: the model in the Hugging Face layout, the optimizer's state, and the state of the run.
 
     checkpoints/step-N/   config.json model.safetensors model.safetensors.index.json (tokenizer)
-                          (adapters.safetensors) (heads.safetensors)
+                          (adapter/, as peft reads it) (heads.safetensors)
                           optimizer.safetensors optimizer.json   run.json (the manifest)
 
 Invariant: a folder named step-N is whole and on the disk; the newest `keep` are there, and the best. `run.json` ties
