@@ -14,8 +14,12 @@ import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file
+from tests.runtime.runs import inline, inline_again
 from transformers import AutoModelForCausalLM
 
+import tba.recipes
+from tba.__main__ import main
 from tba.batch import Batch, collate
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
@@ -24,10 +28,15 @@ from tba.models.arithmetic import shape_of
 from tba.models.huggingface import HuggingFace
 from tba.models.source import whole
 from tba.policy.lora import LoraSettings, is_adapter
+from tba.protocols import Work
+from tba.record.metrics import read_metrics
 from tba.tasks.arithmetic import Arithmetic
+from tba.training.checkpoint import newest_checkpoint
 from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
 
+SUMS = Path(__file__).parents[1] / "tiny_sums.py"
+QUICKSTART = Path(tba.recipes.__path__[0]) / "quickstart_base"
 TASK = Arithmetic()  # it is asked only where there are no weights
 TEXTS = ("one and one", "two", "one is two and")
 MERGED = 1e-4  # merging rounds every weight once: eps of logits of up to 10, over sums of a hundred terms
@@ -254,3 +263,54 @@ def test_what_cannot_be_merged_is_one_sentence_and_leaves_nothing(tmp_path: Path
     quantized = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": quantized}))
     refused(adapter, "cannot be put on its base .* not quantized")
+
+
+@pytest.fixture
+def on_the_quickstart(tmp_path: Path) -> tuple[str, Path]:
+    """An adapter on the quickstart's base, and the folder of the whole weights that it gives."""
+    adapter = adapter_in(tmp_path / "sft", QUICKSTART, lora(r=2))
+    return str(adapter), Path(whole(str(adapter), lambda line: None))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_run_from_an_adapter_is_the_run_from_the_merged_model_also_when_it_is_resumed(
+    tmp_path: Path, on_the_quickstart: tuple[str, Path], rank: int
+) -> None:
+    """To the bit. Its reference is base + adapter, so log-ratios begin at 0."""
+    adapter, merged = on_the_quickstart
+    lora_of = ["--model.lora.rank", str(rank)] if rank else []
+    for name, path in (("a", adapter), ("m", str(merged))):
+        inline(tmp_path / name, "--model.path", path, *lora_of, "--steps", "3", source=SUMS)
+        inline_again(tmp_path / name, "--steps", "5")
+    rows, others = ({row["step"]: row for row in read_metrics(tmp_path / name)} for name in ("a", "m"))
+    assert abs(rows[1]["log_ratio"]) < 1e-4
+    assert [rows[step]["loss"] for step in range(1, 6)] == [others[step]["loss"] for step in range(1, 6)]
+    ends = [newest_checkpoint(tmp_path / name / "checkpoints") for name in ("a", "m")]
+    weights = [load_file(end.path / "model.safetensors") for end in ends if end is not None]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    begun = load_file(merged / "model.safetensors")
+    assert any(not torch.equal(tensor, begun[name]) for name, tensor in weights[0].items())
+    assert (ends[0] is not None and (ends[0].path / "adapter").is_dir()) == (rank > 0)
+
+
+def test_commands_that_take_a_model_take_an_adapter(
+    tmp_path: Path, on_the_quickstart: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter, merged = on_the_quickstart
+    said = []
+    for path in (adapter, str(merged)):
+        assert main(["eval", str(SUMS), "--checkpoint", path]) == 0
+        said.append([line for line in capsys.readouterr().out.splitlines() if "pass@" in line])
+    assert said[0] == said[1]
+    assert said[0]
+    assert main(["check", str(SUMS), "--model.path", adapter, "--model.lora.rank", "2"]) == 0
+    assert "needs" not in capsys.readouterr().err
+    (tmp_path / "learn.jsonl").write_text('{"prompt": "1+1=", "response": "2"}\n' * 4)
+    for path, out in ((adapter, "a"), (str(merged), "m")):
+        given = ["--model", path, "--held-out", "0", "--warm-start.sft.steps", "2", "--out", str(tmp_path / out)]
+        assert main(["sft", str(tmp_path / "learn.jsonl"), *given]) == 0
+    learnt = [load_file(tmp_path / out / "model.safetensors") for out in ("a", "m")]
+    assert all(torch.equal(tensor, learnt[1][name]) for name, tensor in learnt[0].items())
+    adapted, plain = (HuggingFace(path).prepared(TASK).memory(Work(16, 16, 2, 8, 1)) for path in (adapter, str(merged)))
+    assert adapted is not None
+    assert adapted == plain
