@@ -38,6 +38,7 @@ class Batch:
     step_value_BS: Tensor | None = None  # float32, the value before each step, then 0; None likewise
     some_behavior_BT: Tensor | None = None  # as log_behavior_BT where only some rows have it, NaN in those that do not
     as_sampled_G: Tensor | None = None  # bool: the group's answers come as often as they were sampled; None: all do
+    lag_B: Tensor | None = None  # int64: updates since the policy itself, at its temperature, drew it; -1: it did not
 
     @property
     def rows(self) -> int:
@@ -74,6 +75,7 @@ class Batch:
             step_value_BS=None if value_BS is None else value_BS[rows, :steps],
             some_behavior_BT=None if self.some_behavior_BT is None else self.some_behavior_BT[rows, :width],
             as_sampled_G=None if self.as_sampled_G is None else self.as_sampled_G[kept_G],
+            lag_B=None if self.lag_B is None else self.lag_B[rows],
         )
 
 

@@ -296,6 +296,9 @@ class PolicyOutput:
     log_policy_BT: torch.Tensor  # 0 where the batch's mask is False
     value_BT: torch.Tensor | None = None
     log_z_G: torch.Tensor | None = None
+    # [B] nats, once a gradient has gone through `log_policy_BT`: the entropy of the policy before a token, summed over
+    # the row's sampled tokens; None: unknown
+    entropy_B: Callable[[], torch.Tensor] | None = None
 
 
 Measured: TypeAlias = "dict[str, float | torch.Tensor]"  # metrics; a step reads its tensors all at once

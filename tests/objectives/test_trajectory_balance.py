@@ -394,3 +394,5 @@ def test_answers_that_the_policy_has_all_but_lost_still_have_finite_weights_of_m
         loss, metrics = objective(PolicyOutput(log_policy_BT + off), batch, 1)
         assert math.isfinite(float(loss))
         assert 1 / 4 <= metrics["weight_ess"] <= 1 + 1e-6
+        if treatment not in ("none", "tapered"):
+            assert metrics["cut"] == (off > 0)  # of rows: a ratio is cut above, never below

@@ -42,11 +42,28 @@ def test_the_chunked_head_is_the_plain_head_whatever_it_may_keep(
     head = Head(weight, bias_V if bias else None, softcap)
     of = [hidden, weight, *([bias_V] if bias else [])]
     kept = KeptProbabilities(kept_rows * ROW_BYTES)
-    ours = token_log_probabilities(hidden, head, target, temperature, chunk=4, kept=kept)
+    entropy = torch.full((TOKENS,), torch.nan)
+    ours = token_log_probabilities(hidden, head, target, temperature, chunk=4, kept=kept, entropy_M=entropy)
     theirs = plain(hidden, head, target, temperature)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for one, other in zip(gradients(ours, of), gradients(theirs, of), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=5e-5)  # 23 terms of up to 10: 10 * eps * sqrt(23)
+    distribution = torch.distributions.Categorical(logits=head.logits(hidden.detach()) / temperature)
+    torch.testing.assert_close(entropy, distribution.entropy(), rtol=1e-5, atol=5e-5)  # of a difference of up to 60
+
+
+def test_entropies_in_bfloat16_are_those_of_the_distribution_but_for_its_rounding() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(200, 64, generator=generator, dtype=torch.bfloat16).requires_grad_()
+    weight = 0.3 * torch.randn(500, 64, generator=generator, dtype=torch.bfloat16)
+    log_MV = torch.log_softmax((hidden.detach() @ weight.T).float(), -1)
+    target = torch.distributions.Categorical(logits=log_MV).sample()
+    entropy = torch.empty(200)
+    kept = KeptProbabilities(100 * 2 * 500)
+    token_log_probabilities(hidden, Head(weight), target, 1.0, 16, kept, entropy).sum().backward()
+    wrong = entropy - torch.special.entr(log_MV.exp()).sum(-1)
+    assert wrong.abs().max() < 0.05  # products of 8 bits, each of up to 8 nats
+    assert abs(float(wrong.mean())) < 0.005  # which way they are rounded is chance
 
 
 def test_a_probability_far_below_the_smallest_float_keeps_its_logarithm() -> None:

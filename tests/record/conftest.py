@@ -40,6 +40,8 @@ def make_run(tmp_path: Path) -> Callable[..., Path]:
                     "reward": step / STEPS, "log_ratio": 2 * step / STEPS, "lag": 5.0, "lag_max": 9.0,
                     "waiting_seconds": 2.0, "in_flight_seconds": 0.25, "ess": 0.75, "residual_relative": 0.5,
                     "off_policy": 0.5, "off_policy_p05": -0.5, "off_policy_p95": 2.0,
+                    "entropy": 0.4 * (STEPS - step + 1) / STEPS, "mismatch": 0.01, "mismatch_answer": 0.04,
+                    "without_signal": 0.25, "truncated": 0.0, "cut": 0.125, "length": 12.0,
                     "trainer_idle": 0.02, "trainer_paced": 0.01, "searcher_evaluating": 0.26,
                     "generated_tokens": 1000.0 * step, "tokens": 3000.0,
                 },

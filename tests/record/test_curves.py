@@ -14,7 +14,8 @@ from tba.record.run import RunRecord
 MakeRun = Callable[..., Path]
 TITLES = [
     *("Reward", "Accuracy", "Log-ratio to the reference", "Lag", "Age", "Off-policy"),
-    *("Effective sample size, residual", "Not at work", "Tokens per second"),
+    *("Effective sample size, residual", "Entropy", "Engine against trainer", "What teaches little", "Not at work"),
+    "Tokens per second",
 ]
 
 
@@ -26,7 +27,7 @@ def labelled(axes: object) -> dict[str, object]:
 def test_there_is_a_panel_for_each_thing_to_watch_with_the_run_s_own_numbers(make_run: MakeRun) -> None:
     figure = curves([RunRecord.read(make_run())])
     assert [axes.get_title(loc="left") for axes in figure.axes] == TITLES == [panel.title for panel in PANELS]
-    reward, accuracy, ratio, lag, age, off_policy, share, idle, rates = figure.axes
+    reward, accuracy, ratio, lag, age, off_policy, share, entropy, engine, little, idle, rates = figure.axes
     assert np.allclose(reward.lines[0].get_ydata(), np.arange(1, 41) / 40)  # faint, as recorded
     assert np.allclose(reward.lines[0].get_xdata(), 10 + 0.5 * np.arange(1, 41))
     assert np.allclose(ratio.lines[0].get_ydata(), 2 * np.arange(1, 41) / 40)
@@ -38,6 +39,10 @@ def test_there_is_a_panel_for_each_thing_to_watch_with_the_run_s_own_numbers(mak
     assert list(labelled(off_policy)) == ["mean", "5 %", "95 %"]
     assert np.allclose(labelled(off_policy)["5 %"].get_ydata(), -0.5)  # type: ignore[attr-defined]
     assert list(labelled(share)) == ["effective sample size", "residual"]
+    assert np.allclose(entropy.lines[0].get_ydata(), 0.4 * np.arange(40, 0, -1) / 40)
+    assert list(labelled(engine)) == ["a token", "an answer"]
+    assert list(labelled(little)) == ["groups without signal", "answers cut off", "ratios cut"]
+    assert np.allclose(labelled(little)["groups without signal"].get_ydata(), 25)  # type: ignore[attr-defined]
     assert list(labelled(idle)) == ["trainer idle", "trainer paced", "searchers evaluating"]
     assert np.allclose(labelled(idle)["trainer idle"].get_ydata(), 2.0)  # type: ignore[attr-defined]
     assert list(labelled(rates)) == ["generated", "trained"]
@@ -64,7 +69,7 @@ def test_a_panel_without_numbers_says_so(make_run: MakeRun, tmp_path: Path) -> N
     run = make_run(finished=False)
     (run / "metrics.jsonl").write_text('{"step": 1, "wall_seconds": 2.0, "reward": 0.5}\n')
     said = [[text.get_text() for text in axes.texts] for axes in curves([RunRecord.read(run)]).axes]
-    assert ["not recorded" in texts for texts in said] == [False, False, *[True] * 7]
+    assert ["not recorded" in texts for texts in said] == [False, False, *[True] * 10]
 
 
 def test_the_file_is_a_png_of_at_most_200_kilobytes(make_run: MakeRun) -> None:

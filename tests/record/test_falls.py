@@ -12,9 +12,14 @@ from tests.record.conftest import evaluations
 
 from tba.record.evaluations import EvaluationWriter, read_evaluations
 from tba.record.falls import (
+    ENTROPY_FALLS,
     HELD_OUT,
+    LARGE_STEPS,
+    LOST_SAMPLES,
+    MISMATCHES,
     NO_SIGNAL,
     TRUNCATED,
+    CollapseWatch,
     RewardWatch,
     SignalWatch,
     StalenessWatch,
@@ -169,3 +174,42 @@ def test_steps_that_teach_nothing_are_reported_once_and_answers_that_are_cut_off
     cut = [(step, watch.see(step, 1.0, 1.0)) for step in range(52, 102)]
     assert [(step, list(said)) for step, said in cut if said] == [(52 + 25, [TRUNCATED])]  # 26 of 50
     assert not any(SignalWatch().see(step, step % 50 == 0, 0.5) for step in range(200))
+
+
+def told(figures: Sequence[dict[str, float]]) -> dict[tuple[int, str], str]:
+    """What is told of metrics from step 1 on, by step and kind."""
+    watch = CollapseWatch()
+    return {(i, kind): what for i, one in enumerate(figures, start=1) for kind, what in watch.see(i, one).items()}
+
+
+def test_an_entropy_that_halves_within_ten_steps_is_told_once_and_a_slow_fall_never() -> None:
+    sudden = [{"entropy": value} for value in [0.8] * 20 + [0.25] * 20 + [0.1] * 20]
+    ((at, what),) = told(sudden).items()
+    # five steps of which n have 0.25 and the others 0.8 are below 0.4, half of the five before them, from n = 4 on
+    assert at == (24, ENTROPY_FALLS)
+    assert what.startswith("the policy's entropy fell from 0.8 to 0.36 nats a token in the ten steps to 24")
+    assert told([{"entropy": math.exp(-0.13 * step)} for step in range(60)]) == {}  # exp(-.65) in five steps
+    assert told([{"entropy": value} for value in [0.049] * 5 + [0.001] * 5]) == {}
+
+
+def test_engine_and_trainer_differ_when_enough_tokens_of_one_set_of_weights_are_a_tenth_of_a_nat_apart() -> None:
+    apart = {"mismatch": 0.11, "mismatch_answer": 2.0, "fresh_share": 0.5, "tokens": 200.0}
+    ((at, what),) = told([apart, apart]).items()
+    assert at == (1, MISMATCHES)
+    assert "a token 0.11 nats more or less, an answer 2" in what
+    for less in ({"mismatch": 0.1}, {"tokens": 198.0}, {"mismatch": math.nan}, {"fresh_share": 0.0}):
+        assert told([apart | less]) == {}
+
+
+def test_ten_batches_in_a_row_below_a_tenth_are_told_and_nine_are_not() -> None:
+    assert told([{"ess": 0.09}] * 9 + [{"ess": 0.1}] + [{"ess": 0.09}] * 9) == {}
+    ((at, what),) = told([{"ess": 0.5}] + [{"ess": 0.08}] * 9 + [{"ess": 0.09}] * 5).items()
+    assert at == (11, LOST_SAMPLES)
+    assert what.startswith("in the ten batches to step 11 the effective sample size was at most 9.0 %")
+
+
+def test_updates_are_large_when_five_batches_drifted_by_a_twentieth_of_a_nat_a_token_and_update() -> None:
+    assert told([{"drift": 0.2}, {"drift": 0.01}, {"drift": 0.02}, {"drift": 0.01}, {"drift": 0.01}]) == {}
+    fresh: list[dict[str, float]] = [{"mismatch": 0.0}] * 7  # what was sampled just now has not drifted
+    ((at, _),) = told([*fresh, *[{"drift": 0.04}] * 5, *fresh, {"drift": 0.2}]).items()
+    assert at == (20, LARGE_STEPS)

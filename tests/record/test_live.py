@@ -113,6 +113,11 @@ def test_a_finished_run_is_shown_with_its_account_and_faults(make_run: MakeRun) 
     ):  # fmt: skip
         assert part in text
     assert "closes yes yes" in text
+    text = " ".join(text.split())
+    # the mean over steps 1 to 20, and over 21 to 40
+    assert "first 20 steps last 20 entropy of the policy, nats a token 0.305 0.105" in text
+    assert "engine against trainer, nats a token 0.01 0.01 the same, nats an answer 0.04 0.04" in text
+    assert "groups without signal 25.0 % 25.0 % tokens of an answer 12 12 answers cut off 0.0 % 0.0 %" in text
 
 
 def test_an_account_that_does_not_close_is_said_not_to(make_run: MakeRun) -> None:

@@ -1,12 +1,15 @@
-"""The best checkpoint of a run: which it is, that it stays, and that what is newest is still what is gone on from."""
+"""The best checkpoint of a run: which it is, that it stays, and what is gone on from; what a collapse is told by."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
-from runs import inline_again, made
+from runs import inline, inline_again, made
 
 from tba.record.evaluations import EvaluationWriter
+from tba.record.falls import ENTROPY_FALLS, LARGE_STEPS, LOST_SAMPLES, MISMATCHES
+from tba.record.faults import read_faults
 from tba.record.run import RunRecord
 from tba.runtime.searcher_loop import start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
@@ -86,3 +89,20 @@ def test_a_run_goes_on_from_its_newest_checkpoint_with_the_best_beside_it(tmp_pa
     assert [e.version for e in summary.evaluations][-1] == Version(1, 70)
     kept = {version for _, version in checkpoints_in(run.checkpoints)}
     assert {Version(1, 70), Version(0, 60)} <= kept
+
+
+def test_thirty_times_the_rate_is_warned_of_before_half_of_the_accuracy_is_lost_and_the_rate_itself_never(
+    tmp_path: Path,
+) -> None:
+    few = ("--steps", "24", "--replay.pacing.warm-up", "140", "--evaluation.no-greedy", "--evaluation.pass-k", "0")
+    quickstart, quietly = Path("quickstart"), ("--record.no-tensorboard", "--record.samples", "0")
+    flags = (*few, *quietly, "--evaluation.every", "4", "--evaluation.problems", "100")
+    summary = inline(tmp_path / "thirty", *flags, "--optimizer.lr", "9e-4", source=quickstart)
+    told = [fault["what"] for fault in read_faults(tmp_path / "thirty") if fault["kind"] == LARGE_STEPS]
+    warned = [int(found[1]) for what in told if (found := re.search(r"by step (\d+) each", what))]
+    accuracy = {e.version.step: e.value for e in summary.evaluations}
+    lost = [step for step, value in accuracy.items() if value < accuracy[0] / 2]
+    assert len(warned) == 1
+    assert warned[0] < min(lost)
+    calm = inline(tmp_path / "one", *few, *quietly, "--evaluation.problems", "1", source=quickstart)
+    assert not any(calm.faults[kind] for kind in (LARGE_STEPS, ENTROPY_FALLS, LOST_SAMPLES, MISMATCHES))

@@ -29,6 +29,7 @@ from tba.policy.tabular import TabularPolicy
 from tba.protocols import HEADS, Objective, Policy
 from tba.training.gradients import backward
 from tba.training.optimizer import OptimizerSettings
+from tba.types import Group
 
 RAGGED = [5, 1, 8, 3]
 WHOLE = 10**6
@@ -136,6 +137,26 @@ def test_a_policy_that_pads_gives_the_same_gradient_in_passes_of_bounded_padded_
         assert passes >= 3
         assert relative(cut, whole) < ROUNDING
         assert loss_cut == pytest.approx(loss, rel=ROUNDING)
+
+
+@pytest.mark.parametrize("policy", [llama_policy(), CausalPolicy(llama(), share_prompt=False)], ids=["packed", "plain"])
+@pytest.mark.parametrize("objective", [TrajectoryBalance(BETA), WhitenedPolicyGradient()])
+def test_the_entropy_is_the_mean_over_all_tokens_with_their_repeats_however_a_batch_is_cut(
+    policy: CausalPolicy, objective: Objective
+) -> None:
+    groups = groups_of(RAGGED)
+    repeated = [Group.of([*group.trajectories, *2 * [group.trajectories[0]]]) for group in groups]
+    batch = collate(repeated)
+    expected, plain = [], llama()
+    for group in repeated:
+        for t in group.trajectories:
+            tokens = torch.tensor([*t.prompt.tokens, *t.completion.tokens])
+            with torch.no_grad():
+                logits_TV = plain(input_ids=tokens[None]).logits[0, len(t.prompt.tokens) - 1 : -1]
+            expected += torch.distributions.Categorical(logits=logits_TV).entropy().tolist()
+    for limit in (WHOLE, 40, 12):
+        _, metrics = backward(policy, objective, batch, 1, limit)
+        assert float(metrics["entropy"]) == pytest.approx(sum(expected) / len(expected), abs=1e-5)
 
 
 def test_metrics_of_micro_batches_are_those_of_one_pass() -> None:

@@ -128,7 +128,7 @@ def difference(mine: Trainer, its: Trainer) -> float:
 def step_both(one: Trainer, several: Trainer, steps: int) -> None:
     for _ in range(steps):
         expected, found = one.go(), several.go()
-        for name in ("loss", "grad_norm", "log_ratio", "reward"):
+        for name in ("loss", "grad_norm", "log_ratio", "reward", "entropy"):
             assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
 
 

@@ -96,6 +96,27 @@ def test_only_rows_with_a_behaviour_are_asked_how_far_it_is() -> None:
     assert signals(none, log_pi) == {"behavior_share": 0.0}
 
 
+def test_rows_of_the_present_weights_show_the_engine_and_older_ones_how_far_an_update_goes() -> None:
+    log_mu = [[-1.0, -2.0], [-1.0, -1.0], None, [-1.0, -1.0], [-1.0, -1.0]]
+    log_pi = [[-1.1, -1.8], [-1.3, -1.0], [-5.0, -5.0], [-1.5, -1.3], [-9.0, -9.0]]
+    batch = replace(batch_of(log_mu, [0.0] * 5, [0, 0, 0, 1, 1]), lag_B=torch.tensor([0, 0, 0, 4, -1]))
+    expected = {
+        "mismatch": (0.1 + 0.2 + 0.3 + 0.0) / 4,
+        "mismatch_answer": (abs(0.1 - 0.2) + 0.3) / 2,
+        "fresh_share": 2 / 5,
+        "drift": (0.5 + 0.3) / (2 * 4),
+    }
+    whole = signals(batch, log_pi)
+    in_parts = Staleness()
+    for rows in ([0, 1, 2], [3, 4]):
+        in_parts.see(PolicyOutput(torch.tensor(log_pi)[rows]), batch.select(torch.tensor(rows)))
+    for found in (whole, in_parts.metrics()):
+        assert {name: float(found[name]) for name in expected} == pytest.approx(expected, abs=1e-6)
+    older = signals(replace(batch, lag_B=torch.full((5,), -1)), log_pi)
+    assert older["fresh_share"] == 0
+    assert not {"mismatch", "drift"} & older.keys()
+
+
 def test_the_residual_spreads_as_the_rewards_do_at_the_reference_and_not_at_all_in_balance() -> None:
     batch = batch_of([[0.0, 0.0]] * 4, [0.0, 1.0, 0.0, 1.0], [0, 0, 1, 1])
     reference = signals(batch, [[0.0, 0.0]] * 4, beta=0.25)

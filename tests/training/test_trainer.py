@@ -100,6 +100,8 @@ def test_metrics_say_what_the_step_did(tmp_path: Path) -> None:
     assert metrics["reward"] == pytest.approx(float(batch.reward_B.mean()))
     assert metrics["tokens"] == int(batch.length_B.sum())
     assert metrics["trajectories"] == 8
+    assert metrics["length"] == metrics["tokens"] / 8
+    assert (metrics["truncated"], metrics["without_signal"]) == (0, 0)  # its answers came from elsewhere
     assert metrics["lr"] == pytest.approx(0.1 * 0.5)  # update 11 of 20
     assert metrics["beta"] == 0.5
     assert metrics["log_ratio"] == pytest.approx(0.0, abs=1e-6)  # the toy's policy begins as its reference

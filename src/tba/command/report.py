@@ -11,7 +11,7 @@ from tba.command.options import ReportOptions
 from tba.command.run_data import different, run_data
 from tba.errors import UserError
 from tba.record.page import page, write_beside
-from tba.record.report import ACCURACY, PANELS, RATES
+from tba.record.report import ACCURACY, IDLE, PANELS, RATES
 from tba.record.terminal import terminal
 from tba.types import Json
 
@@ -66,7 +66,7 @@ def report(runs: Sequence[Path], largest: int = LARGEST) -> tuple[dict[str, Json
 
 def _panels() -> list[dict[str, Json]]:
     """Returns the panels of curves.png, which are the report's too."""
-    kinds = {ACCURACY: "accuracy", RATES: "rates"}
+    kinds = {ACCURACY: "accuracy", RATES: "rates", IDLE: "shares"}
     return [
         {"title": p.title, "note": p.note, "series": p.series, "percent": p.percent, "kind": kinds.get(p, "metrics")}
         for p in PANELS

@@ -74,7 +74,7 @@ class TrajectoryBalance:
     Every metric is a mean over rows, so those of micro-batches combine by their numbers of rows. `log_ratio` estimates
     KL(policy || reference) only as far as the rows are on-policy; `residual` is absolute; `weight_ess` is the effective
     sample size of w within groups, as a share; `degenerate` is the share of rows that are alone in their group; `push`
-    is c.
+    is c; `cut` is the share of rows whose rho is above 8, where `exact` and `asymmetric` cut it.
     """
 
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive
@@ -125,6 +125,8 @@ class TrajectoryBalance:
             )  # 0, with a slope
             loss_B = loss_B - scale * 2 / beta * pushed_B
             more = {"push": push}
+        if log_rho_B is not None and self.off_policy != "tapered":
+            more |= row_means(cut=log_rho_B > math.log(CAP))
 
         rows = (batch.group_B, batch.groups)
         size_B = group_sizes(*rows)

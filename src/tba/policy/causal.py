@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tba.batch import Batch, moved
 from tba.errors import UserError
-from tba.policy.head import Head, KeptProbabilities, linear_heads, read, token_log_probabilities
+from tba.policy.head import Head, KeptProbabilities, linear_heads, read, token_log_probabilities, write_entropy
 from tba.policy.loading import WeightFiles
 from tba.policy.lora import FOLDER as ADAPTER
 from tba.policy.lora import has_adapters, is_adapter, merged, save_adapters, untied
@@ -55,6 +56,7 @@ class _Forward:
     place_M: Tensor  # int64 into B * T
     hidden_MW: Tensor  # before each token
     prompt_GW: Tensor | None  # mean over the prompt's tokens
+    entropy_M: Tensor | None  # of what each token was drawn from, once a gradient has been taken
 
 
 class CausalPolicy:
@@ -139,7 +141,7 @@ class CausalPolicy:
             *(self._evaluate(batch) if self._sharded is None else self._sharded.run(self._evaluate, batch))
         )
 
-    def _evaluate(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _evaluate(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor | None, Callable[[], Tensor] | None]:
         if self._low is not None:
             self._low.refresh()
         with _layers_checkpointed(self.model, self._is_checkpointed(batch)):
@@ -149,7 +151,10 @@ class CausalPolicy:
             value_BT = self._spread(read(self.heads["value"], forward.hidden_MW), forward.place_M, batch)
         if forward.prompt_GW is not None:
             log_z_G = read(self.heads["log_z"], forward.prompt_GW)
-        return self._spread(forward.log_M, forward.place_M, batch), value_BT, log_z_G
+        entropy_B, entropy_M, place_M = None, forward.entropy_M, forward.place_M
+        if entropy_M is not None:
+            entropy_B = partial(self._summed, entropy_M, place_M, batch)
+        return self._spread(forward.log_M, place_M, batch), value_BT, log_z_G, entropy_B
 
     def _is_checkpointed(self, batch: Batch) -> bool:
         if isinstance(self._checkpointed, bool):
@@ -166,6 +171,11 @@ class CausalPolicy:
         flat_BT = x_M.new_zeros(batch.completion_BT.numel())
         return flat_BT.index_copy(0, place_M, x_M).view(batch.completion_BT.shape)
 
+    @classmethod
+    def _summed(cls, x_M: Tensor, place_M: Tensor, batch: Batch) -> Tensor:
+        """[B]: the sum over each row's tokens."""
+        return cls._spread(x_M, place_M, batch).sum(1)
+
     def _packed(self, batch: Batch) -> _Forward:
         """Runs each prompt once."""
         packed = pack(batch, self._body.device)
@@ -175,7 +185,8 @@ class CausalPolicy:
         if "log_z" in self.heads:
             lengths = packed.layout.prompts
             prompt_GW = torch.stack([x.mean(0) for x in hidden_NW[: sum(lengths)].float().split(lengths)])
-        return _Forward(self._log_probabilities(hidden_MW, packed.target_M), packed.place_M, hidden_MW, prompt_GW)
+        log_M, entropy_M = self._log_probabilities(hidden_MW, packed.target_M)
+        return _Forward(log_M, packed.place_M, hidden_MW, prompt_GW, entropy_M)
 
     def _plain(self, batch: Batch) -> _Forward:
         """Does the same by a padded forward of prompt + completion. Padding comes last, so causality hides it."""
@@ -189,22 +200,26 @@ class CausalPolicy:
         if not self._linear:
             output = self.model(input_ids=input_BT, use_cache=False, output_hidden_states=len(self.heads) > 0)
             logits_MV = output.logits[row_M, predictor_M].float()
-            log_M = torch.log_softmax(logits_MV / self.temperature, dim=-1).gather(1, target_M[:, None])[:, 0]
+            log_MV = torch.log_softmax(logits_MV / self.temperature, dim=-1)
+            log_M, entropy_M = log_MV.gather(1, target_M[:, None])[:, 0], _entropy_of(target_M)
+            if entropy_M is not None:
+                write_entropy(log_MV, entropy_M)
             hidden_BTW = output.hidden_states[-1] if self.heads else logits_MV.new_zeros(*input_BT.shape, 0)
             hidden_MW = hidden_BTW[row_M, predictor_M]
         else:
             hidden_BTW = self._body(input_ids=input_BT, use_cache=False).last_hidden_state
             hidden_MW = hidden_BTW[row_M, predictor_M]
-            log_M = self._log_probabilities(hidden_MW, target_M)
-        return _Forward(
-            log_M, place_M, hidden_MW, _mean_prompt(hidden_BTW, batch.to(device)) if "log_z" in self.heads else None
-        )
+            log_M, entropy_M = self._log_probabilities(hidden_MW, target_M)
+        prompt_GW = _mean_prompt(hidden_BTW, batch.to(device)) if "log_z" in self.heads else None
+        return _Forward(log_M, place_M, hidden_MW, prompt_GW, entropy_M)
 
-    def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> Tensor:
+    def _log_probabilities(self, hidden_MW: Tensor, target_M: Tensor) -> tuple[Tensor, Tensor | None]:
         layer = self.model.get_output_embeddings()  # a sharded one has another weight while it computes
         head = Head(layer.weight, layer.bias, self._softcap)
         chunk = self._vocab_chunk or chunk_of(len(layer.weight), hidden_MW.device)
-        return token_log_probabilities(hidden_MW, head, target_M, self.temperature, chunk, self._kept)
+        entropy_M = _entropy_of(target_M)
+        log_M = token_log_probabilities(hidden_MW, head, target_M, self.temperature, chunk, self._kept, entropy_M)
+        return log_M, entropy_M
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         """Returns the trained parameters, each once, those of the heads last."""
@@ -292,6 +307,11 @@ class CausalPolicy:
         if self.model.can_generate():
             self.model.generation_config.save_pretrained(folder)
         write_tensors(folder / "model.safetensors", weights)
+
+
+def _entropy_of(target_M: Tensor) -> Tensor | None:
+    """Returns where the entropies of a forward pass are to be written, if a gradient will be taken; NaN until then."""
+    return torch.full_like(target_M, torch.nan, dtype=torch.float32) if torch.is_grad_enabled() else None
 
 
 def chunk_of(vocabulary: int, device: torch.device) -> int:

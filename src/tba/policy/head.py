@@ -7,6 +7,9 @@ formed in float32, because little is left of it where p_y is near 1, and kept fo
 `KeptProbabilities` may hold; for the others it is computed again, a chunk at a time. Chunks are added up in float32
 (except those of a head with a softcap, whose gradient is autograd's, in the weight's type).
 
+The entropy of p costs nothing beside this: it is E[z_y - z] - log p_y over p, and E[z - z_y] = hidden . (p - onehot(y))
+W, a product that the backward pass makes.
+
 Shape legend: M tokens, W hidden width, V vocabulary, C tokens of one block.
 
 Linear heads on hidden states (`linear_heads`): a value before each token, log Z of a prompt.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,23 +94,49 @@ class KeptProbabilities:
 
 
 def token_log_probabilities(
-    hidden_MW: Tensor, head: Head, target_M: Tensor, temperature: float, chunk: int, kept: KeptProbabilities
+    hidden_MW: Tensor,
+    head: Head,
+    target_M: Tensor,
+    temperature: float,
+    chunk: int,
+    kept: KeptProbabilities,
+    entropy_M: Tensor | None = None,
 ) -> Tensor:
-    """float32 [M]: log p(target | hidden). Beyond what is kept, `chunk` tokens' logits are there at a time."""
+    """float32 [M]: log p(target | hidden). Beyond what is kept, `chunk` tokens' logits are there at a time. The entropy
+    of p, in nats, is written into `entropy_M` (float32) when the gradient is taken.
+    """
     if not len(target_M):
         return hidden_MW.float().sum(-1)  # empty, but with a gradient
+    if entropy_M is None:
+        entropy_M = target_M.new_empty(0, dtype=torch.float32)
     if head.softcap is None:
-        return _TokenLogProbabilities.apply(hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, kept)
+        return _TokenLogProbabilities.apply(
+            hidden_MW, head.weight_VW, head.bias_V, target_M, temperature, chunk, kept, entropy_M
+        )
 
-    def of_chunk(hidden_CW: Tensor, target_C: Tensor) -> Tensor:
+    def of_chunk(entropy_C: Tensor, hidden_CW: Tensor, target_C: Tensor) -> Tensor:
         log_CV = torch.log_softmax(head.logits(hidden_CW) / temperature, -1)
+        if len(entropy_C):
+            write_entropy(log_CV, entropy_C)
         return log_CV.gather(-1, target_C[:, None])[:, 0]
 
     parts = [
-        checkpoint(of_chunk, hidden, target, use_reentrant=False, preserve_rng_state=False)
-        for hidden, target in zip(hidden_MW.split(chunk), target_M.split(chunk), strict=True)
+        checkpoint(
+            partial(of_chunk, entropy_M[rows]),  # no argument: those must not change
+            hidden_MW[rows],
+            target_M[rows],
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for rows in _blocks(len(target_M), 0, chunk)
     ]
     return torch.cat(parts)
+
+
+@torch.no_grad()
+def write_entropy(log_NV: Tensor, entropy_N: Tensor) -> None:
+    """Write the entropy of each row of log-probabilities, in nats, into `entropy_N`."""
+    entropy_N.copy_(torch.special.entr(log_NV.exp()).sum(-1))
 
 
 class _TokenLogProbabilities(torch.autograd.Function):
@@ -122,6 +152,7 @@ class _TokenLogProbabilities(torch.autograd.Function):
         temperature: float,
         chunk: int,
         kept: KeptProbabilities,
+        entropy_M: Tensor,
     ) -> Tensor:
         tokens, wanted = len(hidden_MW), any(ctx.needs_input_grad[:3])
         first = min(tokens, kept.rows(weight_VW)) if wanted else 0
@@ -135,14 +166,15 @@ class _TokenLogProbabilities(torch.autograd.Function):
                 continue
             out = kept_KV if rows.stop <= first else room_CV[: rows.stop - rows.start]
             log_M[rows] = _surplus(hidden_MW[rows], weight_VW, bias_V, temperature, target_M[rows], out)
-        ctx.save_for_backward(hidden_MW, weight_VW, bias_V, target_M)
+        ctx.save_for_backward(hidden_MW, weight_VW, bias_V, target_M, log_M if len(entropy_M) else None)
         ctx.temperature, ctx.chunk, ctx.kept, ctx.kept_KV = temperature, chunk, kept, kept_KV
+        ctx.entropy_M = entropy_M  # to be written, not read: it is not saved
         return log_M
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_M: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_MW, weight_VW, bias_V, target_M = ctx.saved_tensors
+        hidden_MW, weight_VW, bias_V, target_M, log_M = ctx.saved_tensors
         if ctx.kept_KV is None:
             raise RuntimeError(
                 "log-probabilities are differentiated once: evaluate the batch again for another gradient"
@@ -162,6 +194,11 @@ class _TokenLogProbabilities(torch.autograd.Function):
                 d_CV = room_CV[: rows.stop - rows.start]
                 _surplus(hidden_MW[rows], weight_VW, bias_V, ctx.temperature, target_M[rows], d_CV)
             torch.mm(d_CV, weight_VW, out=grad_hidden[rows])
+            if log_M is not None:
+                above_C = torch.linalg.vecdot(hidden_MW[rows].float(), grad_hidden[rows].float())
+                if bias_V is not None:
+                    above_C += (d_CV @ bias_V).float()
+                torch.sub(-log_M[rows], above_C, alpha=1 / ctx.temperature, out=ctx.entropy_M[rows])
             if grad_weight is not None:
                 _subtract_product(grad_weight, d_CV.T, scaled_MW[rows], first=rows.start == 0)
             if grad_bias is not None:
@@ -170,7 +207,7 @@ class _TokenLogProbabilities(torch.autograd.Function):
         ctx.kept_KV = None
         grad_hidden.mul_(scale_M1).neg_()
         of_weight, of_bias = (None if grad is None else grad.to(weight_VW.dtype) for grad in (grad_weight, grad_bias))
-        return grad_hidden, of_weight, of_bias, None, None, None, None
+        return grad_hidden, of_weight, of_bias, None, None, None, None, None
 
 
 def _subtract_product(sum_VW: Tensor, d_VC: Tensor, scaled_CW: Tensor, first: bool) -> None:

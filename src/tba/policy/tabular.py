@@ -208,7 +208,12 @@ class TabularPolicy:
             value_BT = torch.where(batch.mask_BT, value_BT, 0.0)
         if "log_z" in self.heads:
             log_z_G = self.heads["log_z"](question_G)[:, 0]
-        return PolicyOutput(torch.where(batch.mask_BT, log_policy_BT, 0.0), value_BT, log_z_G)
+
+        def entropy_B() -> Tensor:
+            entropy_BT = torch.special.entr(log_policy_BTV.detach().exp()).sum(-1)
+            return torch.where(batch.mask_BT, entropy_BT, 0.0).sum(1)
+
+        return PolicyOutput(torch.where(batch.mask_BT, log_policy_BT, 0.0), value_BT, log_z_G, entropy_B)
 
     def parameters(self) -> Sequence[torch.nn.Parameter]:
         return [self.logits_QNV, *self.heads.parameters()]

@@ -1,5 +1,5 @@
-"""Detects figures that fall far below their best (held-out, or the mean reward that searchers bring), stale data, and
-batches that teach nothing.
+"""Detects figures that fall far below their best (held-out, or the mean reward that searchers bring), stale data,
+batches that teach nothing, and what collapses begin with.
 
 Invariant: noise is no fall. A held-out figure has fallen when it is more than 5 points and more than 5 standard errors
 (of the difference of two proportions) below the best one before it; the mean reward of the newest answers when it is
@@ -18,7 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tba.record.faults import read_faults, record_fault
-from tba.record.metrics import ESS, OFF_POLICY, REPEATED
+from tba.record.metrics import (
+    DRIFT,
+    ENTROPY,
+    ESS,
+    FRESH,
+    MISMATCH,
+    MISMATCH_ANSWER,
+    OFF_POLICY,
+    REPEATED,
+    TRAINED_TOKENS,
+)
 from tba.record.text import percent
 from tba.types import Evaluation, Version
 
@@ -27,11 +37,18 @@ REWARD_ERRORS, LOST = 6.0, 0.5  # of the mean reward, of which there are many mo
 PROMPTS = 100  # whose answers make one mean of the reward
 HELD_OUT, REWARD, STALE = "held_out_falls", "reward_falls", "stale_data"  # kinds of faults.jsonl
 NO_SIGNAL, TRUNCATED = "no_signal", "truncated_answers"
-_NOTED = (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED)
+ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES = "entropy_falls", "mismatches", "lost_samples"
+LARGE_STEPS = "large_steps"
+_NOTED = (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED, ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES, LARGE_STEPS)
 MOST_TRUNCATED = 0.5  # of the answers of 50 steps
 STEPS = 50  # make one mean
 MOST_REPEATED = 1 / 3  # of all that arrived: beyond, what is new is not enough to keep batches fresh
 LEAST_ESS, MOST_OFF_POLICY = 0.5, 1.5  # a share, nats: beyond which mean data count as stale (docs/objectives.md)
+FEW_STEPS = 5
+LEAST_ENTROPY = 0.05  # nats a token: halves of less are noise
+MOST_APART, FEWEST_TOKENS = 0.1, 100  # nats a token of one set of weights, over at least so many
+FEWEST_SAMPLES = 0.1  # effective sample size, as a share
+MOST_DRIFT = 0.05  # nats a token and update
 _FIGURES = ("pass@1/sampled", "pass@1/greedy")  # by which of them checkpoints are compared
 
 
@@ -64,11 +81,7 @@ def note_falls(directory: Path, evaluations: Iterable[Evaluation]) -> list[str]:
 
 def noted_falls(directory: Path) -> list[str]:
     """Returns all that were recorded, oldest first."""
-    return [
-        str(line["what"])
-        for line in read_faults(directory)
-        if line["kind"] in (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED)
-    ]
+    return [str(line["what"]) for line in read_faults(directory) if line["kind"] in _NOTED]
 
 
 def by_version(evaluations: Sequence[Evaluation]) -> Mapping[Version, Evaluation]:
@@ -197,6 +210,80 @@ class SignalWatch:
         new = {kind: what for kind, what in found.items() if kind not in self._told}
         self._told |= new.keys()
         return new
+
+
+@dataclass
+class CollapseWatch:
+    """Watches for what collapses began with elsewhere, each of which is reported once:
+
+    - the mean entropy of five steps is below half of that of the five before them;
+    - engine and trainer differ by more than 0.1 nats a token, at equal weights;
+    - the effective sample size of ten batches in a row is below a tenth;
+    - over the newest five batches that earlier weights sampled, an update moved the distribution of a token by more
+      than 0.05 nats: implementations of PPO stop at a fifth of that to all of it.
+    """
+
+    _entropy: deque[float] = field(default_factory=lambda: deque(maxlen=2 * FEW_STEPS))
+    _ess: deque[float] = field(default_factory=lambda: deque(maxlen=2 * FEW_STEPS))
+    _drift: deque[float] = field(default_factory=lambda: deque(maxlen=FEW_STEPS))
+    _told: set[str] = field(default_factory=set)
+
+    def see(self, step: int, figures: Mapping[str, float | None]) -> dict[str, str]:
+        """Takes a step's metrics; returns a sentence by its kind."""
+        for name, newest in ((ENTROPY, self._entropy), (ESS, self._ess), (DRIFT, self._drift)):
+            value = figures.get(name)
+            if value is not None and math.isfinite(value):
+                newest.append(value)
+        found = {
+            ENTROPY_FALLS: self._fallen(step),
+            MISMATCHES: self._apart(step, figures),
+            LOST_SAMPLES: self._lost(step),
+            LARGE_STEPS: self._far(step),
+        }
+        new = {kind: what for kind, what in found.items() if what is not None and kind not in self._told}
+        self._told |= new.keys()
+        return new
+
+    def _fallen(self, step: int) -> str | None:
+        values = list(self._entropy)
+        before, now = (sum(part) / FEW_STEPS for part in (values[:FEW_STEPS], values[FEW_STEPS:]))
+        if len(values) < 2 * FEW_STEPS or before < LEAST_ENTROPY or now > before / 2:
+            return None
+        return (
+            f"the policy's entropy fell from {before:.2g} to {now:.2g} nats a token in the ten steps to {step}: its "
+            "answers become one. Lower the rate (--optimizer.lr), or hold it nearer to the reference (--objective.beta)"
+        )
+
+    def _apart(self, step: int, figures: Mapping[str, float | None]) -> str | None:
+        apart, answer = figures.get(MISMATCH), figures.get(MISMATCH_ANSWER)
+        tokens = (figures.get(FRESH) or 0.0) * (figures.get(TRAINED_TOKENS) or 0.0)
+        if apart is None or answer is None or not apart > MOST_APART or tokens < FEWEST_TOKENS:
+            return None
+        return (
+            f"engine and trainer differ: at step {step} equal weights gave a token {apart:.2g} nats more or less, an "
+            f"answer {answer:.2g}, and by that much ratios to what was sampled are wrong. Compute in float32 "
+            "(--model.dtype float32), sample with the other engine (--model.generation.engine), or mask ratios "
+            "(docs/objectives.md)"
+        )
+
+    def _lost(self, step: int) -> str | None:
+        if len(self._ess) < 2 * FEW_STEPS or max(self._ess) >= FEWEST_SAMPLES:
+            return None
+        return (
+            f"in the ten batches to step {step} the effective sample size was at most {percent(max(self._ess))}: a few "
+            "answers decide each update. Publish weights more often (--sync-every), draw newer data "
+            "(--replay.selection.m), or lower the rate (--optimizer.lr)"
+        )
+
+    def _far(self, step: int) -> str | None:
+        drift = sum(self._drift) / FEW_STEPS
+        if len(self._drift) < FEW_STEPS or drift <= MOST_DRIFT:
+            return None
+        return (
+            f"updates are large: by step {step} each moved the distribution of a token by {drift:.2g} nats (above "
+            f"{MOST_DRIFT:g} runs have collapsed). Lower the rate (--optimizer.lr), or warm it up for longer "
+            "(--optimizer.schedule.warmup)"
+        )
 
 
 def _error(e: Evaluation) -> float:

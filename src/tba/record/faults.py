@@ -40,6 +40,10 @@ KINDS = (
     "stale_data",  # batches were worth less than half of their rows
     "no_signal",  # in no group of 50 steps did rewards differ
     "truncated_answers",  # most answers of 50 steps were cut off
+    "entropy_falls",  # the policy's entropy fell by half within ten steps
+    "mismatches",  # engine and trainer give the tokens of one set of weights other probabilities
+    "lost_samples",  # ten batches in a row were worth less than a tenth of their rows
+    "large_steps",  # an update moved the policy further than data of its like can guide the next one
 )
 
 

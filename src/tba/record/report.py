@@ -43,6 +43,16 @@ class Panel:
 ACCURACY = Panel("Accuracy", "held-out problems, 95 % interval", percent=True)
 REWARDS = Panel("Reward", "mean of the trained batch, and of the reward's parts", ((metrics.REWARD, "reward"),))
 RATES = Panel("Tokens per second", "completion tokens, of wall-clock; every use counted")
+IDLE = Panel(
+    "Not at work",
+    "share of wall-clock so far",
+    (
+        (metrics.TRAINER_IDLE, "trainer idle"),
+        (metrics.TRAINER_PACED, "trainer paced"),
+        (metrics.SEARCHER_EVALUATING, "searchers evaluating"),
+    ),
+    percent=True,
+)
 PANELS = (
     REWARDS,
     ACCURACY,
@@ -67,16 +77,23 @@ PANELS = (
         "of the batch; spread of residual over rewards",
         ((metrics.ESS, "effective sample size"), (metrics.RESIDUAL, "residual")),
     ),
+    Panel("Entropy", "of the policy, nats a token of the batch, mean", ((metrics.ENTROPY, "entropy"),)),
     Panel(
-        "Not at work",
-        "share of wall-clock so far",
+        "Engine against trainer",
+        "|log(behaviour / policy)| of the same weights, mean, nats",
+        ((metrics.MISMATCH, "a token"), (metrics.MISMATCH_ANSWER, "an answer")),
+    ),
+    Panel(
+        "What teaches little",
+        "share of groups, of answers, of ratios",
         (
-            (metrics.TRAINER_IDLE, "trainer idle"),
-            (metrics.TRAINER_PACED, "trainer paced"),
-            (metrics.SEARCHER_EVALUATING, "searchers evaluating"),
+            (metrics.WITHOUT_SIGNAL, "groups without signal"),
+            (metrics.TRUNCATED, "answers cut off"),
+            (metrics.CUT, "ratios cut"),
         ),
         percent=True,
     ),
+    IDLE,
     RATES,
 )
 
@@ -112,8 +129,8 @@ def curves(runs: Sequence[RunRecord]) -> Any:
     from matplotlib.figure import Figure  # a second to load; no state of pyplot's, no display
 
     unit, seconds_per_unit = _time_unit(max(run.wall_seconds for run in runs))
-    figure = Figure(figsize=(12.6, 9.8), facecolor="white")
-    grid = figure.subplots(3, 3, sharex=True)
+    figure = Figure(figsize=(12.6, 12.9), facecolor="white")
+    grid = figure.subplots(4, 3, sharex=True)
     for axes, panel in zip(grid.flat, PANELS, strict=True):
         frame(axes, panel.title, panel.note)
         drawn = [_draw(axes, panel, run, i, len(runs), seconds_per_unit) for i, run in enumerate(runs)]
@@ -121,12 +138,12 @@ def curves(runs: Sequence[RunRecord]) -> Any:
     for axes in grid[-1]:
         axes.set_xlabel(f"wall-clock, {unit}", color=GREY, fontsize=9)
     grid[0, 0].set_xlim(left=0)
-    figure.text(0.05, 0.984, literal(_headline(runs)), fontsize=13, fontweight="bold", color=INK, va="center")
+    figure.text(0.05, 0.988, literal(_headline(runs)), fontsize=13, fontweight="bold", color=INK, va="center")
     if len(runs) > 1:
         _name_runs(figure, runs)
     else:
-        figure.text(0.05, 0.961, _caption(runs[0]), fontsize=8.5, color=GREY, va="center")
-    figure.subplots_adjust(left=0.05, right=0.985, top=0.893, bottom=0.057, hspace=0.36, wspace=0.19)
+        figure.text(0.05, 0.97, _caption(runs[0]), fontsize=8.5, color=GREY, va="center")
+    figure.subplots_adjust(left=0.05, right=0.985, top=0.919, bottom=0.043, hspace=0.36, wspace=0.19)
     return figure
 
 
@@ -158,10 +175,10 @@ def _draw_series(axes: Any, panel: Panel, run: RunRecord, index: int, runs: int,
             continue
         drawn = True
         look = _look(index, i, runs) | {"label": label if index == 0 else None}
-        if panel.percent:  # shares are running means already
+        if panel is IDLE:  # its shares are running means already
             axes.plot(x / seconds_per_unit, y * 100, lw=1.8, marker="" if len(y) > 2 else "o", **look)
         else:
-            _draw_means(axes, x / seconds_per_unit, y, runs, look)
+            _draw_means(axes, x / seconds_per_unit, y * (100 if panel.percent else 1), runs, look)
     return drawn
 
 

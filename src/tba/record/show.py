@@ -7,7 +7,7 @@ that does not close is said not to.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -18,6 +18,7 @@ from tba.evaluation.estimators import wilson_interval
 from tba.record import metrics
 from tba.record.evaluations import RecordedAnswer
 from tba.record.ledger import TERMS, Ledger
+from tba.record.metrics import MEAN_STEPS, column
 from tba.record.run import RunRecord
 from tba.record.summary import WAITED, Summary
 from tba.record.text import count, duration, frame_of, named, percent, printable, size, within
@@ -30,8 +31,9 @@ def show(run: RunRecord) -> RenderableType:
     """Returns all results of a run; so far, when it has not ended."""
     parts = [brief(run)]
     if run.summary is None:
-        parts.append(section("So far", _so_far(run)))
+        parts += [section("So far", _so_far(run)), section("Health", health(run))]
     else:
+        parts.append(section("Health", health(run)))
         parts.append(section("What became of what was generated", ledger(run.summary)))
         parts.append(section("The run", pairs(facts_of(run.summary))))
     parts += [Text(sentence, style="yellow") for sentence in run.unreadable]
@@ -169,6 +171,34 @@ def _so_far(run: RunRecord) -> RenderableType:
     return pairs(
         {label: percent(v) if "idle" in label or "paced" in label else f"{v:.4g}" for label, v in found.items()}
     )
+
+
+def health(run: RunRecord) -> RenderableType:
+    """Returns by what a run that goes wrong can be told, at its beginning and now: means of as many steps."""
+    steps = max(1, min(MEAN_STEPS, len(run.metrics) // 2))
+    table = _table("", f"first {steps} steps", f"last {steps}", gap=2)
+    for name, label, shown in _HEALTH:
+        _, values = column(run.metrics, name)
+        if len(values):
+            table.add_row(label, shown(float(values[:steps].mean())), shown(float(values[-steps:].mean())))
+    return table if table.row_count else Text("no step recorded yet", style="dim")
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}"
+
+
+_HEALTH: Sequence[tuple[str, str, Callable[[float], str]]] = (
+    (metrics.ENTROPY, "entropy of the policy, nats a token", _number),
+    (metrics.ESS, "effective sample size", percent),
+    (metrics.CUT, "ratios cut", percent),
+    (metrics.DRIFT, "an update's move, nats a token", _number),
+    (metrics.MISMATCH, "engine against trainer, nats a token", _number),
+    (metrics.MISMATCH_ANSWER, "the same, nats an answer", _number),
+    (metrics.WITHOUT_SIGNAL, "groups without signal", percent),
+    (metrics.LENGTH, "tokens of an answer", _number),
+    (metrics.TRUNCATED, "answers cut off", percent),
+)
 
 
 def facts_of(summary: Summary) -> dict[str, str]:

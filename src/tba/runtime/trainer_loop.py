@@ -27,7 +27,7 @@ from tba.clock import SEARCHERS_TIME, ShareClock
 from tba.errors import UserError
 from tba.protocols import Arithmetic, Policy, Remembering, Startable
 from tba.recipe import Recipe
-from tba.record.falls import STALE, SignalWatch, StalenessWatch
+from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
@@ -49,7 +49,7 @@ from tba.training.control import Controller
 from tba.training.ranks import Meeting, Ranks
 from tba.training.sharded import Rank0Policy
 from tba.training.trainer import Metrics, Trainer
-from tba.types import Group, Json, StopReason, Trajectory, Version
+from tba.types import Json, Sampling, Trajectory, Version
 from tba.weights.background import BackgroundPublisher
 from tba.weights.directory import WeightDirectory
 
@@ -98,6 +98,7 @@ class TrainerLoop:
     arithmetic: Arithmetic | None = None  # what a token costs
     computed: Counter[str] = field(default_factory=Counter)  # in all steps: tokens `read` and `scored`, milliseconds
     signal: SignalWatch = field(default_factory=SignalWatch)
+    collapse: CollapseWatch = field(default_factory=CollapseWatch)
     memory: FreedMemory = field(default_factory=FreedMemory)
     began_training: float | None = None
     ended_training: float = 0.0
@@ -276,7 +277,8 @@ class TrainerLoop:
         step = self.trainer.version.step
         replay = self.replay.metrics()
         told = [(STALE, what) for what in self.staleness.see(step, metrics | replay)]
-        for kind, what in (*told, *self.signal.see(step, *_signal(fetched.groups)).items()):
+        signal = self.signal.see(step, 1 - metrics["without_signal"], metrics["truncated"])
+        for kind, what in (*told, *signal.items(), *self.collapse.see(step, metrics).items()):
             log.warning("%s", what)
             record_fault(self.run.path, kind, what)
         self._look()
@@ -412,6 +414,7 @@ def start_training(
             version=version,
             ranks=recipe.trainer.count,
             settle=weights.hold,
+            sampling=None if recipe.model.never_sampled else Sampling(recipe.policy_temperature),
         ),
         replay=replay,
         batches=BatchQueue(
@@ -452,13 +455,6 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         for name, value in t.reward_parts.items() if len(t.reward_parts) > 1 else ():
             values.setdefault(name, []).append(value)
     return {f"{PART}{name}": sum(own) / len(own) for name, own in values.items()}
-
-
-def _signal(groups: Sequence[Group]) -> tuple[float, float]:
-    """Returns the share of groups whose rewards differ, and of answers that were cut off."""
-    varied = [len({t.reward for t in group.trajectories}) > 1 for group in groups]
-    cut_off = [t.completion.stop_reason is StopReason.LENGTH for group in groups for t in group.trajectories]
-    return sum(varied) / len(varied), sum(cut_off) / len(cut_off)
 
 
 def require_enough(recipe: Recipe, replay: Replay, journal: JournalFollower) -> None:

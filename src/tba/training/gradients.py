@@ -67,13 +67,13 @@ def _whole(policy: Policy, objective: Objective, batch: Batch, step: int, see: S
     see(output, batch)
     loss, metrics = _objective(objective, output, batch, step)
     loss.backward()
-    return loss.detach(), metrics
+    return loss.detach(), metrics | _entropy(_summed(output), batch)
 
 
 def _by_groups(
     policy: Policy, objective: Objective, batch: Batch, step: int, parts: Sequence[Tensor], see: See
 ) -> tuple[Tensor, Measured]:
-    total, averages = torch.zeros(()), defaultdict[str, float | Tensor](float)
+    total, averages, entropies = torch.zeros(()), defaultdict[str, float | Tensor](float), list[Tensor]()
     for rows_N in parts:
         part = batch.select(rows_N)
         share = part.rows / batch.rows
@@ -82,9 +82,10 @@ def _by_groups(
         loss, metrics = _objective(objective, output, part, step)
         (share * loss).backward()
         total = total.to(loss.device) + share * loss.detach()
+        entropies += _summed(output)
         for name, metric in metrics.items():
             averages[name] += share * metric
-    return total, dict(averages)
+    return total, dict(averages) | _entropy(entropies, batch)
 
 
 def _by_slices(
@@ -95,14 +96,26 @@ def _by_slices(
     see(leaves, batch)
     loss, metrics = _objective(objective, leaves, batch, step)
     loss.backward()
-    done_G = torch.zeros(batch.groups, dtype=torch.bool)
+    done_G, entropies = torch.zeros(batch.groups, dtype=torch.bool), list[Tensor]()
     for part in slices:
-        pairs = part.derivatives(_evaluate(policy, part.batch), leaves, done_G)
+        output = _evaluate(policy, part.batch)
+        pairs = part.derivatives(output, leaves, done_G)
         if pairs:
             outputs, derivatives = zip(*pairs, strict=True)
             torch.autograd.backward(outputs, derivatives)
+        entropies += _summed(output)
         done_G[part.group_index] = True
-    return loss.detach(), metrics
+    return loss.detach(), metrics | _entropy(entropies, batch)
+
+
+def _summed(output: PolicyOutput) -> list[Tensor]:
+    """Returns the sum over a pass's tokens of the entropies that they were drawn at, if the policy gives it."""
+    return [] if output.entropy_B is None else [output.entropy_B().sum()]
+
+
+def _entropy(sums: Sequence[Tensor], batch: Batch) -> Measured:
+    """Returns the mean over the batch's tokens, from the sums over its passes."""
+    return {"entropy": torch.stack(list(sums)).sum() / int(batch.mask_BT.sum())} if sums else {}
 
 
 def _objective(objective: Objective, output: PolicyOutput, batch: Batch, step: int) -> tuple[Tensor, Measured]:
@@ -159,7 +172,14 @@ def _evaluate(policy: Policy, batch: Batch) -> PolicyOutput:
     output = policy.evaluate(batch.select(rows_D))
     place_B = moved(place_B, output.log_policy_BT.device)
     value_BT = None if output.value_BT is None else output.value_BT.index_select(0, place_B)
-    return PolicyOutput(output.log_policy_BT.index_select(0, place_B), value_BT, output.log_z_G)
+    entropy_D = output.entropy_B
+
+    def entropy_B() -> Tensor:
+        assert entropy_D is not None
+        return entropy_D().index_select(0, place_B)
+
+    log_policy_BT = output.log_policy_BT.index_select(0, place_B)
+    return PolicyOutput(log_policy_BT, value_BT, output.log_z_G, None if entropy_D is None else entropy_B)
 
 
 def _evaluate_without_gradient(policy: Policy, batch: Batch, slices: Sequence[Slice]) -> PolicyOutput:

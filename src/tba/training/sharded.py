@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,13 @@ def given(output: PolicyOutput) -> list[Tensor]:
     return [t for t in (output.log_policy_BT, output.value_BT, output.log_z_G) if t is not None]
 
 
+def _entropy_of(output: PolicyOutput) -> Tensor:
+    """Returns the entropies [B] of an output whose gradient has been taken, NaN of a policy that gives none."""
+    if output.entropy_B is None:
+        return output.log_policy_BT.new_full((len(output.log_policy_BT),), torch.nan)
+    return output.entropy_B()
+
+
 def _output(tensors: Sequence[Tensor], heads: Sequence[str]) -> PolicyOutput:
     """The inverse of `given`."""
     rest = iter(tensors)
@@ -121,7 +128,8 @@ class Rank0Policy:
         spoken = {name: getattr(batch, name) for name in (*_PROMPTS, *_ANSWERS)}
         self.ranks.say("evaluate", spoken, gradient=torch.is_grad_enabled())
         with self.ranks.inside("evaluate"):
-            own = given(self.own.evaluate(shares[0].part.batch))
+            output = self.own.evaluate(shares[0].part.batch)
+        own = given(output)
         made = {0: [t.detach() for t in own]}
         for rank, share in enumerate(shares):
             if rank and share.used:
@@ -129,18 +137,25 @@ class Rank0Policy:
         whole = _whole(batch, [(shares[rank].part, tensors) for rank, tensors in made.items() if shares[rank].used])
         if not torch.is_grad_enabled():
             return _output(whole, list(self.heads))
+        entropy_B = torch.full((batch.rows,), torch.nan, device=self.ranks.device)
 
         def backpropagate(gradients: Sequence[Tensor]) -> None:
-            self._backpropagate(batch, shares, own, gradients)
+            self._backpropagate(batch, shares, output, gradients)
+            for rank, share in enumerate(shares):
+                if share.used:
+                    rows = share.part.row_index.to(entropy_B.device)
+                    entropy_B[rows] = self.ranks.receive([rows.shape], rank)[0] if rank else _entropy_of(output)
 
-        return _output(_Dealt.apply(self._anchor, backpropagate, *whole), list(self.heads))
+        dealt_output = _output(_Dealt.apply(self._anchor, backpropagate, *whole), list(self.heads))
+        return replace(dealt_output, entropy_B=lambda: entropy_B)
 
     def _backpropagate(
-        self, batch: Batch, shares: Sequence[_Share], own: Sequence[Tensor], gradients: Sequence[Tensor]
+        self, batch: Batch, shares: Sequence[_Share], output: PolicyOutput, gradients: Sequence[Tensor]
     ) -> None:
         """Each rank backpropagates its part of the derivative; log Z of a split group goes with the first part that has
         it.
         """
+        own = given(output)
         self.ranks.say("backpropagate")
         done_G = torch.zeros(batch.groups, dtype=torch.bool)
         mine = [torch.zeros_like(tensor) for tensor in own]
@@ -255,7 +270,7 @@ class Follower:
     ranks: Ranks
     max_tokens: int
     copies: HostCopies = field(default_factory=HostCopies)  # of this rank's shards, for publication
-    _made: list[Tensor] = field(default_factory=list)
+    _made: PolicyOutput | None = None
     _share: _Share | None = None
     _sending: threading.Thread | None = None
     _failed: list[BaseException] = field(default_factory=list)
@@ -288,17 +303,21 @@ class Follower:
         dealt = deal(batch, self.ranks.count, self.max_tokens, self.own.share_prompt)
         self._share = _Share.of(batch, dealt[self.ranks.rank])
         with torch.set_grad_enabled(bool(message.facts["gradient"])):
-            self._made = given(self.own.evaluate(self._share.part.batch))
+            self._made = self.own.evaluate(self._share.part.batch)
         if self._share.used:
-            self.ranks.send(self._made, 0)
+            self.ranks.send(given(self._made), 0)
 
     def _backpropagate(self, message: Message) -> None:
         assert self._share is not None
-        gradients = [torch.zeros_like(tensor) for tensor in self._made]
+        assert self._made is not None
+        output, self._made = self._made, None
+        made = given(output)
+        gradients = [torch.zeros_like(tensor) for tensor in made]
         if self._share.used:
-            gradients = self.ranks.receive([t.shape for t in self._made], 0)
-        torch.autograd.backward(self._made, gradients)
-        self._made = []
+            gradients = self.ranks.receive([t.shape for t in made], 0)
+        torch.autograd.backward(made, gradients)
+        if self._share.used:
+            self.ranks.send([_entropy_of(output)], 0)
 
     def _step(self, message: Message) -> None:
         if not self._held():

@@ -30,6 +30,8 @@ class Staleness:
     _rows: list[Tensor] = field(default_factory=list)  # each [4, B]: off_policy, log_ratio, reward, group
     _known: list[Tensor] = field(default_factory=list)  # each bool [B], on the host: has behaviour log-probabilities
     _tokens: list[Tensor] = field(default_factory=list)  # each [N]: log(mu / pi)
+    _apart: list[Tensor] = field(default_factory=list)  # each [3]: sums of what `_see_lags` says
+    _counts: list[Tensor] = field(default_factory=list)  # each [3], on the host: over how many
     _groups: int = 0
 
     def see(self, output: PolicyOutput, batch: Batch) -> None:
@@ -46,11 +48,27 @@ class Staleness:
             off_policy_B = off_policy_BT.sum(1)  # NaN without behaviour log-probabilities
             token_N = (batch.mask_BT & known_B[:, None]).flatten().nonzero()[:, 0]
             self._tokens.append(off_policy_BT.flatten().index_select(0, moved(token_N, device)))
+            self._see_lags(off_policy_BT, batch, known_B)
         self._known.append(known_B)
         log_ratio_B = torch.where(there.mask_BT, log_policy_BT - there.log_reference_BT, 0.0).sum(1)
         group_B = (there.group_B + self._groups).to(log_ratio_B.dtype)
         self._rows.append(torch.stack([off_policy_B, log_ratio_B, there.reward_B.to(log_ratio_B.dtype), group_B]))
         self._groups += batch.groups
+
+    def _see_lags(self, off_policy_BT: Tensor, batch: Batch, known_B: Tensor) -> None:
+        """Take in, of the rows that the policy sampled as it is now, |log(mu / pi)| by token and by row; of those that
+        it sampled earlier, log(mu / pi), by token and update.
+        """
+        if batch.lag_B is None:
+            return
+        now_B, before_B = known_B & (batch.lag_B == 0), known_B & (batch.lag_B > 0)
+        tokens_B = batch.mask_BT.sum(1)
+        self._counts.append(torch.stack([tokens_B[now_B].sum(), now_B.sum(), (tokens_B * batch.lag_B)[before_B].sum()]))
+        now_B, before_B = moved(torch.stack([now_B, before_B]), off_policy_BT.device)
+        apart_BT = torch.where(now_B[:, None], off_policy_BT, 0.0)
+        row_B = off_policy_BT.sum(1)
+        moved_B = torch.where(before_B, row_B, 0.0)
+        self._apart.append(torch.stack([apart_BT.abs().sum(), apart_BT.sum(1).abs().sum(), moved_B.sum()]))
 
     def metrics(self, beta: float | Tensor | None = None) -> Measured:
         """Returns what is known, in nats and over the rows that have behaviour log-probabilities; `beta` in units of
@@ -62,6 +80,11 @@ class Staleness:
         ess: (sum w)^2 / (n sum w^2), w = pi / mu of a whole answer (Kish 1965): the effective sample size as a share of
         the n rows, were they reweighted to be on-policy; 1 on-policy, 1 / n when one row has all the weight.
         behavior_share: the share of rows with behaviour log-probabilities.
+        mismatch, mismatch_answer: the mean of |log(mu / pi)| over tokens, and over whole answers, of the rows that were
+        sampled from the policy as it is (lag 0): what is left is how engine and trainer compute.
+        fresh_share: the share of these rows; where there are none the two are not given.
+        drift: the sum of log(mu / pi) over rows that earlier policies sampled, over that of tokens times lag: by how
+        much an update has moved the distribution of a token.
         residual_spread: the standard deviation of r / beta - log(pi / pi_ref) within groups, pooled (K - 1 below).
         residual_relative: the same over that of r / beta: 1 where the policy is the reference, 0 in balance, above 1
         where it has gone further than the rewards account for.
@@ -76,6 +99,12 @@ class Staleness:
             found |= _spread("off_policy", known_B) | {"ess": effective_share(-known_B)}
         if self._tokens and len(tokens_N := torch.cat(self._tokens)):
             found |= _spread("off_policy_token", tokens_N)
+        if self._apart:
+            tokens, rows, updates = torch.stack(self._counts).sum(0).tolist()
+            per_token, per_answer, since = torch.stack(self._apart).sum(0)
+            found["fresh_share"] = rows / len(off_policy_B)
+            found |= {"mismatch": per_token / tokens, "mismatch_answer": per_answer / rows} if rows else {}
+            found |= {"drift": since / updates} if updates else {}
         if beta is not None and len(group_B) > self._groups:
             groups = self._groups
             residual = spread_within_groups(reward_B - beta * log_ratio_B, group_B.long(), groups)

@@ -27,7 +27,7 @@ from tba.protocols import HEADS, Measured, Objective, Policy, PolicyOutput, Weig
 from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer
 from tba.training.staleness import Staleness
-from tba.types import Group, Json, Trajectory, Version
+from tba.types import Group, Json, Sampling, StopReason, Trajectory, Version
 
 Metrics: TypeAlias = dict[str, float]
 NON_FINITE_IN_A_ROW = 3
@@ -57,6 +57,7 @@ class Trainer:
     skipped: int = 0  # steps without an update
     ranks: int = 1  # over which the policy spreads each pass
     settle: Callable[[], object] = _nothing  # called before the weights change; it waits for those who still read them
+    sampling: Sampling | None = None  # with which answers are drawn from the policy itself; None: no settings do that
     now: Callable[[], float] = time.time  # seconds since the epoch, as `Trajectory.created` has them
     _skipped_in_a_row: int = field(default=0, repr=False)
     # of the last step: the policy's log-probabilities [B, T] of each pass, and the pass's rows
@@ -74,7 +75,8 @@ class Trainer:
     def step(self, fetched: Fetched) -> Metrics:
         """Make one update from one batch. The policy's device is waited for once, when the update is decided on."""
         self.groups = fetched.groups
-        return self._counts(fetched.batch) | self.update(fetched.batch, self.backward(fetched.batch))
+        batch = dataclasses.replace(fetched.batch, lag_B=self._lag_B())
+        return self._counts(batch) | self.update(batch, self.backward(batch))
 
     def log_policy(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Returns the log-probability of each token of these, which were in the last step's batch, under the policy as
@@ -153,12 +155,29 @@ class Trainer:
         """Returns facts about the batch before it is used. Lag: updates since the weights that sampled a row."""
         trajectories = [t for group in self.groups for t in group.trajectories]
         lags = [t.version.lag(self.version) for t in trajectories if not t.imported]
+        cut_off = [t.completion.stop_reason is StopReason.LENGTH for t in trajectories]
+        alike = [len({t.reward for t in group.trajectories}) == 1 for group in self.groups]
         return ages(trajectories, self.now()) | {
             "reward": float(batch.reward_B.mean()),
             **({"lag": sum(lags) / len(lags), "lag_max": float(max(lags))} if lags else {}),
             "tokens": float(batch.length_B.sum()),
             "trajectories": float(batch.rows),
+            "length": float(batch.mask_BT.sum()) / batch.rows,
+            "truncated": sum(cut_off) / len(cut_off),
+            "without_signal": sum(alike) / len(alike),
         }
+
+    def _lag_B(self) -> Tensor:
+        """Returns the lag of each row that weights of this incarnation sampled, as the policy itself would: else -1."""
+        now, own = self.version, self.sampling
+        lags = [
+            t.version.lag(now)
+            if own is not None and t.completion.sampling == own and t.version.incarnation == now.incarnation
+            else -1
+            for group in self.groups
+            for t in group.trajectories
+        ]
+        return torch.tensor(lags, dtype=torch.int64)
 
     def _skip(self, batch: Batch, loss: float, grad_norm: float) -> None:
         self.skipped += 1

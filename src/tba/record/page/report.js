@@ -431,7 +431,7 @@
           if (!all) return;
           const rows = all.map((_, row) => row).filter((row) => all[row] !== null);
           const [x, y] = ordered(rows.map((row) => xs[row]), rows.map((row) => all[row] * (panel.percent ? 100 : 1)));
-          if (panel.percent) add(run, x, label, i, [[y, { points: { show: x.length < 2 } }]]);
+          if (panel.kind === "shares") add(run, x, label, i, [[y, { points: { show: x.length < 2 } }]]);
           else addMeans(run, x, label, i, y);
         });
       }
