@@ -349,17 +349,10 @@ def held_by_others(run: Run) -> int:
 
 
 def copied_back(run: Run) -> None:
-    run.begin()
-    run.at_some_step(low=1, high=run.steps // 2)
-    there = run.copied()
-    run.until(lambda: len(rows_of(run.path / "journal.sqlite")) > len(there))
-    run.at_some_step(low=run.steps // 2)
-    older = run.scratch / "older.sqlite"
-    with closing(sqlite3.connect(run.scratch / "copy.sqlite")) as copy:  # with its log moved into the file
-        copy.execute("VACUUM INTO ?", (str(older),))
+    older, there = backed_up(run)
     run.kill_driver_and_wait()
     run.inflicting = True
-    run.known = held_by_others(run) - len(there)
+    run.known = max(0, held_by_others(run) - there)
     file = run.path / "journal.sqlite"
     for part in ("-wal", "-shm"):
         Path(f"{file}{part}").unlink(missing_ok=True)
@@ -367,23 +360,27 @@ def copied_back(run: Run) -> None:
 
 
 def copied_under(run: Run) -> None:
-    run.begin()
-    file = run.path / "journal.sqlite"
-    run.until(lambda: file.exists() and file.stat().st_size > 40 * JOURNAL.page_bytes)  # the log was moved into it
-    run.at_some_step(low=1, high=run.steps // 2)
-    shutil.copy(file, run.scratch / "older.sqlite")
-    bytes_then = file.stat().st_size
-    run.until(lambda: file.stat().st_size > bytes_then)
-    run.step = len(read_metrics(run.path))
+    older, _ = backed_up(run)
     parts = parts_of(run.driver.pid).values()
     for part in parts:
         os.kill(part, signal.SIGSTOP)
-    run.acknowledged = rows_of(file)
+    run.acknowledged = rows_of(run.path / "journal.sqlite")
     run.inflicting = run.going = True
-    shutil.copyfile(run.scratch / "older.sqlite", file)
+    shutil.copyfile(older, run.path / "journal.sqlite")  # in place, its log stays
     for part in parts:
         os.kill(part, signal.SIGCONT)
     ends_in_a_sentence(run)
+
+
+def backed_up(run: Run) -> tuple[Path, int]:
+    """Begins the run, and goes on to some later step; returns a copy of its journal and how many rows that has."""
+    run.begin()
+    run.at_some_step(low=1, high=run.steps // 2)
+    older, then = run.scratch / "older.sqlite", run.step
+    with closing(sqlite3.connect(run.path / "journal.sqlite", timeout=30.0)) as journal:
+        journal.execute("VACUUM INTO ?", (str(older),))
+    run.at_some_step(low=then + 5)
+    return older, len(rows_of(older))
 
 
 def little_memory(part: str) -> Callable[[Run], None]:

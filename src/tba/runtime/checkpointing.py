@@ -21,6 +21,7 @@ import torch
 
 from tba.clock import ShareClock
 from tba.errors import UserError
+from tba.foreign import read_json
 from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import JOURNAL_ROWS, read_last
 from tba.record.summary import Summary
@@ -80,15 +81,17 @@ def note_recoveries(run: RunDirectory, journal: Path) -> list[str]:
 
 def held_by_journal(run: RunDirectory) -> Held:
     """Returns the most that the journal is known to have held, according to the newest weights, the newest checkpoint,
-    the last line of metrics and the summary.
+    the last line of metrics, searchers that have ended, and the summary.
     """
     weights = WeightDirectory(run.weights)
     known = [Held.parse(weights.notes(version).get("journal")) for version in weights.versions()]
     checkpoint, _ = newest_sound(run.checkpoints, verify=False)
     known += [] if checkpoint is None else [Held.parse(checkpoint.state.get("journal"))]
-    last = read_last(run.path)
-    rows = None if last is None else last.get(JOURNAL_ROWS)
-    known += [Held(rows=int(rows))] if isinstance(rows, float | int) else []
+    counted = [read_last(run.path) or {}]
+    for left in (run.path / "logs").glob("searcher-*.result.json"):
+        with suppress(UserError):
+            counted.append(read_json(left, "", dict[str, Any]))
+    known += [Held(rows=int(n)) for said in counted if isinstance(n := said.get(JOURNAL_ROWS), float | int)]
     with suppress(UserError):  # a summary that cannot be read
         summary = Summary.read(run.path)
         known += [] if summary is None else [Held(summary.trajectories.written, summary.tokens.written)]

@@ -23,6 +23,7 @@ from tba.clock import ShareClock
 from tba.protocols import Examined, Journal, Model, Records, Reward, WeightSource
 from tba.recipe import Recipe
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
+from tba.record.metrics import JOURNAL_ROWS
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.prompting import LEASE_SECONDS, engine_of, prompt_source, prompts_of, reward_of, vine_of
@@ -151,9 +152,13 @@ class SearcherLoop:
         self.searcher.rounds = state["rounds"]
 
     def close(self) -> None:
-        """Leave what the summary needs."""
-        self.journal.close()
+        """Leave what the summary needs, and how much the journal held: the trainer may have ended before."""
+        try:
+            rows = self.journal.rows()
+        finally:
+            self.journal.close()
         result = {
+            JOURNAL_ROWS: rows,
             "clock": self.clock.seconds(),
             "peak_memory_bytes": peak_memory_bytes(),
             "rounds": self.searcher.rounds,
