@@ -23,7 +23,8 @@ ended; runs that it has already are not repeated. The kinds:
     version                              a searcher with other source files tries to join
     copied-back                          an older copy of the journal laid over it while nothing runs; what was
                                          acknowledged after the newest weights were published is then unknown
-    copied-under                         an older copy written over the journal in place, under the run
+    copied-under                         an older copy written over the journal in place, under the run, every second
+                                         time with an empty log
     searcher-memory, trainer-memory      no more memory for it than it has, or some megabytes more (ulimit -v)
     output-closed, output-full           nowhere to go for what the run prints, from its start
     eio-metrics, eio-checkpoint, eio-weights, eio-journal, eio-evaluations, eio-log, eio-ledger, eio-summary
@@ -366,10 +367,15 @@ def copied_under(run: Run) -> None:
         os.kill(part, signal.SIGSTOP)
     run.acknowledged = rows_of(run.path / "journal.sqlite")
     run.inflicting = run.going = True
-    shutil.copyfile(older, run.path / "journal.sqlite")  # in place, its log stays
+    shutil.copyfile(older, run.path / "journal.sqlite")  # in place
+    if run.number % 2:
+        os.truncate(run.path / "journal.sqlite-wal", 0)
     for part in parts:
         os.kill(part, signal.SIGCONT)
-    ends_in_a_sentence(run)
+    if run.number % 2:
+        ends_in_a_sentence(run)
+    else:  # it writes its log, which may have all that is newer, over the file in its turn
+        run.ended()
 
 
 def backed_up(run: Run) -> tuple[Path, int]:

@@ -182,7 +182,7 @@ def page() -> str:
     seconds = seconds_to_move(recipe("7 B", {"moments_on_host": True}, True, SLOTS[0]))
     shares = {"slack": SLACK, "usable": USABLE, "rest": 1 - USABLE}
     head = HEAD.format(**shares, plain=f"{PLAIN:,}")
-    judges = next(need.total for need in needs(paper("tldr")) if need.part == "rewards") / GB
+    judges = next(need.total for need in needs(paper("tldr")) if need.part == "rewards on cpu") / GB
     figures = {"share": share, "seconds": seconds, "judges": judges}
     tail = TAIL.format(**shares, **figures, fewest=TOKENS[-1], slots=SLOTS[-1], rank=RANK, memory=MEMORY)
     return "\n".join([head, *table(), "", tail, *placements(), ""])

@@ -90,9 +90,10 @@ class Examined(Protocol):
 class JudgedByModels(Protocol):
     """A task whose rewards hold models, which every searcher loads."""
 
-    def memory(self) -> tuple[str, Mapping[str, int]]:
-        """Returns the device on which they are (cpu, cuda or mps), and the bytes that a searcher needs there at most,
-        by part. One whose configuration cannot be read is left out; nothing is loaded.
+    def memory(self) -> Mapping[str, Mapping[str, int]]:
+        """Returns the bytes that a searcher needs for them, at most, by device (cpu, cuda or mps) and part.
+
+        One whose configuration cannot be read is left out; nothing is loaded, and CUDA is not started.
         """
         ...
 

@@ -16,6 +16,9 @@ from transformers import AutoModelForSequenceClassification, PretrainedConfig
 
 from scripts import script
 from tba.apps.preference.tldr import Tldr
+from tba.apps.red_team.task import RedTeam
+from tba.apps.red_team.toxicity import CausalJudge
+from tba.apps.red_team.victim import ModelVictim
 from tba.command import check
 from tba.command.check import fitted, of_disk, one_rank_fits
 from tba.command.resume import resumable
@@ -324,22 +327,22 @@ def test_the_reward_models_that_each_searcher_loads_are_in_its_sum(at: Models) -
     judged = replace(plain, task=replace(plain.task, reward_model=at(PYTHIA), gold=at(PAGE.GOLD)))
     with torch.device("meta"):
         small, gold = (AutoModelForSequenceClassification.from_config(config) for config in (PYTHIA, PAGE.GOLD))
-    need = by_part(judged)["rewards"]
+    need = by_part(judged)["rewards on cpu"]
     assert (need.device, set(need.parts)) == ("cpu", {"reward model", "gold model"})
     for model, config, held in zip((small, gold), (PYTHIA, PAGE.GOLD), need.parts.values(), strict=True):
         weights = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size * (
             model.get_output_embeddings() is not None
         )
         assert 0 < held - 4 * weights < 0.2 * held + 5 * GB  # and a pass
-    assert "rewards" not in by_part(plain)
+    assert "rewards on cpu" not in by_part(plain)
     there = machine(80, 80, 80, memory=40)
     made = decided(judged, there)  # two searchers, each with 33 GB of reward models
-    assert "rewards" in refusal(made, there)
+    assert "rewards on cpu 6" in refusal(made, there)
     assert refusal(made, there).endswith("set --searchers 1, with which it fits")
     assert too_much(decided(plain, there), there) is None
     on_gpu = replace(judged, task=replace(judged.task, device="cuda"))
     with_judges = by_part(on_gpu)
-    searcher = sum(with_judges[part].total for part in ("searcher", "reference", "rewards"))
+    searcher = sum(with_judges[part].total for part in ("searcher", "reference", "rewards on cuda"))
     assert too_much(decided(on_gpu, machine(80, 80)), machine(80, 80)) is None
     small_card = machine(80, int(searcher / USABLE / GB))
     assert "the searcher needs" in refusal(replace(on_gpu, searchers=1), small_card)
@@ -368,3 +371,16 @@ def test_a_resume_asks_whether_it_fits_before_anything_is_changed(
     assert (run.path / "recipe.json").read_bytes() == there
     recipe, _ = resumable(run, ["--trainer.ranks", "2"])
     assert recipe.trainer.count == 2
+
+
+def test_a_victim_and_its_judge_are_in_a_searchers_sum_twice_since_evaluations_load_their_own(at: Models) -> None:
+    attacked, judged = at(PYTHIA), at(PAGE.GOLD)
+    task = RedTeam(victim=ModelVictim(path=attacked, device="cuda"), classifier=CausalJudge(path=judged, device="cpu"))
+    need = by_part(replace(recipe_of("gsm8k", at(RHO)), task=task))
+    shape = shape_of(replace(HuggingFace(), path=attacked))
+    assert shape is not None
+    on_gpu, on_cpu = need["rewards on cuda"], need["rewards on cpu"]
+    assert (on_gpu.device, on_cpu.device) == ("cuda", "cpu")
+    assert on_gpu.total == 2 * on_gpu.parts["victim"]
+    assert 0 < on_gpu.parts["victim"] - 2 * shape.parameters < 0.1 * GB  # bfloat16
+    assert 4 * 6.8 * GB < on_cpu.parts["classifier"] < 4 * 7 * GB

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import time
 from functools import cache
+from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from tba.foreign import SAFE, UNREADABLE
+from tba.models import memory
 from tba.models.memory import Shape
 from tba.protocols import Arithmetic
 
@@ -52,6 +54,15 @@ def _shape_at(path: str) -> Shape | None:
         return Shape.of(AutoConfig.from_pretrained(path, **SAFE))
     except (*UNREADABLE, StopIteration):
         return None  # whoever loads it says why
+
+
+@cache
+def judge_bytes(path: str, kind: Any, tokens: int, itemsize: int = 4) -> int:
+    """Returns `memory.judge` of the model at a path; 0 where its configuration cannot be read. Nothing is loaded."""
+    try:
+        return memory.judge(AutoConfig.from_pretrained(path, **SAFE), kind, tokens, itemsize)
+    except (*UNREADABLE, StopIteration):
+        return 0  # whoever loads it says why
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:

@@ -19,7 +19,7 @@ from tba.record.text import size
 class Need:
     """What one part needs on its device."""
 
-    part: str  # trainer (each rank), host (what it has there besides), searcher, reference, rewards or replay
+    part: str  # trainer (each rank), host (what it has there besides), searcher, reference, rewards on ..., or replay
     device: str  # cpu, cuda or mps: the memory of the machine, or of a GPU
     parts: Mapping[str, int]  # bytes
 
@@ -45,7 +45,7 @@ def needs(recipe: Recipe) -> list[Need]:
     halves = [Need(part, device, found[part]) for part in ("trainer", "searcher", "reference")]
     halves += [Need("host", "cpu", found["host"])] if found["host"] else []
     if isinstance(recipe.task, JudgedByModels):
-        halves += [Need("rewards", *judges)] if (judges := recipe.task.memory())[1] else []
+        halves += [Need(f"rewards on {where}", where, parts) for where, parts in recipe.task.memory().items()]
     return [*halves, Need("replay", "cpu", recipe.replay.buffer.memory(recipe.model.max_completion_tokens))]
 
 

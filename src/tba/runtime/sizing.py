@@ -152,7 +152,7 @@ def _needed_of(gpu: int, where: Mapping[str, Place], found: Mapping[str, int]) -
         if gpu in place.gpus and worker.startswith("trainer"):
             on[worker] = found["trainer"]
         elif gpu in place.gpus:
-            first = found["reference"] + found.get("rewards", 0)
+            first = sum(n for part, n in found.items() if part not in ("trainer", "searcher"))
             on[worker] = found["searcher"] + (first if gpu == place.gpus[0] else 0)
     return on
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,13 +22,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForSequenceClassification
 
 from tba.apps.preference.scoring import RewardModel, Scored, made_to_read, pretrained, quiet
 from tba.apps.preference.similarity import NAMES, Floats, features, sentences
 from tba.errors import UserError
-from tba.foreign import SAFE, UNREADABLE, read_json
-from tba.models import memory
+from tba.foreign import UNREADABLE, read_json
+from tba.models.arithmetic import judge_bytes
 
 HEAD, FACTS = "head.safetensors", "frozen.json"
 REMEMBERED = 50_000  # sentences
@@ -183,14 +182,7 @@ def loaded(
     return Scored(RewardModel.load(path, max_tokens, keep, device), max_tokens_per_pass)
 
 
-@cache
 def held(path: str, max_tokens_per_pass: int) -> int:
-    """Returns the bytes that the reward model at a path needs, of either kind; 0 where its configuration cannot be
-    read. Nothing is loaded.
-    """
+    """Returns the bytes that the reward model at a path needs, of either kind; 0 where that is not known."""
     kind = AutoModel if (Path(path) / FACTS).is_file() else AutoModelForSequenceClassification
-    try:
-        config = AutoConfig.from_pretrained(path, num_labels=1, **SAFE)
-        return memory.judge(config, kind, max_tokens_per_pass)
-    except (*UNREADABLE, StopIteration):
-        return 0  # whoever loads it says why
+    return judge_bytes(path, kind, max_tokens_per_pass)

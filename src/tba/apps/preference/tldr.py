@@ -97,12 +97,13 @@ class Tldr:
         """Returns the reward of evaluations: wins by the gold model. Raises `UserError` without a model."""
         return Win(self._score(self.gold or self.reward_model))
 
-    def memory(self) -> tuple[str, Mapping[str, int]]:
-        """Returns the device of the reward models, and the bytes that each searcher needs there for them, by part."""
+    def memory(self) -> Mapping[str, Mapping[str, int]]:
+        """Returns the bytes that each searcher needs for the reward models, by device and part."""
         from tba.apps.preference.frozen import held
 
         used = {"reward model": self.reward_model, "gold model": self.gold or self.reward_model}
-        return self.device, {part: n for part, path in used.items() if path and (n := held(path, self.batch_tokens))}
+        found = {part: n for part, path in used.items() if path and (n := held(path, self.batch_tokens))}
+        return {self.device: found} if found else {}
 
     def _score(self, path: str) -> ModelScore:
         if not path:

@@ -12,10 +12,18 @@ there is not an answer to a held-out problem but a distribution of attacks.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tba.apps.red_team.toxicity import Classifier, Success, Toxicity, WordClassifier
+from tba.apps.red_team.toxicity import (
+    CausalJudge,
+    Classifier,
+    SequenceClassifier,
+    Success,
+    Toxicity,
+    WordClassifier,
+)
 from tba.apps.red_team.victim import ModelVictim, Victim
 from tba.errors import UserError
 from tba.fields import as_declared
@@ -79,6 +87,18 @@ class RedTeam:
     def examination(self) -> Success:
         """Returns the reward of evaluations: whether an attack succeeds."""
         return Success(self.reward())
+
+    def memory(self) -> Mapping[str, Mapping[str, int]]:
+        """Returns the bytes that each searcher needs for victim and classifier, by device and part; once more for
+        evaluations, whose reward loads its own.
+        """
+        found: dict[str, dict[str, int]] = {}
+        for part, made in (("victim", self.victim), ("classifier", self.classifier)):
+            if isinstance(made, ModelVictim | SequenceClassifier | CausalJudge) and made.path:
+                device, held = made.memory()
+                if held:
+                    found.setdefault(device, {}).update({part: held, f"{part} of evaluations": held})
+        return found
 
     def _prefixes(self, rows: list[Row], split: Split) -> list[Problem]:
         asked = [row for row in rows if is_held_out(row.text("prefix"), self.held_out) == (split == "eval")]

@@ -66,6 +66,17 @@ class SequenceClassifier:
 
         return SequenceScores(**vars(self))
 
+    def memory(self) -> tuple[str, int]:
+        """Returns the device that it will be on, and the bytes that it needs there; 0 where that is not known."""
+        from transformers import AutoModelForSequenceClassification
+
+        from tba.apps.red_team.victim_model import expected_device
+        from tba.models.arithmetic import judge_bytes
+
+        return expected_device(self.device), judge_bytes(
+            self.path, AutoModelForSequenceClassification, self.rows_per_pass
+        )
+
 
 @dataclass(frozen=True)
 @as_declared
@@ -94,6 +105,16 @@ class CausalJudge:
         from tba.apps.red_team.model_classifiers import JudgeScores
 
         return JudgeScores(**vars(self))
+
+    def memory(self) -> tuple[str, int]:
+        """Returns the device that it will be on, and the bytes that it needs there; 0 where that is not known."""
+        from transformers import AutoModelForCausalLM
+
+        from tba.apps.red_team.victim_model import expected_device
+        from tba.models.arithmetic import judge_bytes
+
+        device = expected_device(self.device)
+        return device, judge_bytes(self.path, AutoModelForCausalLM, self.rows_per_pass, 2 if device == "cuda" else 4)
 
 
 @dataclass(frozen=True)

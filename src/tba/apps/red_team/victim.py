@@ -66,3 +66,14 @@ class ModelVictim:
         from tba.apps.red_team.victim_model import VictimModel
 
         return VictimModel(**vars(self))
+
+    def memory(self) -> tuple[str, int]:
+        """Returns the device that it will be on, and the bytes of its weights there; 0 where that is not known."""
+        from transformers import AutoModelForCausalLM
+
+        from tba.apps.red_team.victim_model import expected_device
+        from tba.models.arithmetic import judge_bytes
+
+        device = expected_device(self.device)
+        low = self.dtype == "bfloat16" or (self.dtype == "auto" and device == "cuda")
+        return device, judge_bytes(self.path, AutoModelForCausalLM, self.rows_per_pass, 2 if low else 4)

@@ -16,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
+from tba.cards import cards
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, templated
@@ -79,6 +80,13 @@ def chosen_device(name: str) -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def expected_device(name: str) -> str:
+    """Returns what `chosen_device` will return in a searcher, without starting CUDA here."""
+    if name != "auto":
+        return name
+    return "cuda" if cards() else chosen_device(name)
 
 
 def loaded(kind: Any, path: str, what: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
