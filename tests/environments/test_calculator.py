@@ -43,7 +43,7 @@ def test_a_language_model_asks_by_a_call_and_then_answers(answer: str, reward: f
     assert told is not None
     assert told.results == (("multiply", str(a * b)),)
     assert episode.say(answer.format(a * b)) is None
-    assert episode.judgement() == Judgement(reward, {"turns": 2.0})
+    assert episode.judgement() == Judgement(reward, {"turns": 2.0, "wrong_calls": 0.0})
 
 
 def test_a_call_that_is_never_answered_is_worth_nothing() -> None:

@@ -30,6 +30,7 @@ class Observation:
 
     text: str
     results: tuple[tuple[str, str], ...] = ()  # by tool, in the order of the calls
+    calls: tuple[str, ...] = ()  # the names that the policy gave its calls, in that order; empty: none
 
 
 class Episode:
@@ -40,6 +41,7 @@ class Episode:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._left, self._most = turns, turns
         self._earned = 0.0
+        self._wrong = 0  # calls that could not be made
         self._answer: str | None = None
         self.over = False
         self._environment = self._called("its making", make)
@@ -89,13 +91,15 @@ class Episode:
             self._answer = text
             return None
         results = tuple((call.name, self._result(call)) for call in calls)
-        return Observation("\n".join(result for _, result in results), results)
+        named = tuple(call.id for call in calls) if any(call.id for call in calls) else ()
+        return Observation("\n".join(result for _, result in results), results, named)
 
     def _result(self, call: Call) -> str:
         """Returns what a tool gives; what is wrong with the call, or what the tool raises, is said to the policy."""
         try:
             given = bound(self._tools, call)
         except ValueError as error:
+            self._wrong += 1
             return f"error: {error}"
         try:
             return written(self._awaited(self._tools[call.name](**given)))
@@ -115,12 +119,13 @@ class Episode:
             self._called("cut()", cut, text)
 
     def judgement(self) -> Judgement:
-        """Returns the reward of the episode as it stands, and how many turns it took."""
+        """Returns the reward of the episode as it stands, its turns, and how many of its calls could not be made."""
         reward = self._earned
         if (get_reward := self._method("get_reward")) is not None:
             given = _accepted(get_reward, {"answer": self._answer})
             reward = self._number("get_reward()", self._called("get_reward()", get_reward, **given))
-        return Judgement(reward, {"turns": float(self.turns)})
+        wrong = {"wrong_calls": float(self._wrong)} if self._tools else {}
+        return Judgement(reward, {"turns": float(self.turns), **wrong})
 
     def close(self) -> None:
         """Let the environment go. An error in its `close()` changes nothing any more."""

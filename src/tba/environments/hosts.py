@@ -370,7 +370,7 @@ def _end_all(nurseries: list[_Nursery], hosts: dict[int, _Host], selector: selec
 def _json_of(answer: Answer) -> Json:
     said, judgement = answer.said, answer.judgement
     return [
-        None if said is None else [said.text, said.results],
+        None if said is None else [said.text, said.results, said.calls],
         None if judgement is None else [judgement.reward, dict(judgement.parts)],
         answer.failed,
     ]
@@ -380,7 +380,9 @@ def _answer_of(value: Json) -> Answer:
     """Returns an answer that came as JSON. Raises `ValueError`, `TypeError` or `LookupError` for anything else."""
     said, judgement, failed = value
     return Answer(
-        None if said is None else Observation(str(said[0]), tuple((str(a), str(b)) for a, b in said[1])),
+        None
+        if said is None
+        else Observation(str(said[0]), tuple((str(a), str(b)) for a, b in said[1]), tuple(map(str, said[2]))),
         None if judgement is None else Judgement(float(judgement[0]), {k: float(v) for k, v in judgement[1].items()}),
         str(failed),
     )

@@ -1,7 +1,8 @@
 """Public methods of an environment as tools: how they are described, and how a turn calls them.
 
-Invariant: a turn is data. A call names a tool and gives arguments as JSON, whose types are checked against the method's
-hints; nothing is evaluated. Whatever is wrong with a call is said to the policy and ends nothing.
+Invariant: a turn is data. A call names a tool and gives arguments as JSON or as texts, whose types are checked against
+the method's hints; nothing is evaluated. Whatever is wrong with a call is said to the policy and ends nothing. What a
+model thinks is no call, also where its thoughts have no end.
 """
 
 from __future__ import annotations
@@ -26,8 +27,29 @@ from tba.foreign import check, parsed
 from tba.types import Json, is_text, quoted
 
 _NO_TOOLS = {"reset", "step", "get_reward", "close"}
-_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, SmolLM2, Hermes
-_OBJECT = re.compile(r'\{\s*"name"\s*:')  # Llama 3: the whole turn
+_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, SmolLM2, Hermes, GLM
+_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)  # GLM
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)  # Qwen3-Coder, Llama 3.1
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_BEGIN, _SEP, _END = (
+    "<\uff5ctool\u2581call\u2581begin\uff5c>",
+    "<\uff5ctool\u2581sep\uff5c>",
+    "<\uff5ctool\u2581call\u2581end\uff5c>",
+)
+_DEEPSEEK = re.compile(f"{re.escape(_BEGIN)}(.*?)(?:{re.escape(_END)}|\\Z)", re.DOTALL)
+_FENCED = re.compile(r"(.+?)\s*```json\s*(.*?)\s*```", re.DOTALL)  # DeepSeek V3 and R1
+_MISTRAL = re.compile(r"([^\[\]{}]+?)(?:\[CALL_ID\](\w*))?\[ARGS\](.*)", re.DOTALL)  # of its later versions
+_OBJECT = re.compile(r'\{\s*"(?:name|arguments|parameters|type"\s*:\s*"function)"')  # Llama 3: the whole turn
+_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_ID = re.compile(r"[\w.:-]{1,64}")
+_SPELT = {"True": True, "False": False, "None": None}  # how Qwen3-Coder's template writes them
+# what stands around calls and thoughts: some tokenizers have it as special tokens, which a turn's text does not show
+MARKS = (
+    *("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", _BEGIN, _SEP, _END),
+    *("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|tool_call|>", "<|/tool_call|>", "<|python_tag|>"),
+    *(mark for pair in _THOUGHTS for mark in pair),
+)
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
@@ -70,32 +92,125 @@ class Call:
     name: str
     arguments: Json = None
     wrong: str = ""
+    id: str = ""  # the call's own name, where the policy gave it one
+    texts: bool = False  # arguments are texts, which the types of the tool's parameters say how to read
 
 
 def calls_in(text: str) -> list[Call]:
     """Returns the calls of a turn, in order; a turn without any is an answer.
 
-    Read are `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, also with a list in it, and a turn that is
-    `{"name": ..., "parameters": {...}}`. What a model thinks before it speaks is no call.
+    Read are the forms in which chat templates write calls: an object, or a list of them, in `<tool_call>` (Qwen,
+    SmolLM2, Hermes), behind `[TOOL_CALLS]` (Mistral) or `<|tool_call|>` (Granite), or as the whole turn (Llama 3);
+    GLM's keys and values and Qwen3-Coder's parameters in `<tool_call>`; a name and an object between DeepSeek's marks,
+    or around Mistral's `[ARGS]`. What a model thinks before it speaks is no call.
     """
-    said = text.rpartition("</think>")[2].strip().removeprefix("<|python_tag|>")
+    said = text
+    for begin, end in _THOUGHTS:
+        said = said.rpartition(end)[2].partition(begin)[0]
+    said = said.strip()
     if "<tool_call>" in said:
-        return [call for block in _BLOCK.findall(said) for call in _read(block)]
-    return _read(said) if _OBJECT.match(said) else []
+        return [call for block in _BLOCK.findall(said) for call in _block(block.strip())]
+    if _BEGIN in said:
+        return [_deepseek(block) for block in _DEEPSEEK.findall(said)]
+    if "[TOOL_CALLS]" in said:
+        return [call for part in said.split("[TOOL_CALLS]")[1:] for call in _mistral(part.strip())]
+    if "<|tool_call|>" in said:
+        return _read(said.partition("<|tool_call|>")[2].removesuffix("<|/tool_call|>"))
+    if said.startswith("<function="):
+        return _functions(said)
+    if said.startswith("<|python_tag|>"):
+        return _read(said.removeprefix("<|python_tag|>"))
+    return _whole(said) if said.startswith("{") else []
 
 
 def _read(text: str) -> list[Call]:
+    """Returns the calls that JSON holds."""
     try:
         found = parsed(text.strip(), Any)
     except ValueError as error:
-        return [Call("", wrong=f"the call cannot be read: it is {error}")]
+        return [_unread(str(error))]
     return [_call(one) for one in (found if isinstance(found, list) else [found])]
 
 
+def _unread(why: str) -> Call:
+    return Call("", wrong=f"the call cannot be read: it is {why}")
+
+
 def _call(value: Json) -> Call:
+    if isinstance(value, Mapping) and isinstance(function := value.get("function"), Mapping):  # as OpenAI's API has it
+        value = {**value, **function}
     if not isinstance(value, Mapping) or not isinstance(name := value.get("name"), str):
         return Call("", wrong='a call is an object with a "name" and its "arguments"')
-    return Call(name, value.get("arguments", value.get("parameters", {})))
+    given = value.get("id", value.get("call_id"))
+    named = given if isinstance(given, str) and _ID.fullmatch(given) else ""
+    return Call(name, _decoded(value.get("arguments", value.get("parameters", {}))), id=named)
+
+
+def _decoded(arguments: Json) -> Json:
+    """Returns arguments; an object that was written as a text of JSON is read once more."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return parsed(arguments, Any)
+    except ValueError:
+        return arguments
+
+
+def _whole(said: str) -> list[Call]:
+    """Returns the calls of a turn that is JSON and nothing else; an object without a tool's name is an answer."""
+    parts = re.split(r"(?<=\})\s*[;\n]\s*(?=\{)", said)
+    try:
+        found = [parsed(said, Any)] if len(parts) == 1 else [parsed(part, Any) for part in parts]
+    except ValueError:
+        return _read(said) if _OBJECT.match(said) else []
+    return [_call(one) for one in found] if all(map(_calls, found)) else []
+
+
+def _calls(value: Json) -> bool:
+    """Whether an object is meant as a call."""
+    if not isinstance(value, Mapping):
+        return False
+    named = "name" in value and (next(iter(value)) == "name" or bool({"arguments", "parameters"} & value.keys()))
+    return named or (value.get("type") == "function" and bool({"name", "function"} & value.keys()))
+
+
+def _block(block: str) -> list[Call]:
+    """Returns the calls between `<tool_call>` and its end."""
+    if block.startswith("<function="):
+        return _functions(block)
+    name, key, _ = block.partition("<arg_key>")
+    if (key or name not in ("true", "false", "null")) and _NAME.fullmatch(name.strip()):
+        return [_texts(name.strip(), block[len(name) :], _PAIR)]
+    return _read(block)
+
+
+def _functions(said: str) -> list[Call]:
+    return [
+        Call(name, _decoded(body.strip())) if body.lstrip().startswith("{") else _texts(name, body, _PARAMETER)
+        for name, body in _FUNCTION.findall(said)
+    ]
+
+
+def _texts(name: str, body: str, pair: re.Pattern[str]) -> Call:
+    """Returns a call whose arguments are written one by one, as texts."""
+    if left := pair.sub("", body).strip():
+        return _unread(f"not of arguments alone ({quoted(left, 40)})")
+    return Call(name, {key.strip(): value for key, value in pair.findall(body)}, texts=True)
+
+
+def _deepseek(block: str) -> Call:
+    kind, _, said = block.partition(_SEP)
+    fenced = _FENCED.fullmatch(said.strip())
+    name, arguments = fenced.groups() if fenced else (kind, said)
+    return Call(name.strip(), _decoded(arguments.strip()))
+
+
+def _mistral(part: str) -> list[Call]:
+    found = _MISTRAL.fullmatch(part)
+    if found is None:
+        return _read(part)
+    name, given, arguments = found.groups()
+    return [Call(name.strip(), _decoded(arguments.strip()), id=given or "")]
 
 
 def bound(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[str, Json]:
@@ -107,7 +222,10 @@ def bound(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[str, Json
     if not isinstance(call.arguments, dict):
         raise ValueError(f"the arguments of {call.name} are not an object")
     declared, hints = inspect.signature(tools[call.name]).parameters, typing.get_type_hints(tools[call.name])
-    for name, value in call.arguments.items():
+    arguments = {
+        name: _typed(value, hints.get(name, Any)) if call.texts else value for name, value in call.arguments.items()
+    }
+    for name, value in arguments.items():
         if name not in declared:
             raise ValueError(
                 f"{call.name} has no argument {quoted(name, 60)}: it takes {', '.join(declared) or 'none'}"
@@ -115,10 +233,29 @@ def bound(tools: Mapping[str, Callable[..., Any]], call: Call) -> dict[str, Json
         check(value, hints.get(name, Any), name)
         if not is_text(json.dumps(value, ensure_ascii=False)):
             raise ValueError(f"{name} has characters that are none")
-    missing = [p.name for p in declared.values() if p.default is p.empty and p.name not in call.arguments]
+    missing = [p.name for p in declared.values() if p.default is p.empty and p.name not in arguments]
     if missing:
         raise ValueError(f"{call.name} lacks the argument {missing[0]}")
-    return dict(call.arguments)
+    return arguments
+
+
+def _typed(text: str, hint: Any) -> Json:
+    """Returns an argument that is written as a text: the text where its parameter takes one, else what it spells."""
+    try:
+        value = _SPELT[text.strip()] if text.strip() in _SPELT else parsed(text, Any)
+    except ValueError:
+        return text
+    if hint is Any:
+        return value
+    return next((one for one in ((None, text) if value is None else (text, value)) if _fits(one, hint)), value)
+
+
+def _fits(value: Json, hint: Any) -> bool:
+    try:
+        check(value, hint, "it")
+    except ValueError:
+        return False
+    return True
 
 
 def written(result: object) -> str:
