@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "src" / "tba"
 FILES = sorted(ROOT.rglob("*.py"))
 
-GROUND = {"errors", "types", "fields", "foreign", "tables"}
+GROUND = {"errors", "types", "fields", "foreign", "tables", "turns"}
 TENSORS = {"sharding", "streaming", "host_copies", "cards"}  # torch alone
 SEAMS = GROUND | {"protocols", "generation", "batch"}
 LEAVES = {"engines", "policy", "rewards", "tasks"}
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "fields": {"errors"},  # of any settings
     "foreign": {"errors", "types"},  # whatever is read from outside, by anybody
     "tables": {"errors", "types", "foreign"},  # rows of files, for tasks and imports
+    "turns": {"errors", "types", "foreign"},  # what ends a turn in a chat template
     "clock": set(),
     "batch": {"types"},
     "protocols": {"types", "batch", "sharding"},  # the last two for type checkers only

@@ -223,40 +223,45 @@ def _is_message(value: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(value.get(name), str) for name in ("role", "content"))
 
 
-def templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequence[Json] = ()) -> str:
+def templated(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = (), answered: bool = False
+) -> str:
     """Returns messages as a tokenizer's own template writes them, with the tools (schemas) that may be called; where
     the template has no place for tools, a system message describes them. Raises `UserError` for what it raises.
+
+    answered: they end with the assistant's answer; else the text ends where the answer is to begin.
     """
-    text = _templated(tokenizer, messages, tools)
-    if tools and text == _templated(tokenizer, messages, ()):
-        return _templated(tokenizer, _described(messages, tools), ())
+    text = _templated(tokenizer, messages, tools, answered)
+    if tools and text == _templated(tokenizer, messages, (), answered):
+        return _templated(tokenizer, _described(messages, tools), (), answered)
     return text
 
 
-def _templated(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequence[Json]) -> str:
+def _templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json], answered: bool) -> str:
     """Returns what the template writes. Where it takes no system message (it refuses one, or leaves its text out), that
     is put before the first message of the user, which is logged once.
     """
     system = messages[0].get("content") if messages and messages[0].get("role") == "system" else None
     if not isinstance(system, str):
-        return _rendered(tokenizer, messages, tools)
+        return _rendered(tokenizer, messages, tools, answered)
     try:
-        text = _rendered(tokenizer, messages, tools)
+        text = _rendered(tokenizer, messages, tools, answered)
     except UserError:
         text = None
     if text is not None and system.strip() in text:
         return text
-    folded = _rendered(tokenizer, _without_system(system.strip(), messages[1:]), tools)
+    folded = _rendered(tokenizer, _without_system(system.strip(), messages[1:]), tools, answered)
     if text is not None and system.strip() not in folded:  # it writes texts in another form
         return text
     _say_folded()
     return folded
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequence[Json]) -> str:
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json], answered: bool) -> str:
     try:
         given: dict[str, Any] = {"tools": list(tools)} if tools else {}
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **given))
+        begin = not answered
+        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=begin, **given))
     except Exception as error:  # a template raises what it likes
         reason = " ".join(str(error).split())[:200]
         raise UserError(
@@ -264,7 +269,7 @@ def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, str]], tools: Sequ
         ) from error
 
 
-def _without_system(system: str, rest: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+def _without_system(system: str, rest: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Returns the messages after the system's with what it said at the beginning of the first, and a blank line after
     it (as Gemma 3's template writes it).
     """
@@ -334,7 +339,7 @@ def as_beginning(tokenizer: Any, text: str, tokens: list[int]) -> list[int]:
     return tokens[1:] if begin is not None and tokens[:2] == [begin, begin] else tokens
 
 
-def _described(messages: Sequence[Mapping[str, str]], tools: Sequence[Json]) -> list[Mapping[str, str]]:
+def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Json]) -> list[Mapping[str, Any]]:
     """Returns the messages with the tools in the system's, in the form that models without a form of their own know."""
     described = "\n".join(
         (

@@ -236,6 +236,7 @@ class Turn:
     text: str  # decoded, special tokens and a matched stop string removed
     stop_reason: StopReason  # eos or stop_string
     room: int  # tokens that its completion may still have
+    tokens: Sequence[int] = ()  # as they were sampled, the one that ended it included; empty: the engine does not say
 
 
 class Partner(Protocol):

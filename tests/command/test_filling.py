@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from chat_families import tokenizer
 from tba.__main__ import main
 from tba.command.check import notes_on_prompts
-from tba.command.collecting import SmoothingOptions, collect
+from tba.command.collecting import Collected, SmoothingOptions, collect
 from tba.environments.guess_number import GuessNumber
 from tba.environments.task import EnvironmentTask
 from tba.errors import UserError
@@ -26,6 +27,9 @@ from tba.replay.journal import JournalWriter
 from tba.replay.near import NearDuplicates
 from tba.search.embedding import HashedNgrams
 from tba.settings import find
+from tba.training.supervised import Pair
+from tba.training.tiny_models import character_tokenizer
+from tba.turns import assistant_turn
 from tba.types import Completion, Prompt, StopReason, Trajectory, Version
 
 SUMS = str(Path(__file__).parents[1] / "tiny_sums.py")
@@ -138,14 +142,14 @@ def test_what_is_collected_is_the_best_of_each_and_what_is_left_out_is_counted_b
     options = SmoothingOptions(min_reward=0.7, min_log_reference=-100.0)
     found = collect(journal, options)
     assert [t.reward for t in found.trajectories] == [1.0, 0.9, 0.75]
-    assert found.pairs(0)[0].response == [1, 2, 7, 4]
-    assert found.pairs(0)[0].prompt == [5, 6]
+    assert found.pairs(character_tokenizer("abc"))[0].response == [1, 2, 7, 4]
+    assert found.pairs(character_tokenizer("abc"))[0].prompt == [5, 6]
     reasons = {"repeats another": 1, "below --min-reward": 1, "below --min-log-reference": 1, "cut off": 1}
     assert +found.left_out == Counter(reasons)
     apart = collect(journal, replace(options, near=NearDuplicates("edit", 0.2), truncated=True))
     assert [t.completion.tokens[0] for t in apart.trajectories] == [1, 6, 8]
     assert apart.left_out["near another"] == 1
-    assert apart.pairs(0)[1].response == [6, 6, 6]
+    assert apart.pairs(character_tokenizer("abc"))[1].response == [6, 6, 6]
     assert [t.reward for t in collect(journal, replace(options, most=1)).trajectories] == [1.0]
     by_part = collect(journal, SmoothingOptions(min_reward=0.45, part="toxic"))
     assert {t.reward for t in by_part.trajectories} == {1.0, 0.9}
@@ -155,6 +159,33 @@ def test_what_is_collected_is_the_best_of_each_and_what_is_left_out_is_counted_b
     ):
         with pytest.raises(UserError, match=said):
             collect(journal, wrong)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2.5", "glm4.5", "phi3"])
+def test_what_is_collected_ends_as_it_ended_and_what_was_heard_is_not_learnt(family: str) -> None:
+    made = tokenizer(family, "base")
+    end, eos = assistant_turn(made).last.token, made.eos_token_id
+    assert end != eos
+    chat = Prompt("toy", np.array([5], np.int32), messages=({"role": "user", "content": "."},))
+    text = Prompt("toy", np.array([5], np.int32))
+
+    def pair(prompt: Prompt, *tokens: int | None, stop: StopReason, mask: str = "") -> Pair:
+        said = np.array(tokens, np.int32)
+        heard = np.array([one == "1" for one in mask]) if mask else None
+        completion = Completion(said, "", stop, (Version(), Version()), mask=heard)
+        found = Trajectory("t", prompt, completion, 1.0, np.zeros(len(said), np.float32), Version())
+        (made_of,) = Collected([found], Counter()).pairs(made)
+        return made_of
+
+    assert pair(chat, 1, 2, end, stop=StopReason.EOS) == Pair([5], [1, 2], end=end)
+    assert pair(chat, 1, 2, eos, stop=StopReason.EOS) == Pair([5], [1, 2], end=eos)
+    assert pair(chat, 1, 2, end, stop=StopReason.EXTERNAL) == Pair([5], [1, 2], end=end)
+    assert pair(chat, 1, 2, stop=StopReason.LENGTH) == Pair([5], [1, 2], end=end)  # as if it ended there
+    assert pair(text, 1, 2, stop=StopReason.LENGTH) == Pair([5], [1, 2], end=eos)
+    assert pair(text, 1, 2, eos, stop=StopReason.EOS) == Pair([5], [1, 2], end=eos)
+    episode = pair(chat, 1, end, 7, 8, 3, end, stop=StopReason.EOS, mask="110011")
+    assert episode == Pair([5], [1, end, 7, 8, 3], ((2, 4),), end)
+    assert pair(chat, 1, end, 7, stop=StopReason.LENGTH, mask="110") == Pair([5], [1, end, 7], ((2, 3),), end)
 
 
 def test_a_recipe_that_cannot_begin_so_or_has_no_embeddings_is_refused() -> None:

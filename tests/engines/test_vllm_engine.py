@@ -257,6 +257,17 @@ def test_stop_strings_end_a_completion_where_the_transformers_engine_ends_it(
     assert not any(stop in c.text for (c,) in ours for stop in stops)
 
 
+def test_stop_ids_end_a_completion_where_the_transformers_engine_ends_it(serving: Serving, model: HuggingFace) -> None:
+    stops = tuple(model.tokenizer().encode("afk", add_special_tokens=False))
+    stopping = replace(model, generation=replace(model.generation, stop_strings=stops))
+    prompts = prompts_of(*range(3, 43))
+    ours = generate(serving(stopping), prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    theirs = generate(of_transformers(stopping), prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    assert [told(row) for row in ours] == [told(row) for row in theirs]
+    assert sum(c.tokens[-1] in stops for (c,) in ours) > 5
+    assert not any(stop in c.tokens[:-1] for (c,) in ours for stop in stops)
+
+
 def test_an_interrupted_call_gives_what_there_was_and_leaves_nothing_behind(engine: Engine, model: HuggingFace) -> None:
     prompts = prompts_of(20, 21, 22, 23)
     answered = generate(engine, prompts, 8, Sampling(), np.random.default_rng(0), asked(times=1))

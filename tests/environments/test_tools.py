@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from chat_families import deepseek
+from chat_families import tokenizer as families_tokenizer
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.environments.engine import EpisodeEngine
 from tba.environments.episode import Episode, EpisodeFailed, Observation
@@ -19,7 +21,7 @@ from tba.environments.guess_number import GuessNumber
 from tba.environments.hosts import EpisodeLimits, Hosts
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
-from tba.environments.tools import Call, calls_in, schemas_of
+from tba.environments.tools import Call, bound, calls_in, schemas_of
 from tba.errors import UserError
 from tba.foreign import templated
 from tba.generation import generate
@@ -86,12 +88,179 @@ def deposit(**arguments: object) -> dict[str, object]:
         '{"name": "deposit", "arguments": {"amount": 3}}',
         '{"name": "deposit", "parameters": {"amount": 3}}',  # Llama 3
         '<|python_tag|>{"name": "deposit", "parameters": {"amount": 3}}',
+        '{"type": "function", "name": "deposit", "parameters": {"amount": 3}}',
+        '{"type": "function", "function": {"name": "deposit", "arguments": {"amount": 3}}}',
+        '{"arguments": {"amount": 3}, "name": "deposit"}',
+        '<function=deposit>{"amount": 3}</function>',
+        '{"name": "deposit", "arguments": "{\\"amount\\": 3}"}',
+        '<tool_call>{"arguments": "{\\"amount\\": 3}", "name": "deposit"}</tool_call>',
+        '[TOOL_CALLS] [{"name": "deposit", "arguments": {"amount": 3}}]',  # Mistral
+        'Yes.[TOOL_CALLS]deposit[ARGS]{"amount": 3}',
+        '<|tool_call|>[{"name": "deposit", "arguments": {"amount": 3}}]',  # Granite
+        deepseek("<:tool calls begin:><:tool call begin:>function<:tool sep:>deposit\n")  # DeepSeek V3
+        + '```json\n{"amount": 3}\n```'
+        + deepseek("<:tool call end:><:tool calls end:>"),
+        deepseek('<:tool calls begin:><:tool call begin:>deposit<:tool sep:>{"amount": 3}<:tool call end:>'),  # V3.1
     ],
 )
 def test_a_call_is_read_in_the_forms_of_the_families(turn: str) -> None:
     assert calls_in(turn) == [Call("deposit", {"amount": 3})]
     episode = Episode(Account, {}, seed=4, turns=3)
     assert episode.say(turn) == Observation("7 now", (("deposit", "7 now"),))
+
+
+GLM = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n"
+CODER = "<parameter={}>\n{}\n</parameter>\n"
+
+
+@pytest.mark.parametrize(
+    ("form", "pair"),
+    [
+        ("<tool_call>deposit\n{}</tool_call>", GLM),
+        ("\n<think></think>\n<tool_call>deposit\n{}</tool_call>", GLM),
+        ("<tool_call>\n<function=deposit>\n{}</function>\n</tool_call>", CODER),
+        ("<function=deposit>\n{}</function>", CODER),
+    ],
+)
+@pytest.mark.parametrize(
+    ("amount", "note", "said"),
+    [
+        ("3", "rent", "7 now, rent"),
+        ("3", "12", "7 now, 12"),  # a text, since its parameter takes one
+        ("3", "null", "7 now, null"),
+        ("3", '{"a": 1}', '7 now, {"a": 1}'),
+        ("3", "one\n two", "7 now, one\n two"),
+        ("three", "", "error: amount is 'three', it must be a whole number"),
+        ("3.5", "", "error: amount is 3.5, it must be a whole number"),
+    ],
+)
+def test_arguments_that_are_written_as_texts_are_read_by_their_parameters_types(
+    form: str, pair: str, amount: str, note: str, said: str
+) -> None:
+    turn = form.format(pair.format("amount", amount) + pair.format("note", note))
+    episode = Episode(Account, {}, seed=4, turns=3)
+    told = episode.say(turn)
+    assert told is not None
+    assert told.results == (("deposit", said),)
+
+
+@pytest.mark.parametrize(
+    ("hint", "text", "value"),
+    [
+        (bool, "true", True),
+        (bool, "False", False),  # as Qwen3-Coder's template writes it
+        (int | None, "None", None),
+        (str | None, "null", None),
+        (str, "True", "True"),
+        (list[int], "[1, 2]", [1, 2]),
+        (dict[str, int], '{"a": 1}', {"a": 1}),
+        (float, "1", 1),
+        (Literal["1", "2"], "2", "2"),
+        (Any, "[1", "[1"),
+        (Any, "4", 4),
+    ],
+)
+def test_a_text_is_what_its_parameter_takes(hint: Any, text: str, value: Any) -> None:
+    def tool(x: object) -> None: ...
+
+    tool.__annotations__["x"] = hint
+    assert bound({"tool": tool}, Call("tool", {"x": text}, texts=True)) == {"x": value}
+
+
+CALLED = qwen(deposit(amount=3))
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        f"<think>\nI could {CALLED}",  # a thought without an end
+        f"Well.<think>{CALLED}",
+        f"<think>a</think><think>{CALLED}",
+        f"[THINK]{CALLED}",
+        f"{CALLED}</think>It is 4.",  # one that the prompt has begun
+        f"[THINK]{CALLED}[/THINK]It is 4.",
+    ],
+)
+def test_what_is_thought_is_not_executed(turn: str) -> None:
+    assert calls_in(turn) == []
+    episode = Episode(Account, {}, seed=4, turns=3)
+    assert episode.say(turn) is None
+    assert episode.judgement().parts == {"turns": 1.0, "wrong_calls": 0.0}
+
+
+def test_a_call_before_a_thought_without_an_end_is_made() -> None:
+    assert calls_in(f"{CALLED}<think>And now <tool_call>") == [Call("deposit", {"amount": 3})]
+
+
+def test_several_calls_in_other_forms_are_made_in_order() -> None:
+    two = [Call("deposit", {"amount": 1}), Call("fail", {})]
+    assert calls_in('{"name": "deposit", "parameters": {"amount": 1}}; {"name": "fail", "parameters": {}}') == two
+    assert calls_in('[TOOL_CALLS]deposit[ARGS]{"amount": 1}[TOOL_CALLS]fail[ARGS]{}') == two
+    begin, sep, end = map(deepseek, ("<:tool call begin:>", "<:tool sep:>", "<:tool call end:>"))
+    assert calls_in(f'{begin}deposit{sep}{{"amount": 1}}{end}{begin}fail{sep}{{}}{end}') == two
+    named = '[TOOL_CALLS] [{"name": "deposit", "arguments": {"amount": 1}, "id": "abc123def"}]'
+    told = Episode(Account, {}, seed=4, turns=3).say(named)
+    assert told == Observation("5 now", (("deposit", "5 now"),), ("abc123def",))
+    args = '[TOOL_CALLS]deposit[CALL_ID]abc123def[ARGS]{"amount": 1}'
+    assert Episode(Account, {}, seed=4, turns=3).say(args) == told
+
+
+def test_a_call_whose_name_the_template_refuses_is_answered_without_it() -> None:
+    """Mistral's template wants nine letters; what a policy writes must not silence what its tools say."""
+    made = families_tokenizer("mistral", "chat")
+    speech = Speech(made, True, schemas_of(Account()))
+
+    def told(*calls: str) -> str:
+        return made.decode(speech.observation(Observation("2", (("deposit", "2"),), calls)), skip_special_tokens=False)
+
+    assert '"call_id": "abc123def"' in told("abc123def")
+    assert "2" in told("no")
+    assert told("no") == told()
+
+
+@pytest.mark.parametrize("family", ["mistral", "granite", "llama3"])
+def test_marks_that_are_special_tokens_are_seen_by_who_reads_calls_and_by_nobody_else(family: str) -> None:
+    made = families_tokenizer(family, "chat")
+    mark = {"mistral": "[TOOL_CALLS]", "granite": "<|tool_call|>", "llama3": "<|python_tag|>"}[family]
+    tokens = made.encode(f'{mark}[{{"name": "deposit", "arguments": {{}}}}]{made.eos_token}', add_special_tokens=False)
+    text = made.decode(tokens, skip_special_tokens=True)
+    assert mark not in text
+    assert [c.name for c in calls_in(Speech(made, True, schemas_of(Account())).said(tokens, text))] == ["deposit"]
+    assert Speech(made, True).said(tokens) == text
+
+
+def test_a_thought_that_the_prompt_has_begun_and_the_turn_does_not_end_is_a_thought() -> None:
+    made = tokenizer(
+        QWEN.replace("<|im_start|>assistant\n{% endif", "<|im_start|>assistant\n<think>\n{% endif"), "<eos>"
+    )
+    speech = Speech(made, True, schemas_of(Account()))
+
+    def said(text: str) -> str:
+        return speech.said(made.encode(text))
+
+    assert calls_in(said(CALLED)) == []
+    assert calls_in(said(f"Yes.</think>{CALLED}")) == [Call("deposit", {"amount": 3})]
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "by", "written"),
+    [
+        ("gemma3", "chat", "<end_of_turn>", "\n<start_of_turn>user\n"),
+        ("gemma3", "chat", "<eos>", "\n<start_of_turn>user\n"),
+        ("phi3", "chat", "<|end|>", "<|user|>"),  # whose tokens take the blanks behind them
+        ("qwen2.5", "base", "<|im_end|>", "\n<|im_start|>user\n"),
+        ("qwen2.5", "base", "<|endoftext|>", "\n<|im_start|>user\n"),
+        ("glm4.5", "chat", "<|user|>", "\n"),
+        ("glm4.5", "chat", "<|endoftext|>", "<|user|>\n"),  # else nobody would say who speaks
+    ],
+)
+def test_a_turn_has_one_end_and_what_follows_it_is_what_the_template_writes(
+    family: str, kind: str, by: str, written: str
+) -> None:
+    made = families_tokenizer(family, kind)
+    token = made.convert_tokens_to_ids(by)
+    heard = Speech(made, True).observation(Observation("It is"), by=token).tolist()
+    assert made.decode(heard, skip_special_tokens=False).replace(" ", "").startswith(f"{written}Itis")
 
 
 def test_several_calls_of_a_turn_are_made_in_order_and_each_has_its_own_result() -> None:
@@ -120,6 +289,19 @@ WRONG = {
     '{"name": "deposit", "parameters": {"amount": 3}': "the call cannot be read: it is not JSON",
     "<tool_call>" + "[" * 100_000: "the call cannot be read",
     qwen({"name": "fail", "arguments": {}}): "LookupError: nobody is there",
+    '{"type": "function", "name": "deposit", "parameters": {"amount": 3}': "the call cannot be read: it is not JSON",
+    '{"arguments": {"amount": 3}, "name": "deposit"': "the call cannot be read: it is not JSON",
+    '{"name": "deposit", "arguments": "amount=3"}': "the arguments of deposit are not an object",
+    '{"name": "deposit", "arguments": "[3]"}': "the arguments of deposit are not an object",
+    "<|python_tag|>deposit.call(amount=3)": "the call cannot be read: it is not JSON",
+    "[TOOL_CALLS]deposit(amount=3)": "the call cannot be read: it is not JSON",
+    "[TOOL_CALLS]deposit[ARGS]{": "the arguments of deposit are not an object",
+    "<tool_call>deposit\n<arg_key>amount</arg_key>": "the call cannot be read: it is not of arguments alone",
+    "<tool_call><function=deposit><parameter=amount>3</function>": "the call cannot be read: it is not of arguments",
+    "<tool_call>withdraw</tool_call>": "there is no tool 'withdraw'",
+    "<tool_call>null</tool_call>": 'a call is an object with a "name"',
+    deepseek("<:tool call begin:>deposit<:tool sep:>amount=3<:tool call end:>"): "the arguments of deposit are not",
+    deepseek("<:tool call begin:>"): "there is no tool ''",
 }
 
 
@@ -132,6 +314,7 @@ def test_whatever_is_wrong_with_a_call_is_said_to_the_policy_and_ends_nothing(tu
     assert result.startswith("error: " + WRONG[turn]), result
     assert not episode.over
     assert episode.say(qwen(deposit(amount=2))) == Observation("6 now", (("deposit", "6 now"),))
+    assert episode.judgement().parts == {"turns": 2.0, "wrong_calls": float("LookupError" not in result)}
 
 
 def test_a_tool_without_memory_fails_its_episode() -> None:
@@ -307,7 +490,7 @@ def test_what_is_trained_is_what_was_sampled_and_results_are_masked(template: st
             edges = np.flatnonzero(np.diff(completion.mask.astype(int))) + 1
             parts = np.split(completion.tokens, edges)
             heard = [model.decode(part) for part in parts[1::2]]
-            assert all("error: the call cannot be read" in text for text in heard)
+            assert all("error: the call cannot be read" in text or "error: there is no tool" in text for text in heard)
             again = [model.encode(text, add_special_tokens=False) for text in heard]
             assert [part.tolist() for part in parts[1::2]] == again
             assert all(call in part for part in parts[0:-1:2])

@@ -13,6 +13,7 @@ from toys import llama
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from tba.errors import NonFiniteLoss, UserError
+from tba.training.cache import supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
 
 EOS = 2
@@ -172,6 +173,24 @@ def test_pairs_that_are_too_long_are_left_out_and_counted() -> None:
     with_it = supervise(llama(), Ids(), [*short, long], replace(settings, max_length=21))
     assert with_it.too_long == 0
     assert with_it.steps == pytest.approx([plain_loss(llama(), [*short, long])], rel=1e-5)
+
+
+def test_a_pair_ends_in_its_own_token_and_another_end_is_another_warm_start() -> None:
+    """What ends a turn in a chat template, where that is not EOS; the tokenizer needs none then."""
+    pairs = [replace(pair, end=9) for pair in pairs_of(17)]
+    total = tokens = 0.0
+    for pair in pairs:
+        ids = torch.tensor([[*pair.prompt, *pair.response, 9]])
+        with torch.no_grad():
+            log_V = llama()(input_ids=ids).logits[0].log_softmax(-1)
+        learnt = range(len(pair.prompt), ids.shape[1])
+        total -= sum(float(log_V[t - 1, ids[0, t]]) for t in learnt)
+        tokens += len(learnt)
+    settings = SupervisedSettings(steps=1, batch_size=17)
+    for tokenizer in (Ids(), Ids(None)):
+        assert supervise(llama(), tokenizer, pairs, settings).steps == pytest.approx([total / tokens], rel=1e-5)
+    plain = pairs_of(17)
+    assert supervised_key([settings], plain) != supervised_key([settings], pairs)
 
 
 def test_what_cannot_be_trained_on_is_refused_in_one_sentence() -> None:

@@ -7,7 +7,7 @@ Invariant: every trajectory of the journal is either learnt or counted under exa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -21,6 +21,7 @@ from tba.replay.follower import JournalFollower
 from tba.replay.near import NearDuplicates
 from tba.runtime.run_dir import RunDirectory
 from tba.training.supervised import Pair, SupervisedSettings
+from tba.turns import assistant_turn
 from tba.types import StopReason, Trajectory
 
 _AT_ONCE = 512  # trajectories of a journal
@@ -48,9 +49,19 @@ class Collected:
     trajectories: list[Trajectory]
     left_out: Counter[str]
 
-    def pairs(self, eos: int | None) -> list[Pair]:
-        """Returns prompts and answers without the end-of-text token, which the supervised step adds."""
-        return [Pair(t.prompt.tokens.tolist(), _without_end(t, eos)) for t in self.trajectories]
+    def pairs(self, tokenizer: Any) -> list[Pair]:
+        """Returns prompts and answers, each with the token that ended it; one that had none ends as its prompt's
+        answers do.
+        """
+        chat, text = assistant_turn(tokenizer), assistant_turn(tokenizer, chat=False)
+        ends = {chat: chat.ends | text.ends, text: text.ends}
+        pairs = []
+        for t in self.trajectories:
+            form = text if t.prompt.messages is None else chat
+            by_token = t.completion.stop_reason is StopReason.EOS
+            known = set(t.completion.tokens[-1:].tolist()) if by_token else ends[form]
+            pairs.append(Pair.of(t.prompt.tokens.tolist(), t.completion, known, form.last.token))
+        return pairs
 
 
 def is_run(path: Path) -> bool:
@@ -140,9 +151,3 @@ def _apart(found: list[Trajectory], near: NearDuplicates, left_out: Counter[str]
         index.add(len(kept), stored)
         kept.append(t)
     return kept
-
-
-def _without_end(t: Trajectory, eos: int | None) -> Sequence[int]:
-    tokens: list[int] = t.completion.tokens.tolist()
-    ended = t.completion.stop_reason is StopReason.EOS or (tokens and tokens[-1] == eos)
-    return tokens[:-1] if ended else tokens

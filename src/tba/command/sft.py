@@ -85,7 +85,7 @@ def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     collected = collect(journal, options)
     left_out = "".join(f", {count:,} {reason}" for reason, count in collected.left_out.items() if count)
     console.print(f"{len(collected.trajectories):,} answers to learn{left_out}", highlight=False, soft_wrap=True)
-    pairs = collected.pairs(tokenizer.eos_token_id)
+    pairs = collected.pairs(tokenizer)
     return taught(model, options.sft, lambda _: pairs, console.print)
 
 

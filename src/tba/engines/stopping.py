@@ -1,4 +1,4 @@
-"""Where a completion ends: which tokens are EOS, and at which token a stop string is complete.
+"""Where a completion ends: which tokens end it, and at which token a stop string is complete.
 
 Invariant: whether there is a stop string is always decided from the decoded text of the whole completion; checking its
 last few tokens while it grows only saves computing.
@@ -6,25 +6,56 @@ last few tokens while it grows only saves computing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tba.errors import UserError
 from tba.protocols import Tokenizer
+from tba.turns import assistant_turn, special_id
 from tba.types import StopReason
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+log = logging.getLogger("tba.searcher")
 
-def eos_ids(generation_config: Any, config: PretrainedConfig, tokenizer: Tokenizer) -> frozenset[int]:
-    """Every token that ends a completion: the generation settings', the model configuration's and the tokenizer's."""
-    ids: set[int] = set()
+
+def ends_of(
+    stops: Sequence[int | str], tokenizer: Tokenizer, config: PretrainedConfig, generation_config: Any = None
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Returns every token that ends a completion, and the strings that do.
+
+    Tokens are those of the generation settings, the model configuration and the tokenizer, what ends a turn in its chat
+    template, and of `stops` the ids and the texts that are special tokens. Raises `UserError` for an id that is none.
+    """
+    eos: set[int] = set()
     for owner in (generation_config, config, config.get_text_config(), tokenizer):
         found: Any = getattr(owner, "eos_token_id", None)
         if found is not None:
-            ids.update(found if isinstance(found, list | tuple) else [found])
-    return frozenset(int(i) for i in ids)
+            eos.update(int(i) for i in (found if isinstance(found, list | tuple) else [found]))
+    turn = assistant_turn(tokenizer).ends - eos
+    if turn:
+        log.info("an answer ends at %s, too, which ends a turn in the chat template", _named(turn, tokenizer))
+    strings, ids = [], set()
+    vocabulary = int(config.get_text_config().vocab_size)
+    for stop in stops:
+        token = stop if isinstance(stop, int) else special_id(tokenizer, stop)
+        if token is None:
+            strings.append(str(stop))
+        elif not 0 <= token < vocabulary:
+            raise UserError(
+                f"the engine's stop_strings have the token {token}, and the model's are 0 to {vocabulary - 1}: give "
+                "one of them"
+            )
+        else:
+            ids.add(token)
+    return frozenset(eos | turn | ids), tuple(strings)
+
+
+def _named(tokens: Collection[int], tokenizer: Tokenizer) -> str:
+    return " and ".join(f"{tokenizer.decode([i], skip_special_tokens=False)!r} ({i})" for i in sorted(tokens))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from tba.engines.rows import Heard, Rows
 from tba.engines.rules import Room, matched, rules_of
 from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fault, slot_attention
 from tba.engines.step import CudaGraphs, Step, unlike
-from tba.engines.stopping import StopStrings, eos_ids
+from tba.engines.stopping import StopStrings, ends_of
 from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE, as_declared
 from tba.policy.lora import has_adapters, is_adapter
@@ -59,7 +59,9 @@ class EngineSettings:
     # own, too; auto: vllm on CUDA if it is installed and passes a self-test at the start, else transformers
     slots: int = 64  # completions that are generated simultaneously
     max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
-    stop_strings: tuple[str, ...] = ()  # a completion ends before the first of these in its text
+    stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text; a special
+    # token's text stands for the token, and a whole number is a token's id: it ends there, as at what ends a turn in
+    # the chat template
     min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
     first: tuple[str, ...] = field(default=(), metadata=BY_CODE)  # allowed beginnings of an answer, each one token;
     # empty: any
@@ -116,8 +118,8 @@ class TransformersEngine:
         self.model = model.eval()
         self.settings = settings
         self._version = Version() if version is None else version
-        self._stop = StopStrings(settings.stop_strings, tokenizer)
-        self._eos = eos_ids(model.generation_config, model.config, tokenizer)
+        self._eos, strings = ends_of(settings.stop_strings, tokenizer, model.config, model.generation_config)
+        self._stop = StopStrings(strings, tokenizer)
         positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.room = Room(settings.max_completion_tokens, None, positions)
         self._cache: SlotCache | None = None
@@ -255,7 +257,7 @@ class Flow:
         self.limit_R = np.zeros(slots, dtype=np.int64)  # and at most
         self.aside: dict[int, _Request] = {}
         self.device = self.rows.eos_V.device
-        looks_are_cheap = self.device.type == "cpu" and not self.settings.stop_strings
+        looks_are_cheap = self.device.type == "cpu" and not engine._stop.strings
         self.stride = 1 if looks_are_cheap else _STEPS_BETWEEN_LOOKS
         self.steps = _STEPS_BETWEEN_ASKING  # since `interrupted` was asked
 
@@ -420,7 +422,7 @@ class Flow:
         """Returns the rows whose completion has ended. The one place that waits for the device."""
         n = self.extent
         done = self.rows.ended_R[:n].cpu().numpy() | (self.count_R >= self.limit_R)[:n]
-        if self.settings.stop_strings:
+        if self.engine._stop.strings:
             tokens = self.rows.token_RT[:n].cpu().numpy()
             for row in np.flatnonzero(~done):
                 said = tokens[row, self.request_R[row].turn : self.count_R[row]].tolist()
@@ -452,7 +454,7 @@ class Flow:
                 self._finish(mine)
             else:
                 self.aside[mine.number] = mine
-                turns.append(Turn(mine.number, text, mine.reason, int(self.limit_R[row]) - n))
+                turns.append(Turn(mine.number, text, mine.reason, int(self.limit_R[row]) - n, said[:length]))
         going_on: list[_Request] = []
         if turns and self.partner is not None:
             self.partner.hear(turns)

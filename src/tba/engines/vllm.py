@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tba.engines.rules import Room, matched
-from tba.engines.stopping import StopStrings, eos_ids
+from tba.engines.stopping import StopStrings, ends_of
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
@@ -109,15 +109,15 @@ class VllmEngine:
         self._names = _names(self._shapes, untied)
         positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.room = Room(settings.max_completion_tokens, longest_prompt, positions)
-        self._stop = StopStrings(settings.stop_strings, tokenizer)
-        self._eos = eos_ids(_generation_config(path), config, tokenizer)
+        self._eos, strings = ends_of(settings.stop_strings, tokenizer, config, _generation_config(path))
+        self._stop = StopStrings(strings, tokenizer)
         longest = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
         whole = device.type == "cpu"  # prompts in parts and seeds of requests do not work together there
         cache = cache_bytes(config)
         arguments = vllm.EngineArgs(
             model=path,
             tokenizer=path,
-            skip_tokenizer_init=not settings.stop_strings,  # only stop strings need one
+            skip_tokenizer_init=not self._stop.strings,  # only stop strings need one
             dtype=str(dtype).removeprefix("torch."),
             tensor_parallel_size=own.tensor_parallel,
             max_model_len=longest,
@@ -208,8 +208,8 @@ class VllmEngine:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             seed=None if sampling.temperature == 0 else answer.seed + answer.turns,
-            stop=list(self.settings.stop_strings),
-            detokenize=bool(self.settings.stop_strings),
+            stop=list(self._stop.strings),
+            detokenize=bool(self._stop.strings),
             ignore_eos=True,  # all tokens that end a completion are listed:
             stop_token_ids=sorted(self._eos),
             max_tokens=longest,
@@ -389,7 +389,7 @@ class VllmFlow:
             else:
                 self._asked[answer.request] = answer
                 room = self.engine.room.of(answer.prompt) - len(answer.tokens)
-                turns.append(Turn(answer.request, answer.text, answer.reason, room))
+                turns.append(Turn(answer.request, answer.text, answer.reason, room, answer.tokens[answer.begun :]))
         if turns and self.partner is not None:
             self.partner.hear(turns)
 

@@ -72,7 +72,8 @@ class Episodes:
     _prompts: dict[int, Prompt] = field(default_factory=dict)  # those that have not been handed out
     _begun: set[int] = field(default_factory=set)  # requests
     _heard: dict[int, int] = field(default_factory=dict)  # turns that the environment was told, by request
-    _ended: dict[int, bool] = field(default_factory=dict)  # by request: its turn had its end-of-text token
+    # by request: whether its turn has a token that ended it, and which, as far as the engine says
+    _ended: dict[int, tuple[bool, int | None]] = field(default_factory=dict)
     _said: dict[int, IntArray | None] = field(default_factory=dict)  # what has not been handed to the engine yet
     _judgements: dict[int, Judgement] = field(default_factory=dict)
     _unjudged: dict[int, int] = field(default_factory=dict)  # request, by the identity of its completion
@@ -123,8 +124,8 @@ class Episodes:
         """Play each turn to its environment."""
         for turn in turns:
             self._heard[turn.request] = self._heard.get(turn.request, 0) + 1
-            self._ended[turn.request] = turn.stop_reason is StopReason.EOS
-            self._ask(turn.request, turn.text)
+            self._ended[turn.request] = (turn.stop_reason is StopReason.EOS, turn.tokens[-1] if turn.tokens else None)
+            self._ask(turn.request, self.speech.said(turn.tokens, turn.text))
 
     def replies(self, wait: bool) -> Mapping[int, IntArray | None]:
         """What the environments have said."""
@@ -211,7 +212,7 @@ class Episodes:
             self._judgements[request] = answer.judgement
         else:
             try:
-                said = self.speech.observation(answer.said, self._ended[request])
+                said = self.speech.observation(answer.said, *self._ended[request])
             except EpisodeFailed as error:
                 self._fail(request, str(error))
         if request in self._ended:  # else the engine has ended it before

@@ -57,7 +57,11 @@ def _parts(episode: Episode, turns: Sequence[str]) -> Iterator[Acting]:
 
 def written(parts: Sequence[Acting], judgement: Judgement, speech: Speech) -> Completion:
     """Returns the parts as a completion from elsewhere."""
-    tokens = [speech.turn(part.said) if isinstance(part.said, str) else speech.observation(part.said) for part in parts]
+    heard = [part.said if isinstance(part.said, Observation) else None for part in (*parts[1:], Acting(""))]
+    tokens = [
+        speech.turn(part.said, then) if isinstance(part.said, str) else speech.observation(part.said)
+        for part, then in zip(parts, heard, strict=True)
+    ]
     mask = [np.full(len(of_part), part.sampled) for of_part, part in zip(tokens, parts, strict=True)]
     tokens_T = np.concatenate(tokens)
     return Completion(

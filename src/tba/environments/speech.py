@@ -7,16 +7,18 @@ appended, with all that the model's own chat template puts between the end of on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
 from tba.environments.episode import EpisodeFailed, Observation
+from tba.environments.tools import MARKS
 from tba.errors import UserError
-from tba.foreign import templated
 from tba.protocols import Tokenizer
+from tba.turns import HEARD, AssistantTurn, assistant_turn, following, special_id, tool_message
 from tba.types import IntArray, Json, quoted
 
-_SAID, _HEARD = "\u2039said\u203a", "\u2039heard\u203a"  # stand-ins in a conversation that the template writes
+_THOUGHT = ("<think>", "</think>")
 
 
 class Speech:
@@ -25,33 +27,58 @@ class Speech:
     def __init__(self, tokenizer: Tokenizer, chat: bool, tools: Sequence[Json] = ()) -> None:
         """chat: prompts are chats, so that observations become messages of the user, or of the `tools` (schemas)."""
         self._tokenizer, self._tools = tokenizer, tools
-        eos = tokenizer.eos_token_id
-        self._ends: list[int] = getattr(tokenizer, "end_of_turn", [] if eos is None else [eos])
+        ends = getattr(tokenizer, "end_of_turn", True)  # false: its turns have no end, its answers have
+        self._form = assistant_turn(tokenizer, chat, tools) if ends else AssistantTurn()
         self._before, self._after = self._between() if chat else ("", "")
-        self._by_tools = chat and bool(tools) and _HEARD in self._following(_tool_messages([("tool", _HEARD)]))
+        self._marks = frozenset(i for mark in MARKS if tools and (i := special_id(tokenizer, mark)) is not None)
+        self._thinks = self._after.rstrip().endswith(_THOUGHT[0])  # turns begin within a thought
+        self._by_tools = chat and bool(tools) and HEARD in self._behind([tool_message("tool", HEARD)])
 
-    def observation(self, observation: Observation, ended: bool = True) -> IntArray:
-        """Returns the tokens of an observation. `ended`: the turn before it has its end-of-text token already.
+    def said(self, tokens: Sequence[int], text: str | None = None) -> str:
+        """Returns a turn as its environment is told it. text: its own, without a stop string; None: its tokens'.
+
+        Where calls are read from it, it has the marks of calls and thoughts that are special tokens, and the beginning
+        of a thought that the template has begun and the turn does not end.
+        """
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=True) if text is None else text
+        if not self._tools:
+            return text
+        if not self._marks.isdisjoint(tokens):
+            runs = groupby(tokens, self._marks.__contains__)
+            text = "".join(self._tokenizer.decode(list(run), skip_special_tokens=not mark) for mark, run in runs)
+        return f"{_THOUGHT[0]}\n{text}" if self._thinks and _THOUGHT[1] not in text else text
+
+    def observation(self, observation: Observation, ended: bool = True, by: int | None = None) -> IntArray:
+        """Returns the tokens of an observation. `ended`: the turn before it has a token that ends it already, `by`
+        says which; None: the template's own.
 
         Raises `EpisodeFailed` where tools have given what the tokenizer cannot write: it may be what the policy gave
         them. Raises `UserError` where the environment itself says so.
         """
-        if observation.results and self._by_tools:
-            text = self._following(_tool_messages(observation.results))
-        else:
-            text = self._before + observation.text + self._after
-        if ended and self._ends:
-            text = text.removeprefix(self._tokenizer.decode(self._ends, skip_special_tokens=False))
+        tools = self._spoken_by_tools(observation)
+        text = self._heard(observation) if tools else self._before + observation.text + self._after
+        end = (self._form.called if tools else self._form.heard).end
+        if not ended or (self._form.heads and end is not None and by not in (None, end.token)):
+            end = None
         try:
-            return np.array(self._encoded(text), dtype=np.int32)
+            tokens = self._encoded(text)
+            if end is not None and text.startswith(end.written) and end.token in tokens:
+                # cut off here and not in the text, since some tokens take the blanks behind them
+                tokens = tokens[tokens.index(end.token) + 1 :]
+            return np.array(tokens, dtype=np.int32)
         except UserError as error:
             if observation.results:
                 raise EpisodeFailed(str(error)) from error
             raise
 
-    def turn(self, text: str) -> IntArray:
-        """Returns the tokens of a turn that somebody else has written."""
-        return np.array([*self._encoded(text), *self._ends], dtype=np.int32)
+    def turn(self, text: str, heard: Observation | None = None) -> IntArray:
+        """Returns the tokens of a turn that somebody else has written, before what is `heard` then; None: it is the
+        last.
+        """
+        frame = self._form.heard if heard is not None else None
+        if heard is not None and self._spoken_by_tools(heard):
+            frame = self._form.called
+        return np.array(self._form.tokens(text, self._encoded, frame), dtype=np.int32)
 
     def text(self, tokens: IntArray) -> str:
         """Returns tokens as text, without special ones."""
@@ -66,27 +93,37 @@ class Speech:
                 "what can be written with the characters that it knows, or take another model (--model.path)"
             ) from error
 
+    def _spoken_by_tools(self, observation: Observation) -> bool:
+        return bool(observation.results) and self._by_tools
+
     def _between(self) -> tuple[str, str]:
         """Returns what the chat template writes between a turn and the user's message that follows, and between that
         message and the next turn.
         """
-        before, heard, after = self._following([{"role": "user", "content": _HEARD}]).partition(_HEARD)
+        written = following(self._tokenizer, [{"role": "user", "content": HEARD}], self._tools)
+        before, heard, after = written.partition(HEARD)
         if not heard:
             raise UserError(
                 "the tokenizer's chat template does not write a user's message after a turn: take another model"
             )
         return before, after
 
-    def _following(self, messages: Sequence[dict[str, str]]) -> str:
-        """Returns what the chat template writes after a turn that these messages follow; empty where it cannot."""
-        turns = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}, *messages]
+    def _heard(self, observation: Observation) -> str:
+        """Returns what the chat template writes after a turn whose calls are answered: under the names that the policy
+        gave them, unless the template refuses these.
+        """
+        own, none = observation.calls, ("",) * len(observation.results)
+        messages = [
+            [tool_message(name, said, call) for (name, said), call in zip(observation.results, calls, strict=True)]
+            for calls in ((own, none) if own else (none,))
+        ]
+        return next(filter(None, map(self._behind, messages)), "")
+
+    def _behind(self, messages: Sequence[dict[str, str]]) -> str:
+        """Returns what the chat template writes after a turn that tools answer; empty where it knows no tools: what
+        they give becomes a message of the user.
+        """
         try:
-            return templated(self._tokenizer, turns, self._tools).partition(_SAID)[2]
+            return following(self._tokenizer, messages, self._tools)
         except UserError:
-            if messages[0]["role"] == "user":
-                raise
-            return ""  # a template that knows no tools: what they give becomes a message of the user
-
-
-def _tool_messages(results: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
-    return [{"role": "tool", "name": name, "content": result} for name, result in results]
+            return ""

@@ -7,8 +7,9 @@ text that the tokenizer cannot express is refused. No answer to a prompt held ou
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from tba.foreign import prompt_tokens, templated
 from tba.intake.answers import Answer
 from tba.protocols import Tokenizer
 from tba.tables import Refusal
+from tba.turns import AssistantTurn, Frame, assistant_turn
 from tba.types import ELSEWHERE, Completion, Json, Message, Prompt, StopReason, Trajectory
 
 _QUESTION = "question"  # the field in which a task keeps what its prompt asks, without the words around it
@@ -79,7 +81,8 @@ class Encoder:
         if isinstance(prompt, Refusal):
             return prompt
         known = self.train.at(prompt.key) is not None
-        completion = self._completion(answer)
+        chats = self.chat or prompt.messages is not None
+        completion = self._completion(answer, chats)
         return completion if isinstance(completion, Refusal) else Encoded(prompt, completion, known)
 
     def adopt(self, trajectory: Trajectory) -> Encoded | Answer | Refusal:
@@ -114,7 +117,8 @@ class Encoder:
         if len(texts[0]) > _CHARACTERS * self.max_prompt_tokens:
             return Refusal(f"a prompt longer than {self.max_prompt_tokens} tokens", f"{len(texts[0])} characters")
         chats = self.chat or not isinstance(answer.prompt, str)
-        tokens = self._tokens(texts[0], begins=not (chats and getattr(self.tokenizer, "chat_template", None)))
+        chats = chats and bool(getattr(self.tokenizer, "chat_template", None))
+        tokens = self._tokens(lambda: prompt_tokens(self.tokenizer, texts[0], chats))
         if not tokens:
             return Refusal("a prompt that the tokenizer cannot write")
         if len(tokens) > self.max_prompt_tokens:
@@ -146,38 +150,45 @@ class Encoder:
         except UserError:  # a template raises what it likes about foreign text; the line is refused
             return None
 
-    def _completion(self, answer: Answer) -> Completion | Refusal:
+    @cached_property
+    def _forms(self) -> tuple[AssistantTurn, AssistantTurn]:
+        """How an answer to a text is written, and how one to a chat is."""
+        return assistant_turn(self.tokenizer, chat=False), assistant_turn(self.tokenizer)
+
+    def _completion(self, answer: Answer, chat: bool) -> Completion | Refusal:
         if len(answer.response) > _CHARACTERS * self.max_tokens:
             return self._too_long(None)
-        tokens, eos = self._tokens(answer.response), self.tokenizer.eos_token_id
+        form, ends = self._forms[chat], self._forms[0].ends | self._forms[chat].ends
+        said = self._without_end(answer.response, ends)
+        frame = Frame(form.last.opening) if answer.truncated else form.last
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        tokens = self._tokens(lambda: form.tokens(said, encode, frame)) if said else None
         if tokens is None:
             return Refusal("an answer that the tokenizer cannot write")
-        written = answer.response
-        if eos is not None and tokens and tokens[-1] == eos:  # the log spells out the end-of-text token
-            while tokens and tokens[-1] == eos:
-                tokens.pop()
-            mark = self.tokenizer.decode([eos], skip_special_tokens=False)
-            written = written.rstrip()
-            while mark and written.endswith(mark):
-                written = written.removesuffix(mark).rstrip()
-        text = self._decoded(tokens)
-        if not tokens or text is None or eos in tokens or _said(text) != _said(written):
+        own = tokens if frame.end is None else tokens[:-1]
+        text, written = self._decoded(own), form.text(said)
+        if not own or text is None or not ends.isdisjoint(own) or _said(text) != _said(written):
             return Refusal("an answer that the tokenizer cannot write", f"it reads back as {text!r:.200}")
-        if not answer.truncated and eos is not None:
-            tokens.append(eos)
         if len(tokens) > self.max_tokens:
             return self._too_long(len(tokens))
         reason = StopReason.LENGTH if answer.truncated else StopReason.EXTERNAL
         return Completion(np.array(tokens, dtype=np.int32), text, reason, (ELSEWHERE, ELSEWHERE))
 
+    def _without_end(self, response: str, ends: Iterable[int]) -> str:
+        """Returns an answer without the ends of its turn that the log spells out."""
+        marks = tuple(mark for end in ends if (mark := self._decoded([end], special=True)))
+        while mark := next((mark for mark in marks if response.rstrip().endswith(mark)), None):
+            response = response.rstrip().removesuffix(mark)
+        return response
+
     def _too_long(self, tokens: int | None) -> Refusal:
         """Returns the refusal of an answer that is longer than the run's own can be."""
         return Refusal(f"an answer longer than {self.max_tokens} tokens", "" if tokens is None else f"{tokens} tokens")
 
-    def _tokens(self, text: str, begins: bool = False) -> list[int] | None:
-        """Returns a text's tokens, None where it has none. begins: it is a prompt, and no chat."""
+    def _tokens(self, encode: Callable[[], list[int]]) -> list[int] | None:
+        """Returns the tokens that `encode` finds, None where it raises."""
         try:
-            return prompt_tokens(self.tokenizer, text, chat=not begins)
+            return encode()
         except Exception:  # noqa: BLE001 - tokenizers share no error; whatever it is, the line is refused and counted
             return None
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from weakref import WeakValueDictionary
 
-import numpy as np
 import safetensors
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
@@ -49,6 +48,7 @@ from tba.sharding import Sharding
 from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
 from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bpe_tokenizer
+from tba.turns import assistant_turn
 from tba.types import Json, Problem, Version
 from tba.weights.atomic_dir import cache_folder
 
@@ -498,17 +498,36 @@ def pairs_of(problems: list[Problem], tokenizer: Any) -> Iterator[Pair]:
     """Yields problems as (prompt, response) token ids; encoded all at once, which is several times faster."""
     if not problems:
         return
-    texts, chats = [_text(p, tokenizer) for p in problems], [not isinstance(p.prompt, str) for p in problems]
-    answers = [p.demonstration if isinstance(p.demonstration, str) else "" for p in problems]
+    texts, chats = [_text(p, tokenizer) for p in problems], [_is_chat(p) for p in problems]
+    forms = {chat: assistant_turn(tokenizer, chat) for chat in {*chats}}
+    turns = [forms[chat] for chat in chats]
+    answers = [
+        turn.text(p.demonstration) + turn.last.gap if isinstance(p.demonstration, str) else ""
+        for p, turn in zip(problems, turns, strict=True)
+    ]
 
-    def encoded(texts: list[str], special: bool) -> Iterator[list[int]]:
+    def encoded(texts: list[str], special: bool = False) -> list[list[int]]:
         tokens = tokenizer(texts, add_special_tokens=special, return_attention_mask=False) if texts else {}
-        return iter(tokens.get("input_ids", ()))
+        return list(tokens.get("input_ids", ()))
 
-    of = {chat: encoded([t for t, own in zip(texts, chats, strict=True) if own is chat], not chat) for chat in {*chats}}
-    for text, chat, response in zip(texts, chats, encoded(answers, special=False), strict=True):
+    of = {
+        chat: iter(encoded([t for t, own in zip(texts, chats, strict=True) if own is chat], not chat)) for chat in forms
+    }
+    led = encoded([turn.lead + answer for turn, answer in zip(turns, answers, strict=True)])
+    for text, chat, answer, tokens, turn in zip(texts, chats, answers, led, turns, strict=True):
         prompt = next(of[chat])
-        yield Pair(prompt if chat else as_beginning(tokenizer, text, prompt), response)
+        response = turn.behind_lead(tokens, answer, lambda text: encoded([text])[0])
+        end = _unless_eos(turn.last.token, tokenizer)
+        yield Pair(prompt if chat else as_beginning(tokenizer, text, prompt), response, end=end)
+
+
+def _is_chat(problem: Problem) -> bool:
+    return not isinstance(problem.prompt, str)
+
+
+def _unless_eos(end: int | None, tokenizer: Any) -> int | None:
+    """Returns the token that ends a response as `Pair` has it."""
+    return None if end == tokenizer.eos_token_id else end
 
 
 def _taught(task: Task, tokenizer: Any) -> list[Pair]:
@@ -516,13 +535,12 @@ def _taught(task: Task, tokenizer: Any) -> list[Pair]:
     problems = _demonstrated(task)
     if not isinstance(task, Acted):
         return list(pairs_of(problems, tokenizer))
-    speech = Speech(tokenizer, not isinstance(problems[0].prompt, str), problems[0].tools)
+    speech = Speech(tokenizer, _is_chat(problems[0]), problems[0].tools)
     pairs = []
     for problem, asked in zip(problems, pairs_of(problems, tokenizer), strict=True):
-        mask_T = (completion := written(*acted(task, problem, _text(problem, tokenizer)), speech)).mask
-        assert mask_T is not None
-        edges = np.flatnonzero(np.diff(np.concatenate([[True], mask_T, [True]]))).reshape(-1, 2).tolist()
-        pairs.append(Pair(asked.prompt, completion.tokens[:-1].tolist(), tuple((a, b) for a, b in edges)))
+        completion = written(*acted(task, problem, _text(problem, tokenizer)), speech)
+        pair = Pair.of(asked.prompt, completion, completion.tokens[-1:].tolist())
+        pairs.append(replace(pair, end=_unless_eos(pair.end, tokenizer)))
     return pairs
 
 
@@ -530,7 +548,7 @@ def _with_prompt(pair: Pair) -> Pair:
     """Returns the pair whose prompt is learnt, too, but for its first token."""
     moved = len(pair.prompt) - 1
     observed = tuple((begin + moved, end + moved) for begin, end in pair.observed)
-    return Pair(pair.prompt[:1], [*pair.prompt[1:], *pair.response], observed)
+    return replace(pair, prompt=pair.prompt[:1], response=[*pair.prompt[1:], *pair.response], observed=observed)
 
 
 def _text(problem: Problem, tokenizer: Any) -> str:

@@ -149,9 +149,9 @@ class TabularTokenizer:
         return EOS
 
     @property
-    def end_of_turn(self) -> list[int]:
-        """The tokens that end a turn: none, since every symbol is one."""
-        return []
+    def end_of_turn(self) -> bool:
+        """Whether a token ends a turn: none does, since every symbol is one."""
+        return False
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; there are no special tokens to add. Raises `ValueError` for a character it does not know."""

@@ -79,8 +79,8 @@ def vine_of(recipe: Recipe, model: Model, engine: Engine, reward: Reward) -> Vin
     """Returns what estimates the values of an answer's steps, where the recipe has it; an episode's steps are turns."""
     if recipe.vine is None:
         return None
-    by_turns = isinstance(recipe.task, Acted)
-    return recipe.vine.start(engine, reward, model.tokenizer(), recipe.largest_reward, by_turns)
+    told = engine.speech.said if isinstance(engine, EpisodeEngine) else None
+    return recipe.vine.start(engine, reward, model.tokenizer(), recipe.largest_reward, told is not None, told)
 
 
 def _standing_still(clock: ShareClock) -> AbstractContextManager[None]:

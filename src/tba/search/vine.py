@@ -54,8 +54,9 @@ class Vine:
         tokenizer: Tokenizer,
         largest_reward: float = sys.float_info.max,
         by_turns: bool = False,
+        turn_text: Callable[[Sequence[int]], str] | None = None,
     ) -> VineRollouts:
-        return VineRollouts(self, engine, reward, tokenizer, largest_reward, by_turns)
+        return VineRollouts(self, engine, reward, tokenizer, largest_reward, by_turns, turn_text)
 
     def split(self, tokens: IntArray, tokenizer: Tokenizer) -> list[int]:
         """Returns where the steps begin, in tokens: 0, and after each token in which a separator ends.
@@ -90,6 +91,7 @@ class VineRollouts:
     tokenizer: Tokenizer
     largest_reward: float = sys.float_info.max  # a value beyond it rejects its answer, as an infinite one does
     by_turns: bool = False  # answers are episodes, and their steps turns: a rollout is the same world played on
+    turn_text: Callable[[Sequence[int]], str] | None = None  # a turn as its environment was told it; None: decoded
 
     def grow(
         self,
@@ -149,7 +151,8 @@ class VineRollouts:
                 f"the environment of task {prompt.task} answered a turn with nothing, so that two turns of an episode "
                 "cannot be told apart, which VinePPO's values need: let it say something, or choose another objective"
             )
-        said = tuple(self._text(completion.tokens[a:b]) for a, b in completion.turns if b <= start)
+        told = self._text if self.turn_text is None else self.turn_text
+        said = tuple(told(completion.tokens[a:b].tolist()) for a, b in completion.turns if b <= start)
         return replace(prompt, tokens=tokens, seed=prompt.world, said=said)
 
     def _values(
@@ -192,8 +195,8 @@ class VineRollouts:
         removed = len(self._text(rollout.tokens)) - len(rollout.text)  # a stop string, and what follows it
         return Completion(tokens, text[: len(text) - removed], rollout.stop_reason, rollout.versions, rollout.sampling)
 
-    def _text(self, tokens: IntArray) -> str:
-        return self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+    def _text(self, tokens: IntArray | Sequence[int]) -> str:
+        return self.tokenizer.decode(np.asarray(tokens).tolist(), skip_special_tokens=True)
 
 
 def _prefixes(trajectory: Trajectory, starts: Sequence[int]) -> Iterator[Prefix]:

@@ -49,6 +49,8 @@ def supervised_key(
             digest.update(np.asarray(ids, dtype="<i4").tobytes())
         if pair.observed:
             digest.update(repr(pair.observed).encode())
+        if pair.end is not None:
+            digest.update(f"end {pair.end}".encode())
     for name, tensor in sorted((weights or {}).items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().contiguous().cpu().float().numpy().tobytes())

@@ -1,7 +1,7 @@
 """The supervised warm start: cross-entropy on responses, so that RL begins with a policy that succeeds now and then.
 
-Invariant: exactly the response's tokens are trained, its EOS among them (also where padding has the same id); equal
-settings, pairs and weights give equal weights on one machine.
+Invariant: exactly the response's tokens are trained, the one that ends it among them (also where padding has the same
+id) and nothing behind it; equal settings, pairs and weights give equal weights on one machine.
 
 Shape legend: B pairs, T input positions, K positions from the first response token of any pair on, V vocabulary.
 """
@@ -9,7 +9,7 @@ Shape legend: B pairs, T input positions, K positions from the first response to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -23,6 +23,7 @@ from tba.fields import as_declared
 from tba.protocols import Tokenizer
 from tba.schedules import RateShape, WarmupConstant, WarmupCosine, WarmupLinear
 from tba.training.optimizer import OptimizerSettings
+from tba.types import Completion
 
 IGNORED = -100  # torch's label for a position that is not trained
 
@@ -31,11 +32,24 @@ Progress: TypeAlias = Callable[[int, int, float], None]  # (step, of how many, l
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and the response to learn, as token ids without EOS."""
+    """A prompt and the response to learn, as token ids without the one that ends it."""
 
     prompt: Sequence[int]  # at least one token
     response: Sequence[int]
     observed: tuple[tuple[int, int], ...] = ()  # parts of the response that are read and not learnt, as (begin, end)
+    end: int | None = None  # the token that ends it; None: the tokenizer's EOS
+
+    @classmethod
+    def of(cls, prompt: Sequence[int], completion: Completion, ends: Container[int], end: int | None = None) -> Pair:
+        """Returns the pair of a completion: what its turns say is learnt. ends: the tokens that end an answer; one that
+        ends in none of them gets `end`.
+        """
+        tokens: list[int] = completion.tokens.tolist()
+        edges = [0, *(edge for turn in completion.turns for edge in turn), len(tokens)]
+        observed = tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
+        return (
+            cls(prompt, tokens[:-1], observed, tokens[-1]) if tokens[-1] in ends else cls(prompt, tokens, observed, end)
+        )
 
 
 @dataclass(frozen=True)
@@ -115,13 +129,18 @@ def supervise(
 ) -> Losses:
     """Train `model` in place on the responses of `pairs`; it is left in evaluation mode.
 
-    Raises `UserError` when no pair is short enough or the tokenizer has no EOS, and `NonFiniteLoss` at the first loss
-    or gradient that is not finite (the weights are those before it).
+    Raises `UserError` when no pair is short enough or nothing says what ends a response, and `NonFiniteLoss` at the
+    first loss or gradient that is not finite (the weights are those before it).
     """
     eos = tokenizer.eos_token_id
-    if eos is None:
+    ends = [eos if pair.end is None else pair.end for pair in pairs]
+    if None in ends:
         raise UserError("the tokenizer has no EOS token, so that no response would ever end; give one that has it")
-    fitting = [(len(p.prompt), [*p.prompt, *p.response, eos], p.observed) for p in pairs if p.prompt]
+    fitting = [
+        (len(p.prompt), [*p.prompt, *p.response, int(end)], p.observed)
+        for p, end in zip(pairs, ends, strict=True)
+        if p.prompt and end is not None
+    ]
     rows = [_Row(*fitted) for fitted in fitting if len(fitted[1]) <= settings.max_length]
     rng = np.random.default_rng(settings.seed)
     order = rng.permutation(len(rows))
@@ -143,7 +162,7 @@ def supervise(
 @dataclass(frozen=True)
 class _Row:
     start: int  # of the response, at least 1
-    ids: list[int]  # prompt, response, EOS
+    ids: list[int]  # prompt, response, the token that ends it
     observed: tuple[tuple[int, int], ...] = ()  # parts of the response that are not trained
 
     @property

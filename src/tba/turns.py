@@ -1,0 +1,172 @@
+"""How a model's chat template writes an assistant's turn: what begins it, and the token that ends it.
+
+Invariant: all of it is read off what the template itself writes around an answer. Nothing here knows a family of
+models, and whoever needs the end of a turn (sampling, imports, supervised training, environments) asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tba.errors import UserError
+from tba.foreign import templated
+from tba.types import Json
+
+# stand-ins in a conversation that the template writes
+ASKED, SAID, HEARD = "\u2039asked\u203a", "\u2039said\u203a", "\u2039heard\u203a"
+_ASKED = {"role": "user", "content": ASKED}
+_ANSWERED = {"role": "assistant", "content": SAID}
+CALL_ID = "0toolcall"  # nine letters and digits, as Mistral's templates want them
+
+
+@dataclass(frozen=True)
+class End:
+    """The token that ends a turn."""
+
+    token: int
+    text: str
+    gap: str = ""  # the blanks that the template writes before it
+
+    @property
+    def written(self) -> str:
+        """All that is written behind an answer, up to and with the token."""
+        return self.gap + self.text
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a template writes around an answer."""
+
+    opening: str = ""  # behind what begins the turn in a prompt: blanks, or thoughts for an answer that has none
+    end: End | None = None
+
+    @property
+    def token(self) -> int | None:
+        """The token that ends the answer; None: nothing does."""
+        return None if self.end is None else self.end.token
+
+    @property
+    def gap(self) -> str:
+        """The blanks between the answer and its end."""
+        return "" if self.end is None else self.end.gap
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """How a template writes an assistant's turn: as the last one, before a user's message, before what tools give.
+
+    Without a template an answer ends in the end-of-text token, if there is one.
+    """
+
+    last: Frame = Frame()
+    heard: Frame = Frame()
+    called: Frame = Frame()
+    heads: bool = False  # the ends are written with the message that follows and tell who speaks in it (GLM)
+    lead: str = ""  # the end of what begins the turn in a prompt, from its last special token on
+    marks: tuple[str, ...] = ()  # the special tokens
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a turn."""
+        return frozenset(frame.token for frame in (self.heard, self.called, self.last) if frame.token is not None)
+
+    def text(self, answer: str, frame: Frame | None = None) -> str:
+        """Returns an answer with what the template writes before it. frame: `last`, unless another is given."""
+        opening = (frame or self.last).opening
+        blanks = opening[: len(opening) - len(opening.lstrip())]
+        if opening == blanks and answer.startswith(self.marks):
+            return answer  # a call that is written with marks of its own
+        if "</think>" in answer and "</think>" in opening:
+            opening = blanks
+        return answer if answer.startswith(opening) else opening + answer
+
+    def tokens(self, answer: str, encode: Callable[[str], list[int]], frame: Frame | None = None) -> list[int]:
+        """Returns the tokens of an answer as the template writes it, up to and with the one that ends it; `encode` as
+        the tokenizer does, without special tokens of its own. What it raises is raised.
+        """
+        frame = frame or self.last
+        text = self.text(answer, frame)
+        text += "" if text.endswith(frame.gap) else frame.gap
+        return [*self.behind_lead(encode(self.lead + text), text, encode), *([frame.end.token] if frame.end else ())]
+
+    def behind_lead(self, tokens: list[int], text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Returns the tokens of a text without those of the lead, with which it was encoded. Some tokenizers write a
+        text by itself with a blank before it.
+        """
+        lead = encode(self.lead) if self.lead else []
+        return tokens[len(lead) :] if tokens[: len(lead)] == lead else encode(text)
+
+
+def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()) -> AssistantTurn:
+    """Returns what begins and what ends a turn.
+
+    chat: prompts are chats; else an answer ends in the end-of-text token. tools: their schemas, which a template may
+    need in order to write what they give. A template that cannot write a conversation says nothing.
+    """
+    eos = getattr(tokenizer, "eos_token_id", None)
+    plain = Frame("", None if eos is None else End(eos, tokenizer.decode([eos], skip_special_tokens=False)))
+    if not chat or not getattr(tokenizer, "chat_template", None):
+        return AssistantTurn(plain, plain, plain)
+    begins = getattr(tokenizer, "bos_token_id", None)  # a text, and therefore no end of a turn
+    marks = {text: token for text, token in _special(tokenizer).items() if text and (token != begins or token == eos)}
+    begun = _written(tokenizer, [_ASKED], tools)
+    alone = _written(tokenizer, [_ASKED, _ANSWERED], tools, answered=True)
+    heard = _written(tokenizer, [_ASKED, _ANSWERED, {"role": "user", "content": HEARD}], tools)
+    called = _written(tokenizer, [_ASKED, _ANSWERED, tool_message("tool", HEARD)], tools)
+    last, by_user, by_tools = (_frame(text, begun, marks) for text in (alone, heard, called))
+    end = by_user.end or last.end or plain.end
+    begins_at = begun.rfind(ASKED) + len(ASKED) if ASKED in begun else len(begun)
+    at = max((begins_at, *(begun.rfind(mark) for mark in marks)))
+    return AssistantTurn(
+        Frame(last.opening, end),
+        Frame(by_user.opening, end),
+        Frame(by_tools.opening, by_tools.end or end),
+        heads=by_user.end is not None and bool(alone) and last.end is None,
+        lead=begun[at:],
+        marks=tuple(marks),
+    )
+
+
+def _frame(text: str, begun: str, marks: Mapping[str, int]) -> Frame:
+    """Returns what stands around the answer in a conversation that begins as the prompt `begun` does."""
+    before, _, behind = text.partition(SAID)
+    rest = behind.lstrip()
+    mark = max((mark for mark in marks if rest.startswith(mark)), key=len, default=None)
+    end = None if mark is None else End(marks[mark], mark, behind[: len(behind) - len(rest)])
+    return Frame(before[len(begun) :] if begun and before.startswith(begun) else "", end)
+
+
+def tool_message(name: str, content: str, call: str = "") -> dict[str, str]:
+    """Returns the message with what a tool gives; `call`: the call's own name, where the policy gave it one."""
+    return {"role": "tool", "name": name, "content": content, "tool_call_id": call or CALL_ID}
+
+
+def following(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json] = ()) -> str:
+    """Returns what the template writes behind an answer that these messages follow, its end included. Raises
+    `UserError` where it cannot.
+    """
+    return templated(tokenizer, [_ASKED, _ANSWERED, *messages], tools).partition(SAID)[2]
+
+
+def special_id(tokenizer: Any, text: str) -> int | None:
+    """Returns the token that a text is, if it is one that no decoded answer shows."""
+    token = _special(tokenizer).get(text)
+    return None if token is None or tokenizer.decode([token], skip_special_tokens=True) else token
+
+
+def _written(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Json], answered: bool = False
+) -> str:
+    try:
+        return templated(tokenizer, messages, tools, answered)
+    except UserError:
+        return ""
+
+
+def _special(tokenizer: Any) -> dict[str, int]:
+    """Returns the tokens that are found in a text before anything else is, by their text."""
+    added: dict[str, int] = dict(tokenizer.get_added_vocab()) if hasattr(tokenizer, "get_added_vocab") else {}
+    names, ids = getattr(tokenizer, "all_special_tokens", ()), getattr(tokenizer, "all_special_ids", ())
+    return added | dict(zip(names, ids, strict=True))

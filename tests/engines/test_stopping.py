@@ -1,0 +1,97 @@
+"""Where an answer ends: at what the model, its chat template and the settings say, as tokens wherever it is one."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from chat_families import tokenizer
+from tba.engines.stopping import ends_of
+from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.errors import UserError
+from tba.generation import generate
+from tba.settings import find, override
+from tba.types import Prompt, Sampling, StopReason
+
+
+def config(made: Any, **more: Any) -> LlamaConfig:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return LlamaConfig(
+        **shape, vocab_size=len(made), bos_token_id=None, eos_token_id=made.eos_token_id, pad_token_id=None, **more
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "ends"),
+    [
+        ("qwen2.5", "base", ["<|endoftext|>", "<|im_end|>"]),
+        ("qwen2.5", "chat", ["<|im_end|>"]),
+        ("gemma3", "chat", ["<eos>", "<end_of_turn>"]),
+        ("phi3", "chat", ["<|end|>", "<|endoftext|>"]),
+        ("llama3", "base", ["<|end_of_text|>", "<|eot_id|>"]),
+        ("glm4.5", "chat", ["<|endoftext|>", "<|observation|>", "<|user|>"]),
+        ("zephyr", "base", ["</s>"]),
+    ],
+)
+def test_what_ends_a_turn_in_the_template_ends_an_answer_and_is_said_where_the_model_does_not_say_so(
+    family: str, kind: str, ends: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    made = tokenizer(family, kind)
+    with caplog.at_level(logging.INFO):
+        found, strings = ends_of((), made, config(made))
+    assert sorted(made.convert_ids_to_tokens(sorted(found))) == sorted(ends)
+    assert strings == ()
+    told = [record.getMessage() for record in caplog.records]
+    own = [end for end in ends if end != made.eos_token]
+    assert len(told) == bool(own)
+    assert all(repr(end) in told[0] for end in own)
+
+
+def test_a_stop_string_that_is_a_special_token_is_its_id_and_a_number_is_a_tokens_id() -> None:
+    made = tokenizer("qwen2.5", "chat")
+    im_end, im_start = made.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
+    shown = "</tool_call>"  # a token, too, but one that an answer's text shows
+    found, strings = ends_of(("<|im_start|>", "\n\n", 5, shown), made, config(made))
+    assert found == {im_end, im_start, 5}
+    assert strings == ("\n\n", shown)
+    for wrong in (-1, len(made)):
+        with pytest.raises(UserError, match=rf"token {wrong}, and the model's are 0 to {len(made) - 1}"):
+            ends_of((wrong,), made, config(made))
+
+
+def test_a_command_line_takes_texts_and_ids() -> None:
+    given = ["--model.path", "x", "--model.generation.stop-strings", "151643", "<|im_start|>", "###"]
+    model: Any = override(find("gsm8k"), given, "tba train gsm8k").model
+    assert model.generation.stop_strings == (151643, "<|im_start|>", "###")
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>", "id", "shown"])
+def test_an_answer_ends_with_the_first_of_its_ends_and_its_text_shows_none(stop: str) -> None:
+    """A random model of a base tokenizer, which gives its ends often: no answer goes on behind any of them."""
+    made = tokenizer("qwen2.5", "base")
+    ids = made.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>", "<|im_start|>"])
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config(made)).eval()
+    bias = torch.zeros(len(made))
+    bias[ids] = 2.0
+    model.lm_head.bias = torch.nn.Parameter(bias)
+    stops: dict[str, int | str] = {"<|im_start|>": "<|im_start|>", "id": ids[2]}
+    settings = EngineSettings(slots=8, max_completion_tokens=40)
+    ended = ids if stop in stops else ids[:2]
+    settings = replace(settings, stop_strings=(stops[stop],) if stop in stops else ())
+    engine = TransformersEngine(model, made, settings)
+    prompt = Prompt("toy", np.array([1, 2, 3], np.int32))
+    ((*answers,),) = generate(engine, [prompt], 100, Sampling(), np.random.default_rng(0))
+    last = {int(c.tokens[-1]) for c in answers if c.stop_reason is StopReason.EOS}
+    assert last == set(ended)
+    for c in answers:
+        own = c.tokens[:-1] if c.stop_reason is StopReason.EOS else c.tokens
+        assert set(ended).isdisjoint(own.tolist())
+        assert c.text == made.decode(own.tolist(), skip_special_tokens=True)
+        assert c.stop_reason in (StopReason.EOS, StopReason.LENGTH)

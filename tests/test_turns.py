@@ -1,0 +1,276 @@
+"""What an assistant's turn is in sixteen families' chat templates: what ends it is what the template says, wherever it
+is needed, and three turns with tools have the tokens that transformers' `apply_chat_template` gives them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+from chat_families import FAMILIES, Family, call, tokenizer
+from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.environments.engine import EpisodeEngine
+from tba.environments.episode import Episode
+from tba.environments.scripted import acted, written
+from tba.environments.speech import Speech
+from tba.environments.task import EnvironmentTask
+from tba.environments.tools import calls_in
+from tba.foreign import templated
+from tba.generation import generate
+from tba.intake.answers import Answer
+from tba.intake.encoding import Encoded, Encoder, Known
+from tba.models.huggingface import pairs_of
+from tba.search.prompts import PromptSettings, encode
+from tba.training.supervised import Pair
+from tba.turns import assistant_turn
+from tba.types import Completion, Json, Problem, Sampling, StopReason
+
+BOTH = [(name, kind) for name in FAMILIES for kind in ("base", "chat")]
+IDS = [f"{name}-{kind}" for name, kind in BOTH]
+
+
+class Account:
+    """An account, and what its tools do to it."""
+
+    def reset(self, seed: int) -> str:
+        self.balance = 4
+        return f"There is {self.balance} in it."
+
+    def deposit(self, amount: int, note: str = "") -> str:
+        """Put money in.
+
+        Args:
+            amount: how much
+            note: what for
+        """
+        self.balance += amount
+        return f"{self.balance} now"
+
+    def history(self, order: str, most: int | None = None) -> list[int]:
+        """Tell the balances.
+
+        Args:
+            order: which first
+            most: how many
+        """
+        return [self.balance, 4]
+
+    def get_reward(self, answer: str) -> float:
+        return float(answer.strip().endswith(str(self.balance)))
+
+
+CALLS = (("deposit", {"amount": 3, "note": "rent 12"}, "7 now"), ("history", {"order": "new", "most": 2}, "[7, 4]"))
+ANSWER = "It is 7"
+TASK = EnvironmentTask(Account, "account", ({"role": "user", "content": "Pay. "},), worlds=2, held_out=1, turns=4)
+PROBLEM: Problem = TASK.problems("train")[0]
+
+
+def described(name: str, arguments: Json) -> str:
+    """A call as the description asks for it that is given where a template has no place for tools."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def conversation(family: Family) -> list[Json]:
+    """Two calls with what they give, and an answer, as messages that the family's template writes."""
+    messages: list[Json] = [dict(message) for message in PROBLEM.prompt if not isinstance(message, str)]
+    for number, (name, arguments, said) in enumerate(CALLS):
+        identity = f"abcdefgh{number}"
+        asked = {"role": "assistant", "content": described(name, arguments)}
+        messages.append(call(identity, name, arguments) if family.calls else asked)
+        messages.append({"role": family.role, "name": name, "content": said, "tool_call_id": identity})
+    return [*messages, {"role": "assistant", "content": ANSWER}]
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as transformers renders it, up to the end of its last turn."""
+
+    prompt: list[int]
+    completion: list[int]
+    turns: list[tuple[int, int]]  # where each turn begins and ends in the completion, with the token that ends it
+    said: list[str]  # the texts of the turns, without what ends them
+
+    @property
+    def mask(self) -> list[bool]:
+        return [any(a <= t < b for a, b in self.turns) for t in range(len(self.completion))]
+
+
+@cache
+def rendered(name: str, kind: str) -> Rendered:
+    """By `apply_chat_template` alone, and by the ends that the family's entry in the table names."""
+    family, made = FAMILIES[name], tokenizer(name, kind)
+    messages, tools = conversation(family), list(PROBLEM.tools)
+    if made.apply_chat_template(messages, tools=tools, tokenize=False) == text_of(made, messages):  # it knows no tools
+        messages, tools = [*system_of(made, messages, tools), *messages], []
+
+    def ids(text: str) -> list[int]:
+        return made(text, add_special_tokens=False)["input_ids"]
+
+    whole = made.apply_chat_template(messages, tools=tools or None, return_dict=False)
+    text = text_of(made, messages, tools)
+    assert whole == ids(text)  # what transformers tokenises is the text that it renders
+    places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    begun = [text_of(made, messages[:i], tools, begin=True) for i in places]
+    assert all(text.startswith(one) for one in begun)
+    said, turns = [], []
+    prompt = ids(begun[0])
+    for i, one in enumerate(begun):
+        end = family.called or family.end if i < len(begun) - 1 else family.end
+        rest = text[len(one) :] + (end if end == "<|user|>" else "")  # GLM's end is the next message's header
+        turn = rest[: rest.index(end)].removesuffix(family.gap)
+        said.append(turn)
+        turns.append((len(ids(one)) - len(prompt), len(ids(one + turn + family.gap + end)) - len(prompt)))
+    completion = ids(begun[-1] + said[-1] + family.gap + family.end)[len(prompt) :]
+    assert (whole[: len(prompt)], (whole + ids("<|user|>"))[len(prompt) :][: len(completion)]) == (prompt, completion)
+    return Rendered(prompt, completion, turns, said)
+
+
+def text_of(made: Any, messages: Sequence[Json], tools: Sequence[Json] = (), begin: bool = False) -> str:
+    given = {"tools": list(tools)} if tools else {}
+    return str(made.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=begin, **given))
+
+
+def system_of(made: Any, messages: Sequence[Json], tools: Sequence[Json]) -> list[Json]:
+    """The system message that describes the tools to a template without a place for them."""
+    seen: list[Json] = []
+
+    class Listening:
+        def apply_chat_template(self, messages: list[Json], **given: Any) -> str:
+            seen.append(messages[0])
+            return "".join(message["content"] for message in messages)  # the same with tools and without
+
+    templated(Listening(), list(messages), tools)
+    assert seen[-1]["role"] == "system"
+    return [seen[-1]]
+
+
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_what_begins_and_ends_a_turn_is_read_off_the_template(name: str, kind: str) -> None:
+    family, made = FAMILIES[name], tokenizer(name, kind)
+    form = assistant_turn(made)
+    for follows, end in (("last", family.end), ("heard", family.end), ("called", family.called or family.end)):
+        frame = getattr(form, follows)
+        assert frame.end is not None
+        assert (frame.end.text, frame.end.gap) == (end, family.gap)
+        assert frame.token == made.convert_tokens_to_ids(end)
+        assert frame.opening == family.opening.get(follows, "")
+    assert form.heads == (name == "glm4.5")
+    text = assistant_turn(made, chat=False)  # an answer to a text ends in the end-of-text token
+    assert (text.last.token, text.last.opening) == (made.eos_token_id, "")
+
+
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_three_turns_with_tools_are_written_as_transformers_renders_them(name: str, kind: str) -> None:
+    """The turns of somebody else, and what the environment says to them; the calls are read as the template writes."""
+    right, made = rendered(name, kind), tokenizer(name, kind)
+    for turn, (tool, arguments, said) in zip(right.said, CALLS, strict=False):
+        (asked,) = calls_in(turn)
+        assert asked.name == tool
+        episode = Episode(Account, {}, 0, 4)
+        if tool == "history":
+            episode.say(right.said[0])
+        told = episode.say(turn)
+        assert told is not None
+        assert told.results == ((tool, said),), (turn, arguments)
+    assert calls_in(right.said[-1]) == []
+    (prompt,) = encode([PROBLEM], TASK.name, made, PromptSettings(max_tokens=10_000)).prompts
+    assert prompt.tokens.tolist() == right.prompt
+    completion = taught(made, (*right.said[:-1], ANSWER), prompt.text)
+    assert completion.tokens.tolist() == right.completion
+    assert completion.mask is not None
+    assert completion.mask.tolist() == right.mask
+    assert completion.judgement is not None
+    assert (completion.judgement.reward, completion.judgement.parts["wrong_calls"]) == (1.0, 0.0)
+
+
+def taught(made: PreTrainedTokenizerFast, turns: tuple[str, ...], prompt: str) -> Completion:
+    problem = Problem(PROBLEM.prompt, {}, turns, PROBLEM.seed, PROBLEM.tools)
+    return written(*acted(TASK, problem, prompt), Speech(made, True, PROBLEM.tools))
+
+
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_what_is_learnt_of_an_episode_are_its_turns_with_their_ends_and_nothing_of_what_follows(
+    name: str, kind: str
+) -> None:
+    right, made = rendered(name, kind), tokenizer(name, kind)
+    completion = taught(made, (*right.said[:-1], ANSWER), "There is 4 in it.")
+    pair = Pair.of(right.prompt, completion, completion.tokens[-1:].tolist())
+    assert [*pair.response, pair.end] == right.completion
+    learnt = np.ones(len(right.completion), bool)
+    for begin, end in pair.observed:
+        learnt[begin:end] = False
+    assert learnt.tolist() == right.mask
+    ends = [made.convert_tokens_to_ids(FAMILIES[name].called or FAMILIES[name].end)] * 2
+    ends.append(made.convert_tokens_to_ids(FAMILIES[name].end))
+    last = [completion.tokens[end - 1] for _, end in completion.turns]
+    assert last == ends
+    said = [made.decode(completion.tokens[a : b - 1].tolist()) for a, b in completion.turns]
+    assert ["".join(text.split()) for text in said] == ["".join(text.split()) for text in right.said]
+
+
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: str, kind: str) -> None:
+    """The last turn of the conversation, whose prompt is all that was said before."""
+    family, made, right = FAMILIES[name], tokenizer(name, kind), rendered(name, kind)
+    messages = conversation(family)[:-1]
+    begins = right.turns[-1][0]
+    encoder = Encoder("account", made, Known([]), Known([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    for response in (ANSWER, f"{ANSWER}{family.end}\n"):  # a log may spell the end out
+        found = encoder.encode(Answer(tuple(messages), response, tools=PROBLEM.tools))
+        assert isinstance(found, Encoded), found
+        assert [*found.prompt.tokens.tolist(), *found.completion.tokens.tolist()] == right.prompt + right.completion
+        assert len(found.prompt.tokens) == len(right.prompt) + begins
+        assert made.decode(found.completion.tokens.tolist(), skip_special_tokens=True).strip().endswith(ANSWER)
+    problem = Problem(tuple(messages), {}, ANSWER, tools=PROBLEM.tools)
+    (pair,) = pairs_of([problem], made)
+    end = made.eos_token_id if pair.end is None else pair.end
+    assert [*pair.prompt, *pair.response, end] == right.prompt + right.completion
+    cut = encoder.encode(Answer(tuple(messages), ANSWER, truncated=True, tools=PROBLEM.tools))
+    assert isinstance(cut, Encoded)
+    assert assistant_turn(made).ends.isdisjoint(cut.completion.tokens.tolist())
+
+
+def reciting(right: Rendered, vocabulary: int) -> GPT2LMHeadModel:
+    """A model that says token t of a completion at its place, whatever it has read: its positions are one-hot, and so
+    are the rows of its head.
+    """
+    first, length = len(right.prompt), len(right.completion)
+    width = length + length % 2
+    config = GPT2Config(
+        n_embd=width, n_layer=1, n_head=1, n_inner=2, vocab_size=vocabulary, n_positions=first + length + 8
+    )
+    config.eos_token_id = config.bos_token_id = None
+    config.tie_word_embeddings = False
+    model = GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_(1.0 if ".ln_" in name and name.endswith("weight") else 0.0)
+        for t, token in enumerate(right.completion):
+            model.transformer.wpe.weight[first + t - 1, t] = 1.0
+            model.lm_head.weight[token, t] = 1.0
+    return model.eval()
+
+
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_three_turns_with_tools_are_sampled_as_transformers_renders_them(name: str, kind: str) -> None:
+    """The model says the turns; where they end, and what it reads between them, is ours."""
+    right, made = rendered(name, kind), tokenizer(name, kind)
+    (prompt,) = encode([PROBLEM], TASK.name, made, PromptSettings(max_tokens=10_000)).prompts
+    settings = EngineSettings(slots=2, max_completion_tokens=len(right.completion) + 4)
+    inner = TransformersEngine(reciting(right, len(made)), made, settings)
+    engine = EpisodeEngine(inner, TASK, Speech(made, True, PROBLEM.tools))
+    ((completion,),) = generate(engine, [prompt], 1, Sampling(0.0), np.random.default_rng(0))
+    assert completion.tokens.tolist() == right.completion
+    assert completion.mask is not None
+    assert completion.mask.tolist() == right.mask
+    assert completion.stop_reason is StopReason.EOS
+    assert completion.judgement is not None
+    assert (completion.judgement.reward, completion.judgement.parts["wrong_calls"]) == (1.0, 0.0)
