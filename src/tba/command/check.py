@@ -28,6 +28,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tba.cards import cards
+from tba.command.probe import UPDATES
 from tba.command.signal import Signal
 from tba.errors import DeadlineExceeded, UserError
 from tba.foreign import problems_of
@@ -40,7 +41,7 @@ from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.show import pairs, section
 from tba.record.terminal import Shown, terminal
-from tba.record.text import count, duration, printable, size
+from tba.record.text import count, duration, percent, printable, size
 from tba.replay.buffer import OF_BODY, OF_TOKEN
 from tba.replay.selection import RecencyReward
 from tba.rewards.functions import check_fields
@@ -224,6 +225,12 @@ def check_recipe(name: str, overrides: list[str]) -> int:
             f"at the same weights the trainer's log-probabilities differ by {e.log_ratio:.1g} from those of the "
             "searchers' reference: log-ratios begin with noise"
         )
+    if e.effective is not None and e.effective < 0.5:
+        warnings.append(
+            f"within {UPDATES} updates the policy has left the answers that it began with (effective sample size "
+            f"{percent(e.effective)}), so that what it learns from is stale at once: set --optimizer.lr to a third of "
+            f"{recipe.optimizer.lr:g}, or a longer --optimizer.schedule.warmup"
+        )
     advice = [*warnings, *e.signal.advice(recipe)]
     lines = [Text(f"warning: {printable(line)}", style="yellow") for line in advice]
     console.print(section("Will it learn?", Group(*lines or [Text(e.signal.good)])))
@@ -275,6 +282,10 @@ def _figures(recipe: Recipe, e: Estimate, own: int | None) -> dict[str, str]:
         if e.log_ratio is None
         else f"before any update the trainer and the reference differ by at most {e.log_ratio:.1g} in a token's "
         f"log-probability ({compute})",
+        "drift": ""
+        if e.effective is None
+        else f"after {UPDATES} updates the answers from before them have an effective sample size of "
+        f"{percent(e.effective)}",
     }
     if recipe.offline:
         del found["searcher"], found["uses"]
@@ -371,6 +382,7 @@ class Estimate(Shown):
     searcher_bytes: int
     weights_bytes: int  # of one published version
     log_ratio: float | None  # the largest of any token, between the trainer's weights and the reference at version 0
+    effective: float | None  # share of answers from before the first updates (`probe.UPDATES`) that still count after
     signal: Signal  # whether there is anything to learn from
     trainer_gpu_bytes: int | None  # of each rank; None: it uses no GPU
     searcher_gpu_bytes: int | None
@@ -439,7 +451,7 @@ def estimate(
         working = recipe.steps * max(step_seconds, per_step / limit / rate)
     warm_up = recipe.replay.pacing.warm_up / rate if rate else 0.0
     kept = min(recipe.replay.buffer.total, rate * working) if rate else recipe.replay.buffer.total
-    lengths = [len(tokens) for _, rows in first["answers"] for tokens, _ in rows]
+    lengths = [len(tokens) for _, rows in first["answers"] for tokens, *_ in rows]
     length = sum(lengths) / len(lengths)
     generation_operations = step_operations = None
     if shape is not None:
@@ -467,6 +479,7 @@ def estimate(
         searcher_bytes=searcher["peak_memory_bytes"],
         weights_bytes=trainer["weights_bytes"],
         log_ratio=trainer["log_ratio"],
+        effective=trainer["effective"],
         signal=Signal.of([first, searcher]),
         trainer_gpu_bytes=trainer["peak_gpu_bytes"],
         searcher_gpu_bytes=searcher["peak_gpu_bytes"],
@@ -501,7 +514,7 @@ def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) 
     trainer = next(need for need in needs(recipe) if need.part == "trainer")
     kept, (asked, _) = kept_on_disk(recipe), searcher["tokens"]
     assert kept is not None
-    lengths = [len(tokens) for _, rows in searcher["answers"] for tokens, _ in rows]
+    lengths = [len(tokens) for _, rows in searcher["answers"] for tokens, *_ in rows]
     prompts = recipe.groups_per_step * asked / recipe.prompts_per_round
     answers = recipe.groups_per_step * recipe.group_size * sum(lengths) / len(lengths)
     operations = passes(recipe.model.lora.rank) * shape.operations(prompts + answers, answers)
@@ -516,6 +529,7 @@ def _computed(recipe: Recipe, shape: Shape | None, searcher: Mapping[str, Any]) 
         "trajectory_bytes": 0,
         "weights_bytes": kept.version,
         "log_ratio": None,
+        "effective": None,
     }
 
 

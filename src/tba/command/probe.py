@@ -37,14 +37,16 @@ from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
+from tba.training.staleness import effective_share
 from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Judgement, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
+UPDATES = 6  # after which the effective sample size is measured
 LONG = 15.0  # seconds after which fewer are enough: whoever checks a large model waits for them
 _T = TypeVar("_T")
-_Answer: TypeAlias = tuple[list[int], list[float]]  # its tokens, and their log-probabilities under the reference
+_Answer: TypeAlias = tuple[list[int], list[float], float]  # its tokens, log-probabilities under the reference, reward
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
 _PROMPTS_SHOWN, _ANSWERS_SHOWN = 3, 2
 _KEPT = 10_000  # trajectories of which the memory is measured
@@ -89,9 +91,11 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         if not answers:
             shown = _shown(asked, answered, marks, model.tokenizer())
         if len(answers) < ROUNDS * recipe.prompts_per_round:
+            of_answer = iter(marks)
             for j, row, scores in zip(chosen, answered, scored, strict=True):
-                pairs_of_row = zip(row, scores, strict=True)
-                answers.append((int(j), [(c.tokens.tolist(), s.tolist()) for c, s in pairs_of_row]))
+                own = zip(row, scores, islice(of_answer, len(row)), strict=True)
+                kept = [(c.tokens.tolist(), s.tolist(), m.reward) for c, s, m in own if math.isfinite(m.reward)]
+                answers += [(int(j), kept)] if kept else []
     return {
         "round_seconds": statistics.mean(_timed(seconds)),
         "generation_seconds": statistics.mean(_timed(generating)),
@@ -160,7 +164,7 @@ def _enough(seconds: list[float], at_least: float, recipe: Recipe) -> bool:
 
 
 def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str, Json]:
-    """Time steps on a searcher's answers, with random rewards of 0 and 1."""
+    """Time steps on a searcher's answers, and measure how far the first of them take the policy from these."""
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train")
     alone = replace(recipe, model=model, trainer=RankSettings())
@@ -181,6 +185,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
             directory=Path(scratch),
         )
         trainer.publish()
+        effective = None
         weights_bytes = weights.file(trainer.version).stat().st_size
         while not _enough(seconds, at_least, recipe):
             fetched = source.next()  # a run samples its batches ahead
@@ -189,6 +194,8 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
             if trainer.due:  # to publish is part of every k-th step
                 trainer.publish()
             seconds.append(time.perf_counter() - began)
+            if len(seconds) == UPDATES:
+                effective = _effective(policy, list(source.groups()))
             tokens.append((int(fetched.batch.prompt_length_G.sum()), int(fetched.batch.length_B.sum())))
     peak = peak_memory_bytes()
     return {
@@ -200,6 +207,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
         "trajectory_bytes": _trajectory_bytes(recipe, prompts, answers),
         "weights_bytes": weights_bytes,
         "log_ratio": log_ratio,
+        "effective": effective,
     }
 
 
@@ -211,10 +219,19 @@ def _product_rates(model: Model) -> dict[str, Json]:
 
 def _log_ratio(policy: Policy, group: Group) -> float:
     """Returns the largest |log-ratio| of any token between the policy and the reference that scored the group."""
+    return float(_log_ratios(policy, group).abs().max())
+
+
+def _effective(policy: Policy, groups: Sequence[Group]) -> float:
+    """Returns the effective sample size, as a share, of answers that were sampled from the reference."""
+    return float(effective_share(torch.cat([_log_ratios(policy, group).sum(1) for group in groups])))
+
+
+def _log_ratios(policy: Policy, group: Group) -> torch.Tensor:
+    """Returns the log-ratios [B, T] between the policy and the reference that scored the group, 0 behind an answer."""
     batch = collate([group]).to(next(iter(policy.parameters())).device)
     with torch.no_grad():
-        log_ratio_BT = policy.evaluate(batch).log_policy_BT - batch.log_reference_BT
-    return float(log_ratio_BT.abs().max())
+        return policy.evaluate(batch).log_policy_BT - batch.log_reference_BT
 
 
 def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], answers: list[_Answers]) -> float:
@@ -250,17 +267,16 @@ class _Answered:
     def groups(self) -> Iterator[Group]:
         """Yields a few answers to each prompt, which fit into a pass."""
         for at, rows in self.answers[:ROUNDS]:
-            longest = max(len(tokens) for tokens, _ in rows) + len(self.prompts[at].tokens)
+            longest = max(len(tokens) for tokens, *_ in rows) + len(self.prompts[at].tokens)
             fitting = min(self.recipe.group_size, max(1, self.recipe.max_tokens_per_pass // longest))
             yield Group.of([self.trajectory(self.prompts[at], answer) for answer in rows[:fitting]])
 
     def trajectory(self, prompt: Prompt, answer: _Answer) -> Trajectory:
-        tokens, ones = np.array(answer[0], np.int32), np.ones(len(answer[0]), np.float32)
-        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=-ones)
-        uid, reward = self.rng.bytes(16).hex(), float(self.rng.integers(2))
-        steps: dict[str, npt.NDArray[Any]] = {"step_start": np.zeros(1, np.int64), "step_value": ones[:1]}
+        tokens, log_reference, reward = np.array(answer[0], np.int32), np.array(answer[1], np.float32), answer[2]
+        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=log_reference)
+        uid, value = self.rng.bytes(16).hex(), np.ones(1, np.float32)
+        steps: dict[str, npt.NDArray[Any]] = {"step_start": np.zeros(1, np.int64), "step_value": value}
         arrays = steps if "step_value" in self.recipe.objective.needs else {}
-        log_reference = np.array(answer[1], np.float32)
         return Trajectory(uid, prompt, completion, reward, log_reference, Version(), arrays=arrays)
 
 
