@@ -93,8 +93,8 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         if len(answers) < ROUNDS * recipe.prompts_per_round:
             of_answer = iter(marks)
             for j, row, scores in zip(chosen, answered, scored, strict=True):
-                own = zip(row, scores, islice(of_answer, len(row)), strict=True)
-                kept = [(c.tokens.tolist(), s.tolist(), m.reward) for c, s, m in own if math.isfinite(m.reward)]
+                judged = zip(row, scores, islice(of_answer, len(row)), strict=True)
+                kept = [(c.tokens.tolist(), s.tolist(), m.reward) for c, s, m in judged if math.isfinite(m.reward)]
                 answers += [(int(j), kept)] if kept else []
     return {
         "round_seconds": statistics.mean(_timed(seconds)),

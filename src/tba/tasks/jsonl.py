@@ -54,8 +54,7 @@ class Jsonl:
     train: Path  # the training file, or a folder with `train` and `test`
     eval: Path | None = None  # the evaluation file; without one, a share of the training file is held out
     eval_fraction: float = 0.1  # that share; a digest of the prompt decides
-    # field with the text exactly as the model sees it, or a list of chat messages; a nested one as `a.b`
-    prompt_field: str = "prompt"
+    prompt_field: str = "prompt"  # field with the text as the model sees it, or chat messages; a nested one as `a.b`
     messages_field: str = "messages"  # field with chat messages, for rows without a prompt
     answer_field: str = "answer"  # field with the right answer; rewards see it as `answer`
     response_field: str = "response"  # field with a worked answer for the supervised warm start, if there is one
