@@ -39,5 +39,9 @@ def server(port: int) -> ThreadingHTTPServer:
 
 if __name__ == "__main__":
     port = int(sys.argv[1]) if len(sys.argv) > 1 else PORT
+    try:
+        judge = server(port)
+    except OSError as error:
+        sys.exit(f"port {port} cannot be used ({error.strerror}): give another, such as {port + 1}")
     print(f"a stand-in for a judge is at http://127.0.0.1:{port}/v1 until Ctrl-C")
-    server(port).serve_forever()
+    judge.serve_forever()

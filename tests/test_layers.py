@@ -66,7 +66,8 @@ ALLOWED: dict[str, set[str]] = {
     "apps": set(),
     "recipes": CORE | {"apps.preference", "apps.red_team"},
     "research": CORE | {"command", "recipes", "apps.preference", "apps.red_team"},
-    "__main__": GROUND | {"command", "settings", "shipped", "record", "apps.preference", "apps.red_team", "research"},
+    "__main__": GROUND
+    | {"command", "settings", "shipped", "record", "runtime", "apps.preference", "apps.red_team", "research"},
     "api": CORE | {"command", "recipe_source"},
     "recipe_source": GROUND | {"recipe", "settings"},
     "__init__": CORE | {"api"},  # names that it loads when they are used

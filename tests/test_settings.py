@@ -23,7 +23,7 @@ from tba.fields import comments, fields_of, flags, without_effect
 from tba.recipe import GONE, Recipe, differences, resolved
 from tba.runtime.run_dir import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
-from tba.settings import FIRST, defined, find, override, with_config
+from tba.settings import FIRST, defined, find, newest_of_each, override, with_config
 from tba.shipped import description_of, names
 
 TOY = str(Path(__file__).parent / "runtime" / "toy.py")
@@ -443,6 +443,14 @@ def test_a_resolved_recipe_of_before_differs_only_where_what_is_gone_had_another
     assert list(differences(before, now)) == []
     before["run"]["prefetch"] = False
     assert list(differences(before, now)) == [("run.prefetch", False, None)]
+
+
+def test_of_a_field_that_is_set_several_times_the_newest_words_are_kept() -> None:
+    words = ["recipe", "--steps", "3", "--record.tensorboard", "--model.generation.first", "a", "b", "--seed=1"]
+    again = ["--record.no-tensorboard", "--steps=5", "--model.generation.first", "c"]
+    assert newest_of_each([*words, *again]) == [
+        *("recipe", "--seed=1", "--record.no-tensorboard", "--steps=5", "--model.generation.first", "c")
+    ]
 
 
 def test_a_file_sets_fields_as_flags_do(tmp_path: Path) -> None:

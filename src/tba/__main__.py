@@ -18,7 +18,8 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba train RECIPE [--run-name NAME] [--runs DIR] [--data FILE|RUN] [--field value ...]
                                             run a recipe (a name, or a path to a .py file); --offline trains on imported
                                             or existing trajectories, without sampling new ones
-  tba train --resume RUN [--steps N] [--field value ...]    continue a run that was stopped, was killed or has failed
+  tba resume RUN [--steps N] [--field value ...]    continue a run that was stopped, was killed or has failed
+  tba train --resume RUN [--steps N] [--field value ...]    the same
   tba search --run RUN [--address HOST:PORT]    add a searcher to a run in progress; Ctrl-C removes it
   tba import RUN FILE... [--recipe RECIPE [--field value ...]] [--source NAME] [--rewards task|claimed] [--trust]
                                             import answers (JSON Lines, Parquet, another run) into a run
@@ -39,15 +40,16 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba red-team eval RECIPE [--checkpoint DIR] [--attacks 1024] [--transfer VICTIM] [--families FILE] [--out FILE]
                                             measure success and diversity of sampled attacks, with intervals
   tba red-team plot FILE... --out FILE.png  plot several such evaluations, success against diversity
-  tba eval RECIPE [--checkpoint DIR] [--split eval] [--texts FILE] [--out FILE] [--against FILE] [--field value ...]
-                                            measure the accuracy of any checkpoint on a recipe's task
+  tba eval RUN|RECIPE [--checkpoint DIR] [--split eval] [--texts FILE] [--out FILE] [--against FILE] [--field value ...]
+                                            measure the accuracy of a run's newest checkpoint, or of any on a recipe's
+                                            task
   tba study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
                                             run variants x seeds (a name, or a path to a .py file), make tables and
                                             plots
   tba recipes                               list the recipes
   tba studies                               list the studies
   tba show RUN [RUN ...]                    print a run so far, or its summary, and redraw its curves; of several, what
-                                            differs and how they did
+                                            differs and how they did; of a folder of runs (runs), list them
   tba report RUN [RUN ...] [--out report.html]
                                             write runs as one page that opens offline in any browser: figures, curves,
                                             trajectories to read
@@ -59,12 +61,14 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba completion bash|zsh|fish              print what makes a shell complete all of this: eval "$(tba completion bash)"
 
 `tba COMMAND --help` lists a command's options, `tba train RECIPE --help` every field of a recipe too.
+`tba --version` says which version this is.
 Wherever fields can be set, `--config FILE.toml` sets those of a file.
 """
 HELP = {"-h", "--help"}
 # the options of each command that has some, by where they are defined: only `tba COMMAND --help` loads them
 OPTIONS: dict[str, tuple[str, ...]] = {
     "train": ("command.options.TrainOptions", "command.options.ResumeOptions"),
+    "resume": ("command.options.ResumeOptions",),
     "search": ("command.options.SearchOptions",),
     "import": ("command.options.ImportOptions",),
     "sft": ("command.options.OutOptions",),
@@ -84,6 +88,7 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 # errors of a path that was given, whatever command opens it
 UNUSABLE = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
 RECIPE = "a recipe's name or a path to a .py file"
+RECIPE_OR_RUN = f"{RECIPE}, or a run's folder,"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,6 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if not arguments or arguments[0] in HELP or arguments[0] == "help":
             print(USAGE)
+            code = 0
+        elif arguments[0] in ("--version", "-V", "version"):
+            from tba.runtime.program import version
+
+            print(f"tba {version()}")
             code = 0
         else:
             code = 0 if _asked_for_help(*arguments) else _command(arguments[0])(_configured(arguments[1:]))
@@ -169,6 +179,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
 
     commands = {
         "train": train,
+        "resume": resume_named,
         "search": search,
         "import": import_,
         "check": check,
@@ -220,6 +231,12 @@ def resume(arguments: list[str]) -> int:
     if overrides and not overrides[0].startswith("-"):
         raise UserError(f"a run that is resumed has its recipe already: leave {overrides[0]!r} out")
     return resume_run(options.resume, overrides, options.accept_lost_rows)
+
+
+def resume_named(arguments: list[str]) -> int:
+    """`tba resume RUN`."""
+    name, rest = _named(arguments, "tba resume RUN", "a run's folder, such as runs/NAME,")
+    return resume(["--resume", name, *rest])
 
 
 def search(arguments: list[str]) -> int:
@@ -279,7 +296,7 @@ def model(arguments: list[str]) -> int:
 
 def sample(arguments: list[str]) -> int:
     """`tba sample RECIPE --out FILE`."""
-    name, rest = _named(arguments, "tba sample RECIPE --out FILE", RECIPE)
+    name, rest = _named(arguments, "tba sample RECIPE --out FILE", RECIPE_OR_RUN)
     from tba.command.options import SampleOptions
     from tba.command.sample import sample_answers
     from tba.settings import split_options
@@ -317,7 +334,7 @@ def _made(arguments: list[str], verb: str, of: str, source: str, what: str) -> t
 
 def evaluate(arguments: list[str]) -> int:
     """`tba eval RECIPE`: the accuracy of a checkpoint on the recipe's task."""
-    name, rest = _named(arguments, "tba eval RECIPE", RECIPE)
+    name, rest = _named(arguments, "tba eval RECIPE", RECIPE_OR_RUN)
     from tba.command.evaluate import evaluate_model
     from tba.command.options import EvalOptions
     from tba.settings import split_options
@@ -358,7 +375,9 @@ def _list(kind: Literal["recipe", "study"]) -> int:
 
 def show(arguments: list[str]) -> int:
     """`tba show RUN [RUN ...]`: print the results of a run so far, or compare several."""
-    _, more = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME")
+    if not arguments and Path("runs").is_dir():
+        arguments = ["runs"]
+    _, more = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME,")
     _refuse_more([word for word in more if word.startswith("-")], "tba show RUN", "one run, or several to compare")
     runs = _runs(arguments)
     from tba.command.show import show_run, show_runs
@@ -449,8 +468,13 @@ def _named(arguments: list[str], usage: str, what: str) -> tuple[str, list[str]]
     if not arguments or arguments[0].startswith("--"):
         raise UserError(f"`{usage}` needs {what} first")
     name = arguments[0]
-    if what == RECIPE and MARK not in name and not name.endswith(".py"):
-        require_shipped(name, "recipe")  # a misspelt name costs no seconds: what is heavy is loaded after this
+    if what in (RECIPE, RECIPE_OR_RUN) and MARK not in name and not name.endswith(".py"):
+        run = (Path(name) / "recipe.json").is_file()
+        if run and what == RECIPE:
+            raise UserError(f"`{usage}` needs {what} first, and {name} is a run: `tba resume {name}` continues it")
+        if not run:
+            # a misspelt name costs no seconds: what is heavy is loaded after this
+            require_shipped(name, "recipe", or_run=what == RECIPE_OR_RUN)
     return name, arguments[1:]
 
 

@@ -176,6 +176,18 @@ def override(default: T, arguments: Sequence[str], program: str, recorded: bool 
     return made
 
 
+def newest_of_each(words: Sequence[str]) -> list[str]:
+    """Returns a command line with each field set once, by the last words that set it."""
+    last: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if word.startswith("--"):
+            name = _field_named(word)
+            last.pop(name, None)
+        last.setdefault(name, []).append(word)
+    return [word for own in last.values() for word in own]
+
+
 def _refuse_gone(arguments: Sequence[str], program: str) -> None:
     for argument in arguments:
         gone = GONE.get(_field_named(argument))

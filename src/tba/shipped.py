@@ -28,14 +28,20 @@ def description_of(name: str, kind: Kind = "recipe") -> str:
     return str(next(ast.literal_eval(word.value) for word in made.keywords if word.arg == "description"))
 
 
-def require_shipped(name: str, kind: Kind) -> None:
-    """Raises `UserError` when none has this name."""
+def require_shipped(name: str, kind: Kind, or_run: bool = False) -> None:
+    """Raises `UserError` when none has this name; or_run: it says that a run's folder would do as well."""
     shipped = names(kind)
+    if Path(name).is_file():
+        raise UserError(
+            f"{name} is no {kind}: give the path of a .py file that defines one; of a file of problems a recipe's task "
+            f"is made, such as `tba.Jsonl(train={name!r})` (examples/my_file.py)"
+        )
     if name not in shipped:
         near = difflib.get_close_matches(name, shipped, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"`tba {PACKAGES[kind].rpartition('.')[2]}` lists them."
         there = ", ".join(shipped)
-        raise UserError(f"there is no {kind} {name!r}; give one of {there} or a path to a .py file; {hint}")
+        run = " or the folder of a run" if or_run else ""
+        raise UserError(f"there is no {kind} {name!r}; give one of {there} or a path to a .py file{run}; {hint}")
 
 
 def _folder(kind: Kind) -> Path:

@@ -17,9 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.__main__ import main
 from tba.apps.preference.pairs import read_pairs
+from tba.command.train import next_steps
 from tba.record.evaluations import read_evaluations
 from tba.record.run import RunRecord
 from tba.record.summary import Summary
+from tba.runtime.run_dir import RunDirectory
+from tba.settings import find
 from tba.shipped import names
 from tba.training.checkpoint import newest_checkpoint
 from tba.types import Version
@@ -138,7 +141,7 @@ def test_the_second_run_of_a_recipe_finds_its_warm_start_in_the_cache(
 def test_a_run_ends_with_before_and_after_and_commands_that_name_its_recipe(said: Said, tmp_path: Path) -> None:
     printed = said("train", SUMS, "--runs", tmp_path, "--run-name", "third", "--steps", "2")
     assert "pass@1/greedy" in printed
-    assert f"tba eval {SUMS}" in printed
+    assert f"tba eval {tmp_path / 'third'}" in printed.replace("- ", "")
     assert f"tba show {tmp_path / 'third'}" in printed.replace("- ", "")
 
 
@@ -183,6 +186,40 @@ def test_eval_of_a_runs_newest_checkpoint_gives_the_figures_the_run_ended_with(
     assert kept.is_file()  # what cannot be compared is not lost
     (tmp_path / "other.json").write_text(json.dumps({"scores": {"else": [1.0]}}))
     assert main([*map(str, again[:-1]), str(tmp_path / "other.json")]) == 2
+
+
+def test_eval_of_a_run_is_that_of_its_recipe_with_its_fields_and_its_newest_checkpoint(
+    run: Path, said: Said, tmp_path: Path
+) -> None:
+    said("eval", SUMS, "--checkpoint", run, "--out", tmp_path / "named.json")
+    assert "version 0.4: " in said("eval", run, "--out", tmp_path / "run.json")
+    named, of_run = (json.loads((tmp_path / f"{name}.json").read_text())["scores"] for name in ("named", "run"))
+    assert of_run == named
+    assert len(next(iter(named.values()))) == 8
+    assert "4 eval problems" in said("eval", run, "--evaluation.problems", "4")
+    assert "1 answers to each of 3 prompts" in said(
+        "sample", run, "--out", tmp_path / "answers.jsonl", "--samples", "1", "--prompts", "3"
+    )
+
+
+def test_a_run_is_resumed_and_a_folder_of_runs_is_shown_by_what_they_are(run: Path, said: Said, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "copy")
+    assert main(["resume", str(tmp_path / "copy")]) == 2
+    printed = said("resume", tmp_path / "copy", "--steps", "5", "--steps", "6")
+    assert "resuming from" in printed
+    listed = said("show", tmp_path)
+    assert re.search(r"copy ended 6 \S+ s pass@1/", listed), listed
+
+
+def test_a_hint_sets_each_field_once_and_is_given_where_it_can_be_followed(run: Path) -> None:
+    summary, here = Summary.read(run), RunDirectory.open(run)
+    assert summary is not None
+    given = ["quickstart", "--steps", "3", "--runtime", "processes", "--steps", "5"]
+    hints = next_steps(find("quickstart"), given, here, summary, 0)
+    assert "tba train quickstart --steps 5 --runtime inline" in hints
+    assert f"tba eval {run}" in hints
+    hints = next_steps(find("quickstart"), [*given, "--searchers", "2"], here, summary, 0)
+    assert not any(line.startswith("tba train quickstart") for line in hints)  # inline there is one
 
 
 def test_eval_says_what_is_asked_otherwise_than_in_the_run(run: Path, said: Said) -> None:

@@ -48,7 +48,7 @@ def wrong(*words: str, named: str | None = None) -> Wrong:
 
 
 def commands() -> Iterator[Wrong]:
-    for name in ("trian", "Train", "--version", "x" * 300, "\x1b[2Jtrain", "", " "):
+    for name in ("trian", "Train", "--versions", "x" * 300, "\x1b[2Jtrain", "", " "):
         yield wrong(name, named=name[:4].strip("\x1b\n"))
     for command in ("train", "check", "sft", "sample", "eval", "study", "show", "report", "push", "replay", "import"):
         yield wrong(command, named=f"tba {command}")
@@ -156,6 +156,9 @@ def options() -> Iterator[Wrong]:
         "train toy.py --run-name -x",
         "train toy.py --data none.jsonl",
         "train --resume none",
+        "resume",
+        "resume none",
+        "resume run extra",
         "train --resume",
         "train --resume run extra",
         "search --run none",

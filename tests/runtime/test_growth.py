@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from runs import made
+from tests.replay.trajectory_cases import trajectory
 from tests.scripts import script
 
 from tba.record.evaluations import EvaluationWriter
+from tba.record.live import line
 from tba.record.metrics import KEPT_POINTS, MetricsWriter
+from tba.replay.journal import JournalWriter
+from tba.replay.pacing import Pacing
 from tba.runtime.summary import Progress
 from tba.types import Evaluation, Version
 
@@ -60,6 +66,25 @@ def test_the_live_view_says_the_same_as_one_that_reads_all_of_it_anew(tmp_path: 
     assert watching.status("training").accuracy == {"pass@1/greedy": 0.5}
     metrics.close()
     evaluations.close()
+
+
+def test_the_live_view_says_how_many_of_the_answers_that_it_waits_for_are_there(tmp_path: Path) -> None:
+    recipe, run = made(tmp_path / "run")
+    recipe = replace(recipe, replay=replace(recipe.replay, pacing=Pacing(warm_up=32)))
+    watching = Progress(recipe, run)
+    assert watching.status("starting").note == ""
+    with JournalWriter(run.journal(recipe), "searcher-0") as writer:
+        assert watching.status("training").note == "0 of 32 answers"
+        writer.put([trajectory(n) for n in range(12)])
+        status = watching.status("training")
+        assert (status.phase, status.note) == ("warm-up", "12 of 32 answers")
+        assert line(status).endswith("warm-up | 12 of 32 answers")
+        assert watching.status("training", "searcher-0 was started again").note == "searcher-0 was started again"
+        writer.put([trajectory(n) for n in range(12, 32)])
+    assert watching.status("training").note == ""
+    with closing(MetricsWriter(run.path)) as metrics:
+        metrics.write(Version(0, 1), 10.0, {"reward": 0.5})
+    assert watching.status("training").note == ""
 
 
 def test_the_live_view_says_how_many_lines_it_cannot_read(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from rich.text import Text
 from tba.cards import cards
 from tba.command.probe import UPDATES
 from tba.command.signal import Signal
+from tba.engines.vllm import require_vllm
 from tba.errors import DeadlineExceeded, UserError
 from tba.foreign import problems_of
 from tba.models.arithmetic import passes, shape_of
@@ -73,6 +74,8 @@ def validate(recipe: Recipe) -> list[str]:
         )
     if recipe.runtime == "cluster":
         require_ray()
+    elif getattr(getattr(recipe.model, "generation", None), "engine", "") == "vllm":
+        require_vllm()
     if recipe.runtime == "processes":
         places_on(recipe, Machine.here())
     if not recipe.exploration.full_support:

@@ -45,7 +45,7 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     if distance < 0:
         raise UserError(f"--distance is {distance}: give the number of prompts to measure it on, 0 for none")
     before = None if options.against is None else _scores_in(options.against)
-    begun = override(find(name), overrides, f"tba eval {name}")
+    begun, checkpoint = recipe_of(name, overrides, f"tba eval {name}", checkpoint)
     recipe = with_checkpoint(begun, checkpoint)
     console = terminal()
     for line in [] if checkpoint is None else _unlike(begun, Path(checkpoint)):
@@ -73,6 +73,13 @@ def evaluate_model(name: str, overrides: list[str], options: EvalOptions) -> int
     if before is not None:  # last: what cannot be compared has been written all the same
         _tell_difference(console, before, found, options.against)
     return 0
+
+
+def recipe_of(name: str, overrides: Sequence[str], program: str, checkpoint: str | None) -> tuple[Recipe, str | None]:
+    """Returns a recipe by name, path or the folder of a run, whose own newest checkpoint is meant if none is given."""
+    if not (Path(name) / "recipe.json").is_file():
+        return override(find(name), overrides, program), checkpoint
+    return override(RunDirectory.open(Path(name)).recipe(), overrides, program), checkpoint or name
 
 
 def _unlike(recipe: Recipe, run: Path) -> Iterator[str]:

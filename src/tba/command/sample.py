@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from tba.command.evaluate import with_checkpoint
+from tba.command.evaluate import recipe_of, with_checkpoint
 from tba.command.options import SampleOptions
 from tba.errors import UserError
 from tba.generation import generate
@@ -24,7 +24,6 @@ from tba.protocols import Engine
 from tba.recipe import Recipe
 from tba.record.terminal import terminal
 from tba.runtime.prompting import engine_of, prompts_of, reward_of
-from tba.settings import find, override
 from tba.types import Json, Prompt, Sampling, Version
 
 
@@ -34,7 +33,7 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
         raise UserError("tba sample needs --out FILE: where the answers go, as JSON Lines")
     if options.out.exists():
         raise UserError(f"{options.out} is there already: choose another --out, or remove it")
-    recipe = with_checkpoint(override(find(name), overrides, f"tba sample {name}"), options.checkpoint)
+    recipe = with_checkpoint(*recipe_of(name, overrides, f"tba sample {name}", options.checkpoint))
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
     prompts = prompts_of(recipe, model.tokenizer(), "train" if options.split == "train" else "eval")

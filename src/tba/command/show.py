@@ -1,4 +1,6 @@
-"""`tba show RUN`: prints a run so far, or its summary, and redraws its curves; of several runs, what differs."""
+"""`tba show RUN`: prints a run so far, or its summary, and redraws its curves; of several runs, what differs; of a
+folder of runs, which there are.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,20 @@ from tba.command.run_data import different, settings_of
 from tba.errors import UserError
 from tba.record.report import draw_curves
 from tba.record.run import RunRecord
-from tba.record.show import comparison, show
+from tba.record.show import comparison, listing, show
 from tba.record.terminal import terminal
-from tba.runtime.run_dir import RunDirectory
+from tba.runtime.run_dir import RunDirectory, driver_lives
 
 CURVES = Path("curves.png")  # of several runs, and of one that is read-only, in the folder where one is
 
 
 def show_run(path: Path) -> int:
-    """Print a run so far, or its summary, and redraw its curves."""
-    run = RunRecord.read(path)
+    """Print a run so far, or its summary, and redraw its curves; of a folder of runs, a line for each."""
     console = terminal()
+    if found := sorted(inner.parent for inner in path.glob("*/recipe.json")):
+        console.print(listing([RunRecord.read(run) for run in found], [driver_lives(run) for run in found]))
+        return 0
+    run = RunRecord.read(path)
     console.print(show(run))
     if run.metrics:
         place = path if os.access(path, os.W_OK) else Path()  # another user's run can be looked at, too

@@ -38,7 +38,7 @@ from tba.runtime.run_dir import RunDirectory, new_path
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized, unused
 from tba.runtime.summary import Progress, summarise
 from tba.runtime.supervisor import Driver
-from tba.settings import find, override
+from tba.settings import find, newest_of_each, override
 
 _LOOK = 0.5  # seconds between two updates of the live view
 EXAMPLE = Path("examples/my_task.py")  # in a clone of the repository
@@ -237,17 +237,25 @@ class Throttled:
 
 def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary: Summary, code: int) -> list[str]:
     """Returns what to try next, as commands that can be copied; given: the recipe as named, and settings."""
-    path, same = shlex.quote(str(run.path)), shlex.join(given)
+    path, inline = shlex.quote(str(run.path)), newest_of_each([*given, "--runtime", "inline"])
     commands = {
         f"tba show {path}": "this page again, all counts, and the curves",
         f"tba report {path}": "curves that zoom and all answers to read, as one page: report.html",
-        f"tba eval {same} --checkpoint {path}": "any figure on its newest checkpoint",
+        f"tba eval {path}": "any figure on its newest checkpoint",
     }
-    if recipe.runtime != "inline":
-        commands[f"tba train {same} --runtime inline"] = "the same in one process, taking turns"
+    if recipe.runtime != "inline" and _is_a_recipe(inline):
+        commands[f"tba train {shlex.join(inline)}"] = "the same in one process, taking turns"
     if EXAMPLE.exists() and Path(given[0]).parent != EXAMPLE.parent:
         commands[f"tba train {EXAMPLE}"] = "your own task: copy that file"
     where = "before its last step" if code else "in its last evaluation"
-    left = [f"the run was stopped {where}; this continues it:", f"tba train --resume {path}"]
+    left = [f"the run was stopped {where}; this continues it:", f"tba resume {path}"]
     first = left if summary.faults.get("stopped") else []
     return [*first, *(line for command, why in commands.items() for line in (f"# {why}", command))]
+
+
+def _is_a_recipe(words: Sequence[str]) -> bool:
+    """Whether a recipe's name and its settings can be given to `tba train` as they are."""
+    try:
+        return override(find(words[0]), words[1:], "tba train") is not None
+    except UserError:
+        return False

@@ -425,8 +425,8 @@ class VllmFlow:
             self._done.append(number)
 
 
-def _imported(device: torch.device) -> Any:
-    """Returns the package. Raises `UserError` when it is missing, of another version, or built for another device."""
+def require_vllm() -> None:
+    """Raises `UserError` when vLLM is not installed, or in another version than this engine was written for."""
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
             "the engine is vllm, which is not installed: pip install -e '.[vllm]' -c constraints-vllm.txt in an "
@@ -438,6 +438,11 @@ def _imported(device: torch.device) -> Any:
             f"vllm {found} is installed, but this engine was written for {' and '.join(SUPPORTED)}: "
             "pip install -e '.[vllm]' -c constraints-vllm.txt, or choose --model.generation.engine transformers"
         )
+
+
+def _imported(device: torch.device) -> Any:
+    """Returns the package. Raises `UserError` when it is missing, of another version, or built for another device."""
+    require_vllm()
     os.environ.update(_ENVIRONMENT)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())  # what it logs while it is imported

@@ -79,6 +79,23 @@ def _short(evaluation: Evaluation | None) -> str:
     return "-" if evaluation is None else percent(evaluation.value)
 
 
+def listing(runs: Sequence[RunRecord], living: Sequence[bool]) -> RenderableType:
+    """Returns a row for each run: how it ended or that it goes on, how far it came, and its newest held-out figure."""
+    table = _table("run", "state", "steps", "time", "held out", justify="left")
+    for run, lives in zip(runs, living, strict=True):
+        newest = max(run.evaluations, key=lambda e: e.version, default=None)
+        figure = "-" if newest is None else f"{newest.metric} {_short(newest)}"
+        how = (_state(run, lives), f"{run.steps}", duration(run.wall_seconds), printable(figure, 80))
+        table.add_row(printable(run.name, 80), *how)
+    return table
+
+
+def _state(run: RunRecord, lives: bool) -> str:
+    if run.summary is not None:
+        return "stopped" if run.summary.faults.get("stopped") else "ended"
+    return "failed" if run.failure else "running" if lives else "killed"
+
+
 def closing_page(run: RunRecord) -> RenderableType:
     """Returns accuracy and answers before and after, what was trained, and where it is."""
     parts = [brief(run)]

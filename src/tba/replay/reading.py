@@ -10,7 +10,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,16 @@ class Share:
     trajectories: int
     tokens: int
     reward: float | None  # mean; None where none is known
+
+
+def rows_in(journal: Path) -> int | None:
+    """Returns how many trajectories were ever put into a journal that others write; None where that cannot be read."""
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(journal.absolute()))}?mode=ro", uri=True, timeout=0.1)) as there:
+            ((rows,),) = there.execute("SELECT value FROM totals WHERE name = 'rows'")
+    except (sqlite3.Error, ValueError):
+        return None
+    return int(rows)
 
 
 class JournalReader:

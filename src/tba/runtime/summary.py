@@ -27,6 +27,7 @@ from tba.record.memory import machine
 from tba.record.metrics import RunningMetrics
 from tba.record.summary import Lag, Summary, WallSeconds
 from tba.replay.follower import JournalFollower
+from tba.replay.reading import rows_in
 from tba.runtime.checkpointing import loss_of
 from tba.runtime.elastic import Joined
 from tba.runtime.run_dir import RunDirectory
@@ -58,12 +59,14 @@ class Progress:
         mean = self.metrics.mean
         bad = self.metrics.bad + self.evaluations.bad
         told = (noted_falls(self.run.path) or [""])[-1]
+        phase = "warm-up" if phase == "training" and not row else phase
+        awaited = self._awaited() if phase == "warm-up" else ""
         return Status(
             step=int(row.get("step", 0)),
             steps=self.recipe.steps,
             elapsed_seconds=self.run.clock()(),
             training_seconds=row["wall_seconds"] - self.metrics.first_seconds if row else 0.0,
-            phase="warm-up" if phase == "training" and not row else phase,
+            phase=phase,
             reward=mean(metrics.REWARD),
             parts=self.metrics.parts(),
             log_ratio=mean(metrics.LOG_RATIO),
@@ -77,8 +80,14 @@ class Progress:
             trainer_idle=row.get(metrics.TRAINER_IDLE),
             trainer_paced=row.get(metrics.TRAINER_PACED),
             searcher_evaluating=row.get(metrics.SEARCHER_EVALUATING),
-            note=note or (f"{bad} lines of what is recorded cannot be read" if bad else told),
+            note=note or (f"{bad} lines of what is recorded cannot be read" if bad else told or awaited),
         )
+
+    def _awaited(self) -> str:
+        """Returns how many of the answers that the first step waits for have arrived; nothing when all have."""
+        wanted = self.recipe.replay.pacing.warm_up
+        there = rows_in(self.run.journal(self.recipe)) if wanted else None
+        return "" if there is None or there >= wanted else f"{there:,} of {wanted:,} answers"
 
 
 def summarise(
