@@ -15,6 +15,8 @@ import pytest
 from runs import ended, forked, inline, inline_again, processes, steps_of, train, until
 
 from tba.__main__ import main
+from tba.command.train import _failure_recorded
+from tba.errors import UserError
 from tba.record.failure import Failure
 from tba.record.faults import count_faults
 from tba.record.metrics import read_metrics
@@ -218,6 +220,21 @@ def test_a_journal_that_is_cut_in_place_under_a_running_run_ends_it_with_the_num
     assert summary.faults["journal_recoveries"] == 1
     for ledger in (summary.tokens, summary.trajectories):
         assert ledger.closes(), ledger
+
+
+def test_an_error_that_a_damaged_journal_may_have_caused_is_told_as_that_and_others_stand(run: Path) -> None:
+    """What a part reads in a file that another program writes into may be anything, and raise anything."""
+    here = RunDirectory.open(run)
+    recipe, strange = here.recipe(), AttributeError("'NoneType' object has no attribute 'split'")
+    with pytest.raises(AttributeError), _failure_recorded(recipe, here):
+        raise strange
+    journal = run / "journal.sqlite"
+    with closing(sqlite3.connect(journal)) as connection, connection:
+        connection.execute("UPDATE totals SET again = again + 1 WHERE name = 'rows'")
+    damaged = r"was damaged while it was in use: .* could not be read"
+    with pytest.raises(UserError, match=damaged) as told, _failure_recorded(recipe, here):
+        raise strange
+    assert str(told.value).endswith(f"continue with `tba train --resume {run}`")
 
 
 def test_a_run_without_a_checkpoint_begins_again_with_all_of_its_journal(

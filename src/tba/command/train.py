@@ -17,7 +17,7 @@ from tba.command.check import notes_on_prompts, validate
 from tba.command.importing import fill, refuse, take_in
 from tba.command.options import ImportOptions
 from tba.command.weights import with_weights
-from tba.errors import TbaError, UserError
+from tba.errors import PartFailed, TbaError, UserError
 from tba.recipe import InitialFill, Recipe
 from tba.record.failure import Failure
 from tba.record.live import STATUS_SECONDS, LiveView
@@ -196,7 +196,7 @@ def _failure_recorded(recipe: Recipe, run: RunDirectory) -> Iterator[None]:
         yield
     except Exception as error:
         moved = not (run.path / "recipe.json").exists()
-        told = outside_cause(error, run.path) or _recovered(recipe, run)
+        told = outside_cause(error, run.path) or _recovered(recipe, run, error)
         if told is None and not isinstance(error, TbaError):
             raise
         with suppress(OSError):  # there may be no room for it
@@ -207,10 +207,14 @@ def _failure_recorded(recipe: Recipe, run: RunDirectory) -> Iterator[None]:
         raise told from error
 
 
-def _recovered(recipe: Recipe, run: RunDirectory) -> UserError | None:
-    """Returns what was recovered of a journal that was found damaged while it was in use; None for other errors."""
+def _recovered(recipe: Recipe, run: RunDirectory, error: Exception) -> UserError | None:
+    """Returns what was recovered of a journal that was damaged while it was in use; None for other errors.
+
+    One that nobody has explained may come of it: what is read in a file that another program writes into is anything.
+    """
     journal = run.journal(recipe)
-    if not suspect_mark(journal).exists():
+    explained = isinstance(error, TbaError) and not isinstance(error, PartFailed)
+    if explained and not suspect_mark(journal).exists():
         return None
     try:
         found = "; ".join(str(what) for what in (*note_recoveries(run, journal), loss_of(run, journal)) if what)

@@ -29,6 +29,7 @@ _REMEDIES = {
     sqlite3.SQLITE_CORRUPT: "is damaged: end what uses it; whoever opens it next sets it aside and recovers its rows",
     sqlite3.SQLITE_IOERR: "cannot be read or written, its disk gives errors: move the run to another",
 }
+_NO_MEMORY = {sqlite3.SQLITE_IOERR_NOMEM, sqlite3.SQLITE_IOERR_SHMMAP}
 # SQLite's WAL needs shared memory and byte-range locks that all writers agree on; these do not promise either.
 _NETWORK = {
     *("9p", "afs", "beegfs", "ceph", "cifs", "coda", "davfs", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs", "nfs4"),
@@ -111,7 +112,7 @@ class Database:
         try:
             self._refuse_others(schema)  # before anything is changed
         finally:
-            self._connection.execute("ROLLBACK")
+            self._roll_back()
         # for a new file; an existing one keeps its own
         self._connection.execute(f"PRAGMA page_size = {schema.page_bytes}")
         self._connection.execute("PRAGMA journal_mode = WAL")  # may be refused while another process does the same
@@ -156,9 +157,12 @@ class Database:
                 self._waiting(lambda: self._connection.execute("COMMIT"))
             except BaseException:
                 self._rows = before
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
+                self._roll_back()
                 raise
+
+    def _roll_back(self) -> None:
+        if self._connection.in_transaction:  # SQLite may have done it, at an error
+            self._connection.execute("ROLLBACK")
 
     @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
@@ -274,7 +278,10 @@ class Database:
         try:
             yield
         except sqlite3.DatabaseError as error:
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            extended = getattr(error, "sqlite_errorcode", 0)
+            if extended in _NO_MEMORY:
+                raise MemoryError(f"{self.path}: {error}") from error
+            code = extended & 0xFF
             remedy = _REMEDIES.get(code)
             if remedy is None:
                 raise
