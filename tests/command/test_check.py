@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tba.__main__ import main
-from tba.command.check import estimate, validate
+from tba.command.check import estimate, notes_on_prompts, validate
 from tba.errors import UserError
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
@@ -110,6 +110,14 @@ def test_an_objective_whose_optimum_depends_on_how_often_an_answer_comes_is_warn
     for other in (TrajectoryBalance(Constant(0.05)), TbaPrime(Constant(0.05)), Reinforce(Constant(0.05)), dr_grpo()):
         assert "optimum" not in warned(other, by=1.0)
     assert "optimum" not in warned(dr_grpo(Constant(0.05), penalty="reward"), by=1.0)
+
+
+def test_template_arguments_for_prompts_that_are_texts_are_warned_of() -> None:
+    recipe = find("quickstart")
+    assert isinstance(recipe.model, HuggingFace)
+    given = replace(recipe, model=replace(recipe.model, template_arguments=("enable_thinking=false",)))
+    assert notes_on_prompts(recipe) == []
+    assert [note.partition(":")[0] for note in notes_on_prompts(given)] == ["--model.template-arguments has no effect"]
 
 
 def test_more_ranks_than_gpus_are_refused_before_nccl_meets_them() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from tba.intake.answers import Answer
 from tba.intake.encoding import Encoded, Encoder, Known
@@ -185,3 +186,23 @@ def test_a_trajectory_of_another_tokenizer_is_taken_by_its_text() -> None:
     assert isinstance(answer, Answer)
     assert (answer.prompt, answer.response, answer.truncated) == ("Q: 1+1=\n", "2", False)
     assert encoded("Q: 1+1=\n", "2").known
+
+
+def test_a_prompt_that_begins_with_the_tokenizers_own_token_is_one_whether_asked_or_taken_over() -> None:
+    """Llama's tokenizers put <s> before texts: a new prompt has it, and one of another run keeps all of its tokens."""
+    tokenizer = character_tokenizer("0123456789+= :\nQ")
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+    begin = tokenizer.bos_token_id
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", begin)])
+    encoder = replace(ENCODER, tokenizer=tokenizer, train=Known([]), held_out=Known([]))
+    asked = encoded("Q: 7+1=\n", "8", encoder=encoder)
+    assert asked.prompt.tokens.tolist() == [begin, *tokenizer.encode("Q: 7+1=\n", add_special_tokens=False)]
+    assert asked.completion.tokens.tolist() == [
+        *tokenizer.encode("8", add_special_tokens=False),
+        tokenizer.eos_token_id,
+    ]
+    old = trajectory(asked.prompt, asked.completion.tokens.tolist(), "8")
+    taken = encoder.adopt(old)
+    assert isinstance(taken, Encoded)
+    assert taken.prompt.key == asked.prompt.key
+    assert taken.completion.log_behavior is old.completion.log_behavior

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 import tba.recipes
 from tba.batch import Batch, collate
@@ -20,9 +21,11 @@ from tba.models import memory
 from tba.models.huggingface import HuggingFace
 from tba.models.memory import Pass, Shape
 from tba.policy.causal import CausalPolicy
+from tba.policy.loading import load_model
 from tba.policy.lora import LoraSettings, is_adapter
 from tba.runtime.leading import start_policy, start_ranks
 from tba.settings import find
+from tba.tasks.arithmetic import Arithmetic
 from tba.training.ranks import RankSettings
 from tba.types import Group, Prompt, Sampling, Trajectory, Version
 
@@ -138,6 +141,36 @@ def test_the_base_takes_nine_sixteenths_of_a_byte_for_each_number_of_a_matrix() 
 def test_without_bitsandbytes_it_is_named() -> None:
     with pytest.raises(UserError, match=r"needs the library bitsandbytes: pip install -e '\.\[four-bit\]'"):
         model().policy(1.0)
+
+
+@installed
+def test_an_adapter_on_a_base_in_4_bits_is_merged_into_what_the_base_stands_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TBA_CACHE", str(tmp_path / "cache"))
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base = AutoModelForCausalLM.from_pretrained(BASE, quantization_config=packed, dtype=torch.float32)
+    base.save_pretrained(tmp_path / "base")
+    model().tokenizer().save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").dequantize().float()
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_B." in name:
+                parameter.normal_(std=0.1)
+    adapted.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "adapter")
+    made = HuggingFace(str(tmp_path / "adapter"), device="cpu").prepared(Arithmetic())
+    assert not hasattr(AutoConfig.from_pretrained(made.path), "quantization_config")
+    tokens = torch.tensor([model().tokenizer().encode(TEXTS[0])])
+    with torch.no_grad():
+        right, found = (
+            m.eval()(input_ids=tokens).logits for m in (adapted, load_model(made.path, "cpu", torch.float32)[0])
+        )
+        plain = AutoModelForCausalLM.from_pretrained(BASE)(input_ids=tokens).logits
+    torch.testing.assert_close(found, right, rtol=0, atol=2e-4)  # merging rounds every weight once
+    assert float((right - plain).abs().max()) > 0.1
 
 
 def test_it_needs_adapters_the_own_engine_one_rank_and_a_device_that_can() -> None:

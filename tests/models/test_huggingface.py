@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from tba.engines.transformers import EngineSettings
 from tba.errors import UserError
+from tba.foreign import templated
 from tba.generation import generate
 from tba.models.huggingface import HuggingFace
 from tba.policy.lora import LoraSettings
 from tba.tasks.arithmetic import Arithmetic
-from tba.training.tiny_models import character_tokenizer
+from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Completion, Prompt, Sampling, Version
 
 
@@ -78,3 +79,24 @@ def plain_log_probabilities(model: PreTrainedModel, prompt: Prompt, completion: 
         logits = model(input_ids=tokens[None]).logits[0, len(prompt.tokens) - 1 : -1]
     found: np.ndarray = torch.log_softmax(logits, -1).gather(1, tokens[len(prompt.tokens) :, None])[:, 0].numpy()
     return found
+
+
+def test_a_checkpoint_keeps_the_arguments_of_the_chat_template_that_its_run_had(tmp_path: Path) -> None:
+    """So whoever asks the checkpoint asks as the run did, unless they say otherwise."""
+    tokenizer = character_tokenizer("0123456789+=")
+    tokenizer.chat_template = "{{ messages[0]['content'] }}{% if enable_thinking is false %}={% endif %}"
+    ScratchModel(hidden_size=16, layers=1, heads=2, ff_size=24, max_positions=32).start(tokenizer).save_pretrained(
+        tmp_path / "base"
+    )
+    tokenizer.save_pretrained(tmp_path / "base")
+    model = HuggingFace(str(tmp_path / "base"), device="cpu", template_arguments=("enable_thinking=false",))
+    model.save(model.policy(1.0), tmp_path / "saved")
+    asked = [{"role": "user", "content": "1+1"}]
+    plain, kept = (AutoTokenizer.from_pretrained(tmp_path / folder) for folder in ("base", "saved"))
+    right = plain.apply_chat_template(asked, tokenize=False, enable_thinking=False)
+    assert right == "1+1="
+    assert templated(model.tokenizer(), asked) == right
+    assert kept.apply_chat_template(asked, tokenize=False) == right
+    assert kept.apply_chat_template(asked, tokenize=False, enable_thinking=True) == "1+1"
+    again = replace(model, path=str(tmp_path / "saved")).tokenizer()
+    assert again.chat_template == kept.chat_template

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from tests.runtime.runs import inline, inline_again
 from transformers import AutoModelForCausalLM
@@ -224,6 +226,40 @@ def test_a_model_that_was_not_prepared_is_the_same(tmp_path: Path) -> None:
         torch.testing.assert_close(log_policy_BT, batch.log_reference_BT, rtol=0, atol=1e-5)
         right = log_probabilities(as_peft_says(base, adapter), prompts[0], answered[0][0])
         np.testing.assert_allclose(answered[0][0].log_behavior, right, rtol=0, atol=MERGED)
+
+
+def test_an_adapter_and_its_base_are_found_by_their_names_on_the_hub_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the Hub's cache has them; the base of the revision that the adapter names, and not the present one."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+    def cached(name: str, revisions: dict[str, Path]) -> None:
+        folder = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+        for commit, (revision, place) in enumerate(revisions.items()):
+            shutil.copytree(place, folder / "snapshots" / f"{commit:040x}")
+            (folder / "refs").mkdir(exist_ok=True)
+            (folder / "refs" / revision).write_text(f"{commit:040x}")
+
+    old, new = base_in(tmp_path / "old"), base_in(tmp_path / "new", tied=False)
+    adapter = adapter_in(tmp_path / "adapter", old, lora(revision="v1"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "some/base"}))
+    cached("some/base", {"main": new, "v1": old})
+    cached("some/adapter", {"main": adapter})
+    made = HuggingFace("some/adapter", device="cpu").prepared(TASK)
+    prompts, answered, _, _ = at_the_start(made)
+    right = log_probabilities(as_peft_says(old, adapter), prompts[0], answered[0][0])
+    np.testing.assert_allclose(answered[0][0].log_behavior, right, rtol=0, atol=MERGED)
+    assert whole("some/base", print) == "some/base"
+
+
+def test_without_peft_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = adapter_in(tmp_path / "adapter", base_in(tmp_path / "base"), lora())
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"install the library peft: pip install 'tba-rl\[lora\]'"):
+        whole(str(adapter), print)
 
 
 def test_what_cannot_be_merged_is_one_sentence_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:

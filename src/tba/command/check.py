@@ -179,6 +179,8 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
     reward = reward_of(recipe.task)
     problems, buffer = problems_of(recipe.task, "train")[: recipe.prompts.limit], recipe.replay.buffer
     check_fields(reward, problems[0], recipe.task.name)
+    if getattr(recipe.model, "template_arguments", ()) and all(isinstance(p.prompt, str) for p in problems):
+        return ["--model.template-arguments has no effect: the prompts are texts, to which no template is applied"]
     if buffer.per_prompt < buffer.total and len({(str(p.prompt), p.seed) for p in problems}) == 1:
         return [
             f"the task has one prompt, of which replay keeps {buffer.per_prompt:,} trajectories, though there is room "

@@ -7,7 +7,7 @@ Invariant: every trajectory of the journal is either learnt or counted under exa
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -96,15 +96,15 @@ def collect(journal: Path, options: SmoothingOptions) -> Collected:
     return Collected(kept, left_out)
 
 
-def began_with(recipe: Recipe, options: SmoothingOptions) -> tuple[str, Any]:
-    """Returns (the model to train further, the tokenizer of the run's answers)."""
+def began_with(recipe: Recipe, options: SmoothingOptions) -> tuple[str, Any, Sequence[str]]:
+    """Returns (the model to train further, the tokenizer of the run's answers, the arguments of its template)."""
     if not isinstance(recipe.model, HuggingFace):
         raise UserError(f"the run's model is a {type(recipe.model).__name__}, which cannot be taught: give another run")
     own = recipe.model.prepared(recipe.task)
     tokenizer = own.tokenizer()
     if options.model and HuggingFace(options.model).tokenizer().get_vocab() != tokenizer.get_vocab():
         raise UserError(f"{options.model} has another tokenizer than the run, whose answers are tokens: give another")
-    return options.model or own.path, tokenizer
+    return options.model or own.path, tokenizer, () if options.model else own.template_arguments
 
 
 def run_recipe_of(path: Path, trusted: bool) -> tuple[Recipe, Path]:

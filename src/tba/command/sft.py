@@ -37,9 +37,15 @@ class SftOptions:
     """Which model is trained on a file, and how."""
 
     model: str = ""  # a folder or Hub name of the model to train further; empty: a new small one
+    template_arguments: tuple[str, ...] = ()  # of its chat template, each name=value, such as enable_thinking=false
     held_out: float = 0.1  # share of prompts that are not trained on, the same that `Jsonl` holds out; 0: none
     min_reward: float | None = None  # leave out lines whose field `reward` is lower; none: learn all
     warm_start: WarmStart = field(default_factory=WarmStart)
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """The field without effect: a new small model has no chat template."""
+        return {} if self.model else {"template_arguments": "model"}
 
 
 def make_model(name: str, overrides: list[str], out: Path) -> int:
@@ -50,12 +56,12 @@ def make_model(name: str, overrides: list[str], out: Path) -> int:
     if is_run(Path(name)):
         made = _from_run(Path(name), overrides, console)
     else:
-        task, start, path = (
+        task, start, model = (
             _from_file(name, overrides, console) if is_file_of_rows(name) else _from_recipe(name, overrides)
         )
         made = (
-            continued(path, start.sft, task, console.print)
-            if path
+            continued(model.path, start.sft, task, console.print, model.template_arguments)
+            if model.path
             else warm_started(replace(start, shipped=None), task, console.print)
         )
     with atomic_folder(out) as temporary:
@@ -81,16 +87,17 @@ def _learned(facts: Mapping[str, Json]) -> str:
 def _from_run(path: Path, overrides: list[str], console: Console) -> Path:
     options = override(SmoothingOptions(), overrides, f"tba sft {path}")
     recipe, journal = run_recipe_of(path, options.trust)
-    model, tokenizer = began_with(recipe, options)
+    model, tokenizer, arguments = began_with(recipe, options)
     collected = collect(journal, options)
     left_out = "".join(f", {count:,} {reason}" for reason, count in collected.left_out.items() if count)
     console.print(f"{len(collected.trajectories):,} answers to learn{left_out}", highlight=False, soft_wrap=True)
     pairs = collected.pairs(tokenizer)
-    return taught(model, options.sft, lambda _: pairs, console.print)
+    return taught(model, options.sft, lambda _: pairs, console.print, arguments)
 
 
-def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task, WarmStart, str]:
+def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task, WarmStart, HuggingFace]:
     options = override(SftOptions(), overrides, f"tba sft {name}")
+    model = HuggingFace(options.model, template_arguments=options.template_arguments)
     if not 0 <= options.held_out < 1:
         raise UserError(f"--held-out is {options.held_out}: give the share of prompts not to teach, 0 to below 1")
     rows = read_rows(Path(name))
@@ -99,11 +106,11 @@ def _from_file(name: str, overrides: list[str], console: Console) -> tuple[Task,
     held_out = len(rows) - len(task.problems("train"))
     console.print(f"{len(rows):,} lines, {held_out:,} held out (--held-out)", highlight=False)
     if options.min_reward is None:
-        return task, options.warm_start, options.model
+        return task, options.warm_start, model
     better = _Better(task, options.min_reward)
     learnt = len(better.problems("train"))
     console.print(f"{learnt:,} of the others have a reward of at least {options.min_reward:g}", highlight=False)
-    return better, options.warm_start, options.model
+    return better, options.warm_start, model
 
 
 def _require_responses(rows: Sequence[Row], task: Jsonl) -> None:
@@ -143,7 +150,7 @@ class _Better:
         return isinstance(reward, int | float) and reward >= self.least
 
 
-def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]:
+def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, HuggingFace]:
     begun = find(name)
     if not isinstance(begun.model, HuggingFace) or begun.model.warm_start is None:
         raise UserError(
@@ -154,4 +161,4 @@ def _from_recipe(name: str, overrides: list[str]) -> tuple[Task, WarmStart, str]
     model = recipe.model
     assert isinstance(model, HuggingFace)
     assert model.warm_start is not None
-    return recipe.task, model.warm_start, model.path
+    return recipe.task, model.warm_start, model

@@ -76,13 +76,7 @@ def _read(path: Path) -> tuple[Any, Any]:
         place = {"gguf_file": path.name, **SAFE}
         tokenizer = AutoTokenizer.from_pretrained(path.parent, **place)
         model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **place)
-        config = model.config
-        del config.quantization_config  # the weights are plain now; transformers would refuse to save them
-        with torch.device("meta"):
-            plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        plain.load_state_dict(model.state_dict(), assign=True)
-        plain.tie_weights()
-        plain.generation_config = model.generation_config
+        plain = made_plain(model)
     except (*UNREADABLE, NotImplementedError, struct.error) as error:
         reason = str(error).strip().split("\n")[0]
         raise UserError(
@@ -90,3 +84,16 @@ def _read(path: Path) -> tuple[Any, Any]:
             "that it can, or a Hugging Face folder"
         ) from error
     return plain, tokenizer
+
+
+def made_plain(model: Any) -> Any:
+    """Returns a model of the weights of one that was read from quantized files and is whole now, to be saved: of the
+    one that was read transformers would not do that.
+    """
+    vars(model.config).pop("quantization_config", None)
+    with torch.device("meta"):
+        plain = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain

@@ -38,10 +38,10 @@ from tba.models.memory import Sampling, Shape
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
-from tba.models.source import whole
+from tba.models.source import merged_if_adapter, whole
 from tba.policy.causal import CausalPolicy
 from tba.policy.loading import load_model, load_unfilled
-from tba.policy.lora import CONFIG, LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
+from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, Acted, Arithmetic, Policy, SavedPolicy, Task, Work
 from tba.sharding import Sharding
@@ -148,7 +148,7 @@ class HuggingFace:
     @property
     def _whole(self) -> str:
         """The path of the whole weights, also of an adapter's folder that was not `prepared`."""
-        return whole(self.path, log.info) if (Path(self.path) / CONFIG).is_file() else self.path
+        return merged_if_adapter(self.path, log.info)
 
     def tokenizer(self) -> Any:
         """Returns the model's own tokenizer. Raises `UserError` when it cannot be loaded."""
@@ -430,18 +430,26 @@ def _cache() -> Path:
     return cache_folder("warm-starts")
 
 
-def continued(path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None]) -> Path:
+def continued(
+    path: str, settings: SupervisedSettings, task: Task, log: Callable[[str], None], arguments: Sequence[str] = ()
+) -> Path:
     """Returns the model at `path` taught the task's demonstrations: cached, or made now."""
-    return taught(path, settings, lambda tokenizer: _taught(task, tokenizer), log)
+    return taught(path, settings, lambda tokenizer: _taught(task, tokenizer), log, arguments)
 
 
 def taught(
-    path: str, settings: SupervisedSettings, pairs_in: Callable[[Any], list[Pair]], log: Callable[[str], None]
+    path: str,
+    settings: SupervisedSettings,
+    pairs_in: Callable[[Any], list[Pair]],
+    log: Callable[[str], None],
+    arguments: Sequence[str] = (),
 ) -> Path:
-    """Returns the model at `path` taught what `pairs_in` makes of its tokenizer: cached, or made now."""
+    """Returns the model at `path` taught what `pairs_in` makes of its tokenizer: cached, or made now. The tokenizer's
+    template has the arguments from then on.
+    """
     model, tokenizer = _loaded(whole(path, log), "cpu", torch.float32)
-    pairs = pairs_in(tokenizer)
-    key = supervised_key([settings], pairs, dict(model.state_dict()))
+    pairs = pairs_in(with_arguments(tokenizer, arguments))
+    key = supervised_key([settings, *arguments], pairs, dict(model.state_dict()))
     return cached_folder(_cache(), key, lambda out: teach(model, tokenizer, [(settings, pairs)], key, out, log))
 
 

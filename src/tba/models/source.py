@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
-from tba.models.gguf import SUFFIX, converted, saved_once
+from tba.models.gguf import SUFFIX, converted, made_plain, saved_once
 from tba.policy.loading import keep_softcap
 from tba.policy.lora import CONFIG, WEIGHTS
 from tba.weights.atomic_dir import cache_folder
@@ -73,6 +73,11 @@ def whole(path: str, log: Callable[[str], None]) -> str:
         return str(converted(Path(path), log))
     folder = adapter_at(path)
     return path if folder is None else str(_merged(folder, log))
+
+
+def merged_if_adapter(path: str, log: Callable[[str], None]) -> str:
+    """Returns the path itself, but of an adapter's folder that of the whole weights."""
+    return whole(path, log) if (Path(path) / CONFIG).is_file() else path
 
 
 def adapter_at(path: str) -> Path | None:
@@ -150,7 +155,7 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
     try:
         at = {"revision": revision} if revision else {}
         model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, **SAFE_MODEL, **at)
-        if getattr(model.config, "quantization_config", None) is not None:
+        if quantized := getattr(model.config, "quantization_config", None) is not None:
             model = model.dequantize().float()
         keep_softcap(model)
         own = any((folder / name).is_file() for name in ("tokenizer_config.json", "tokenizer.json"))
@@ -182,6 +187,7 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
             _untie(adapted.base_model.model)
             merged = adapted.merge_and_unload().eval()
             _say_whether_tied(merged)
+            merged = made_plain(merged) if quantized else merged
     except UNREADABLE as error:
         raise UserError(f"the adapter {folder} cannot be merged into its base ({error}): give another one") from error
     merged.save_pretrained(out)

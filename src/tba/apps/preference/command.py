@@ -25,6 +25,7 @@ from tba.apps.preference.pairs import PairReport, PreferencePair, folds, pairs_o
 from tba.apps.preference.scoring import REPORT, RewardModel, S, Scorable
 from tba.apps.preference.training import ReadPair, fit
 from tba.errors import UserError
+from tba.models.source import merged_if_adapter
 from tba.record.terminal import terminal
 from tba.settings import override
 from tba.tasks.hub import rows_from_hub
@@ -85,11 +86,12 @@ def trained(
     pairs: Sequence[PreferencePair], options: RewardModelOptions, console: Console
 ) -> tuple[Agreement, Scorable[Any], dict[str, int]]:
     """Returns the report on held-out documents, the model to save, and the texts, with what could not be read whole."""
+    backbone = merged_if_adapter(options.model, console.print)
     if options.frozen:
-        encoder = SentenceEncoder.load(options.model, options.device)
+        encoder = SentenceEncoder.load(backbone, options.device)
         return _trained(lambda: FrozenRewardModel.new(encoder), pairs, options, console)
     return _trained(
-        lambda: RewardModel.load(options.model, options.max_tokens, options.keep, options.device),
+        lambda: RewardModel.load(backbone, options.max_tokens, options.keep, options.device),
         pairs,
         options,
         console,

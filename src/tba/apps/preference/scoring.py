@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from tba.engines.rules import positions
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
+from tba.policy.loading import keep_softcap
 
 REPORT = "reward_model.json"  # in a folder of `tba reward-model`: what it was made of, and its report
 
@@ -93,6 +94,7 @@ def pretrained(path: str, kind: Any, **more: Any) -> tuple[Any, Any]:
     try:
         with quiet():
             model = kind.from_pretrained(path, dtype=torch.float32, **SAFE_MODEL, **more)
+            keep_softcap(model)
             return model, AutoTokenizer.from_pretrained(path, **SAFE)
     except UNREADABLE as error:
         reason = str(error).partition("\n")[0]

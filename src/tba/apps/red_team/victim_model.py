@@ -21,6 +21,7 @@ from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, templated
 from tba.generation import generate
+from tba.policy.loading import keep_softcap
 from tba.types import Prompt, Sampling
 
 
@@ -95,6 +96,7 @@ def loaded(kind: Any, path: str, what: str, device: str, dtype: torch.dtype) -> 
     logging.disable_progress_bar()
     try:
         model = kind.from_pretrained(path, dtype=dtype, **SAFE_MODEL)
+        keep_softcap(model)
         tokenizer = AutoTokenizer.from_pretrained(path, **SAFE)
     except UNREADABLE as error:
         reason = str(error).strip().partition("\n")[0]
