@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -343,3 +344,51 @@ def test_what_a_recipe_cannot_be_made_of_is_one_sentence(wrong: dict[str, Any], 
     parts = {"task": tba.Arithmetic(), "model": BASE, "objective": tba.Grpo()}
     with pytest.raises(UserError, match=said):
         tba.Recipe(**{**parts, **wrong})
+
+
+@pytest.mark.parametrize("runtime", ["processes", "inline"])
+def test_plain_functions_are_called_once_with_each_step_and_each_figure(tmp_path: Path, runtime: str) -> None:
+    rows: list[Any] = []
+    figures: list[Any] = []
+    told = {"on_step": rows.append, "on_evaluation": figures.append}
+    run = tba.train(toy(), runs=tmp_path, run_name="a", quiet=True, runtime=runtime, **told, **QUICK)
+    assert [row["step"] for row in rows] == list(range(1, 7))
+    assert rows == list(run.metrics())
+    assert figures == list(run.evaluations)
+    assert {f.version.step for f in figures} == {0, 6}
+
+
+@pytest.mark.parametrize("runtime", ["processes", "inline"])
+def test_what_such_a_function_raises_ends_the_run_with_its_line_and_the_run_is_resumed(
+    tmp_path: Path, runtime: str
+) -> None:
+    def on_step(row: Any) -> None:
+        if row["step"] == 3:
+            raise ValueError("enough")
+
+    with pytest.raises(UserError, match=r"on_step failed: ValueError: enough \(.*test_api.py, line \d+: raise"):
+        tba.train(str(TOY), runs=tmp_path, run_name="a", quiet=True, runtime=runtime, on_step=on_step, steps=400)
+    before = len(tba.open_run(tmp_path / "a").metrics())
+    assert 3 <= before < 400
+    assert main(["resume", str(tmp_path / "a"), "--steps", str(before + 2)]) == 0
+    steps = {row["step"] for row in tba.open_run(tmp_path / "a").metrics()}  # inline no checkpoint is left: from 0
+    assert steps == set(range(1, before + 3))
+
+
+def test_epochs_are_as_many_steps_as_have_the_groups_of_so_many_passes_over_the_prompts(tmp_path: Path) -> None:
+    prompts = len(toy().task.problems("train"))
+    fields: dict[str, Any] = {**QUICK, "groups_per_step": 2, "runtime": "inline"}
+    del fields["steps"]
+    recipe = replace(toy(), prompts=replace(toy().prompts, limit=None))
+    for epochs in (1, 2.5):
+        run = tba.train(recipe, runs=tmp_path, run_name=f"{epochs}", quiet=True, epochs=epochs, **fields)
+        assert len(run.metrics()) == math.ceil(epochs * prompts / 2)
+    with pytest.raises(UserError, match="epochs and steps both say how long the run is"):
+        tba.train(recipe, runs=tmp_path, epochs=1, steps=3)
+    with pytest.raises(UserError, match="--epochs is -1"):
+        tba.train(recipe, runs=tmp_path, epochs=-1)
+    words = ["train", str(TOY), "--runs", str(tmp_path), "--run-name", "named", "--runtime", "inline", "--epochs", "2"]
+    assert main([*words, "--steps", "3"]) == 2
+    assert main(words) == 0
+    begun = find(str(TOY))
+    assert len(tba.open_run(tmp_path / "named").metrics()) == math.ceil(2 * prompts / begun.groups_per_step)

@@ -15,7 +15,7 @@ from typing import Literal
 USAGE = """\
 tba: asynchronous, off-policy RL post-training of language models (Trajectory Balance with Asynchrony)
 
-  tba train RECIPE [--run-name NAME] [--runs DIR] [--data FILE|RUN] [--field value ...]
+  tba train RECIPE [--run-name NAME] [--runs DIR] [--data FILE|RUN] [--epochs N] [--field value ...]
                                             run a recipe (a name, or a path to a .py file); --offline trains on imported
                                             or existing trajectories, without sampling new ones
   tba resume RUN [--steps N] [--field value ...]    continue a run that was stopped, was killed or has failed
@@ -215,7 +215,7 @@ def train(arguments: list[str]) -> int:
     from tba.settings import split_options
 
     options, overrides = split_options(TrainOptions(), rest, "tba train")
-    return run_recipe(name, overrides, options.runs, options.run_name, options.data)
+    return run_recipe(name, overrides, options)
 
 
 def resume(arguments: list[str]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
@@ -94,6 +94,9 @@ def train(
     runs: str | Path = "runs",
     run_name: str | None = None,
     quiet: bool = False,
+    epochs: float | None = None,
+    on_step: Callable[[Mapping[str, Json]], object] | None = None,
+    on_evaluation: Callable[[Evaluation], object] | None = None,
     **fields: Any,
 ) -> Run:
     """Trains, and returns when the run has ended. Raises `UserError` for what cannot run, before anything is made.
@@ -105,13 +108,22 @@ def train(
     rebuild (a class defined in a notebook) trains with `runtime="inline"` only, and is refused otherwise. A script must
     call this below `if __name__ == "__main__":`, as with `multiprocessing`.
 
+    epochs: how long the run is as passes over the training prompts, in the place of `steps`. on_step, on_evaluation:
+    plain functions, called here with each optimizer step's metrics (as `Run.metrics` gives them) and with each held-out
+    figure, once they are recorded; what they raise ends the run, which can be resumed.
+
     After Ctrl-C the run is left intact, with a checkpoint; `tba train --resume` continues it.
     """
     from tba.command.check import validate
-    from tba.command.train import carry_out
+    from tba.command.train import carry_out, steps_in
+    from tba.record.callbacks import Callbacks
     from tba.record.terminal import terminal
     from tba.runtime.run_dir import new_path
 
+    if epochs is not None:
+        if "steps" in fields:
+            raise UserError("epochs and steps both say how long the run is: give one of them")
+        fields["steps"] = steps_in(_found(recipe, fields)[0], epochs)
     found, name, overrides = _found(recipe, fields)
     path = new_path(Path(runs), found.name, run_name)
     console = terminal(quiet=quiet)
@@ -119,7 +131,7 @@ def train(
         console.print(f"note: {warning}", style="yellow")
     if not name:
         name, overrides = _written(found, path), []
-    carry_out(found, name, overrides, path, console)
+    carry_out(found, name, overrides, path, console, callbacks=Callbacks(on_step, on_evaluation))
     return Run(path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,6 +64,31 @@ def test_the_slope_is_the_factor_of_the_equation_times_the_advantage(form: str, 
         }  # fmt: skip
     elif form != "none":
         assert any(r > CAP for _, r, _ in factors)
+
+
+def test_with_a_higher_upper_bound_a_ratio_is_pushed_up_as_far_as_that_and_down_as_before() -> None:
+    batch, log_policy_BT = random_batch()
+    rho = ratios(batch, log_policy_BT, "token")
+    places = [(b, t) for b, positions in enumerate(per_row(batch)) for t in positions]
+    above = sorted(rho[b, t] for b, t in places if rho[b, t] > 1 + CLIP and batch.reward_B[b] > 0)
+    high = (above[len(above) // 2 - 1] + above[len(above) // 2]) / 2 - 1
+    assert high > CLIP
+    wider = Correction("clip", clip=CLIP, clip_high=high)
+    found, _ = slopes(Reinforce(Constant(0.0), "none", correction=wider), batch, log_policy_BT)
+    seen = set()
+    for b, t in places:
+        r, advantage = rho[b, t], float(batch.reward_B[b])
+        cut = r > 1 + high if advantage > 0 else r < 1 - CLIP
+        seen.add((advantage > 0, r > 1 + CLIP, cut))
+        assert float(found[b, t]) == pytest.approx(0.0 if cut else -r * advantage / batch.rows, rel=1e-9, abs=1e-12)
+    assert seen >= {(True, True, True), (True, True, False), (False, True, False), (False, False, True)}
+    same = Correction("clip", clip=CLIP, clip_high=CLIP)
+    for correction, other in ((same, Correction("clip", clip=CLIP)), (replace(wider, clip_high=None), same)):
+        one, _ = slopes(Reinforce(Constant(0.0), "none", correction=correction), batch, log_policy_BT)
+        two, _ = slopes(Reinforce(Constant(0.0), "none", correction=other), batch, log_policy_BT)
+        assert torch.equal(one, two)
+    with pytest.raises(UserError, match="clip_high is 0"):
+        Correction("clip", clip_high=0)
 
 
 @pytest.mark.parametrize("form", FORMS)

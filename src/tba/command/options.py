@@ -19,6 +19,7 @@ class TrainOptions:
     run_name: str | None = None  # name of the run's folder; none: the recipe's name and a number
     runs: Path = Path("runs")  # the folder of all runs
     data: Path | None = None  # a file of answers, or another run, to import before the run begins
+    epochs: float | None = None  # how long the run is, as passes over the training prompts; none: --steps says it
 
 
 @dataclass(frozen=True)

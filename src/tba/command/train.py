@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import shutil
@@ -15,10 +16,12 @@ from rich.console import Console
 
 from tba.command.check import notes_on_prompts, validate
 from tba.command.importing import fill, refuse, take_in
-from tba.command.options import ImportOptions
+from tba.command.options import ImportOptions, TrainOptions
 from tba.command.weights import with_weights
 from tba.errors import PartFailed, TbaError, UserError
+from tba.foreign import problems_of
 from tba.recipe import InitialFill, Recipe
+from tba.record.callbacks import Callbacks
 from tba.record.failure import Failure
 from tba.record.live import STATUS_SECONDS, LiveView
 from tba.record.recorder import TensorBoardEvents
@@ -46,14 +49,16 @@ WARM_UP = "--replay.pacing.warm-up"
 _BUSY = 0.5  # load per core, before the run begins, from which the machine counts as busy
 
 
-def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None, data: Path | None = None) -> int:
-    """Returns exit code 0 when the run has made all its steps, 130 or 143 when Ctrl-C or SIGTERM ended it before.
-
-    data: what is imported before it begins.
-    """
-    console = terminal()
+def run_recipe(name: str, overrides: list[str], options: TrainOptions) -> int:
+    """Returns exit code 0 when the run has made all its steps, 130 or 143 when Ctrl-C or SIGTERM ended it before."""
+    console, data = terminal(), options.data
     recipe = override(find(name), overrides, f"tba train {name}")
-    path = new_path(runs, recipe.name, run_name)
+    if options.epochs is not None:
+        if "--steps" in {word.partition("=")[0] for word in overrides}:
+            raise UserError("--epochs and --steps both say how long the run is: give one of them")
+        overrides = [*overrides, "--steps", str(steps_in(recipe, options.epochs))]
+        recipe = override(find(name), overrides, f"tba train {name}")
+    path = new_path(options.runs, recipe.name, options.run_name)
     if recipe.offline:
         recipe, overrides = _offline(recipe, name, overrides, path, data)
     for warning in validate(recipe):
@@ -62,6 +67,14 @@ def run_recipe(name: str, overrides: list[str], runs: Path, run_name: str | None
     warn_if_busy(console)
     run, summary, code = carry_out(recipe, name, overrides, path, console, data)
     return closing_words(console, recipe, [name, *overrides], run, summary, code)
+
+
+def steps_in(recipe: Recipe, epochs: float) -> int:
+    """Returns how many optimizer steps have as many groups as `epochs` passes over the training prompts."""
+    if not 0 < epochs < math.inf:
+        raise UserError(f"--epochs is {epochs}: give a number above 0")
+    prompts = len(problems_of(recipe.task, "train")[: recipe.prompts.limit])
+    return math.ceil(round(epochs * prompts / recipe.groups_per_step, 6))
 
 
 def warn_if_busy(console: Console) -> None:
@@ -91,11 +104,17 @@ def closing_words(
 
 
 def carry_out(
-    recipe: Recipe, name: str, overrides: list[str], path: Path, console: Console, data: Path | None = None
+    recipe: Recipe,
+    name: str,
+    overrides: list[str],
+    path: Path,
+    console: Console,
+    data: Path | None = None,
+    callbacks: Callbacks | None = None,
 ) -> tuple[RunDirectory, Summary, int]:
     """Makes one run, from the warm start to its summary; returns the summary and the exit code.
 
-    It begins with what is imported from `data`, or has been imported to `path`.
+    It begins with what is imported from `data`, or has been imported to `path`. callbacks: are told what it records.
     """
     began = time.monotonic()
     if recipe.runtime == "processes":
@@ -126,7 +145,7 @@ def carry_out(
             if not prepared:  # nothing of it is of use
                 shutil.rmtree(run.path)
             raise
-        return run, *go(recipe, held, console)
+        return run, *go(recipe, held, console, callbacks)
 
 
 def with_sizes(recipe: Recipe, name: str, overrides: list[str], console: Console) -> tuple[Recipe, list[str]]:
@@ -145,15 +164,21 @@ def with_sizes(recipe: Recipe, name: str, overrides: list[str], console: Console
     return override(recipe, decided, f"tba train {name}", recorded=True), [*overrides, *decided]
 
 
-def go(recipe: Recipe, run: RunDirectory, console: Console) -> tuple[Summary, int]:
+def go(recipe: Recipe, run: RunDirectory, console: Console, callbacks: Callbacks | None = None) -> tuple[Summary, int]:
     """Returns the run's summary and the exit code. The run's folder is locked meanwhile."""
-    progress = Progress(recipe, run)
+    progress, callbacks = Progress(recipe, run), callbacks or Callbacks()
     with LiveView(console, STATUS_SECONDS, recipe.name) as view:
         every = _LOOK if console.is_terminal else STATUS_SECONDS / 4
-        tell = Throttled(lambda phase, note: view.update(progress.status(phase, note)), every)
+        show = Throttled(lambda phase, note: view.update(progress.status(phase, note)), every)
+
+        def tell(phase: str, note: str) -> None:
+            callbacks.look(run.path)
+            show(phase, note)
+
         runtime = _runtime(recipe)(recipe, run, tell)
         with _failure_recorded(recipe, run):
             faults = runtime.go()
+            callbacks.look(run.path)
         with _failure_recorded(recipe, run):
             summary = summarise(recipe, run, runtime.searchers, faults, run.facts.get("sft_seconds", 0.0))
     if recipe.record.tensorboard:  # the last evaluation came after the trainer had closed its events

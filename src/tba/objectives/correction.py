@@ -36,6 +36,7 @@ class Correction:
         clamp      -min(rho, cap) A                       the same below the cap, and no gradient above it
         clip       max(-rho A, -clip(rho, 1 +- clip) A)   PPO (Schulman et al. 2017, arXiv 1707.06347)
 
+    With `clip_high` the upper bound is 1 + clip_high (DAPO's clip-higher, Yu et al. 2025, arXiv 2503.14476).
     mu is the distribution that was sampled from, after temperature and top-p. Raises `UserError` for bounds with which
     rho = 1 would be cut.
     """
@@ -44,6 +45,7 @@ class Correction:
     level: Literal["token", "sequence"] = "token"  # whose ratio: each token's, or the whole completion's
     cap: float = 8.0  # the largest ratio, in the forms truncate and clamp
     clip: float = 0.2  # how far from 1 a ratio still has a gradient, in the form clip
+    clip_high: float | None = None  # the same above 1, such as 0.28; None: as far as below
 
     @property
     def unused(self) -> Mapping[str, str]:
@@ -54,13 +56,17 @@ class Correction:
         if self.form not in ("truncate", "clamp"):
             found["cap"] = "form truncate or clamp"
         if self.form != "clip":
-            found["clip"] = "form clip"
+            found |= dict.fromkeys(("clip", "clip_high"), "form clip")
         return found
 
     def __post_init__(self) -> None:
         if not self.cap >= 1:
             raise UserError(f"the correction's cap is {self.cap}, but it has to be at least 1, the ratio on-policy.")
         require_clip(self.clip)
+        if self.clip_high is not None and not 0 < self.clip_high < math.inf:
+            raise UserError(
+                f"the correction's clip_high is {self.clip_high}, but it has to be above 0; 0.28 is DAPO's."
+            )
 
     @property
     def needs(self) -> frozenset[str]:
@@ -82,7 +88,7 @@ class Correction:
         if self.level == "sequence":  # one term for the row, in equal parts on its tokens
             log_rho_BT, weight_BT = log_rho_BT.sum(1, keepdim=True), share_BT
         if self.form == "clip":
-            terms_BT, cut_BT = clipped(log_rho_BT, advantage_B1, self.clip)
+            terms_BT, cut_BT = clipped(log_rho_BT, advantage_B1, self.clip, self.clip_high)
             terms_BT = terms_BT * weight_BT
         else:
             bounded_BT, cut_BT = log_rho_BT.clamp(max=math.log(self.cap)), log_rho_BT > math.log(self.cap)
@@ -93,13 +99,13 @@ class Correction:
         return terms_BT, {"cut": (cut_BT * share_BT).sum(1), "off_policy": off_policy_B}
 
 
-def clipped(log_rho: Tensor, advantage: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """max(-rho A, -clip(rho, 1 +- clip) A), and where the clipped one is larger: there rho has no gradient.
+def clipped(log_rho: Tensor, advantage: Tensor, clip: float, high: float | None = None) -> tuple[Tensor, Tensor]:
+    """max(-rho A, -clip(rho, 1 - clip, 1 + high) A), and where the clipped one is larger: there rho has no gradient.
 
-    So a ratio is not pushed further up than 1 + clip (A > 0) nor further down than 1 - clip (A < 0).
+    So a ratio is not pushed further up than 1 + high (A > 0; None: 1 + clip) nor further down than 1 - clip (A < 0).
     """
     rho = log_rho.clamp(-_LARGEST, _LARGEST).exp()
-    free, bounded = -rho * advantage, -rho.clamp(1 - clip, 1 + clip) * advantage
+    free, bounded = -rho * advantage, -rho.clamp(1 - clip, 1 + (clip if high is None else high)) * advantage
     return torch.maximum(free, bounded), bounded > free
 
 

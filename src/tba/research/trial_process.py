@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tba.command.options import TrainOptions
 from tba.command.train import run_recipe
 from tba.errors import TbaError, UserError
 from tba.evaluation.divergence import divergence
@@ -42,7 +43,7 @@ def carry_out(order: dict[str, Any]) -> int:
     source, overrides, path = order["source"], order["overrides"], Path(order["path"])
     try:
         if Summary.read(path) is None:
-            run_recipe(source, overrides, path.parent, path.name)
+            run_recipe(source, overrides, TrainOptions(run_name=path.name, runs=path.parent))
         summary = Summary.read(path)
         if summary is not None and not summary.faults.get("stopped"):
             recipe = override(find(source), overrides, f"tba train {source}")

@@ -1,0 +1,56 @@
+"""A caller's own functions, called with what a run records, in the caller's process.
+
+Invariant: each step and each figure is told once, in its order, also when a trainer that was restarted records steps
+again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tba.errors import TbaError
+from tba.foreign import failed
+from tba.record import evaluations, metrics
+from tba.record.jsonl import NewLines
+from tba.types import Evaluation, Json, Version
+
+
+@dataclass
+class Callbacks:
+    """Plain functions: of each optimizer step's metrics, and of each held-out figure. `look` calls them with what is
+    new. Raises `UserError` for whatever they raise.
+    """
+
+    on_step: Callable[[Mapping[str, Json]], object] | None = None
+    on_evaluation: Callable[[Evaluation], object] | None = None
+    _step: int = field(default=0, init=False)  # the last that was told
+    _figures: set[tuple[Version, str]] = field(default_factory=set, init=False)
+    _lines: dict[str, NewLines] = field(default_factory=dict, init=False)
+
+    def look(self, run: Path) -> None:
+        """Call the functions with what has been recorded since the last call."""
+        if self.on_step is not None:
+            for row in self._new(run, metrics.FILE, metrics.step_of):
+                if row["step"] > self._step:
+                    self._step = row["step"]
+                    _told("on_step", self.on_step, row)
+        if self.on_evaluation is not None:
+            for figure in self._new(run, evaluations.FILE, evaluations.evaluation_of):
+                if (figure.version, figure.metric) not in self._figures:
+                    self._figures.add((figure.version, figure.metric))
+                    _told("on_evaluation", self.on_evaluation, figure)
+
+    def _new(self, run: Path, file: str, read: Callable[[dict[str, Json]], Any]) -> list[Any]:
+        return self._lines.setdefault(file, NewLines(run / file, read)).read()[1]
+
+
+def _told(name: str, function: Callable[[Any], object], what: Any) -> None:
+    try:
+        function(what)
+    except TbaError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise failed(name, error) from error
