@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -25,10 +25,11 @@ from tba.environments.task import EnvironmentTask
 from tba.environments.tools import calls_in
 from tba.foreign import templated
 from tba.generation import generate
-from tba.intake.answers import Answer
+from tba.intake.answers import Answer, answer_of
 from tba.intake.encoding import Encoded, Encoder, Known
 from tba.models.huggingface import pairs_of
 from tba.search.prompts import PromptSettings, encode
+from tba.tables import Refusal
 from tba.training.supervised import Pair
 from tba.turns import assistant_turn
 from tba.types import Completion, Json, Problem, Sampling, StopReason
@@ -236,6 +237,32 @@ def test_an_imported_answer_and_a_demonstration_end_as_the_template_says(name: s
     cut = encoder.encode(Answer(tuple(messages), ANSWER, truncated=True, tools=PROBLEM.tools))
     assert isinstance(cut, Encoded)
     assert assistant_turn(made).ends.isdisjoint(cut.completion.tokens.tolist())
+
+
+@pytest.mark.parametrize(("name", "kind"), BOTH, ids=IDS)
+def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: str, kind: str) -> None:
+    family, made = FAMILIES[name], tokenizer(name, kind)
+    line: dict[str, Any] = {
+        "messages": [*conversation(family)[:1], call("abcdefgh0", *CALLS[0][:2])],
+        "tools": list(PROBLEM.tools),
+    }
+    answer = answer_of(line)
+    assert isinstance(answer, Answer), answer
+    encoder = Encoder("account", made, Known([]), Known([]), True, max_prompt_tokens=10_000, max_tokens=200)
+    found = encoder.encode(answer)
+    if not family.calls:
+        assert isinstance(found, Refusal)
+        assert "calls tools, which the model's chat template does not write" in found.reason
+        return
+    assert isinstance(found, Encoded), found
+    end = family.called or family.end
+    tokens = [*found.prompt.tokens.tolist(), *found.completion.tokens.tolist()]
+    whole = templated(made, line["messages"], PROBLEM.tools, answered=True) + (end if name == "glm4.5" else "")
+    assert tokens == made(whole[: whole.rindex(end) + len(end)], add_special_tokens=False)["input_ids"]
+    (asked,) = calls_in(Speech(made, True, PROBLEM.tools).said(found.completion.tokens[:-1].tolist()))
+    assert asked.name == "deposit"
+    nameless = replace(answer, calling={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})  # type: ignore[dict-item]
+    assert isinstance(encoder.encode(nameless), Refusal)
 
 
 def reciting(right: Rendered, vocabulary: int) -> GPT2LMHeadModel:

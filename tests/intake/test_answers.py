@@ -110,7 +110,6 @@ def test_fields_of_the_problem_may_stand_apart_from_what_else_a_line_says() -> N
         ({"messages": [USER]}, "no answer"),
         ({"messages": [USER, ANSWER], "response": "42"}, "another answer in the same line"),
         ({"messages": [USER, {"role": "narrator", "content": "x"}]}, "a message of another role than"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "an answer that calls tools"),
         ({"prompt": [USER], "response": "42", "tools": "search"}, "tools that are no list of schemas"),
         ({"messages": ["hello"]}, "a message that is not of"),
     ],
@@ -119,3 +118,13 @@ def test_what_is_no_answer_says_why(values: dict[str, Any], reason: str) -> None
     found = answer_of(values)
     assert isinstance(found, Refusal)
     assert reason in found.reason
+
+
+@pytest.mark.parametrize("content", ["42", "", None])
+def test_an_answer_that_calls_tools_is_kept_as_it_is(content: str | None) -> None:
+    """What it says is for the model's chat template to write."""
+    calls = [{"type": "function", "function": {"name": "deposit", "arguments": {"amount": 3}}}]
+    found = answer_of({"messages": [USER, {"role": "assistant", "content": content, "tool_calls": calls}]})
+    assert isinstance(found, Answer)
+    assert found.prompt == (USER,)
+    assert found.calling == {"role": "assistant", "content": content or "", "tool_calls": calls}

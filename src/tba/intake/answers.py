@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tba.tables import Refusal, Values, conversation, tools_of
 from tba.types import Json, Message, is_text
@@ -34,6 +34,7 @@ class Answer:
     source: str | None = None  # who answered, if the line says so
     fields: Mapping[str, Json] = field(default_factory=dict)  # the rest, for the reward of a prompt the task lacks
     tools: tuple[Json, ...] = ()  # schemas of what may be called, where the prompt is a chat
+    calling: Message | None = None  # the whole answer, where it calls tools and is no text
 
 
 def answer_of(values: Values) -> Answer | Refusal:
@@ -49,16 +50,17 @@ def answer_of(values: Values) -> Answer | Refusal:
     prompt = _conversation(asked) if isinstance(asked, list) else asked
     if isinstance(prompt, Refusal):
         return prompt
+    calling = None
     if isinstance(prompt, tuple):
         if prompt[-1]["role"] == "assistant":
             if response is not None:
                 return Refusal("a chat that ends with an answer, and another answer in the same line")
-            if "tool_calls" in prompt[-1]:
-                return Refusal("an answer that calls tools, which is no text")
+            calling = prompt[-1] if "tool_calls" in prompt[-1] else None
             prompt, response = prompt[:-1], prompt[-1]["content"]
         if not prompt or prompt[-1]["role"] not in ("user", "tool"):
             return Refusal("a chat without a user's message to answer")
-    return _answer(given, prompt, response, tools)
+    found = _answer(given, prompt, response if calling is None else response or " ", tools)
+    return found if isinstance(found, Refusal) else replace(found, calling=calling)
 
 
 def _answer(given: Values, prompt: Json, response: Json, tools: tuple[Json, ...]) -> Answer | Refusal:

@@ -7,7 +7,7 @@ text that the tokenizer cannot express is refused. No answer to a prompt held ou
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
@@ -142,11 +142,11 @@ class Encoder:
         one_question = all(message["role"] == "system" for message in prompt[:-1])
         return [text for text in texts if text is not None], question if one_question else ""
 
-    def _rendered(self, messages: tuple[Message, ...], tools: tuple[Json, ...]) -> str | None:
+    def _rendered(self, messages: tuple[Message, ...], tools: tuple[Json, ...], answered: bool = False) -> str | None:
         if not getattr(self.tokenizer, "chat_template", None):
             return None
         try:
-            return templated(self.tokenizer, messages, tools)
+            return templated(self.tokenizer, messages, tools, answered)
         except UserError:  # a template raises what it likes about foreign text; the line is refused
             return None
 
@@ -160,19 +160,40 @@ class Encoder:
             return self._too_long(None)
         form, ends = self._forms[chat], self._forms[0].ends | self._forms[chat].ends
         said = self._without_end(answer.response, ends)
-        frame = Frame(form.last.opening) if answer.truncated else form.last
+        frame = form.last
+        if answer.calling is not None:
+            said, frame = self._called(answer, form), form.called
+            if not said:
+                return Refusal("an answer that calls tools, which the model's chat template does not write")
+        frame = Frame(frame.opening) if answer.truncated else frame
         encode = partial(self.tokenizer.encode, add_special_tokens=False)
         tokens = self._tokens(lambda: form.tokens(said, encode, frame)) if said else None
         if tokens is None:
             return Refusal("an answer that the tokenizer cannot write")
         own = tokens if frame.end is None else tokens[:-1]
-        text, written = self._decoded(own), form.text(said)
-        if not own or text is None or not ends.isdisjoint(own) or _said(text) != _said(written):
-            return Refusal("an answer that the tokenizer cannot write", f"it reads back as {text!r:.200}")
+        text, read = self._decoded(own), self._decoded(own, special=answer.calling is not None)
+        if not own or text is None or read is None or not ends.isdisjoint(own) or _said(read) != _said(form.text(said)):
+            return Refusal("an answer that the tokenizer cannot write", f"it reads back as {read!r:.200}")
         if len(tokens) > self.max_tokens:
             return self._too_long(len(tokens))
         reason = StopReason.LENGTH if answer.truncated else StopReason.EXTERNAL
         return Completion(np.array(tokens, dtype=np.int32), text, reason, (ELSEWHERE, ELSEWHERE))
+
+    def _called(self, answer: Answer, form: AssistantTurn) -> str:
+        """Returns an answer that calls tools as the template writes it; empty where that writes no calls."""
+        assert not isinstance(answer.prompt, str)
+        assert answer.calling is not None
+        begun = self._rendered(answer.prompt, answer.tools)
+        whole = self._rendered((*answer.prompt, answer.calling), answer.tools, answered=True)
+        if begun is None or whole is None or not whole.startswith(begun):
+            return ""
+        said = whole[len(begun) :]
+        called = [call.get("function") or call for call in answer.calling["tool_calls"] if isinstance(call, Mapping)]
+        names = [one.get("name") for one in called if isinstance(one, Mapping)]
+        if not names or not all(isinstance(name, str) and name in said for name in names):
+            return ""  # it leaves them out
+        ends = [frame.end.written for frame in (form.called, form.last) if frame.end is not None]
+        return said[: min((at for end in ends if (at := said.find(end)) >= 0), default=None)]
 
     def _without_end(self, response: str, ends: Iterable[int]) -> str:
         """Returns an answer without the ends of its turn that the log spells out."""
