@@ -138,6 +138,17 @@ def _frame(text: str, begun: str, marks: Mapping[str, int]) -> Frame:
     return Frame(before[len(begun) :] if begun and before.startswith(begun) else "", end)
 
 
+def add_ends(generation_config: Any, tokenizer: Any) -> None:
+    """Adds what ends a turn in the tokenizer's template to a model's generation settings, in place, so that whoever
+    samples from the model ends its answers where it has learnt to.
+    """
+    given = generation_config.eos_token_id
+    known = set(given if isinstance(given, list) else [] if given is None else [given])
+    if getattr(tokenizer, "chat_template", None) and not (ends := assistant_turn(tokenizer).ends) <= known:
+        own = tokenizer.eos_token_id
+        generation_config.eos_token_id = sorted(known | ends | (set() if own is None else {own}))
+
+
 def tool_message(name: str, content: str, call: str = "") -> dict[str, str]:
     """Returns the message with what a tool gives; `call`: the call's own name, where the policy gave it one."""
     return {"role": "tool", "name": name, "content": content, "tool_call_id": call or CALL_ID}

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from chat_families import tokenizer
 from tba.engines.stopping import ends_of
 from tba.engines.transformers import EngineSettings, TransformersEngine
 from tba.errors import UserError
 from tba.generation import generate
+from tba.policy.causal import CausalPolicy
 from tba.settings import find, override
 from tba.types import Prompt, Sampling, StopReason
 
@@ -95,3 +97,22 @@ def test_an_answer_ends_with_the_first_of_its_ends_and_its_text_shows_none(stop:
         assert set(ended).isdisjoint(own.tolist())
         assert c.text == made.decode(own.tolist(), skip_special_tokens=True)
         assert c.stop_reason in (StopReason.EOS, StopReason.LENGTH)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "ends"),
+    [
+        ("qwen2.5", "base", ["<|endoftext|>", "<|im_end|>"]),
+        ("glm4.5", "chat", ["<|endoftext|>", "<|observation|>", "<|user|>"]),
+        ("qwen2.5", "chat", "<|im_end|>"),
+        ("zephyr", "chat", "</s>"),
+    ],
+)
+def test_a_model_that_is_saved_says_where_its_answers_end(
+    family: str, kind: str, ends: list[str] | str, tmp_path: Path
+) -> None:
+    """Whoever samples from it elsewhere reads that in its generation settings."""
+    made = tokenizer(family, kind)
+    CausalPolicy(LlamaForCausalLM(config(made))).save(tmp_path / "model", made)
+    found = GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id
+    assert found == (made.convert_tokens_to_ids(ends) if isinstance(ends, str) else sorted(map(made.vocab.get, ends)))

@@ -48,7 +48,7 @@ from tba.sharding import Sharding
 from tba.training.cache import cached_folder, supervised_key
 from tba.training.supervised import Pair, SupervisedSettings, supervise
 from tba.training.tiny_models import ScratchModel, character_tokenizer, train_bpe_tokenizer
-from tba.turns import assistant_turn
+from tba.turns import add_ends, assistant_turn
 from tba.types import Json, Problem, Version
 from tba.weights.atomic_dir import cache_folder
 
@@ -468,6 +468,7 @@ def teach(
             log(f"sft step {step} of {steps}, loss {loss:.3f}")
 
     found = [supervise(model, tokenizer, pairs, settings, progress) for settings, pairs in lessons]
+    add_ends(model.generation_config, tokenizer)
     with _no_bars():
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)

@@ -36,6 +36,7 @@ from tba.policy.packed import ATTENTION, pack, packed_hidden, use_packed_attenti
 from tba.protocols import PolicyOutput
 from tba.sharding import Sharding, is_sharded, own_rows, rows_of
 from tba.streaming import shapes_of, write_tensors
+from tba.turns import add_ends
 
 if TYPE_CHECKING:
     from tba.policy.sharded import ShardedModel
@@ -271,6 +272,8 @@ class CausalPolicy:
         of a sharded policy, as it comes from its ranks.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
+        if tokenizer is not None and self.model.can_generate():
+            add_ends(self.model.generation_config, tokenizer)
         # A kill leaves a folder of such a name behind, which the next checkpoint deletes (`weights.atomic_dir`).
         temporary, replaced = (path.with_name(f".{what}-{path.name}-{os.getpid()}") for what in ("writing", "removed"))
         try:
