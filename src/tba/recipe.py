@@ -242,7 +242,7 @@ class Recipe:
                 "their middle, where such rules mean something else: leave the rules or the vine out"
             )
         stops = getattr(getattr(self.model, "generation", None), "stop_strings", ())
-        if self.vine is not None and any(isinstance(s, str) for s in stops) and isinstance(self.task, Acted):
+        if self.vine is not None and stops and isinstance(self.task, Acted):
             raise UserError(
                 "the vine plays an episode's turns again from their tokens, with the stop strings that the "
                 "environment was not told: leave the stop strings or the vine out"

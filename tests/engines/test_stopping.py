@@ -48,7 +48,7 @@ def test_what_ends_a_turn_in_the_template_ends_an_answer_and_is_said_where_the_m
     with caplog.at_level(logging.INFO):
         found, strings = ends_of((), made, config(made))
     assert sorted(made.convert_ids_to_tokens(sorted(found))) == sorted(ends)
-    assert strings == ()
+    assert (strings.strings, strings.ids) == ((), frozenset())
     told = [record.getMessage() for record in caplog.records]
     own = [end for end in ends if end != made.eos_token]
     assert len(told) == bool(own)
@@ -61,7 +61,8 @@ def test_a_stop_string_that_is_a_special_token_is_its_id_and_a_number_is_a_token
     shown = "</tool_call>"  # a token, too, but one that an answer's text shows
     found, strings = ends_of(("<|im_start|>", "\n\n", 5, shown), made, config(made))
     assert found == {im_end, im_start, 5}
-    assert strings == ("\n\n", shown)
+    assert strings.strings == ("\n\n", shown)
+    assert strings.ids == {im_start, 5}  # what ends an answer anyway is no stop string
     for wrong in (-1, len(made)):
         with pytest.raises(UserError, match=rf"token {wrong}, and the model's are 0 to {len(made) - 1}"):
             ends_of((wrong,), made, config(made))
@@ -73,7 +74,7 @@ def test_a_command_line_takes_texts_and_ids() -> None:
     assert model.generation.stop_strings == (151643, "<|im_start|>", "###")
 
 
-@pytest.mark.parametrize("stop", ["<|im_start|>", "id", "shown"])
+@pytest.mark.parametrize("stop", ["<|im_start|>", "id", "none"])
 def test_an_answer_ends_with_the_first_of_its_ends_and_its_text_shows_none(stop: str) -> None:
     """A random model of a base tokenizer, which gives its ends often: no answer goes on behind any of them."""
     made = tokenizer("qwen2.5", "base")
@@ -90,13 +91,13 @@ def test_an_answer_ends_with_the_first_of_its_ends_and_its_text_shows_none(stop:
     engine = TransformersEngine(model, made, settings)
     prompt = Prompt("toy", np.array([1, 2, 3], np.int32))
     ((*answers,),) = generate(engine, [prompt], 100, Sampling(), np.random.default_rng(0))
-    last = {int(c.tokens[-1]) for c in answers if c.stop_reason is StopReason.EOS}
-    assert last == set(ended)
+    last = {(int(c.tokens[-1]), c.stop_reason) for c in answers if c.stop_reason is not StopReason.LENGTH}
+    reasons = [StopReason.EOS, StopReason.EOS, StopReason.STOP_STRING]
+    assert last == set(zip(ended, reasons, strict=False))
     for c in answers:
-        own = c.tokens[:-1] if c.stop_reason is StopReason.EOS else c.tokens
+        own = c.tokens if c.stop_reason is StopReason.LENGTH else c.tokens[:-1]
         assert set(ended).isdisjoint(own.tolist())
         assert c.text == made.decode(own.tolist(), skip_special_tokens=True)
-        assert c.stop_reason in (StopReason.EOS, StopReason.LENGTH)
 
 
 @pytest.mark.parametrize(

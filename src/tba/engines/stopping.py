@@ -24,8 +24,8 @@ log = logging.getLogger("tba.searcher")
 
 def ends_of(
     stops: Sequence[int | str], tokenizer: Tokenizer, config: PretrainedConfig, generation_config: Any = None
-) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Returns every token that ends a completion, and the strings that do.
+) -> tuple[frozenset[int], StopStrings]:
+    """Returns every token that ends a completion, and the stop strings, with those tokens that stand for one.
 
     Tokens are those of the generation settings, the model configuration and the tokenizer, what ends a turn in its chat
     template, and of `stops` the ids and the texts that are special tokens. Raises `UserError` for an id that is none.
@@ -51,7 +51,7 @@ def ends_of(
             )
         else:
             ids.add(token)
-    return frozenset(eos | turn | ids), tuple(strings)
+    return frozenset(eos | turn | ids), StopStrings(tuple(strings), tokenizer, frozenset(ids - eos - turn))
 
 
 def _named(tokens: Collection[int], tokenizer: Tokenizer) -> str:
@@ -64,6 +64,7 @@ class StopStrings:
 
     strings: tuple[str, ...]
     tokenizer: Tokenizer
+    ids: frozenset[int] = frozenset()  # the tokens that count as one
 
     def text(self, tokens: Sequence[int]) -> str:
         """The decoded tokens without special ones."""
@@ -97,6 +98,8 @@ class StopStrings:
         n, text, stopped = self.cut(tokens[:ends])
         if stopped:
             return n, text, StopReason.STOP_STRING
+        if ends is not None and tokens[ends - 1] in self.ids:
+            return n, self.text(tokens[: ends - 1]), StopReason.STOP_STRING
         if ends is not None:
             return n, text, StopReason.EOS
         return n, text, StopReason.INTERRUPTED if interrupted else StopReason.LENGTH

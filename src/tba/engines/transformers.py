@@ -31,7 +31,7 @@ from tba.engines.rows import Heard, Rows
 from tba.engines.rules import Room, matched, rules_of
 from tba.engines.slots import Continuations, PackedPrompts, SlotCache, flash_fault, slot_attention
 from tba.engines.step import CudaGraphs, Step, unlike
-from tba.engines.stopping import StopStrings, ends_of
+from tba.engines.stopping import ends_of
 from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE, as_declared
 from tba.policy.lora import has_adapters, is_adapter
@@ -59,9 +59,8 @@ class EngineSettings:
     # own, too; auto: vllm on CUDA if it is installed and passes a self-test at the start, else transformers
     slots: int = 64  # completions that are generated simultaneously
     max_completion_tokens: int = 128  # tokens of the longest completion; a longer one is truncated
-    stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text; a special
-    # token's text stands for the token, and a whole number is a token's id: it ends there, as at what ends a turn in
-    # the chat template
+    stop_strings: tuple[int | str, ...] = ()  # a completion ends before the first of these in its text (it ends at
+    # what ends a turn in the chat template anyway); a whole number is a token's id, a special token's text the token
     min_completion_tokens: int = 0  # tokens before the end-of-text token may be sampled
     first: tuple[str, ...] = field(default=(), metadata=BY_CODE)  # allowed beginnings of an answer, each one token;
     # empty: any
@@ -118,8 +117,7 @@ class TransformersEngine:
         self.model = model.eval()
         self.settings = settings
         self._version = Version() if version is None else version
-        self._eos, strings = ends_of(settings.stop_strings, tokenizer, model.config, model.generation_config)
-        self._stop = StopStrings(strings, tokenizer)
+        self._eos, self._stop = ends_of(settings.stop_strings, tokenizer, model.config, model.generation_config)
         positions: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self.room = Room(settings.max_completion_tokens, None, positions)
         self._cache: SlotCache | None = None

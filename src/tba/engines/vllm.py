@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from tba.engines.rules import Room, matched
-from tba.engines.stopping import StopStrings, ends_of
+from tba.engines.stopping import ends_of
 from tba.engines.transformers import PREFILL_TOKENS, EngineSettings
 from tba.errors import TbaError, UserError
 from tba.fields import as_declared
@@ -109,8 +109,7 @@ class VllmEngine:
         self._names = _names(self._shapes, untied)
         positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         self.room = Room(settings.max_completion_tokens, longest_prompt, positions)
-        self._eos, strings = ends_of(settings.stop_strings, tokenizer, config, _generation_config(path))
-        self._stop = StopStrings(strings, tokenizer)
+        self._eos, self._stop = ends_of(settings.stop_strings, tokenizer, config, _generation_config(path))
         longest = min(longest_prompt + settings.max_completion_tokens, positions or sys.maxsize)
         whole = device.type == "cpu"  # prompts in parts and seeds of requests do not work together there
         cache = cache_bytes(config)
