@@ -18,7 +18,7 @@ from tba.objectives.policy_gradient import Reinforce
 from tba.schedules import Constant
 
 CAP, CLIP = 1.4, 0.2
-FORMS = ("none", "truncate", "clamp", "clip")
+FORMS = ("none", "truncate", "clamp", "mask", "clip")
 
 
 def factor(form: str, rho: float, advantage: float) -> float:
@@ -29,6 +29,8 @@ def factor(form: str, rho: float, advantage: float) -> float:
         return min(rho, CAP)
     if form == "clamp":
         return rho if rho < CAP else 0.0
+    if form == "mask":
+        return rho if 1 / CAP < rho < CAP else 0.0
     moved_far_enough = rho > 1 + CLIP if advantage > 0 else rho < 1 - CLIP
     return 0.0 if moved_far_enough else rho
 
@@ -64,6 +66,7 @@ def test_the_slope_is_the_factor_of_the_equation_times_the_advantage(form: str, 
         }  # fmt: skip
     elif form != "none":
         assert any(r > CAP for _, r, _ in factors)
+        assert any(r < 1 / CAP for _, r, _ in factors)
 
 
 def test_with_a_higher_upper_bound_a_ratio_is_pushed_up_as_far_as_that_and_down_as_before() -> None:

@@ -370,6 +370,34 @@ def test_keeping_repeats_keeps_groups_as_sampled_and_evicting_the_lowest_reward_
         assert group.as_sampled is as_sampled
 
 
+@pytest.mark.parametrize("m", [0.0, 1.0])
+def test_groups_without_signal_are_passed_over_while_there_are_others_where_that_is_asked(m: float) -> None:
+    buffer, varied = store([0] * 40), {prompt(p).key for p in range(0, 40, 4)}
+    for p in range(40):
+        for i in range(4):
+            buffer.add(trajectory(p, (1, i), version=10, reward=float(p % 4 == 0 and i % 2)))
+    chosen, counts = select(buffer, 10, 4, m=m, refill=True)
+    assert set(keys(chosen)) == varied
+    assert not any(group.as_sampled for group in chosen)  # by their rewards they are here
+    assert 0 < counts["passed_over"] <= 30
+    chosen, counts = select(buffer, 14, 4, m=m, refill=True)  # there are no more: the first drawn in their places
+    assert set(keys(chosen)) > varied
+    assert len(set(keys(chosen))) == len(chosen)
+    assert counts["passed_over"] == 40 - 14
+    plain, counts = select(buffer, 10, 4, m=m)
+    assert set(keys(plain)) != varied
+    assert "passed_over" not in counts
+
+
+def test_no_more_than_ten_groups_without_signal_are_passed_over_for_one_of_a_batch() -> None:
+    buffer = store([2] * 100)  # of equal rewards
+    buffer.add(trajectory(100, (1, 1), version=10, reward=0.0))
+    buffer.add(trajectory(100, (1, 2), version=10, reward=1.0))
+    drawn = [select(buffer, 1, 2, seed, m=0.0, refill=True)[0][0] for seed in range(200)]
+    found = sum(len({t.reward for t in group.trajectories}) > 1 for group in drawn)
+    assert abs(found / 200 - 11 / 101) < 4 * math.sqrt(11 / 101 * 90 / 101 / 200)
+
+
 def test_what_is_not_kept_any_longer_is_drawn_as_recent_and_never_by_reward() -> None:
     buffer = Buffer(BufferSettings(per_prompt=4, evict="lowest_reward", keep_recent=True))
     for i in range(12):

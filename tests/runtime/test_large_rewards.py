@@ -20,7 +20,7 @@ from tba.rewards.functions import FunctionReward
 from tba.runtime.inline import Inline
 from tba.schedules import Constant, Linear, LinearThenCut
 from tba.settings import find
-from tba.types import Problem, Split
+from tba.types import Problem, Split, StopReason, Version
 
 TOY = find(str(Path(__file__).with_name("toy.py")))
 
@@ -132,3 +132,20 @@ def test_a_reward_at_the_bound_is_learnt_from(tmp_path: Path) -> None:
     metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["skipped"] for line in metrics] == [0.0] * 6
     assert max(line["residual"] for line in metrics) > 1e8
+
+
+def test_long_answers_are_trained_with_a_penalty_and_evaluated_without(tmp_path: Path) -> None:
+    measured = ("--evaluation.threshold", "0.3", "--evaluation.samples", "50")
+    penalised = inline(tmp_path / "run", *SMALL, *measured, "--overlong-penalty", "0.5")
+    with JournalFollower(tmp_path / "run" / "journal.sqlite") as journal:
+        found = journal.drain()
+    reward, most = TASK.reward(), TASK.length
+    for t in found:
+        (own,) = reward.judge([(t.prompt, t.completion)])
+        share = 1.0 if t.completion.stop_reason is StopReason.LENGTH else max(0.0, t.length / most - 0.8) / 0.2
+        assert t.reward == pytest.approx(own.reward - 0.5 * share)
+    assert len({t.reward_parts.get("overlong") for t in found}) == 2  # there are long answers and short ones
+    plain = inline(tmp_path / "plain", *SMALL, *measured)
+    before, same = ({e.metric: e.value for e in s.evaluations if e.version == Version()} for s in (penalised, plain))
+    assert before == same
+    assert before["pass@1/sampled"] > 0.3

@@ -34,16 +34,18 @@ class Correction:
         none       -A log pi                              as if mu were pi
         truncate   -SG[min(rho, cap)] A log pi            truncated importance weights (Ionides 2008)
         clamp      -min(rho, cap) A                       the same below the cap, and no gradient above it
+        mask       -SG[rho] A log pi                      where 1 / cap <= rho <= cap, and nothing elsewhere
         clip       max(-rho A, -clip(rho, 1 +- clip) A)   PPO (Schulman et al. 2017, arXiv 1707.06347)
 
     With `clip_high` the upper bound is 1 + clip_high (DAPO's clip-higher, Yu et al. 2025, arXiv 2503.14476).
-    mu is the distribution that was sampled from, after temperature and top-p. Raises `UserError` for bounds with which
-    rho = 1 would be cut.
+    mu is the distribution that was sampled from, after temperature and top-p. Where engine and trainer differ much, a
+    ratio beyond its bounds is more likely their error than the policy's change: `mask` leaves it out. Raises
+    `UserError` for bounds with which rho = 1 would be cut.
     """
 
-    form: Literal["none", "truncate", "clamp", "clip"] = "none"  # how the ratio to the behaviour enters
+    form: Literal["none", "truncate", "clamp", "mask", "clip"] = "none"  # how the ratio to the behaviour enters
     level: Literal["token", "sequence"] = "token"  # whose ratio: each token's, or the whole completion's
-    cap: float = 8.0  # the largest ratio, in the forms truncate and clamp
+    cap: float = 8.0  # the largest ratio, in the forms truncate, clamp and mask
     clip: float = 0.2  # how far from 1 a ratio still has a gradient, in the form clip
     clip_high: float | None = None  # the same above 1, such as 0.28; None: as far as below
 
@@ -53,8 +55,8 @@ class Correction:
         found = {}
         if self.form == "none":
             found["level"] = "form"
-        if self.form not in ("truncate", "clamp"):
-            found["cap"] = "form truncate or clamp"
+        if self.form not in ("truncate", "clamp", "mask"):
+            found["cap"] = "form truncate, clamp or mask"
         if self.form != "clip":
             found |= dict.fromkeys(("clip", "clip_high"), "form clip")
         return found
@@ -90,6 +92,10 @@ class Correction:
         if self.form == "clip":
             terms_BT, cut_BT = clipped(log_rho_BT, advantage_B1, self.clip, self.clip_high)
             terms_BT = terms_BT * weight_BT
+        elif self.form == "mask":
+            cut_BT = log_rho_BT.abs() > math.log(self.cap)
+            kept_BT = log_rho_BT.detach().masked_fill(cut_BT, -math.inf).exp()
+            terms_BT = -kept_BT * advantage_B1 * log_policy_BT
         else:
             bounded_BT, cut_BT = log_rho_BT.clamp(max=math.log(self.cap)), log_rho_BT > math.log(self.cap)
             if self.form == "truncate":

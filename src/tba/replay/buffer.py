@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -60,6 +60,12 @@ class BufferSettings:
     # newcomer's; among equal rewards the oldest)
     keep_recent: bool = False  # the last `total` trajectories that were evicted or replaced by a near duplicate can
     # still be drawn as recent, so that the recent half represents the policy
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields without effect: where only the oldest leave, nothing recent does."""
+        leaves = self.evict == "lowest_reward" or self.near.by != "none"
+        return {} if leaves or self.keep_recent else {"keep_recent": "evict lowest_reward, or --replay.buffer.near.by"}
 
     def __post_init__(self) -> None:
         for name in ("per_prompt", "total"):

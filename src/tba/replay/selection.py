@@ -22,7 +22,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -34,6 +34,7 @@ from tba.replay.buffer import Buffer
 from tba.replay.prompt_index import Listing
 from tba.types import Group, Json
 
+PASSED_OVER = 10  # groups without signal for each group of a batch, before such are taken (DAPO's bound on its draws)
 SMALLEST_GROUP = 2  # log Z of a single trajectory is its own residual: it teaches nothing
 
 
@@ -72,6 +73,8 @@ class RecencyReward:
     mix: Literal["chance", "batch", "group"] = "chance"  # what is recent: each group with probability m (paper), the
     # share m of a batch's groups, or the share m of each group's trajectories
     disjoint: bool = False  # groups of one prompt in one batch share no trajectory, as far as there are enough
+    refill: bool = False  # a group all of whose rewards are the same is passed over for the next prompt's, as far as
+    # there are others (DAPO)
 
     def __post_init__(self) -> None:
         if not 0 <= self.m <= 1:
@@ -90,7 +93,8 @@ class RecencyRewardSelector:
     """Draws groups; keeps the epoch of the other half and the counts.
 
     counts: groups "recent" and "reward" as they were drawn; "newest", those all of whose trajectories were among the
-    newest arrivals; "ragged", smaller than K; "repeated", of a prompt that the batch had already.
+    newest arrivals; "ragged", smaller than K; "repeated", of a prompt that the batch had already; "passed_over", for
+    want of signal.
     """
 
     def __init__(self, settings: RecencyReward) -> None:
@@ -109,21 +113,35 @@ class RecencyRewardSelector:
         distinct trajectories.
         """
         chosen: list[Group] = []
-        batch = Counter[str]()  # how many groups it has of each prompt
+        batch = Counter[str]()  # how often each prompt was drawn for it
         drawn: dict[str, Counter[int]] = {}  # by prompt of the batch, how often each number was drawn
         least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self.m * size, 9)))
         self._within = 2 * max(self.sync_every * groups * least, self.arrived)
-        turns = functools.cache(lambda least: store.newest_prompts(least, self._within, groups))
-        for recent in self._halves(groups, rng):
+        most = PASSED_OVER * groups if self.settings.refill else 0  # groups without signal that are passed over
+        turns = functools.cache(lambda least: store.newest_prompts(least, self._within, groups + most))
+
+        def draw(recent: bool) -> tuple[Group, bool, bool]:
+            """Returns a group, whether it is recent, and whether the batch had its prompt before."""
             prompt, is_recent = self._prompt(store, least, recent, turns, batch, rng)
-            own = drawn.setdefault(prompt, Counter())
-            if self.settings.mix == "group" or (self.settings.disjoint and prompt in batch and not is_recent):
-                group = self._mixed(store, prompt, size, is_recent, own, rng)
-            else:
-                group = self._plain(store, prompt, size, is_recent, own, rng)
-            self._count(store, group, size, is_recent, prompt in batch)
+            own, repeated = drawn.setdefault(prompt, Counter()), prompt in batch
             batch[prompt] += 1
-            chosen.append(group)
+            if self.settings.mix == "group" or (self.settings.disjoint and repeated and not is_recent):
+                return self._mixed(store, prompt, size, is_recent, own, rng), is_recent, repeated
+            return self._plain(store, prompt, size, is_recent, own, rng), is_recent, repeated
+
+        passed: list[tuple[Group, bool, bool]] = []
+        for recent in self._halves(groups, rng):
+            found = draw(recent)
+            while len(passed) < most and not found[2] and len({t.reward for t in found[0].trajectories}) == 1:
+                passed.append(found)
+                found = draw(recent)
+            if found[2] and passed:  # a prompt comes twice only when no other is left
+                found = passed.pop(0)
+            group, is_recent, repeated = found
+            self._count(store, group, size, is_recent, repeated)
+            chosen.append(replace(group, as_sampled=False) if self.settings.refill else group)
+        if passed:
+            self.counts["passed_over"] += len(passed)
         return chosen
 
     def _halves(self, groups: int, rng: np.random.Generator) -> list[bool]:

@@ -28,6 +28,7 @@ from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.prompting import LEASE_SECONDS, engine_of, prompt_source, prompts_of, reward_of, vine_of
 from tba.runtime.run_dir import RunDirectory
+from tba.search.overlong import Overlong
 from tba.search.pipeline import Pipeline
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
@@ -242,6 +243,7 @@ def _loop_of(
         vine=vine_of(recipe, model, engine, reward),
         rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,
+        overlong=Overlong(recipe.overlong_penalty, model.max_completion_tokens),
         hide_text=recipe.record.hide_text,
         hand_down_seconds=math.inf if recipe.runtime == "inline" or recipe.vine else HAND_DOWN,
         clock=clock,

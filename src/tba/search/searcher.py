@@ -26,6 +26,7 @@ from tba.errors import UserError
 from tba.generation import generate, stream
 from tba.protocols import Embedder, Engine, Exploration, Journal, PromptSource, Reference, Reward, WeightSource
 from tba.search.embedding import embedded
+from tba.search.overlong import Overlong
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
 from tba.search.vine import VineRollouts
@@ -87,6 +88,7 @@ class Searcher:
     embedder: Embedder | None = None  # embeds each answer's text, for near duplicates by cosine
     vine: VineRollouts | None = None  # values of the steps of every answer
     largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
+    overlong: Overlong = Overlong()  # what is taken off the reward of long answers
     hide_text: bool = False  # name a rejected answer by its prompt's key, its digest and its length
     hand_down_seconds: float = math.inf  # a part of a round is sent after so many seconds, in the middle of the round
     rounds: int = 0
@@ -232,7 +234,8 @@ class Searcher:
     def judge(self, finished: Finished) -> Sequence[Judgement]:
         """Returns the reward's judgement of each answer, in order."""
         pairs = _pairs(finished)
-        return self.reward.judge(pairs) if pairs else []
+        judgements = self.reward.judge(pairs) if pairs else []
+        return [self.overlong.of(c, judgement) for (_, c), judgement in zip(pairs, judgements, strict=True)]
 
     def trajectories(
         self,
