@@ -142,7 +142,14 @@ QWEN3 = lines(  # thoughts stay behind the last question alone, and the last ans
     r"m.content + '<|im_end|>\n'",
     "%endif",
     "%endfor",
-    *GENERATE,
+    "%if add_generation_prompt",
+    r"'<|im_start|>assistant\n'",
+    "%if enable_thinking is defined and enable_thinking is false",
+    r"'<think>\n\n</think>\n\n'",
+    "%elif begun_thought is defined",  # as in the models that always think
+    r"'<think>\n'",
+    "%endif",
+    "%endif",
 )
 QWEN3_CODER = lines(  # arguments one by one, as texts
     *TOOLS,

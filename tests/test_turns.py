@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -23,7 +24,7 @@ from tba.environments.scripted import acted, written
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
 from tba.environments.tools import calls_in
-from tba.foreign import templated
+from tba.foreign import templated, with_arguments
 from tba.generation import generate
 from tba.intake.answers import Answer, answer_of
 from tba.intake.encoding import Encoded, Encoder, Known
@@ -263,6 +264,34 @@ def test_an_imported_answer_that_calls_a_tool_is_what_the_template_writes(name: 
     assert asked.name == "deposit"
     nameless = replace(answer, calling={"role": "assistant", "content": "Yes.", "tool_calls": [{}]})  # type: ignore[dict-item]
     assert isinstance(encoder.encode(nameless), Refusal)
+
+
+@pytest.mark.parametrize(
+    ("argument", "answer", "written"),
+    [
+        ("", "7", "<think>\n\n</think>\n\n7"),  # what Qwen3's template writes of an answer without thoughts
+        ("", "<think>\nhm\n</think>\n\n7", "<think>\nhm\n</think>\n\n7"),
+        ("enable_thinking=false", "7", "7"),  # the prompt has the empty thought already
+        ("begun_thought=true", "<think>\nhm\n</think>\n\n7", "hm\n</think>\n\n7"),  # and here its beginning
+        ("begun_thought=true", "hm\n</think>\n\n7", "hm\n</think>\n\n7"),
+        ("begun_thought=true", "7", "\n</think>\n\n7"),
+    ],
+)
+def test_a_thought_is_written_once_whether_the_prompt_or_the_answer_begins_it(
+    argument: str, answer: str, written: str
+) -> None:
+    made = with_arguments(copy(tokenizer("qwen3", "chat")), (argument,) if argument else ())
+    messages = ({"role": "user", "content": "Pay."},)
+    encoder = Encoder("account", made, Known([]), Known([]), True, max_prompt_tokens=99, max_tokens=99)
+    found = encoder.encode(Answer(messages, answer))
+    assert isinstance(found, Encoded), found
+    assert made.decode(found.completion.tokens) == written + "<|im_end|>"
+    (pair,) = pairs_of([Problem(messages, {}, answer)], made)
+    assert [*pair.response, made.eos_token_id] == found.completion.tokens.tolist()
+    whole = text_of(made, [*messages, {"role": "assistant", "content": answer}])
+    if answer != "hm\n</think>\n\n7":  # the template drops a thought that it does not see begin
+        assert made.decode([*found.prompt.tokens, *found.completion.tokens]) + "\n" == whole
+    assert Speech(made, True).turn(answer).tolist() == found.completion.tokens.tolist()
 
 
 def reciting(right: Rendered, vocabulary: int) -> GPT2LMHeadModel:

@@ -18,6 +18,7 @@ from tba.types import Json
 ASKED, SAID, HEARD = "\u2039asked\u203a", "\u2039said\u203a", "\u2039heard\u203a"
 _ASKED = {"role": "user", "content": ASKED}
 _ANSWERED = {"role": "assistant", "content": SAID}
+THOUGHT = ("<think>", "</think>")
 CALL_ID = "0toolcall"  # nine letters and digits, as Mistral's templates want them
 
 
@@ -68,18 +69,28 @@ class AssistantTurn:
     marks: tuple[str, ...] = ()  # the special tokens
 
     @property
+    def thinks(self) -> bool:
+        """Whether turns begin within a thought."""
+        return self.lead.rstrip().endswith(THOUGHT[0])
+
+    @property
     def ends(self) -> frozenset[int]:
         """The tokens that end a turn."""
         return frozenset(frame.token for frame in (self.heard, self.called, self.last) if frame.token is not None)
 
     def text(self, answer: str, frame: Frame | None = None) -> str:
-        """Returns an answer with what the template writes before it. frame: `last`, unless another is given."""
+        """Returns an answer with what the template writes before it. frame: `last`, unless another is given.
+
+        A thought that the prompt has begun already is not begun again.
+        """
+        if self.thinks and answer.lstrip().startswith(THOUGHT[0]):
+            return answer.lstrip().removeprefix(THOUGHT[0]).removeprefix("\n")
         opening = (frame or self.last).opening
         blanks = opening[: len(opening) - len(opening.lstrip())]
         if opening == blanks and answer.startswith(self.marks):
             return answer  # a call that is written with marks of its own
-        if "</think>" in answer and "</think>" in opening:
-            opening = blanks
+        if THOUGHT[1] in answer and THOUGHT[1] in opening:
+            opening = blanks if THOUGHT[0] in opening else ""
         return answer if answer.startswith(opening) else opening + answer
 
     def tokens(self, answer: str, encode: Callable[[str], list[int]], frame: Frame | None = None) -> list[int]:

@@ -15,10 +15,8 @@ from tba.environments.episode import EpisodeFailed, Observation
 from tba.environments.tools import MARKS
 from tba.errors import UserError
 from tba.protocols import Tokenizer
-from tba.turns import HEARD, AssistantTurn, assistant_turn, following, special_id, tool_message
+from tba.turns import HEARD, THOUGHT, AssistantTurn, assistant_turn, following, special_id, tool_message
 from tba.types import IntArray, Json, quoted
-
-_THOUGHT = ("<think>", "</think>")
 
 
 class Speech:
@@ -31,7 +29,6 @@ class Speech:
         self._form = assistant_turn(tokenizer, chat, tools) if ends else AssistantTurn()
         self._before, self._after = self._between() if chat else ("", "")
         self._marks = frozenset(i for mark in MARKS if tools and (i := special_id(tokenizer, mark)) is not None)
-        self._thinks = self._after.rstrip().endswith(_THOUGHT[0])  # turns begin within a thought
         self._by_tools = chat and bool(tools) and HEARD in self._behind([tool_message("tool", HEARD)])
 
     def said(self, tokens: Sequence[int], text: str | None = None) -> str:
@@ -46,7 +43,7 @@ class Speech:
         if not self._marks.isdisjoint(tokens):
             runs = groupby(tokens, self._marks.__contains__)
             text = "".join(self._tokenizer.decode(list(run), skip_special_tokens=not mark) for mark, run in runs)
-        return f"{_THOUGHT[0]}\n{text}" if self._thinks and _THOUGHT[1] not in text else text
+        return f"{THOUGHT[0]}\n{text}" if self._form.thinks and THOUGHT[1] not in text else text
 
     def observation(self, observation: Observation, ended: bool = True, by: int | None = None) -> IntArray:
         """Returns the tokens of an observation. `ended`: the turn before it has a token that ends it already, `by`

@@ -24,10 +24,11 @@ from transformers.utils.chat_template_utils import (
 
 from tba.errors import UserError
 from tba.foreign import check, parsed
+from tba.turns import THOUGHT
 from tba.types import Json, is_text, quoted
 
 _NO_TOOLS = {"reset", "step", "get_reward", "close"}
-_THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+_THOUGHTS = (THOUGHT, ("[THINK]", "[/THINK]"))
 _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)  # Qwen, SmolLM2, Hermes, GLM
 _PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)  # GLM
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)  # Qwen3-Coder, Llama 3.1
