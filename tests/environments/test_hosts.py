@@ -19,6 +19,7 @@ from tests.runtime.runs import alive, ended, forked, until
 
 from tba.engines.tabular import TabularEngine
 from tba.environments.engine import EpisodeEngine
+from tba.environments.episode import Observation
 from tba.environments.hosts import Answer, Beginning, EpisodeLimits, Here, Hosts, Question
 from tba.environments.speech import Speech
 from tba.errors import UserError
@@ -115,6 +116,33 @@ def test_what_raises_ends_crashes_or_takes_too_much_costs_its_own_episode_and_no
     assert found[7].said.text == "7: 2"
     worlds.ask(7, Question(None, None))  # cut off, and judged as it stands
     assert answered(worlds, 1) == {7: Answer(judgement=Judgement(2.0, {"turns": 2.0}))}
+
+
+class Till:
+    """What a tool gives."""
+
+    def reset(self, seed: int) -> None: ...
+
+    def pay(self, amount: int) -> int:
+        """Pay.
+
+        Args:
+            amount: how much
+        """
+        return amount
+
+
+def test_what_tools_give_comes_back_from_a_process_under_the_names_of_their_calls() -> None:
+    said = '[TOOL_CALLS]pay[CALL_ID]abc123def[ARGS]{"amount": 3}[TOOL_CALLS]pay[ARGS]{"amount": true}'
+    wrong = "error: amount is True, it must be a whole number"
+    here, there = Here(Playing(Till)), Hosts(Playing(Till), EpisodeLimits(1, 60.0, memory_gb=0.5))
+    for worlds in (here, there):
+        worlds.ask(0, Question(Beginning({}, 0, ""), said))
+        told = Observation(f"3\n{wrong}", (("pay", "3"), ("pay", wrong)), ("abc123def", ""))
+        assert answered(worlds, 1) == {0: Answer(told)}
+        worlds.ask(0, Question(None, "done"))
+        assert answered(worlds, 1) == {0: Answer(judgement=Judgement(0.0, {"turns": 2.0, "wrong_calls": 1.0}))}
+    there.end()
 
 
 def test_what_hangs_ends_after_its_time_while_others_are_answered() -> None:
