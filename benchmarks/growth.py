@@ -42,7 +42,7 @@ import torch
 from tba.evaluation.accuracy import EvaluationSettings
 from tba.models.tabular import TabularModel
 from tba.objectives.trajectory_balance import TrajectoryBalance
-from tba.policy.tabular import TabularTask, TabularTokenizer
+from tba.policy.tabular import TabularTask
 from tba.recipe import Recipe
 from tba.record.evaluations import EvaluationWriter
 from tba.record.metrics import MetricsWriter
@@ -179,7 +179,7 @@ def made(path: Path, rows: int, **changes: Any) -> tuple[Recipe, RunDirectory]:
     """A run that has had so many trajectories, by the parts that write them."""
     own = replace(recipe, **changes)
     run = RunDirectory.create(path, str(Path(__file__).resolve()), [], own)
-    prompts = prompts_of(own, TabularTokenizer(task.symbols), "train")
+    prompts = prompts_of(own, own.model, "train")
     rng, seconds = np.random.default_rng(0), 0.0
     with JournalFollower(run.journal(own), position=2**62) as follower, JournalWriter(run.journal(own), "past") as past:
         for first in range(0, rows, AT_ONCE):

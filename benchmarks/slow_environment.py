@@ -167,7 +167,7 @@ def timed(environment: type[Slow], processes: int, model: Path, seconds: float) 
     clock = ShareClock(state="generating")
     engine = engine_of(made, made.model, Version(), clock=clock)
     assert isinstance(engine, EpisodeEngine)
-    prompts = prompts_of(made, made.model.tokenizer(), "train")
+    prompts = prompts_of(made, made.model, "train")
     flow = engine.flow(8, Sampling(), np.random.default_rng(0))
     found: list[Completion] = []
     growing: list[int] = []

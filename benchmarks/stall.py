@@ -224,15 +224,14 @@ class Synchronous:
         self.optimizer = recipe.optimizer.start(self.policy.parameters(), [])
         if saved is not None:
             self.optimizer.load(saved)
-        tokenizer = self.model.tokenizer()
-        self.held_out = prompts_of(recipe, tokenizer, "eval")
+        self.held_out = prompts_of(recipe, self.model, "eval")
         self.searcher = Searcher(
             name="searcher-0",
             engine=self.model.engine(Version()),
             reference=self.model.reference(recipe.policy_temperature, Version()),
             reward=recipe.task.reward(),
             exploration=recipe.exploration,
-            prompts=PromptStream(prompts_of(recipe, tokenizer, "train"), recipe.seed, self.lease),
+            prompts=PromptStream(prompts_of(recipe, self.model, "train"), recipe.seed, self.lease),
             journal=self,
             weights=self,
             samples_per_prompt=recipe.samples_per_prompt,

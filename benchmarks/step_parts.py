@@ -113,7 +113,7 @@ def main() -> None:
     recipe = override(find(own.recipe), options, own.recipe)
     torch.set_num_threads(recipe.run.threads)
     recipe = replace(recipe, model=recipe.model.prepared(recipe.task), trainer=RankSettings())
-    prompts = prompts_of(recipe, recipe.model.tokenizer(), "train")
+    prompts = prompts_of(recipe, recipe.model, "train")
     policy, optimizer = start_policy(recipe, start_ranks(recipe, 0), None)
     shape = shape_of(recipe.model)
     assert shape is not None

@@ -98,6 +98,15 @@ class JudgedByModels(Protocol):
         ...
 
 
+@runtime_checkable
+class Selective(Protocol):
+    """A task that does not train on all that its files hold."""
+
+    def left_out(self) -> Mapping[str, int]:
+        """How many rows are no training problems, by the reason in words."""
+        ...
+
+
 class Environment(Protocol):
     """A world to act in, free of tokens. One object lives through one episode: `reset` once, then turn by turn.
 
@@ -578,6 +587,11 @@ class Model(Protocol):
     @property
     def max_completion_tokens(self) -> int:
         """How many tokens an answer of its engines has at most, the end of text included."""
+        ...
+
+    @property
+    def positions(self) -> int | None:
+        """How many tokens a prompt and its answer have together at most; None: no limit."""
         ...
 
     @property

@@ -39,6 +39,7 @@ def quoted(text: str, longest: int = 200) -> str:
 
 
 Split: TypeAlias = Literal["train", "eval"]
+SPLITS: tuple[Split, ...] = ("train", "eval")
 Message: TypeAlias = Mapping[str, Any]  # {"role": "user", "content": "..."}; also tool_calls, name, ...
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import pytest
 from tba.command.signal import Signal
 from tba.errors import UserError
 from tba.record.terminal import terminal
+from tba.replay.buffer import BufferSettings
 from tba.settings import find
 
 QUICKSTART = find("quickstart")
+DISTINCT = replace(QUICKSTART, replay=replace(QUICKSTART.replay, buffer=BufferSettings(distinct=True)))
 
 
 def probe(groups: list[list[float]], both: int = 0, **stopped: int) -> dict[str, Any]:
@@ -63,7 +66,8 @@ def test_an_episode_is_shown_with_its_turns_and_those_that_failed_are_counted_ap
         (probe([[0.0, 0.0]] * 19 + [[0.0, 1.0]], eos=40), ["rewards differ in 5.0 % of the groups only"]),
         (probe([[0.0, 1.0]] * 20, length=20, eos=20), ["50.0 % of the answers are cut off"]),
         (probe([[0.0, 1.0]] * 20, eos=40, empty=30), ["75.0 % of the answers are empty"]),
-        (probe([[0.0, 1.0]] * 20, both=3, eos=40), ["3 held-out problems are trained on too"]),
+        (probe([[0.0, 1.0]] * 20, eos=40, copies=21), ["52.5 % of the answers equal another one to their prompt"]),
+        (probe([[0.0, 1.0]] * 20, eos=40, copies=20), []),
         (
             probe([[0.0, 0.0]] * 20, both=3, length=40, empty=40),
             ["every answer gets the same reward", "100.0 % of the answers are cut off"],
@@ -71,7 +75,7 @@ def test_an_episode_is_shown_with_its_turns_and_those_that_failed_are_counted_ap
     ],
 )
 def test_what_stands_in_the_way_of_learning_is_said_with_what_to_change(found: dict[str, Any], said: list[str]) -> None:
-    advice = Signal.of([found]).advice(QUICKSTART)
+    advice = Signal.of([found]).advice(DISTINCT)
     assert len(advice) == len(said)
     for line, beginning in zip(advice, said, strict=True):
         assert line.startswith(beginning)

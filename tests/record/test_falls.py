@@ -12,6 +12,7 @@ from tests.record.conftest import evaluations
 
 from tba.record.evaluations import EvaluationWriter, read_evaluations
 from tba.record.falls import (
+    COPIES,
     ENTROPY_FALLS,
     HELD_OUT,
     LARGE_STEPS,
@@ -213,3 +214,11 @@ def test_updates_are_large_when_five_batches_drifted_by_a_twentieth_of_a_nat_a_t
     fresh: list[dict[str, float]] = [{"mismatch": 0.0}] * 7  # what was sampled just now has not drifted
     ((at, _),) = told([*fresh, *[{"drift": 0.04}] * 5, *fresh, {"drift": 0.2}]).items()
     assert at == (20, LARGE_STEPS)
+
+
+def test_answers_that_leave_as_copies_are_reported_early_and_once() -> None:
+    watch = SignalWatch()
+    found = {step: watch.see(step, 1.0, 0.0, 0.9) for step in range(1, 60)}
+    assert [(step, list(said)) for step, said in found.items() if said] == [(10, [COPIES])]
+    assert found[10][COPIES].startswith("90.0 % of the answers so far were dropped as copies of others")
+    assert not any(SignalWatch().see(step, 1.0, 0.0, 0.5) for step in range(200))

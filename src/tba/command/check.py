@@ -38,6 +38,7 @@ from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
+from tba.protocols import Model
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.show import pairs, section
@@ -50,10 +51,11 @@ from tba.runtime.cluster.placement import Placed, plan, table, this_machine, whe
 from tba.runtime.devices import USABLE, environment_of, visible
 from tba.runtime.local.forkserver import Program, prepare, start
 from tba.runtime.needs import Kept, kept_on_disk, needs, seconds_to_move
-from tba.runtime.prompting import reward_of
+from tba.runtime.prompting import asked_of, reward_of
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sized, unused
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
+from tba.types import SPLITS
 
 _DEADLINE = 1800.0  # seconds for one probe
 _SECONDS = 3.0  # for which searcher and trainer are timed at least, at the same time
@@ -189,6 +191,22 @@ def notes_on_prompts(recipe: Recipe) -> list[str]:
     return []
 
 
+def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
+    """Returns more warnings, those that need the prompts as the prepared model reads them: what is left out, and what
+    is in both splits. Raises `UserError` where none are left, or the model has no room for them.
+    """
+    asked = {split: asked_of(recipe, model, split) for split in SPLITS}
+    found = [each.note for each in asked.values() if each.note]
+    train, held_out = ([(p.text.strip(), p.seed) for p in asked[split].prompts] for split in SPLITS)
+    known = set(train)
+    if (both := sum(one in known for one in held_out)) and len(known) > 1:
+        found.append(
+            f"{both:,} of {len(held_out):,} held-out problems are trained on too, so that their accuracy is not that "
+            "of new ones: keep the splits apart"
+        )
+    return found
+
+
 def require_ray() -> None:
     """Raises `UserError` when Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
@@ -203,6 +221,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
     console.print(": ".join(filter(None, (recipe.name, recipe.description))), highlight=False)
     warnings = [*validate(recipe), *notes_on_prompts(recipe)]
     prepared = recipe.model.prepared(recipe.task, lambda line: console.print(line, highlight=False))
+    warnings += notes_on_data(recipe, prepared)
     placed = planned(recipe) if recipe.runtime == "cluster" else []
     made, decided, computed = fitted(replace(recipe, model=prepared), Machine.here())
     recipe, overrides = override(recipe, decided, f"tba check {name}", recorded=True), [*overrides, *decided]

@@ -126,7 +126,7 @@ def measured(recipe: Recipe, split: str, settings: EvaluationSettings) -> tuple[
         raise UserError(f"--split is {split!r}: give train or eval")
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
-    prompts = prompts_of(recipe, model.tokenizer(), "train" if split == "train" else "eval")
+    prompts = prompts_of(recipe, model, "train" if split == "train" else "eval")
     engine = engine_of(recipe, model, _version_at(getattr(model, "path", "")))
     began = time.monotonic()
     found = evaluate(

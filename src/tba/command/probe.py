@@ -55,8 +55,9 @@ _KEPT = 10_000  # trajectories of which the memory is measured
 def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
     """Time rounds: generate, grade, score under the reference, and VinePPO's rollouts if the recipe has them."""
     model = recipe.model.prepared(recipe.task)
-    prompts = prompts_of(recipe, model.tokenizer(), "train")
-    held_out = prompts_of(recipe, model.tokenizer(), "eval")
+    prompts = prompts_of(recipe, model, "train")
+    held_out = prompts_of(recipe, model, "eval")
+    both = {prompt.key for prompt in prompts} & {prompt.key for prompt in held_out}
     engine, reward = engine_of(recipe, model, Version()), reward_of(recipe.task)
     vine = vine_of(recipe, model, engine, reward)
     reference = model.reference(recipe.policy_temperature, Version())
@@ -82,6 +83,7 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
             stopped["failed"] += len(row) - len(own)
             groups += [own] if own else []
         stopped.update(c.stop_reason.value for _, c in pairs)
+        stopped["copies"] += sum(len(row) - len({c.digest for c in row}) for row in answered)
         stopped["empty"] += sum(not c.text.strip() for _, c in pairs)
         if vine is not None:
             unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in pairs]
@@ -102,7 +104,11 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         "tokens": [statistics.mean(each) for each in zip(*_timed(tokens), strict=True)],
         "timed_seconds": sum(_timed(seconds)),
         "answers": answers,
-        "problems": {"train": len(prompts), "eval": len(held_out), "both": _shared(prompts, held_out)},
+        "problems": {
+            "train": len(prompts),
+            "eval": len(held_out),
+            "both": sum(prompt.key in both for prompt in held_out),
+        },
         "held_out": len(held_out),
         "product_rates": _product_rates(model),
         "groups": groups,
@@ -111,12 +117,6 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         "peak_memory_bytes": peak_memory_bytes(),
         "peak_gpu_bytes": peak_gpu_memory_bytes(),
     }
-
-
-def _shared(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> int:
-    """Returns how many held-out prompts are among those of training, by their text."""
-    texts = {prompt.text.strip() for prompt in train}
-    return sum(prompt.text.strip() in texts for prompt in held_out)
 
 
 def _shown(
@@ -166,7 +166,7 @@ def _enough(seconds: list[float], at_least: float, recipe: Recipe) -> bool:
 def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str, Json]:
     """Time steps on a searcher's answers, and measure how far the first of them take the policy from these."""
     model = recipe.model.prepared(recipe.task)
-    prompts = prompts_of(recipe, model.tokenizer(), "train")
+    prompts = prompts_of(recipe, model, "train")
     alone = replace(recipe, model=model, trainer=RankSettings())
     policy, optimizer = start_policy(alone, start_ranks(alone, 0), None)
     source = _Answered(recipe, prompts, answers, np.random.default_rng(0))

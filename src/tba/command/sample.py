@@ -36,7 +36,7 @@ def sample_answers(name: str, overrides: list[str], options: SampleOptions) -> i
     recipe = with_checkpoint(*recipe_of(name, overrides, f"tba sample {name}", options.checkpoint))
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
-    prompts = prompts_of(recipe, model.tokenizer(), "train" if options.split == "train" else "eval")
+    prompts = prompts_of(recipe, model, "train" if options.split == "train" else "eval")
     asked = prompts[: options.prompts] if options.prompts else prompts
     options.out.parent.mkdir(parents=True, exist_ok=True)
     temporary = options.out.with_name(f".{options.out.name}.{os.getpid()}")

@@ -17,6 +17,7 @@ from tba.record.text import frame_of, percent, printable, within
 from tba.types import Json, StopReason
 
 _TURNS = 16  # turns and observations of an episode that are shown
+MANY_COPIES = 0.5  # share of answers that are copies from which on it is said
 FEW, MANY = 0.1, 0.3  # shares of prompts whose rewards vary below which, of answers cut off above which, it is said
 
 
@@ -33,6 +34,7 @@ class Signal:
     best: float  # share of the prompts all of whose answers got the highest reward seen
     truncated: float  # shares of answers that were cut off at the token limit, and that have no text
     empty: float
+    copies: float  # share of answers that equal an earlier one of the same round to the same prompt
     failed: float  # share of answers whose environment failed: they have no reward
     shown: Sequence[Json]  # a few prompts, each with a few answers and their marks
 
@@ -59,6 +61,7 @@ class Signal:
             best=float(np.mean([own.min() == rewards.max() for own in groups])),
             truncated=stopped[StopReason.LENGTH.value] / answers,
             empty=stopped["empty"] / answers,
+            copies=stopped["copies"] / answers,
             failed=stopped["failed"] / answers,
             shown=probes[0]["shown"],
         )
@@ -69,7 +72,7 @@ class Signal:
         return {
             "problems": f"{self.train:,} to train on, {self.held_out:,} held out{shared}",
             "answers": f"{self.answers:,} sampled: mean reward {self.reward:.3g}, {percent(self.truncated)} cut off, "
-            f"{percent(self.empty)} empty"
+            f"{percent(self.empty)} empty, {percent(self.copies)} copies of others"
             + (f", {percent(self.failed)} failed in their environments" if self.failed else ""),
             "groups": f"in {percent(self.varied)} of them rewards differ; only these teach something",
         }
@@ -123,10 +126,11 @@ class Signal:
             )
         if self.empty > MANY:
             found.append(f"{percent(self.empty)} of the answers are empty: look at the prompts as the model sees them")
-        if self.both:
+        if self.copies > MANY_COPIES and recipe.replay.buffer.distinct:
             found.append(
-                f"{self.both:,} held-out problems are trained on too, so that their accuracy is not that of new ones: "
-                "keep the splits apart"
+                f"{percent(self.copies)} of the answers equal another one to their prompt, and of equal ones the "
+                "replay buffer keeps one: sample more varied answers (--exploration.temperature), give problems with "
+                "more to say, or keep them all (--replay.buffer.no-distinct)"
             )
         return found[:2]
 

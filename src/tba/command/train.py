@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tba.command.check import notes_on_prompts, validate
+from tba.command.check import notes_on_data, notes_on_prompts, validate
 from tba.command.importing import fill, refuse, take_in
 from tba.command.options import ImportOptions, TrainOptions
 from tba.command.weights import with_weights
@@ -128,7 +128,7 @@ def carry_out(
     recipe, overrides = with_weights(recipe, name, overrides, say)
     sft_seconds = time.monotonic() - began if said else 0.0
     recipe, overrides = with_sizes(recipe, name, overrides, console)
-    for warning in notes_on_prompts(recipe):
+    for warning in [*notes_on_prompts(recipe), *notes_on_data(recipe, recipe.model.prepared(recipe.task))]:
         console.print(f"note: {warning}", style="yellow")
     refuse(recipe, [*recipe.fill.files, *([] if data is None else [data])])
     if prepared := is_prepared(path):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tba.recipe import Recipe
-from tba.runtime.prompting import prompts_of
 from tba.settings import override
 
 _PACKAGE = Path(__file__).parents[1]
@@ -25,7 +24,7 @@ def with_weights(
     `say` is called when a warm start is made now. Raises `UserError` for a missing file or model.
     """
     prepared = recipe.model.prepared(recipe.task, say)
-    prompts_of(recipe, prepared.tokenizer(), "eval")
+    prepared.tokenizer()  # which says what is wrong with a model
     found = getattr(prepared, "path", "")
     shipped = Path(found).is_relative_to(_PACKAGE)
     decided = []

@@ -71,6 +71,7 @@ class Encoder:
     chat: bool  # the task's prompts are chats: an unknown text becomes a user's message
     max_prompt_tokens: int
     max_tokens: int  # of an answer, including its end-of-text token
+    positions: int | None = None  # tokens of prompt and answer together that the model can read; None: any number
     # by key, the first form of each prompt that the task lacks: all
     met: dict[str, Prompt] = field(default_factory=dict)
     # answers to one prompt are scored with the same fields
@@ -83,7 +84,9 @@ class Encoder:
         known = self.train.at(prompt.key) is not None
         chats = self.chat or prompt.messages is not None
         completion = self._completion(answer, chats)
-        return completion if isinstance(completion, Refusal) else Encoded(prompt, completion, known)
+        if isinstance(completion, Refusal):
+            return completion
+        return self._unreadable(prompt, completion) or Encoded(prompt, completion, known)
 
     def adopt(self, trajectory: Trajectory) -> Encoded | Answer | Refusal:
         """Takes a trajectory of another run with its tokens; as an `Answer` where they are another tokenizer's.
@@ -103,7 +106,15 @@ class Encoder:
             return self._too_long(len(completion.tokens))
         found = self.train.at(prompt.key)
         prompt = found or self.met.setdefault(prompt.key, prompt)
-        return Encoded(prompt, replace(completion, versions=(ELSEWHERE, ELSEWHERE)), found is not None)
+        taken = Encoded(prompt, replace(completion, versions=(ELSEWHERE, ELSEWHERE)), found is not None)
+        return self._unreadable(prompt, completion) or taken
+
+    def _unreadable(self, prompt: Prompt, completion: Completion) -> Refusal | None:
+        """Returns the refusal of what the model has no positions for."""
+        tokens = len(prompt.tokens) + len(completion.tokens)
+        if self.positions is None or tokens <= self.positions:
+            return None
+        return Refusal(f"longer with its prompt than the model's {self.positions} positions", f"{tokens} tokens")
 
     def _prompt(self, answer: Answer) -> Prompt | Refusal:
         texts, question = self._texts(answer.prompt, answer.tools)

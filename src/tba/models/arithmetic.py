@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 from functools import cache
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from tba.engines.rules import positions
 from tba.foreign import SAFE, UNREADABLE
 from tba.models import memory
 from tba.models.memory import Shape
@@ -63,6 +65,18 @@ def judge_bytes(path: str, kind: Any, tokens: int, itemsize: int = 4) -> int:
         return memory.judge(AutoConfig.from_pretrained(path, **SAFE), kind, tokens, itemsize)
     except (*UNREADABLE, StopIteration):
         return 0  # whoever loads it says why
+
+
+@cache
+def positions_of(path: str) -> int | None:
+    """Returns the tokens of prompt and answer together that the model in a folder has positions for; None: any number,
+    or its configuration cannot be read.
+    """
+    try:
+        found = positions(AutoConfig.from_pretrained(path, **SAFE).get_text_config(), sys.maxsize)
+    except (*UNREADABLE, StopIteration):
+        return None
+    return None if found == sys.maxsize else found
 
 
 def product_rate(dtype: torch.dtype, device: torch.device) -> float:

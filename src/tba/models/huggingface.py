@@ -33,7 +33,7 @@ from tba.errors import TbaError, UserError
 from tba.fields import BY_CODE, as_declared
 from tba.foreign import SAFE, UNREADABLE, as_beginning, problems_of, read_json, templated, with_arguments
 from tba.models import memory
-from tba.models.arithmetic import arithmetic_of, shape_of
+from tba.models.arithmetic import arithmetic_of, positions_of, shape_of
 from tba.models.memory import Sampling, Shape
 from tba.models.precision import Precision, Wanted
 from tba.models.precision import precision as precision_of
@@ -167,6 +167,10 @@ class HuggingFace:
     @property
     def max_completion_tokens(self) -> int:
         return self.generation.max_completion_tokens
+
+    @property
+    def positions(self) -> int | None:
+        return positions_of(self.path)
 
     @property
     def never_sampled(self) -> tuple[str, ...]:

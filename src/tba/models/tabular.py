@@ -46,6 +46,10 @@ class TabularModel:
         return self.task.length
 
     @property
+    def positions(self) -> int | None:
+        return None
+
+    @property
     def never_sampled(self) -> tuple[str, ...]:
         return ()
 

@@ -36,10 +36,11 @@ POINTS, ERRORS = 0.05, 5.0  # of a held-out figure
 REWARD_ERRORS, LOST = 6.0, 0.5  # of the mean reward, of which there are many more
 PROMPTS = 100  # whose answers make one mean of the reward
 HELD_OUT, REWARD, STALE = "held_out_falls", "reward_falls", "stale_data"  # kinds of faults.jsonl
-NO_SIGNAL, TRUNCATED = "no_signal", "truncated_answers"
+NO_SIGNAL, TRUNCATED, COPIES = "no_signal", "truncated_answers", "copied_answers"
 ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES = "entropy_falls", "mismatches", "lost_samples"
 LARGE_STEPS = "large_steps"
-_NOTED = (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED, ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES, LARGE_STEPS)
+_NOTED = (HELD_OUT, REWARD, STALE, NO_SIGNAL, TRUNCATED, COPIES, ENTROPY_FALLS, MISMATCHES, LOST_SAMPLES, LARGE_STEPS)
+MOST_COPIES, EARLY = 0.5, 10  # of all answers so far, from that step on
 MOST_TRUNCATED = 0.5  # of the answers of 50 steps
 STEPS = 50  # make one mean
 MOST_REPEATED = 1 / 3  # of all that arrived: beyond, what is new is not enough to keep batches fresh
@@ -180,22 +181,36 @@ class StalenessWatch:
 
 @dataclass
 class SignalWatch:
-    """Watches whether batches can teach anything, and reports once when over 50 steps no group's rewards differed, and
-    once when most answers were cut off.
+    """Watches whether batches can teach anything, and reports once when over 50 steps no group's rewards differed, once
+    when most answers were cut off, and once, from step 10 on, when most have left as copies of others.
     """
 
     _varied: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _truncated: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _told: set[str] = field(default_factory=set)
 
-    def see(self, step: int, varied: float, truncated: float) -> dict[str, str]:
-        """Takes a step's share of groups whose rewards differ, and of answers that were cut off; returns a sentence by
-        its kind.
+    def see(self, step: int, varied: float, truncated: float, copies: float = 0.0) -> dict[str, str]:
+        """Takes a step's share of groups whose rewards differ, and of answers that were cut off, and of all answers so
+        far the share that left as copies; returns a sentence by its kind.
         """
         self._varied.append(varied)
         self._truncated.append(truncated)
-        if len(self._varied) < STEPS:
-            return {}
+        found = {}
+        if copies > MOST_COPIES and step >= EARLY:
+            found[COPIES] = (
+                f"{percent(copies)} of the answers so far were dropped as copies of others to the same prompt, and "
+                "never used: sample more varied answers (--exploration.temperature), or keep them all "
+                "(--replay.buffer.no-distinct)"
+            )
+        return self._new(found | (self._of_span(step) if len(self._varied) == STEPS else {}))
+
+    def _new(self, found: dict[str, str]) -> dict[str, str]:
+        new = {kind: what for kind, what in found.items() if kind not in self._told}
+        self._told |= new.keys()
+        return new
+
+    def _of_span(self, step: int) -> dict[str, str]:
+        """Returns what is to be said of the last 50 steps."""
         span, found = f"steps {step - STEPS + 1} to {step}", {}
         if not any(self._varied):
             found[NO_SIGNAL] = (
@@ -207,9 +222,7 @@ class SignalWatch:
                 f"{percent(share)} of the answers of {span} were cut off: set --model.generation.max-completion-tokens "
                 "higher, or ask for short answers"
             )
-        new = {kind: what for kind, what in found.items() if kind not in self._told}
-        self._told |= new.keys()
-        return new
+        return found
 
 
 @dataclass

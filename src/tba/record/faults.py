@@ -40,6 +40,7 @@ KINDS = (
     "stale_data",  # batches were worth less than half of their rows
     "no_signal",  # in no group of 50 steps did rewards differ
     "truncated_answers",  # most answers of 50 steps were cut off
+    "copied_answers",  # most answers left as copies of others, and were never used
     "entropy_falls",  # the policy's entropy fell by half within ten steps
     "mismatches",  # engine and trainer give the tokens of one set of weights other probabilities
     "lost_samples",  # ten batches in a row were worth less than a tenth of their rows

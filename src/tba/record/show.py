@@ -226,6 +226,7 @@ def facts_of(summary: Summary) -> dict[str, str]:
         f"training {duration(wall.train)}, evaluation {duration(wall.eval)}",
         "waiting after warm-up": _waiting(summary),
         "lag": _lag(summary),
+        **({"problems": problems} if (problems := _problems(summary)) else {}),
         "of the newest arrivals": f"{percent(summary.recent_share)} of the groups",
         "samples per insert": f"{summary.trajectories.samples_per_insert:.2f}, "
         f"{percent(summary.trajectories.trained_share)} of what arrived was trained",
@@ -241,6 +242,17 @@ def facts_of(summary: Summary) -> dict[str, str]:
     }
 
 
+def _problems(summary: Summary) -> str:
+    """Returns what became of problems that were not asked as they are; nothing where all were."""
+    said = []
+    for split, counts in summary.prompts.items():
+        others = {name: count for name, count in counts.items() if name not in ("problems", "prompts") and count}
+        if others:
+            of = f"{counts['prompts']:,} of {counts['problems']:,} {'trained' if split == 'train' else 'held out'}"
+            said.append(f"{of} ({', '.join(f'{name} {count:,}' for name, count in others.items())})")
+    return ", ".join(said)
+
+
 def _cost(summary: Summary) -> RenderableType:
     tokens = summary.tokens
     given = f"{count(tokens.generated)} generated"
@@ -251,6 +263,7 @@ def _cost(summary: Summary) -> RenderableType:
             "time": f"{duration(summary.wall_seconds.total)} for {summary.steps} steps",
             "tokens trained": f"{percent(tokens.trained_share)} of the {given}, each used {tokens.mean_uses:.1f} times",
             "lag": _lag(summary),
+            **({"problems": problems} if (problems := _problems(summary)) else {}),
             "waiting after warm-up": _waiting(summary),
         }
     )

@@ -75,6 +75,8 @@ class Summary:
     trajectories: Ledger = field(default_factory=Ledger)
     lag: Lag = field(default_factory=Lag)
     recent_share: float = 0.0  # of all groups, those all of whose trajectories were among the newest arrivals
+    # by split the problems, the prompts that are asked, and the others by why they are not
+    prompts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     reference_resets: Sequence[Mapping[str, Json]] = ()  # each the step, the version that became it, and when
     control: Sequence[Mapping[str, Json]] = ()  # each change by the controller: its step, why, the values from then on
     joined: Sequence[Mapping[str, Json]] = ()  # searchers that joined: `name`, `joined` and `left` in seconds, `how`
@@ -128,6 +130,7 @@ class Summary:
             "trained_share": self.trajectories.trained_share,
             "lag": asdict(self.lag),
             "recent_share": self.recent_share,
+            "prompts": {split: dict(counts) for split, counts in self.prompts.items()},
             "reference_resets": [dict(reset) for reset in self.reference_resets],
             "control": [dict(change) for change in self.control],
             "joined": [dict(searcher) for searcher in self.joined],

@@ -64,7 +64,7 @@ def measure(recipe: Recipe, run: RunDirectory, divergence_of: Sequence[int], div
     torch.set_num_threads(recipe.run.threads)
     model = recipe.model.prepared(recipe.task)
     engine = model.engine(Version(), recipe.prompts.max_tokens)
-    prompts = prompts_of(recipe, model.tokenizer(), "eval")
+    prompts = prompts_of(recipe, model, "eval")
     found = {}
     if all(diversity_of):
         found["before"] = _diversity(recipe, engine, prompts, diversity_of)

@@ -64,6 +64,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             chat=not isinstance(problems_of(recipe.task, "train")[0].prompt, str),
             max_prompt_tokens=recipe.prompts.max_tokens,
             max_tokens=max_tokens or model.max_completion_tokens,
+            positions=model.positions,
         )
         yield Intake(
             encoder=encoder,

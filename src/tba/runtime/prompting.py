@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
 
@@ -17,9 +17,9 @@ from tba.environments.hosts import CAN_FORK, EpisodeLimits, Here, Hosts
 from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.foreign import failed, problems_of
-from tba.protocols import Acted, Engine, Journal, Model, PromptSource, Reward, Task, Tokenizer
+from tba.protocols import Acted, Engine, Journal, Model, PromptSource, Reward, Selective, Task, Tokenizer
 from tba.recipe import Recipe
-from tba.search.prompts import PosteriorPrompts, PromptStream, UniformPrompts, encode
+from tba.search.prompts import Encoded, PosteriorPrompts, PromptStream, UniformPrompts, encode
 from tba.search.vine import VineRollouts
 from tba.types import Prompt, Split, Version
 
@@ -29,18 +29,88 @@ LEASE_SECONDS = 1800.0
 log = logging.getLogger("tba.searcher")
 
 
-def prompts_of(recipe: Recipe, tokenizer: Tokenizer, split: Split) -> list[Prompt]:
+@dataclass(frozen=True)
+class Asked:
+    """The prompts of a split, and what became of the others of its problems."""
+
+    prompts: list[Prompt]
+    counts: Mapping[str, int]  # problems, prompts, and the others by the reason for which they are not as they were
+    note: str  # what is left out or cut, in a sentence; empty: nothing is
+
+
+def prompts_of(recipe: Recipe, model: Model, split: Split) -> list[Prompt]:
     """Returns the prompts of a split, as the recipe's settings encode them."""
+    return asked_of(recipe, model, split).prompts
+
+
+def asked_of(recipe: Recipe, model: Model, split: Split) -> Asked:
+    """Returns the prompts of a split with what is left out, which the log says too.
+
+    Raises `UserError` where the model has no room for a prompt beside an answer.
+    """
     problems = problems_of(recipe.task, split)
     limit = recipe.prompts.limit if split == "train" else recipe.evaluation.problems or None
-    settings = recipe.prompts if split == "train" else replace(recipe.prompts, limit=None)
-    encoded = encode(problems[:limit] if limit else problems, recipe.task.name, tokenizer, settings)
-    if encoded.dropped or encoded.truncated:
-        log.warning(
-            "%s prompts of %s: %d longer than %d tokens were dropped, %d truncated",
-            split, recipe.task.name, encoded.dropped, recipe.prompts.max_tokens, encoded.truncated,
-        )  # fmt: skip
-    return encoded.prompts
+    taken, settings = problems[:limit] if limit else problems, replace(recipe.prompts, limit=None)
+    encoded = encode(taken, recipe.task.name, model.tokenizer(), settings, _room(model))
+    outside = recipe.task.left_out() if split == "train" and isinstance(recipe.task, Selective) else {}
+    counts = {"problems": len(taken), "prompts": len(encoded.prompts)} | {
+        reason: count
+        for reason, count in {
+            "too_long": encoded.dropped,
+            "no_room": encoded.no_room,
+            "truncated": encoded.truncated,
+            **outside,
+        }.items()
+        if count
+    }
+    if note := _left_out(recipe, model, split, len(taken), encoded, outside):
+        log.warning("%s", note)
+    return Asked(encoded.prompts, counts, note)
+
+
+def _room(model: Model) -> int | None:
+    """Returns the tokens of a prompt for which a model has positions beside the longest answer; None: no limit."""
+    if model.positions is None:
+        return None
+    room = model.positions - model.max_completion_tokens
+    if room < 1:
+        raise UserError(
+            f"the model has {model.positions:,} positions for a prompt and its answer, and none are left by "
+            f"--model.generation.max-completion-tokens {model.max_completion_tokens}: lower it, so that the two fit, "
+            "or take another model"
+        )
+    return room
+
+
+def _left_out(
+    recipe: Recipe, model: Model, split: Split, problems: int, encoded: Encoded, outside: Mapping[str, int]
+) -> str:
+    """Returns the sentence about what is left out or cut of a split; empty where nothing is."""
+    what, most = "training" if split == "train" else "held-out", recipe.prompts.max_tokens
+    lost, elsewhere, found = problems - len(encoded.prompts), sum(outside.values()), list[str]()
+    longest = f"the longest has {encoded.longest:,}"
+    if encoded.dropped:
+        found.append(f"{encoded.dropped:,} have more than --prompts.max-tokens {most:,} tokens ({longest})")
+    if encoded.no_room:
+        found.append(
+            f"{encoded.no_room:,} leave less than --model.generation.max-completion-tokens "
+            f"{model.max_completion_tokens:,} of the model's {model.positions or 0:,} positions ({longest} tokens)"
+        )
+    said = []
+    if lost:
+        most_of = "MOST OF THE DATA ARE NOT USED: " if lost > problems / 2 else ""
+        said.append(
+            f"{most_of}{lost:,} of {problems:,} {what} problems are left out, {len(encoded.prompts):,} are asked: "
+            f"{', '.join(found)}"
+        )
+    if encoded.truncated:
+        said.append(f"{encoded.truncated:,} of {problems:,} {what} prompts lose their beginnings ({longest} tokens)")
+    if elsewhere > problems:
+        said.append(
+            f"MOST OF THE DATA ARE NOT USED: beside the {problems:,} training problems "
+            + ", ".join(f"{count:,} are left out: {reason}" for reason, count in outside.items() if count)
+        )
+    return "; ".join(said)
 
 
 def reward_of(task: Task) -> Reward:

@@ -26,14 +26,14 @@ from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
 from tba.record.metrics import JOURNAL_ROWS
 from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
-from tba.runtime.prompting import LEASE_SECONDS, engine_of, prompt_source, prompts_of, reward_of, vine_of
+from tba.runtime.prompting import LEASE_SECONDS, Asked, asked_of, engine_of, prompt_source, reward_of, vine_of
 from tba.runtime.run_dir import RunDirectory
 from tba.search.overlong import Overlong
 from tba.search.pipeline import Pipeline
 from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
 from tba.search.searcher import Searcher
-from tba.types import Json, Prompt, Version
+from tba.types import SPLITS, Json, Split, Version
 
 log = logging.getLogger("tba.searcher")
 HAND_DOWN = 0.25  # seconds of a round after which the answers that are there are sent to the trainer
@@ -75,6 +75,8 @@ class SearcherLoop:
     memory: FreedMemory = field(default_factory=FreedMemory)
     held_back_since: float | None = None  # since when it has been held back, by a monotonic clock; None: it is not
     pipeline: Pipeline | None = None  # makes its rounds flow into one another; None: they do not
+    # by split, how many problems there are and which of them are not asked (`runtime/prompting.py`)
+    prompts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def evaluate(self, between: Callable[[], None] | None = None) -> bool:
         """Run the evaluations that the newest weights' manifest requests; returns whether the trainer has asked to
@@ -163,6 +165,7 @@ class SearcherLoop:
             "clock": self.clock.seconds(),
             "peak_memory_bytes": peak_memory_bytes(),
             "rounds": self.searcher.rounds,
+            "prompts": dict(self.prompts),
         }
         self.records.result(self.searcher.name, result)
 
@@ -195,8 +198,7 @@ def searcher_loop_at(
     """Build the same with other connections, which are opened once the model and the prompts are loaded."""
     keep_few_kernels()
     model = recipe.model.prepared(recipe.task)
-    tokenizer = model.tokenizer()
-    prompts = prompts_of(recipe, tokenizer, "train")
+    prompts = {split: asked_of(recipe, model, split) for split in SPLITS}
     ends, clock = reach(), ShareClock(state="weights")
     if background:
         in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
@@ -215,7 +217,7 @@ def _loop_of(
     clock: ShareClock,
     recipe: Recipe,
     model: Model,
-    prompts: list[Prompt],
+    prompts: Mapping[Split, Asked],
     index: int,
     attempt: int,
     interrupted: Callable[[], bool] | None,
@@ -232,7 +234,7 @@ def _loop_of(
         reference=reference,
         reward=reward,
         exploration=recipe.exploration,
-        prompts=prompt_source(recipe, prompts, journal, np.random.default_rng([*seeds, 0x9E])),
+        prompts=prompt_source(recipe, prompts["train"].prompts, journal, np.random.default_rng([*seeds, 0x9E])),
         journal=journal,
         weights=weights,
         samples_per_prompt=recipe.samples_per_prompt,
@@ -251,7 +253,7 @@ def _loop_of(
     in_rounds = recipe.run.rounds or recipe.runtime == "inline" or recipe.vine is not None
     examiner = Examiner(
         engine=engine,
-        prompts=prompts_of(recipe, model.tokenizer(), "eval"),
+        prompts=prompts["eval"].prompts,
         reward=_examination(recipe, ends.records) or reward,
         settings=recipe.evaluation,
         policy_temperature=recipe.policy_temperature,
@@ -272,6 +274,7 @@ def _loop_of(
         ends.records,
         ends.incarnation,
         pipeline=None if in_rounds else Pipeline(searcher, _stage_deadline(recipe)),
+        prompts={split: asked.counts for split, asked in prompts.items()},
     )
 
 

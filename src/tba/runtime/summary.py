@@ -134,6 +134,7 @@ def summarise(
         trajectories=ledgers["trajectories"],
         lag=Lag.of({int(lag): count for lag, count in trainer["lags"].items()}),
         recent_share=trainer["recent_share"],
+        prompts=next((result["prompts"] for result in results.values() if "prompts" in result), {}),
         reference_resets=trainer["reference_resets"],
         control=trainer["control"],
         joined=joined,

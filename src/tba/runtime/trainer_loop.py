@@ -31,7 +31,7 @@ from tba.record.falls import STALE, CollapseWatch, SignalWatch, StalenessWatch
 from tba.record.faults import record_fault
 from tba.record.jsonl import write_json
 from tba.record.memory import FreedMemory, keep_few_kernels, peak_memory_bytes
-from tba.record.metrics import EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART
+from tba.record.metrics import EVALUATING, GENERATED_TOKENS, JOURNAL_ROWS, PART, REPEATED
 from tba.record.recorder import Recorder
 from tba.replay.follower import JournalFollower
 from tba.replay.missing_rows import Held
@@ -277,7 +277,8 @@ class TrainerLoop:
         step = self.trainer.version.step
         replay = self.replay.metrics()
         told = [(STALE, what) for what in self.staleness.see(step, metrics | replay)]
-        signal = self.signal.see(step, 1 - metrics["without_signal"], metrics["truncated"])
+        copies = replay.get(REPEATED, 0.0)
+        signal = self.signal.see(step, 1 - metrics["without_signal"], metrics["truncated"], copies)
         for kind, what in (*told, *signal.items(), *self.collapse.see(step, metrics).items()):
             log.warning("%s", what)
             record_fault(self.run.path, kind, what)

@@ -54,32 +54,41 @@ class Encoded:
     """Prompts of one split, and how many problems were dropped or truncated for being over-long."""
 
     prompts: list[Prompt]
-    dropped: int = 0
+    dropped: int = 0  # longer than `max_tokens`
+    no_room: int = 0  # not longer than that, but beside an answer longer than the model has positions for
     truncated: int = 0
+    longest: int = 0  # tokens of the longest of all
 
 
-def encode(problems: Sequence[Problem], task: str, tokenizer: Tokenizer, settings: PromptSettings) -> Encoded:
+def encode(
+    problems: Sequence[Problem], task: str, tokenizer: Tokenizer, settings: PromptSettings, room: int | None = None
+) -> Encoded:
     """Encodes problems as prompts: a text as the tokenizer begins texts, a chat by the model's chat template.
+
+    room: tokens of a prompt for which the model has positions beside the longest answer; None: it has no limit.
 
     Raises `UserError` when nothing is left, when a chat meets a tokenizer without a template, or for an over-long
     prompt under `overlong="error"`.
     """
     prompts: list[Prompt] = []
-    dropped = truncated = 0
+    dropped = no_room = truncated = most = 0
+    limit = settings.max_tokens if room is None else min(settings.max_tokens, room)
     for problem in problems:
         text = problem.prompt if isinstance(problem.prompt, str) else _chat(problem, tokenizer)
         tokens = _tokens(tokenizer, text, task, chat=not isinstance(problem.prompt, str))
-        if len(tokens) > settings.max_tokens:
+        most = max(most, len(tokens))
+        if len(tokens) > limit:
             if settings.overlong == "error":
                 raise UserError(
-                    f"a prompt of task {task} has {len(tokens)} tokens, the limit is {settings.max_tokens}: "
-                    f"raise --prompts.max-tokens, or set --prompts.overlong to drop or truncate_left"
+                    f"a prompt of task {task} has {len(tokens)} tokens, the limit is {limit}: {_remedy(settings, room)}"
+                    ", or set --prompts.overlong to drop or truncate_left"
                 )
             if settings.overlong == "drop":
-                dropped += 1
+                dropped += len(tokens) > settings.max_tokens
+                no_room += len(tokens) <= settings.max_tokens
                 continue
             truncated += 1
-            tokens = tokens[-settings.max_tokens :]
+            tokens = tokens[-limit:]
         if not tokens:
             raise UserError(f"a prompt of task {task} is empty after tokenising ({text!r}): give it some text")
         chat = None if isinstance(problem.prompt, str) else problem.prompt
@@ -87,10 +96,20 @@ def encode(problems: Sequence[Problem], task: str, tokenizer: Tokenizer, setting
         prompts.append(asked)
     if not prompts:
         raise UserError(
-            f"task {task} has no prompts left ({dropped} of {len(problems)} were longer than "
-            f"{settings.max_tokens} tokens): raise --prompts.max-tokens or give it more problems"
+            f"task {task} has no prompts left ({dropped + no_room} of {len(problems)} were longer than "
+            f"{limit} tokens): {_remedy(settings, room)}, or give it more problems"
         )
-    return Encoded(prompts, dropped, truncated)
+    return Encoded(prompts, dropped, no_room, truncated, most)
+
+
+def _remedy(settings: PromptSettings, room: int | None) -> str:
+    """Returns what to do about prompts that are too long."""
+    if room is None or room >= settings.max_tokens:
+        return "raise --prompts.max-tokens"
+    return (
+        f"lower --model.generation.max-completion-tokens, since the model has positions for {room} tokens beside an "
+        "answer of that length"
+    )
 
 
 def _tokens(tokenizer: Tokenizer, text: str, task: str, chat: bool) -> list[int]:

@@ -7,6 +7,7 @@ is what follows `####` in the solution, without commas.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,7 +16,7 @@ from tba.errors import UserError
 from tba.fields import as_declared
 from tba.rewards.exact_answer import MARK, ExactAnswer
 from tba.tables import file_in
-from tba.tasks.held_out import without
+from tba.tasks.held_out import IN_BOTH, without
 from tba.tasks.hub import rows_from_hub
 from tba.tasks.rows import Row, read_rows
 from tba.types import Problem, Split
@@ -52,10 +53,16 @@ class Gsm8k:
 
         Raises `UserError` for a missing or malformed file, naming its line.
         """
-        rows = self._rows(split)
-        if split == "train" and self._has_eval():
-            rows = without(rows, self._rows("eval"), lambda row: row.text("question").strip())
+        rows = self._rows("eval") if split == "eval" else self._kept(self._rows("train"))
         return [self._problem(row) for row in rows]
+
+    def left_out(self) -> Mapping[str, int]:
+        rows = self._rows("train")
+        return {IN_BOTH: len(rows) - len(self._kept(rows))}
+
+    def _kept(self, rows: list[Row]) -> list[Row]:
+        """Returns the rows that are not held out."""
+        return without(rows, self._rows("eval"), lambda row: row.text("question").strip()) if self._has_eval() else rows
 
     def reward(self) -> ExactAnswer:
         return ExactAnswer(self.strict)

@@ -13,6 +13,7 @@ from typing import TypeVar
 from tba.errors import UserError
 
 T = TypeVar("T")
+IN_BOTH = "in the evaluation data too"  # why a problem is not trained on
 
 
 def is_held_out(problem: str, share: float) -> bool:

@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from tba.protocols import Reward
 from tba.rewards.exact_answer import ExactAnswer, marked
 from tba.rewards.functions import FunctionReward
 from tba.tables import Refusal, conversation, file_in, splits_of, tools_of
-from tba.tasks.held_out import check_share, is_held_out, without
+from tba.tasks.held_out import IN_BOTH, check_share, is_held_out, without
 from tba.tasks.rows import Row, read_rows, unpacked
 from tba.types import Json, Message, Problem, Split
 
@@ -76,10 +77,8 @@ class Jsonl:
 
         Raises `UserError` for a missing or malformed file, naming its row, and for a split with nothing in it.
         """
-        train, held = self._files()
-        problems = [self._problem(row) for row in read_rows(train)]
-        if held is not None:
-            held_out = [self._problem(row) for row in read_rows(held)]
+        problems, held_out = self._read()
+        if held_out is not None:
             chosen = held_out if split == "eval" else without(problems, held_out, _identity)
         else:
             chosen = [p for p in problems if is_held_out(_identity(p), self.eval_fraction) == (split == "eval")]
@@ -90,6 +89,10 @@ class Jsonl:
             )
         return chosen
 
+    def left_out(self) -> Mapping[str, int]:
+        problems, held_out = self._read()
+        return {IN_BOTH: len(problems) - len(without(problems, held_out or (), _identity))}
+
     def reward(self) -> Reward:
         return ExactAnswer(self.strict) if self.marked_by is None else self.marked_by
 
@@ -99,6 +102,13 @@ class Jsonl:
         Raises `UserError` for a row that is malformed.
         """
         return self._response(row) or self._prompt(row)[1]
+
+    def _read(self) -> tuple[list[Problem], list[Problem] | None]:
+        """Returns the problems of the training file, and of the evaluation file if there is one."""
+        train, held = self._files()
+        return [self._problem(row) for row in read_rows(train)], (
+            None if held is None else [self._problem(row) for row in read_rows(held)]
+        )
 
     def _files(self) -> tuple[Path, Path | None]:
         """Returns the training file and the evaluation file, if there is one."""

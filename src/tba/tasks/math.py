@@ -9,6 +9,7 @@ A row has `problem` and `solution` (ending in `\boxed{...}`), and may have `answ
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ from tba.fields import as_declared
 from tba.rewards.math_answer import MathAnswer
 from tba.rewards.math_text import last_boxed
 from tba.tables import file_in
-from tba.tasks.held_out import without
+from tba.tasks.held_out import IN_BOTH, without
 from tba.tasks.hub import rows_from_hub
 from tba.tasks.rows import Row, read_rows
 from tba.types import Message, Problem, Split
@@ -55,13 +56,23 @@ class Math:
         """
         if split == "eval":
             return [self._problem(row) for row in self._evaluation()]
-        rows, held_out = self._rows("train"), self._rows("test")
-        if self.train_on_rest and self.evaluate_on == "math500":
-            rows, held_out = [*rows, *held_out], self._evaluation()
+        rows, held_out = self._training()
         return [self._problem(row) for row in without(rows, held_out, _question) if _has_answer(row)]
+
+    def left_out(self) -> Mapping[str, int]:
+        rows, held_out = self._training()
+        kept = without(rows, held_out, _question)
+        return {IN_BOTH: len(rows) - len(kept), "without an answer": sum(not _has_answer(row) for row in kept)}
 
     def reward(self) -> MathAnswer:
         return MathAnswer(self.graders, self.grading_seconds)
+
+    def _training(self) -> tuple[list[Row], list[Row]]:
+        """Returns the rows to train on, and those that are held out of them."""
+        rows, held_out = self._rows("train"), self._rows("test")
+        if self.train_on_rest and self.evaluate_on == "math500":
+            return [*rows, *held_out], self._evaluation()
+        return rows, held_out
 
     def _evaluation(self) -> list[Row]:
         if self.evaluate_on == "test":

@@ -29,7 +29,7 @@ from tba.command.evaluate import with_checkpoint
 from tba.errors import UserError
 from tba.foreign import read_json
 from tba.generation import generate
-from tba.protocols import Engine, Tokenizer
+from tba.protocols import Engine, Model
 from tba.recipe import Recipe
 from tba.record.jsonl import write_json
 from tba.record.terminal import terminal
@@ -56,7 +56,7 @@ def evaluate_attacker(name: str, overrides: Sequence[str], options: RedTeamEvalO
     second = None if options.check is None else second_classifier(options.check, embedder)
     model = recipe.model.prepared(task, lambda line: console.print(line, highlight=False))
     engine = model.engine(Version(), recipe.prompts.max_tokens)
-    attacks = sampled(engine, _prompts(recipe, model.tokenizer()), options.attacks, recipe)
+    attacks = sampled(engine, _prompts(recipe, model), options.attacks, recipe)
     embedding = embedder.embed(attacks)
 
     def report(toxic: Sequence[float]) -> AttackReport:
@@ -183,6 +183,6 @@ def _tell(console: Console, title: str, found: AttackReport) -> None:
         console.print(line, highlight=False)
 
 
-def _prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
+def _prompts(recipe: Recipe, model: Model) -> list[Prompt]:
     """Returns the task's prompts, each once."""
-    return list({p.key: p for p in prompts_of(recipe, tokenizer, "eval")}.values())
+    return list({p.key: p for p in prompts_of(recipe, model, "eval")}.values())
