@@ -87,6 +87,8 @@ OPTIONS: dict[str, tuple[str, ...]] = {
 }
 # errors of a path that was given, whatever command opens it
 UNUSABLE = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
+COMPUTING = {"train", "resume", "search", "check", "eval", "sft", "study", "sample", "reward-model"}  # load torch
+LEAST_MEMORY = 1_200_000_000  # bytes that its libraries map; with less, one of them tries for ever to get it (OpenBLAS)
 RECIPE = "a recipe's name or a path to a .py file"
 RECIPE_OR_RUN = f"{RECIPE}, or a run's folder,"
 
@@ -95,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command of the command line; returns its exit code."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ["RUST_BACKTRACE"] = "0"  # of a tokenizer that gets no memory it waits for ever
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     _open_standard_streams()
     from tba.errors import TbaError, UserError
@@ -110,6 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"tba {version()}")
             code = 0
         else:
+            if arguments[0] in COMPUTING:
+                _refuse_little_memory()
             code = 0 if _asked_for_help(*arguments) else _command(arguments[0])(_configured(arguments[1:]))
         sys.stdout.flush()
         return code
@@ -122,6 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has closed the pipe (`tba recipes | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that flushing at exit does not fail
         return 0
+    except MemoryError:
+        print(
+            "tba: this process could not get the memory it needs: give it more (`ulimit -v`, a container's limit, the "
+            "machine's), or give smaller models or files",
+            file=sys.stderr,
+        )
+        return 2
     except OSError as error:
         if error.errno == errno.ENOSPC and error.filename is None:
             print(f"tba: the output cannot be written ({error.strerror}): send it elsewhere", file=sys.stderr)
@@ -134,6 +146,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("tba: stopped", file=sys.stderr)
         return 130
+
+
+def _refuse_little_memory() -> None:
+    """Raises `UserError` where this process may not get the memory that loading takes."""
+    import resource
+
+    from tba.errors import UserError
+
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY and most < LEAST_MEMORY:
+        raise UserError(
+            f"this process may have {most / 1e9:.1f} GB of memory (`ulimit -v`), and its libraries alone map "
+            f"{LEAST_MEMORY / 1e9:.1f}: raise the limit"
+        )
 
 
 def _open_standard_streams() -> None:

@@ -20,7 +20,7 @@ from trajectory_cases import same, trajectory
 import tba.replay.recovery
 from tba.errors import DeadlineExceeded, UserError
 from tba.replay.codec import Gone
-from tba.replay.database import network_filesystem
+from tba.replay.database import network_filesystem, rows_seen
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.types import Evaluation, Score, Trajectory, Version
@@ -532,6 +532,9 @@ def test_a_journal_that_is_set_back_to_an_older_copy_is_refused_by_the_number_of
                 act()
     with JournalFollower(path) as follower:
         assert len(follower.drain()) == 5  # and nothing was added to it
+    assert rows_seen(path) == 12  # what was seen last stays known
+    Path(f"{path}-rows").write_text("twelve")
+    assert rows_seen(path) == 0
 
 
 def test_a_journal_that_is_written_over_by_another_program_is_noticed_by_its_follower(path: Path) -> None:

@@ -38,6 +38,7 @@ from runs import (
 )
 from test_resume import RUN, SECONDS, SHORT, assert_whole, uids_of
 
+import tba.__main__
 import tba.replay.journal
 import tba.runtime.run_dir
 import tba.training.checkpoint
@@ -554,6 +555,23 @@ def test_a_run_whose_output_has_nowhere_to_go_trains_to_its_end(tmp_path: Path) 
         summary = Summary.read(tmp_path / name)
         assert summary is not None
         assert summary.steps == 3
+
+
+def test_a_command_that_computes_is_refused_where_its_libraries_cannot_be_loaded() -> None:
+    words = f"ulimit -v 800000; exec {sys.executable} -m tba train quickstart"
+    refused = subprocess.run(["/bin/sh", "-c", words], capture_output=True, text=True, timeout=SECONDS)
+    sentence = (
+        "tba: this process may have 0.8 GB of memory (`ulimit -v`), and its libraries alone map 1.2: raise the limit"
+    )
+    assert (refused.returncode, refused.stderr.strip()) == (2, sentence)
+
+
+def test_a_command_that_gets_no_memory_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tba.__main__, "_command", lambda name: lambda arguments: len(bytes(1 << 62)))
+    assert main(["show", "runs"]) == 2
+    assert capsys.readouterr().err.startswith("tba: this process could not get the memory it needs: give it more")
 
 
 @pytest.mark.parametrize(("to", "code"), [(">&-", 0), ("> /dev/full", 2), (">&- 2>&- <&-", 0)])

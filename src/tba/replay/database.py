@@ -45,6 +45,19 @@ def suspect_mark(path: Path) -> Path:
     return Path(f"{path}-suspect")
 
 
+def rows_seen(path: Path) -> int:
+    """Returns the most rows that a process had seen in one of our files before it found it gone or damaged."""
+    try:
+        return int(rows_mark(path).read_text())
+    except (OSError, ValueError):
+        return 0
+
+
+def rows_mark(path: Path) -> Path:
+    """Returns the file, next to one of ours, in which `rows_seen` is."""
+    return Path(f"{path}-rows")
+
+
 class Closable(Protocol):
     """A resource that is closed together with a connection."""
 
@@ -199,6 +212,7 @@ class Database:
             elif self._written not in (None, written):
                 how = "written over by another program"
             if how:
+                self._note_rows()
                 with suppress(OSError):
                     suspect_mark(self.path).touch()
                 raise UserError(
@@ -207,6 +221,12 @@ class Database:
                 )
             self._bytes = size
             self._require_rows()
+
+    def _note_rows(self) -> None:
+        """Leave the number of rows that this process has seen: it may be the only one that saw the last of them."""
+        if self._rows > rows_seen(self.path):
+            with suppress(OSError):
+                rows_mark(self.path).write_text(str(self._rows))
 
     def _refuse_other(self, gone: bool) -> None:
         ((rows,),) = self._connection.execute(self._schema.rows).fetchall()
@@ -220,6 +240,7 @@ class Database:
         """Raises `UserError` when there were more rows before: no program of ours takes any away."""
         ((rows,),) = self.rows(self._schema.rows)
         if rows < self._rows:
+            self._note_rows()
             raise UserError(
                 f"{self.path} was set back to an older copy while it was in use: it has {rows:,} rows and had "
                 f"{self._rows:,}, so at least {self._rows - rows:,} are missing: put the newer file back if there is a "
@@ -285,6 +306,7 @@ class Database:
             remedy = _REMEDIES.get(code)
             if remedy is None:
                 raise
+            self._note_rows()
             if code == sqlite3.SQLITE_CORRUPT:
                 with suppress(OSError):
                     suspect_mark(self.path).touch()
