@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -266,6 +267,20 @@ def test_stop_ids_end_a_completion_where_the_transformers_engine_ends_it(serving
     assert [told(row) for row in ours] == [told(row) for row in theirs]
     assert sum(c.tokens[-1] in stops for (c,) in ours) > 5
     assert not any(stop in c.tokens[:-1] for (c,) in ours for stop in stops)
+
+
+def test_what_ends_a_turn_in_the_chat_template_ends_an_answer(
+    serving: Serving, model: HuggingFace, tmp_path: Path
+) -> None:
+    shutil.copytree(model.path, tmp_path / "chatting")
+    tokenizer = model.tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<pad>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "chatting")
+    chatting = replace(model, path=str(tmp_path / "chatting"))
+    (row,) = generate(serving(chatting), prompts_of(8), 200, Sampling(), np.random.default_rng(3))
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    assert {int(c.tokens[-1]) for c in row if c.stop_reason is StopReason.EOS} == ends
+    assert all(ends.isdisjoint(c.tokens[:-1].tolist()) for c in row)
 
 
 def test_an_interrupted_call_gives_what_there_was_and_leaves_nothing_behind(engine: Engine, model: HuggingFace) -> None:
