@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from chat_families import deepseek
@@ -21,7 +23,7 @@ from tba.environments.guess_number import GuessNumber
 from tba.environments.hosts import EpisodeLimits, Hosts
 from tba.environments.speech import Speech
 from tba.environments.task import EnvironmentTask
-from tba.environments.tools import Call, bound, calls_in, schemas_of
+from tba.environments.tools import MARKS, Call, bound, calls_in, schemas_of
 from tba.errors import UserError
 from tba.foreign import templated
 from tba.generation import generate
@@ -315,6 +317,60 @@ def test_whatever_is_wrong_with_a_call_is_said_to_the_policy_and_ends_nothing(tu
     assert not episode.over
     assert episode.say(qwen(deposit(amount=2))) == Observation("6 now", (("deposit", "6 now"),))
     assert episode.judgement().parts == {"turns": 2.0, "wrong_calls": float("LookupError" not in result)}
+
+
+PIECES = [
+    *MARKS,
+    "<function=deposit>",
+    "</function>",
+    "<parameter=amount>",
+    "</parameter>",
+    "```json\n",
+    "```",
+    "[ARGS]",
+]
+PIECES += [
+    "deposit",
+    '{"name": "deposit", "arguments": ',
+    '{"amount": 3}',
+    "}",
+    "[",
+    "]",
+    "\n",
+    ";",
+    " ",
+    '"',
+    "7",
+    "\\",
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=14).map("".join))
+def test_any_turn_is_calls_that_are_made_or_told_wrong_or_an_answer(turn: str) -> None:
+    """The account holds what the calls that were made have put in, and nothing else happened."""
+    episode = Episode(Account, {}, seed=4, turns=3)
+    calls, said = calls_in(turn), episode.say(turn)
+    if not calls:
+        assert said is None
+        return
+    assert said is not None
+    results = [result for _, result in said.results]
+    assert len(results) == len(calls)
+    wrong = sum(result.startswith("error: ") for result in results)
+    assert episode.judgement().parts == {"turns": 1.0, "wrong_calls": float(wrong)}
+    amounts = [c.arguments["amount"] for c, r in zip(calls, results, strict=True) if not r.startswith("error: ")]
+    assert vars(episode)["_environment"].balance == 4 + sum(map(int, amounts))
+
+
+def test_what_a_degenerate_model_says_is_read_in_time_that_grows_with_its_length() -> None:
+    """Regular expressions that try all ways to split blanks would take hours for these."""
+    begin, sep = map(deepseek, ("<:tool call begin:>", "<:tool sep:>"))
+    blanks = "\n" * 200_000
+    for turn in ("{}" + blanks + "x", f"{begin}a{sep}b{blanks}```json{blanks}c", f"[TOOL_CALLS]{blanks}a{blanks}b"):
+        assert all(call.wrong or call.arguments == "" or isinstance(call.arguments, str) for call in calls_in(turn))
+    for turn in (f"<tool_call>a<arg_key>{blanks}x", f"<tool_call><function=a>{blanks}<parameter=b>{blanks}x"):
+        assert [call.wrong != "" for call in calls_in(turn)] == [True]
 
 
 def test_a_tool_without_memory_fails_its_episode() -> None:

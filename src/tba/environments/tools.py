@@ -39,7 +39,6 @@ _BEGIN, _SEP, _END = (
     "<\uff5ctool\u2581call\u2581end\uff5c>",
 )
 _DEEPSEEK = re.compile(f"{re.escape(_BEGIN)}(.*?)(?:{re.escape(_END)}|\\Z)", re.DOTALL)
-_FENCED = re.compile(r"(.+?)\s*```json\s*(.*?)\s*```", re.DOTALL)  # DeepSeek V3 and R1
 _MISTRAL = re.compile(r"([^\[\]{}]+?)(?:\[CALL_ID\](\w*))?\[ARGS\](.*)", re.DOTALL)  # of its later versions
 _OBJECT = re.compile(r'\{\s*"(?:name|arguments|parameters|type"\s*:\s*"function)"')  # Llama 3: the whole turn
 _NAME = re.compile(r"[A-Za-z_][\w.-]*")
@@ -159,11 +158,13 @@ def _decoded(arguments: Json) -> Json:
 
 def _whole(said: str) -> list[Call]:
     """Returns the calls of a turn that is JSON and nothing else; an object without a tool's name is an answer."""
-    parts = re.split(r"(?<=\})\s*[;\n]\s*(?=\{)", said)
     try:
-        found = [parsed(said, Any)] if len(parts) == 1 else [parsed(part, Any) for part in parts]
+        found = [parsed(said, Any)]
     except ValueError:
-        return _read(said) if _OBJECT.match(said) else []
+        try:
+            found = [parsed(part, Any) for part in re.split("[;\n]", said) if part.strip()]
+        except ValueError:
+            return _read(said) if _OBJECT.match(said) else []
     return [_call(one) for one in found] if all(map(_calls, found)) else []
 
 
@@ -201,9 +202,9 @@ def _texts(name: str, body: str, pair: re.Pattern[str]) -> Call:
 
 def _deepseek(block: str) -> Call:
     kind, _, said = block.partition(_SEP)
-    fenced = _FENCED.fullmatch(said.strip())
-    name, arguments = fenced.groups() if fenced else (kind, said)
-    return Call(name.strip(), _decoded(arguments.strip()))
+    name, fence, rest = said.partition("```json")  # of V3 and R1
+    arguments = rest.rpartition("```")[0]
+    return Call(*(name.strip(), _decoded(arguments.strip())) if fence else (kind.strip(), _decoded(said.strip())))
 
 
 def _mistral(part: str) -> list[Call]:
