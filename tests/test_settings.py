@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tba.__main__ import OPTIONS, main
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.errors import UserError
-from tba.fields import comments, fields_of, flags, without_effect
+from tba.fields import comments, fields_of, flags, help_of, without_effect
 from tba.recipe import GONE, Recipe, differences, resolved
 from tba.runtime.run_dir import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
@@ -382,6 +382,17 @@ def test_whatever_recipe_json_holds_it_is_a_recipe_or_a_sentence(tmp_path: Path,
 def test_gsm8k_has_at_most_a_hundred_settings_and_a_help_that_begins_with_those_set_most() -> None:
     assert len(flags(GSM8K)) <= 100
     assert set(FIRST) & set(flags(GSM8K)) >= {"--steps", "--seed", "--model.path", "--optimizer.lr", "--runtime"}
+
+
+def test_what_is_off_until_it_is_set_is_set_by_its_flag_and_is_none_of_those_that_a_help_lists() -> None:
+    off = {"--exploration.top-k": ("50", 50), "--exploration.min-p": ("0.05", 0.05)}
+    off |= {"--exploration.repetition-penalty": ("1.1", 1.1)}
+    for flag, (word, value) in off.items():
+        assert flag not in flags(GSM8K)
+        made = overridden(GSM8K, flag, word)
+        assert getattr(made.exploration, flag.partition(".")[2].replace("-", "_")) == value
+        assert flag in flags(made)
+        assert flag in help_of(GSM8K)  # among what there is more
 
 
 @pytest.mark.parametrize("name", names())

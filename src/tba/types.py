@@ -125,15 +125,32 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How a completion was drawn. Behaviour only: it never enters Trajectory Balance."""
+    """How a completion was drawn. Behaviour only: it never enters Trajectory Balance.
+
+    In this order: the repetition penalty, the temperature, min-p, top-k, and top-p of what these leave.
+    """
 
     temperature: float = 1.0  # logits are divided by it; 0 is greedy
     top_p: float = 1.0  # the smallest set of tokens with this much probability is sampled from; 1: all
+    top_k: int = 0  # so many of the most probable tokens are sampled from; 0: all
+    min_p: float = 0.0  # tokens with less than this share of the best one's probability are not sampled
+    repetition_penalty: float = 1.0  # tokens of the prompt and of the answer so far have their logits divided by it if
+    # they are positive, else multiplied; 1: no penalty
+
+    @property
+    def cuts(self) -> bool:
+        """Whether only some of the tokens are drawn from."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def full_support(self) -> bool:
         """Whether every sequence keeps a positive probability (Trajectory Balance determines nothing elsewhere)."""
-        return self.temperature > 0 and self.top_p >= 1
+        return self.temperature > 0 and not self.cuts
+
+    def __str__(self) -> str:
+        more = {"top-k": (self.top_k, 0), "min-p": (self.min_p, 0), "repetition penalty": (self.repetition_penalty, 1)}
+        set_too = "".join(f", {name} {value:g}" for name, (value, off) in more.items() if value != off)
+        return f"T {self.temperature:g}, top-p {self.top_p:g}{set_too}"
 
 
 class StopReason(StrEnum):

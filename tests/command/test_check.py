@@ -69,6 +69,12 @@ def test_sampling_that_is_not_the_policys_is_warned_of_where_the_objective_takes
         "temperature 1 and top-p 0.5, the policy's is temperature 1"
         in warned(replace(quickstart, exploration=Fixed(top_p=0.5)))[0]
     )
+    for settings, said in (
+        ({"top_k": 50}, "temperature 1 and top-k 50, the"),
+        ({"min_p": 0.05}, "temperature 1 and min-p 0.05, the"),
+        ({"repetition_penalty": 1.1, "top_p": 0.9}, "and top-p 0.9 and a repetition penalty of 1.1, the"),
+    ):
+        assert said in warned(replace(quickstart, exploration=Fixed(**settings)))[0]
     cold = replace(quickstart, exploration=Fixed(temperature=0.9))
     assert "--exploration.temperature 1 --exploration.top-p 1" in warned(cold)[0]
     assert warned(replace(cold, policy_temperature=0.9)) == []

@@ -87,7 +87,44 @@ def test_log_behavior_is_the_sorted_definition_of_the_nucleus(
     np.testing.assert_allclose(log_behavior, np.log(probability[token] / probability[kept].sum()), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7), Sampling(1.0, 0.8)], ids=["T=1", "T=0.7", "top_p=0.8"])
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    size=st.integers(1, 200),
+    temperature=st.sampled_from([0.5, 1.0, 1.5]),
+    top_k=st.sampled_from([0, 1, 3, 40, 1000]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
+    top_p=st.sampled_from([0.3, 0.9, 1.0]),
+)
+def test_log_behavior_is_that_of_min_p_then_top_k_then_top_p_of_what_they_leave_as_vllm_has_them(
+    seed: int, size: int, temperature: float, top_k: int, min_p: float, top_p: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, size).astype(np.float32)
+    weight = np.exp((logits - logits.max()).astype(np.float64) / temperature)
+    order = [i for i in np.argsort(-weight) if weight[i] >= min_p][: top_k or size]
+    share = weight[order] / weight[order].sum()
+    before = np.cumsum(share) - share
+    borders = [
+        np.abs(weight - min_p).min() if 0 < min_p < 1 else 1.0,
+        np.abs(before - top_p).min() if top_p < 1 else 1.0,
+    ]
+    if min(borders) < 1e-5:
+        return  # float32 may settle the border either way
+    kept = [i for i, b in zip(order, before, strict=True) if b < top_p or top_p == 1]
+    uniform = torch.from_numpy(rng.random(64, np.float32))
+    sampling = Sampling(temperature, top_p, top_k, min_p)
+    token, log_behavior = draw(torch.from_numpy(logits).expand(64, -1), uniform, sampling)
+    assert set(token.tolist()) <= set(kept)
+    np.testing.assert_allclose(log_behavior, np.log(weight[token] / weight[kept].sum()), rtol=1e-4, atol=1e-5)
+    assert sampling.full_support == (top_k == 0 and min_p == 0 and top_p == 1)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(0.7), Sampling(1.0, 0.8), Sampling(top_k=5), Sampling(min_p=0.2), Sampling(1.2, 0.9, 6, 0.1)],
+    ids=str,
+)
 def test_frequencies_match_the_probabilities(sampling: Sampling) -> None:
     logits = torch.linspace(-1.5, 1.5, 8)
     n = 200_000

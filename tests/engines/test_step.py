@@ -34,7 +34,10 @@ from tba.types import Completion, Sampling, Version
 
 SETTINGS = EngineSettings(slots=12, max_completion_tokens=14)
 LENGTHS = (3, 9, 5, 12, 4)
-SAMPLINGS = [Sampling(), Sampling(0.7), Sampling(0.0), Sampling(0.9, 0.8)]
+SAMPLINGS = [
+    *(Sampling(), Sampling(0.7), Sampling(0.0), Sampling(0.9, 0.8), Sampling(1.0, top_k=3)),
+    *(Sampling(0.0, repetition_penalty=1.3), Sampling(0.8, 0.9, 5, 0.05, 1.2)),
+]
 
 
 @dataclass
@@ -112,8 +115,8 @@ def test_replayed_steps_draw_what_eager_ones_do(family: str, sampling: Sampling)
     engine = engine_of(model, recorded=True)
     require_equal(answers(engine, sampling), answers(engine_of(model, recorded=False), sampling))
     assert engine.step.captured
-    # 12 rows and 8, of one width; a draw of each unless top-p looks at what it draws from
-    assert len(engine.step._capture.graphs) == (2 if 0 < sampling.top_p < 1 else 4)
+    # 12 rows and 8, of one width; a draw of each, unless it looks at what it draws from or at what has been read
+    assert len(engine.step._capture.graphs) == (2 if sampling.cuts or sampling.repetition_penalty != 1 else 4)
 
 
 @dataclass

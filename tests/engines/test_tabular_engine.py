@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tba.batch import collate
+from tba.engines.rows import draw
 from tba.engines.tabular import TabularEngine, log_behavior, sample_groups, tabular_prompts
 from tba.generation import generate
 from tba.policy.tabular import TabularPolicy, TabularTask, distribution
@@ -53,6 +54,18 @@ def test_temperature_0_is_greedy_with_log_behavior_0() -> None:
     for completions in generate(engine, prompts, 5, Sampling(temperature=0.0), np.random.default_rng(0)):
         assert len({c.digest for c in completions}) == 1
         assert all(c.log_behavior is not None and not c.log_behavior.any() for c in completions)
+
+
+def test_top_k_and_min_p_keep_what_the_other_engine_keeps() -> None:
+    logits = np.random.default_rng(0).normal(0, 2, (40, 12))
+    for sampling in (Sampling(top_k=3), Sampling(min_p=0.1), Sampling(0.7, 0.8, 5, 0.05), Sampling(1.0, 0.5, 2)):
+        ours = log_behavior(logits, sampling)
+        for row, log_p in zip(logits, ours, strict=True):
+            uniform = torch.linspace(0, 1 - 2**-24, 400)
+            token, chosen = draw(torch.from_numpy(row).float().expand(400, -1), uniform, sampling)
+            assert set(token.tolist()) <= set(np.flatnonzero(np.isfinite(log_p)).tolist())
+            np.testing.assert_allclose(chosen, log_p[token], atol=1e-5)
+        np.testing.assert_allclose(np.exp(ours).sum(-1), 1.0)
 
 
 def test_top_p_keeps_the_fewest_most_probable_tokens_that_hold_the_mass() -> None:

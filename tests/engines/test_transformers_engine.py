@@ -79,18 +79,50 @@ def test_log_behavior_is_the_plain_forwards_log_softmax_to_1e_4(family: str, tem
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_completions_are_those_of_generate(family: str) -> None:
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_completions_are_those_of_generate(family: str, penalty: float) -> None:
     model = build(family)
     prompts = ragged_prompts(3, 9, 1, 9, 12, 3)
-    completions = generate(engine_of(model, slots=4), prompts, 1, Sampling(0.0), np.random.default_rng(0))
+    sampling = Sampling(0.0, repetition_penalty=penalty)
+    completions = generate(engine_of(model, slots=4), prompts, 1, sampling, np.random.default_rng(0))
     for prompt, (completion,) in zip(prompts, completions, strict=True):
         ids = torch.from_numpy(prompt.tokens.astype(np.int64))[None]
         whole = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=20,
+            pad_token_id=0,
+            repetition_penalty=penalty,
         )
         assert completion.tokens.tolist() == whole[0, len(prompt.tokens) :].tolist()
         assert completion.log_behavior is not None
         assert completion.log_behavior.tolist() == [0.0] * len(completion.tokens)
+
+
+def test_log_behavior_is_of_logits_less_a_penalty_for_what_was_read_and_said_in_refilled_rows_too() -> None:
+    model, prompts, sampling = build("llama"), ragged_prompts(3, 9, 1, 9, 12, 3), Sampling(0.8, 0.9, 6, 0.02, 1.4)
+    plain = generate(engine_of(model), prompts, 4, Sampling(0.8), np.random.default_rng(0))
+    engine = engine_of(model)  # 24 requests on 5 slots
+    answered = generate(engine, prompts, 4, sampling, np.random.default_rng(0))
+    for prompt, group in zip(prompts, answered, strict=True):
+        for completion in group:
+            ids = [*prompt.tokens.tolist(), *completion.tokens.tolist()]
+            logits_TV = model(input_ids=torch.tensor(ids)[None]).logits[0].detach()
+            for t, token in enumerate(completion.tokens.tolist()):
+                read = ids[: len(prompt.tokens) + t]
+                logits_V = logits_TV[len(read) - 1].clone()
+                known = torch.tensor(sorted(set(read)))
+                logits_V[known] = torch.where(logits_V[known] > 0, logits_V[known] / 1.4, logits_V[known] * 1.4)
+                weight, order = (logits_V / 0.8).softmax(-1).sort(descending=True)
+                kept = weight[weight >= 0.02 * weight[0]][:6]
+                kept = kept[(kept.cumsum(0) - kept) / kept.sum() < 0.9]
+                assert token in order[: len(kept)].tolist()
+                expected = (logits_V / 0.8).softmax(-1)[token] / kept.sum()
+                assert completion.log_behavior is not None
+                assert completion.log_behavior[t] == pytest.approx(float(expected.log()), abs=1e-4)
+    # who asks for no penalty afterwards has none
+    assert tokens_of(generate(engine, prompts, 4, Sampling(0.8), np.random.default_rng(0))) == tokens_of(plain)
 
 
 @pytest.mark.parametrize("slots", [1, 3, 24, 100])

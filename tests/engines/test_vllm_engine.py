@@ -18,6 +18,8 @@ import torch
 from talker import Talker
 
 from tba.batch import collate
+from tba.engines.rows import Rows, draw
+from tba.engines.rules import Rules
 from tba.engines.transformers import EngineSettings
 from tba.engines.vllm import VllmEngine, VllmSettings
 from tba.errors import TbaError, UserError
@@ -166,6 +168,27 @@ def test_log_behavior_is_renormalised_over_what_top_p_keeps(engine: Engine, mode
                 expected = (probability_TV[t, token] / kept.sum()).log().item()
                 assert c.log_behavior is not None
                 assert abs(c.log_behavior[t] - expected) < 1e-4
+
+
+def test_log_behavior_is_that_of_the_transformers_engine_with_top_k_min_p_and_a_penalty(
+    engine: Engine, model: HuggingFace
+) -> None:
+    prompts, sampling = prompts_of(12, 40), Sampling(0.8, 0.9, 6, 0.02, 1.4)
+    plain, _ = load_model(model.path, "cpu", torch.float32)
+    for prompt, row in zip(prompts, generate(engine, prompts, 8, sampling, np.random.default_rng(0)), strict=True):
+        for c in row:
+            ids = [*prompt.tokens.tolist(), *c.tokens.tolist()]
+            logits_TV = plain(input_ids=torch.tensor(ids)[None]).logits[0].detach()
+            for t, token in enumerate(c.tokens.tolist()):
+                read = ids[: len(prompt.tokens) + t]
+                rows = Rows(1, 1, Rules(torch.zeros(logits_TV.shape[1], dtype=torch.bool)))
+                rows.read([0], [torch.tensor(read)])
+                logits_1V = rows._penalised(logits_TV[len(read) - 1 : len(read)], slice(1), sampling)
+                drawn, chosen = draw(logits_1V.expand(2000, -1), torch.linspace(0, 1 - 2**-24, 2000), sampling)
+                expected = chosen[drawn == token]
+                assert len(expected), "a token that is not drawn here"
+                assert c.log_behavior is not None
+                assert abs(c.log_behavior[t] - expected[0].item()) < 1e-4
 
 
 def test_weights_replaced_in_place_are_what_it_samples_from_also_behind_a_cached_prompt(

@@ -25,6 +25,9 @@ from tba.replay.codec import (
 from tba.types import Completion, Prompt, Sampling, StopReason, Trajectory, Version
 
 VERSIONS = st.builds(Version, st.integers(0, 99), st.integers(0, 10**6))
+SAMPLINGS = st.builds(
+    Sampling, st.floats(0, 2), st.floats(0, 1), st.integers(0, 99), st.floats(0, 1), st.floats(0.5, 2)
+) | st.builds(Sampling, st.floats(0, 2), st.floats(0, 1))
 KEYS = ',"versions":[1,2,3,4],"reference":[5,6],"sampling":null,"reward":7.0,'  # which a text may look like
 TEXT = st.text(max_size=8) | st.just("\ud800 a lone surrogate") | st.just(KEYS)
 JSON = st.recursive(
@@ -46,7 +49,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         text=draw(TEXT),
         stop_reason=draw(st.sampled_from(StopReason)),
         versions=(draw(VERSIONS), draw(VERSIONS)),
-        sampling=draw(st.none() | st.builds(Sampling, st.floats(0, 2), st.floats(0, 1))),
+        sampling=draw(st.none() | SAMPLINGS),
         log_behavior=draw(st.none() | logs),
         mask=draw(st.none() | hnp.arrays(np.bool_, length)),
     )

@@ -78,6 +78,9 @@ def test_exploration_knows_whether_a_round_can_be_greedy(exploration: Fixed | Ra
         (Fixed(0.5), True),
         (Fixed(0.0), False),
         (Fixed(1.0, 0.99), False),
+        (Fixed(top_k=50), False),
+        (Fixed(min_p=0.01), False),
+        (Fixed(repetition_penalty=1.2), True),
         (RandomPerRound(), True),
         (RandomPerRound(p_top_p=1.0), False),
         (RandomPerRound(p_top_p=1.0, top_p_low=1.0), True),
@@ -105,8 +108,9 @@ def test_support_is_full_if_some_round_can_draw_every_answer(exploration: Fixed 
 def test_settings_out_of_range_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UserError):
         RandomPerRound(**fields)
-    with pytest.raises(UserError):
-        Fixed(top_p=0.0)
+    for name, value in {"top_p": 0.0, "top_k": -1, "min_p": 1.5, "repetition_penalty": 0.0}.items():
+        with pytest.raises(UserError, match=f"{name} .*{value}"):
+            Fixed(**{name: value})
 
 
 def test_the_temperature_of_most_rounds_may_lie_outside_the_range_of_the_others() -> None:

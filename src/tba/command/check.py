@@ -55,7 +55,7 @@ from tba.runtime.prompting import asked_of, reward_of
 from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, searchers_of, sized, unused
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
-from tba.types import SPLITS
+from tba.types import SPLITS, Sampling
 
 _DEADLINE = 1800.0  # seconds for one probe
 _SECONDS = 3.0  # for which searcher and trainer are timed at least, at the same time
@@ -82,8 +82,9 @@ def validate(recipe: Recipe) -> list[str]:
         places_on(recipe, Machine.here())
     if not recipe.exploration.full_support:
         warnings.append(
-            "no searcher's sampling has full support (top-p below 1 or temperature 0): Trajectory Balance determines "
-            "the policy only on what can be sampled; set --exploration.top-p 1 to determine it everywhere"
+            "no searcher's sampling has full support (top-p below 1, top-k, min-p or temperature 0): Trajectory "
+            "Balance determines the policy only on what can be sampled; set --exploration.top-p 1, and no top-k or "
+            "min-p, to determine it everywhere"
         )
     if recipe.model.never_sampled:
         warnings.append(
@@ -116,15 +117,20 @@ def _on_sampling(recipe: Recipe) -> list[str]:
         return []
     rng, own = np.random.default_rng(0), recipe.policy_temperature
     drawn = [recipe.exploration.draw(rng) for _ in range(_DRAWS)]
-    other = [sampling for sampling in drawn if sampling.temperature != own or sampling.top_p < 1]
+    other = [sampling for sampling in drawn if sampling != Sampling(own)]
     if not other:
         return []
     share = "answers are" if len(other) == len(drawn) else f"{len(other) / len(drawn):.0%} of the rounds are"
-    how = f"temperature {other[0].temperature:g}" + (f" and top-p {other[0].top_p:g}" if other[0].top_p < 1 else "")
+    first = other[0]
+    how = f"temperature {first.temperature:g}" + (f" and top-p {first.top_p:g}" if first.top_p < 1 else "")
+    how += f" and top-k {first.top_k}" if first.top_k else ""
+    how += f" and min-p {first.min_p:g}" if first.min_p else ""
+    how += f" and a repetition penalty of {first.repetition_penalty:g}" if first.repetition_penalty != 1 else ""
     return [
         f"{share} sampled otherwise than from the policy that the objective takes their ratios to ({how}, the policy's "
         f"is temperature {own:g} with all tokens): these ratios are then not 1 even when nothing is stale; sample with "
-        f"--exploration.temperature {own:g} --exploration.top-p 1, or set --policy-temperature to what is sampled at"
+        f"--exploration.temperature {own:g} --exploration.top-p 1 and no top-k, min-p or repetition penalty, or set "
+        "--policy-temperature to what is sampled at"
     ]
 
 

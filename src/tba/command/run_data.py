@@ -413,7 +413,7 @@ class _Excerpt:
             "log_reference": plain(round(reference, 3)),
             "ratio": None if behavior is None else plain(round(behavior - reference, 3)),
             "reference": str(t.reference),
-            "sampling": None if c.sampling is None else f"T {c.sampling.temperature:g}, top-p {c.sampling.top_p:g}",
+            "sampling": None if c.sampling is None else str(c.sampling),
             "as_policy": c.sampling is not None and c.sampling == self._policy_sampling,
             "trained": [_trained(sample, self._hidden) for sample in self._samples.get(facts.place.item(row), ())],
             "text": None if self._hidden else c.text[:LONGEST_TEXT],

@@ -192,7 +192,8 @@ class Step:
     def _draw(self, captured: _Captured, n: int, sampling: Sampling) -> None:
         """Append a token to the rows, drawn from captured logits."""
         temperature = sampling.temperature
-        if self._capture is None or (temperature > 0 and sampling.top_p < 1):  # looks at how many candidates it needs
+        # top-p looks at how many candidates it needs; a penalty looks at what has been read
+        if self._capture is None or sampling.cuts or sampling.repetition_penalty != 1:
             self._rows.extend(captured.logits_RV[:n], sampling)
             return
         if temperature not in (0, 1, self._tempered):

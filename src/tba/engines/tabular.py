@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from tba.errors import UserError
 from tba.generation import generate
 from tba.policy.tabular import EOS, TabularReference, TabularTask, TabularTokenizer, checked
 from tba.protocols import Engine, Partner, Reference, Turn
@@ -50,6 +51,8 @@ class TabularEngine:
         After its letter a prompt may have symbols: an answer that was begun, which is continued. With a partner every
         sampled symbol is a turn, and what it says are symbols too: nodes of the same tree.
         """
+        if sampling.repetition_penalty != 1:
+            raise UserError("the tabular engine has no repetition penalty: leave it out, or choose another model")
         return TabularFlow(self, count, sampling, rng, partner)
 
 
@@ -174,7 +177,7 @@ class _Growing:
 
 
 def log_behavior(logits: Table, sampling: Sampling) -> Table:
-    """[..., V]: log-probabilities after temperature and top-p, renormalised; -inf where nothing is ever drawn.
+    """[..., V]: log-probabilities after temperature, min-p, top-k and top-p, renormalised; -inf where nothing is drawn.
 
     Temperature 0 is greedy. Top-p keeps the fewest most probable tokens that hold at least that mass.
     """
@@ -182,6 +185,12 @@ def log_behavior(logits: Table, sampling: Sampling) -> Table:
         greedy = np.arange(logits.shape[-1]) == logits.argmax(-1)[..., None]
         return np.where(greedy, 0.0, -np.inf)
     log_p = _log_softmax(logits / sampling.temperature)
+    if sampling.min_p:
+        log_p = np.where(log_p < log_p.max(-1, keepdims=True) + np.log(sampling.min_p), -np.inf, log_p)
+    if sampling.top_k:
+        place = np.argsort(np.argsort(-log_p, axis=-1, kind="stable"), axis=-1)
+        log_p = np.where(place < sampling.top_k, log_p, -np.inf)
+    log_p = _log_softmax(log_p) if sampling.min_p or sampling.top_k else log_p
     if sampling.top_p < 1:
         order = np.argsort(-log_p, axis=-1, kind="stable")
         p_sorted = np.exp(np.take_along_axis(log_p, order, -1))

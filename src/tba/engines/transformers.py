@@ -379,6 +379,8 @@ class Flow:
         self.count_R[rows] = 1
         shape = (len(rows), self.settings.max_completion_tokens)
         uniform = np.zeros(shape, np.float32) if self.sampling.temperature == 0 else self.rng.random(shape, np.float32)
+        if self.sampling.repetition_penalty != 1:
+            self.rows.read(rows, [torch.from_numpy(self.prompts[p].prompt.tokens).long() for p in prompts.tolist()])
         self.rows.admit(
             torch.tensor(rows, device=self.device),
             torch.from_numpy(self.prompt_R[rows]).to(self.device),

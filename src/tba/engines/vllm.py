@@ -206,6 +206,9 @@ class VllmEngine:
         parameters = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k or -1,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
             seed=None if sampling.temperature == 0 else answer.seed + answer.turns,
             stop=list(self._stop.strings),
             detokenize=bool(self._stop.strings),

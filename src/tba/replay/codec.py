@@ -166,7 +166,11 @@ def _number(value: float) -> str:
 
 @lru_cache(maxsize=4096)
 def _sampling_json(sampling: Sampling | None) -> str:
-    return "null" if sampling is None else _json([sampling.temperature, sampling.top_p])
+    if sampling is None:
+        return "null"
+    first = [sampling.temperature, sampling.top_p]
+    more = [sampling.top_k, sampling.min_p, sampling.repetition_penalty]
+    return _json(first if more == [0, 0, 1] else [*first, *more])
 
 
 def decode_trajectory(body: bytes, prompt: Prompt, compare: bool = True) -> Trajectory:
@@ -298,7 +302,7 @@ def _trajectory(body: bytes, header: dict[str, Any], at: int, prompt: Prompt) ->
         text=header["text"],
         stop_reason=_STOP_REASONS[header["stop_reason"]],
         versions=(_version(versions[0], versions[1]), _version(versions[2], versions[3])),
-        sampling=None if sampling is None else _sampling(sampling[0], sampling[1]),
+        sampling=None if sampling is None else _sampling(*sampling),
         log_behavior=log_behavior,
         mask=mask,
     )
@@ -388,8 +392,8 @@ def _version(incarnation: int, step: int) -> Version:
 
 
 @lru_cache(maxsize=4096)
-def _sampling(temperature: float, top_p: float) -> Sampling:
-    return Sampling(temperature, top_p)
+def _sampling(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0, penalty: float = 1) -> Sampling:
+    return Sampling(temperature, top_p, top_k, min_p, penalty)
 
 
 class Row(NamedTuple):

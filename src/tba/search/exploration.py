@@ -1,4 +1,4 @@
-"""Exploration: at which temperature and top-p a searcher samples.
+"""Exploration: at which temperature a searcher samples, and from which tokens.
 
 Invariant: these settings are behaviour only. They are recorded with the completion and never enter Trajectory Balance,
 whose one temperature is the recipe's `policy_temperature`.
@@ -20,20 +20,35 @@ from tba.types import Sampling
 @dataclass(frozen=True)
 @as_declared
 class Fixed:
-    """The same settings in every round. Raises `UserError` for a temperature below 0 or a top-p outside (0, 1]."""
+    """The same settings in every round. Raises `UserError` for what is out of range."""
 
     temperature: float = 1.0  # 0 is greedy
     top_p: float = 1.0  # below 1 cuts support
+    top_k: int = 0  # so many of the most probable tokens are sampled from; 0: all. Cuts support
+    min_p: float = 0.0  # least probability, as a share of the best token's, of a token that is sampled. Cuts support
+    repetition_penalty: float = 1.0  # above 1: tokens that the prompt or the answer has already become less likely
 
     def __post_init__(self) -> None:
         _check(self.temperature, self.temperature, self.top_p)
+        if self.top_k < 0 or not 0 <= self.min_p <= 1 or not 0 < self.repetition_penalty < math.inf:
+            raise UserError(
+                f"exploration got top_k {self.top_k}, min_p {self.min_p} and repetition_penalty "
+                f"{self.repetition_penalty}: give 0 or more tokens, a share of 0 to 1, and a penalty above 0 (1: none)"
+            )
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """Fields that are off."""
+        found = {} if self.top_k else {"top_k": "top_k above 0"}
+        found |= {} if self.min_p else {"min_p": "min_p above 0"}
+        return found | ({"repetition_penalty": "repetition_penalty above 1"} if self.repetition_penalty == 1 else {})
 
     def draw(self, rng: np.random.Generator) -> Sampling:
-        return Sampling(self.temperature, self.top_p)
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p, self.repetition_penalty)
 
     @property
     def full_support(self) -> bool:
-        return Sampling(self.temperature, self.top_p).full_support
+        return Sampling(self.temperature, self.top_p, self.top_k, self.min_p).full_support
 
     @property
     def greedy(self) -> bool:
