@@ -13,7 +13,8 @@ Where the answer is looked for in a response:
 
 In a marked place the first number counts, if it is one of its own and not part of a list, a range or a formula; of an
 equation, what follows its last `=`. If both answers name a unit of measurement (`units`), the units must agree: `5 cm`
-is not 5 inches. Either may leave it out.
+is not 5 inches. Either may leave it out. A place, or a short response, that is a number in English words
+(`number_words`) is that number: `The answer is twenty-five.`
 
 A right answer that is not one number (`Paris`, `(5, \infty)`, `3!`) is compared as text and by its form (`math_forms`,
 without algebra): the marked place or the announced answer must equal it, or (without either) the response must end with
@@ -29,6 +30,7 @@ import unicodedata
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from tba.errors import UserError
@@ -36,6 +38,7 @@ from tba.fields import as_declared
 from tba.rewards.math_forms import same, same_value, spelled
 from tba.rewards.math_text import boxed_span
 from tba.rewards.number_text import UNKNOWN, Amount, amounts, plain, quantity
+from tba.rewards.number_words import cardinal, ordinal
 from tba.rewards.units import differ
 from tba.types import Completion, Judgement, Prompt
 
@@ -73,22 +76,32 @@ _AFTER_ONE = re.compile(
       | (?![aAI]\s[A-Za-z])[A-Za-z](?![A-Za-z'.)]) )""",
     re.VERBOSE,
 )
+_DIGIT = re.compile(r"[0-9]")
 _GLUED_VARIABLE = re.compile(r"[A-Za-z](?![A-Za-z])|[√π]")
 
 
 def grade(response: str, answer: str, strict: bool = False) -> bool:
     """Whether `response` gives `answer`. Never raises, whatever the texts."""
     place = _after_mark(response) if strict else _marked(response)
-    right = _right(answer)
-    if right is None:
+    right, (number, at) = _right(answer), _worded(answer)
+    if right is None and number is None and at is None:
         return _same_text(place, response, answer, strict)
+    said = _in_place(place, response, strict)
+    if at is not None and ordinal(said) == at:
+        return True
+    if right is None:
+        return _same_text(place, response, answer, strict) or (
+            number is not None and grade(response, str(number), strict)
+        )
+    if not _DIGIT.search(said) and (number := cardinal(said)) is not None:
+        return number == right.value
     if place is not None and (strict or not place.heading):
         given = _marked_amount(plain(place.text))
     elif strict:
         given = None
     else:
-        said = _announced(response)
-        given = (quantity(plain(said)) if said is not None else None) or _last_amount(plain(response))
+        given = quantity(plain(said)) if len(said) < len(response) else None
+        given = given or _last_amount(plain(response))
     if given is None or given.value is None or right.value is None or differ(given.unit, right.unit):
         return False
     return same_value((given.value, given.unit == "percent"), (right.value, right.unit == "percent"))
@@ -97,6 +110,12 @@ def grade(response: str, answer: str, strict: bool = False) -> bool:
 @functools.lru_cache(4096)
 def _right(answer: str) -> Amount | None:
     return quantity(plain(answer))
+
+
+@functools.lru_cache(4096)
+def _worded(answer: str) -> tuple[Fraction | None, int | None]:
+    """Returns the number that a right answer says in words, and the place that it names."""
+    return cardinal(answer), ordinal(answer)
 
 
 @dataclass(frozen=True)
@@ -137,6 +156,14 @@ def marked(text: str) -> str | None:
     if place is None and text.count("\\boxed") == 1 and (boxed := boxed_span(text)):
         return text[slice(*boxed)].strip() or None
     return None if place is None or place.heading else place.text
+
+
+def _in_place(place: _Place | None, response: str, strict: bool) -> str:
+    """Returns the text that may be an answer as a whole: that of the mark, the announced one, or a short response."""
+    if place is not None and (strict or not place.heading):
+        return place.text
+    said = None if strict else _announced(response)
+    return said if said is not None else "" if strict or len(response) > _LONGEST_FORM else response
 
 
 class _Place(NamedTuple):

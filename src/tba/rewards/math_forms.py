@@ -16,7 +16,8 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TypeVar
 
-from tba.rewards.math_text import canonical, words
+from tba.rewards.math_text import base, canonical, words
+from tba.rewards.number_words import cardinal, ordinal
 
 Leaf = Callable[[str, str], bool | None]  # whether two texts without a form are equal; None: it cannot tell
 
@@ -75,6 +76,7 @@ _VALUE = re.compile(
         (?:\ ?\\text\{[A-Za-z .,/()²³µ-]*\}(?:\^\{?[23]\}?)?)?""",
     re.VERBOSE,
 )
+_NOTHING = {"\\emptyset", "no solution", "no solutions", "the empty set", "empty set"}
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 
 
@@ -133,8 +135,11 @@ _REALS = _Interval("-\\infty", True, "\\infty", True)
 def same(given: str, wanted: str, leaf: Leaf) -> bool | None:
     """Whether two answers are equal by their forms; what has none is compared by `leaf`. None: it could not tell."""
     one, other = (_unlabelled(canonical(_LETTERED.sub(r"\1)", text))) for text in (given, wanted))
-    if one == other:
+    if one == other or {one, other} <= _NOTHING or _same_numeral(one, other):
         return True
+    in_words = any(text[:1].isalpha() and cardinal(text) is not None for text in (one, other))
+    if in_words and (verdict := spelled(one, other)) is not None:
+        return verdict  # before it is taken for a list: two and a half
     choice = _same_choice(one, other)
     if choice is not None:
         return choice
@@ -152,17 +157,35 @@ def same(given: str, wanted: str, leaf: Leaf) -> bool | None:
     return _any(_same(form(a), form(b), a, b, leaf) for a, b in readings)
 
 
+def _same_numeral(one: str, other: str) -> bool:
+    """Whether two numerals have the same digits, and one of them does not say its base: `2A_{16}` and `2A`."""
+    found = base(one), base(other)
+    digits = [numeral[0] if numeral else text.upper() for numeral, text in zip(found, (one, other), strict=True)]
+    return found != (None, None) and digits[0] == digits[1] and (None in found or found[0] == found[1])
+
+
 def spelled(one: str, other: str) -> bool | None:
     """Whether two canonical texts are equal as numbers or in words; None: that takes algebra."""
     if one == other:
         return True
-    numbers = value(one), value(other)
+    numbers = _number(one), _number(other)
     if numbers[0] is not None and numbers[1] is not None:
         return same_value(numbers[0], numbers[1])
+    places = ordinal(one), ordinal(other)
+    if None not in places:
+        return places[0] == places[1]
     in_words = words(one), words(other)
     if in_words[0] is None or in_words[1] is None:
         return None
     return True if in_words[0] == in_words[1] else None
+
+
+def _number(text: str) -> tuple[Fraction, bool] | None:
+    """Returns `value`, also of a number in words."""
+    found = value(text)
+    if found is None and text[:1].isalpha() | text.startswith("\\text") and (said := cardinal(text)) is not None:
+        return said, False
+    return found
 
 
 def value(text: str) -> tuple[Fraction, bool] | None:

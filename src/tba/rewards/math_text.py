@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from tba.rewards.number_text import Amount, amounts, plain
+from tba.rewards.number_words import cardinal
 from tba.rewards.unicode_text import latex
 from tba.rewards.units import LETTERS, differ
 
@@ -56,7 +57,7 @@ _REPEATING = re.compile(r"(-?)(?<!\d)(\d*+)\.(\d*+)\\(?:overline|bar|dot)\s*+\{(
 _ELLIPSIS = re.compile(r"(-?)(?<!\d)(\d*+)\.(\d{3,30})(?:\\[lc]?dots(?![a-z])|\.{3}|…)")
 _PERIOD = re.compile(r"(\d*?)(?:(\d)\2{2,}|(\d{2,}?)\3+)")
 _MIXED = re.compile(r"(?<![\d.])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.])")
-_BASE = re.compile(r"-?([0-9A-F.]+)_\{?(\d+)\}?")
+_BASE = re.compile(r"(-?[A-F]{0,9}[0-9][0-9A-Fa-f.]*)_\{?(?:\\text\{)?(\d{1,3}|[A-Za-z-]{2,20})\}{0,2}")
 _WORDS = re.compile(r"[a-z][a-z'-]*(?:[ ,:]+(?:[a-z][a-z'-]*|\d{1,4}))*")
 _MICRO = re.compile(r"\\mu\s*\\(?:text|mathrm)\s*\{\s*|\\(?:text|mathrm)\s*\{\s*\\mu\s*")
 _SAME = (  # commands of one meaning
@@ -179,8 +180,17 @@ def words(answer: str) -> str | None:
 
 def other_base(answer: str, right: str) -> bool:
     """Whether both are numerals with a base as subscript, and the bases differ."""
-    given, wanted = (_BASE.fullmatch(canonical(a).replace(" ", "")) for a in (answer, right))
-    return given is not None and wanted is not None and given[2] != wanted[2]
+    given, wanted = (base(canonical(a)) for a in (answer, right))
+    return given is not None and wanted is not None and given[1] != wanted[1]
+
+
+def base(text: str) -> tuple[str, int] | None:
+    r"""Returns the digits and the base of a canonical numeral such as `2A_{16}` or `345_{\text{six}}`; else None."""
+    found = _BASE.fullmatch(text.replace(" ", ""))
+    if found is None:
+        return None
+    said = Fraction(found[2]) if found[2].isdigit() else cardinal(found[2])
+    return None if said is None else (found[1].upper(), int(said))
 
 
 def other_units(answer: str, right: str) -> bool:
