@@ -21,7 +21,8 @@ from torch.nn import Parameter
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tba.__main__ import main
-from tba.command.model_card import escaped
+from tba.command.model_card import base_of, escaped
+from tba.errors import UserError
 from tba.recipes.quickstart import BASE
 from tba.record.text import printable
 from tba.training.checkpoint import save_checkpoint
@@ -97,6 +98,25 @@ def test_markdown_makes_nothing_of_an_escaped_text(text: str) -> None:
     seen = Seen.in_markdown(f"| |\n|---|\n| {escaped(text)} |")
     assert seen.rows[1:] == [printable(text.replace("\n", "⏎"), newlines=False)]
     assert seen.tags == {"table", "thead", "tbody", "tr", "th", "td"}
+
+
+def test_the_base_of_a_run_from_an_adapter_is_what_the_adapter_is_of(tmp_path: Path) -> None:
+    for folder in ("base", "adapter"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "base" / "origin.json").write_text('{"hub": "them/base", "spdx": "mit"}')
+    config = tmp_path / "adapter" / "adapter_config.json"
+    for named in (str(tmp_path / "base"), "../base"):
+        config.write_text(json.dumps({"base_model_name_or_path": named}))
+        found = base_of({"path": str(config.parent)})
+        assert (found.hub, found.licence) == ("them/base", "mit")
+        assert found.said == "a model in a folder, with an adapter merged into it"
+    (config.parent / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    assert base_of({"path": str(config.parent)}).licence == "apache-2.0"
+    config.write_text(json.dumps({"base_model_name_or_path": str(config.parent)}))
+    assert base_of({"path": str(config.parent)}).hub is None
+    config.write_text("[]")
+    with pytest.raises(UserError, match=r"adapter_config\.json has unexpected contents"):
+        base_of({"path": str(config.parent)})
 
 
 def test_a_run_that_hides_its_texts_shows_none_even_if_its_files_have_them(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 from tba.command.run_data import settings_of
 from tba.errors import UserError
 from tba.evaluation.estimators import wilson_interval
-from tba.foreign import parsed
+from tba.foreign import parsed, read_json
+from tba.policy.lora import CONFIG
 from tba.record.report import FILE as CURVES
 from tba.record.run import RunRecord
 from tba.record.text import count, duration, percent, printable
@@ -57,12 +58,17 @@ def base_of(model: Mapping[str, Json], hub: str | None = None, licence: str | No
         shipped = isinstance(made := model.get("warm_start"), dict) and bool(made.get("shipped"))
         said = "a small model that comes with tba" if shipped else "a small model, by the recipe's own warm start"
         return Base(hub, licence or ("apache-2.0" if shipped else None), said)
+    adapted = ""
+    if (config := Path(path) / CONFIG).is_file():  # what the adapter is of
+        named = read_json(config, "give the run's own model back", base_model_name_or_path=str)
+        of, adapted = named["base_model_name_or_path"], ", with an adapter merged into it"
+        licence, path = licence or _licence(config.parent), str(config.parent / of) if not Path(of).exists() else of
+        path = path if Path(path).exists() else of
     if not Path(path).is_dir():
-        return Base(
-            hub or (path if _is_cached(path) else None), licence, "a model that the run has read from elsewhere"
-        )
+        name = hub or (path if _is_cached(path) else None)
+        return Base(name, licence, f"a model that the run has read from elsewhere{adapted}")
     folder = Path(path)
-    return Base(hub or _origin(folder), licence or _licence(folder), "a model in a folder", folder)
+    return Base(hub or _origin(folder), licence or _licence(folder), f"a model in a folder{adapted}", folder)
 
 
 def card(

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from weakref import WeakValueDictionary
 import safetensors
 import torch
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel
-from transformers.utils import logging as transformers_logging
 
 from tba.cards import GIVEN, cards
 from tba.engines.transformers import EngineSettings, TransformersEngine
@@ -40,7 +39,7 @@ from tba.models.precision import precision as precision_of
 from tba.models.serving import doubt
 from tba.models.source import merged_if_adapter, whole
 from tba.policy.causal import CausalPolicy
-from tba.policy.loading import load_model, load_unfilled
+from tba.policy.loading import load_model, load_unfilled, no_bars
 from tba.policy.lora import LoraSettings, add_adapters, copy_on_same_base, saved_adapters, switch_adapters
 from tba.policy.reference import FrozenReference
 from tba.protocols import HEADS, Acted, Arithmetic, Policy, SavedPolicy, Task, Work
@@ -311,7 +310,7 @@ class HuggingFace:
         """Returns vLLM with its own copy of the weights; with adapters it is given those of a base here, merged."""
         base = self._base() if self.lora.rank else None
         given = (self.generation, self.vllm, self._device, self.compute)
-        with _no_bars():
+        with no_bars():
             cache = partial(self._cache_bytes, longest_prompt)
             return VllmEngine(self._whole, self.tokenizer(), *given, longest_prompt, cache, version, base)
 
@@ -376,7 +375,7 @@ class HuggingFace:
         return FrozenReference(model, version, temperature)
 
     def save(self, policy: Policy, path: Path) -> None:
-        with _no_bars():
+        with no_bars():
             cast(SavedPolicy, policy).save(path, self.tokenizer())  # a policy of this model, possibly led over ranks
 
     @property
@@ -473,7 +472,7 @@ def teach(
 
     found = [supervise(model, tokenizer, pairs, settings, progress) for settings, pairs in lessons]
     add_ends(model.generation_config, tokenizer)
-    with _no_bars():
+    with no_bars():
         model.save_pretrained(path)
         tokenizer.save_pretrained(path)
     last = found[-1]
@@ -481,21 +480,9 @@ def teach(
     (path / FACTS).write_text(json.dumps(facts) + "\n")
 
 
-@contextmanager
-def _no_bars() -> Iterator[None]:
-    """Inside, transformers draws no progress bars: reading and writing a folder takes a moment."""
-    drawn = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if drawn:
-            transformers_logging.enable_progress_bar()
-
-
 def _loaded(path: str, device: torch.device | str, dtype: torch.dtype, four_bit: bool = False) -> tuple[Any, Any]:
     """Returns a model and its tokenizer; a download from the Hub shows its progress."""
-    with _no_bars() if Path(path).is_dir() else nullcontext():
+    with no_bars() if Path(path).is_dir() else nullcontext():
         return load_model(path, device, dtype, four_bit=four_bit)
 
 

@@ -11,6 +11,7 @@ import hashlib
 import socket
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, read_json
 from tba.models.gguf import SUFFIX, converted, made_plain, saved_once
-from tba.policy.loading import keep_softcap
+from tba.policy.loading import keep_softcap, no_bars
 from tba.policy.lora import CONFIG, WEIGHTS
 from tba.weights.atomic_dir import cache_folder
 
@@ -112,7 +113,8 @@ def _merged(folder: Path, log: Callable[[str], None]) -> Path:
     key, cache = _key(folder, base, revision), cache_folder("merged")
     if not (cache / key).is_dir():
         log(f"the adapter {folder} is merged into its base, {base}, once, in float32: {cache / key}")
-    return saved_once(cache, key, lambda out: _merge(folder, base, revision, out))
+    with no_bars() if Path(base).is_dir() else nullcontext():  # a download shows its progress
+        return saved_once(cache, key, lambda out: _merge(folder, base, revision, out))
 
 
 def _base(folder: Path, name: str | None, log: Callable[[str], None]) -> str:

@@ -31,6 +31,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import logging as transformers_logging
 
 from tba.errors import UserError
 from tba.foreign import SAFE, SAFE_MODEL, UNREADABLE, is_name, read_json
@@ -193,6 +194,18 @@ def _parameters_without_memory() -> Iterator[None]:
         yield
     finally:
         Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@contextmanager
+def no_bars() -> Iterator[None]:
+    """Inside, transformers draws no progress bars: reading and writing a folder takes a moment."""
+    drawn = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if drawn:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

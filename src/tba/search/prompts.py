@@ -88,8 +88,9 @@ def encode(
                 no_room += len(tokens) <= settings.max_tokens
                 continue
             truncated += 1
-            tokens = tokens[-limit:]
-        if not tokens:
+            begin = tokens[:1] if tokens[0] == getattr(tokenizer, "bos_token_id", None) else []
+            tokens = begin + tokens[len(tokens) - limit + len(begin) :]
+        if not tokens or not text:
             raise UserError(f"a prompt of task {task} is empty after tokenising ({text!r}): give it some text")
         chat = None if isinstance(problem.prompt, str) else problem.prompt
         asked = Prompt(task, np.array(tokens, dtype=np.int32), text, dict(problem.fields), problem.seed, messages=chat)
