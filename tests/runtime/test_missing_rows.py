@@ -305,6 +305,8 @@ def test_a_copy_of_the_journal_from_before_a_resume_is_told_though_nothing_knows
     an_earlier_copy(run)
     earlier = held(run / "earlier").rows
     capsys.readouterr()
+    assert main(["replay", str(run)]) == 0
+    assert "the journal is an older copy, or of a copy of the run" in " ".join(capsys.readouterr().out.split())
     resume = ["train", "--resume", str(run), "--steps", "10", "--runtime", "inline"]
     assert main(resume) == 2
     said = capsys.readouterr().err

@@ -43,7 +43,7 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
         return 0
     with JournalReader(journal, used, options.seconds) as reader:
         if options.sql is None:
-            _show(terminal(), path, journal, reader, held.rows)
+            _show(terminal(), path, journal, reader, missing_from(reader.totals, held, run.marks))
         else:
             _answer(*reader.answer(options.sql))
     return 0
@@ -80,14 +80,14 @@ def _cell(value: object) -> str:
     return printable(str(value), longest=sys.maxsize, newlines=False)
 
 
-def _show(console: Console, path: Path, journal: Path, reader: JournalReader, known: int) -> None:
+def _show(console: Console, path: Path, journal: Path, reader: JournalReader, lost: str | None) -> None:
     totals = reader.totals
     console.print(
         f"{path}: {totals.rows:,} trajectories, {count(totals.tokens)} tokens, {size(journal.stat().st_size)}",
         highlight=False,
     )
-    if totals.rows < known:
-        console.print(missing_from(totals.rows, known), style="yellow", highlight=False)
+    if lost is not None:
+        console.print(lost, style="yellow", highlight=False)
     if totals.retired_rows:
         console.print(f"{totals.retired_rows:,} of them were deleted from disk (--replay.keep-gb)", highlight=False)
     for recovery in reader.recoveries:

@@ -275,7 +275,7 @@ def _journal(
     known = checkpoint is not None
     held = held_by_journal(run)
     with JournalReader(journal, deadline_s=DEADLINE_S) as reader:
-        lost = missing_from(reader.totals.rows, held.rows) if reader.totals.rows < held.rows else None
+        lost = missing_from(reader.totals, held, run.marks)
         facts = read_facts(reader, fates_of(run))
         samples = _trained_samples(reader, record.directory)
         rows = chosen(facts, most, np.array(sorted(samples), np.int64))

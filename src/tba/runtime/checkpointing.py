@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import logging
 import random
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,7 +27,7 @@ from tba.record.faults import count_faults, record_fault
 from tba.record.metrics import JOURNAL_ROWS, read_last
 from tba.record.summary import Summary
 from tba.replay.database import rows_seen
-from tba.replay.follower import JournalFollower
+from tba.replay.follower import JournalFollower, Totals
 from tba.replay.missing_rows import Held, Loss, find_loss
 from tba.runtime.run_dir import RunDirectory
 from tba.training.checkpoint import Checkpoint, newest_sound
@@ -100,12 +101,16 @@ def held_by_journal(run: RunDirectory) -> Held:
     return Held.most(known)
 
 
-def missing_from(there: int, known: int) -> str:
-    """Returns the sentence about a journal of so many rows whose run knows of more."""
-    return (
-        f"{known - there:,} of the {known:,} trajectories that the run had are missing: its journal is an older copy, "
-        "or was damaged"
-    )
+def missing_from(there: Totals, held: Held, marks: Sequence[Sequence[int]]) -> str | None:
+    """Returns a sentence about a journal whose run knows of more rows, or that it has not marked; None for its own."""
+    if there.rows < held.rows:
+        return (
+            f"{held.rows - there.rows:,} of the {held.rows:,} trajectories that the run had are missing: its journal "
+            "is an older copy, or was damaged"
+        )
+    if marks[-1] and there.mark and there.mark not in marks[-1]:
+        return "the journal is an older copy, or of a copy of the run: what was acknowledged since is missing"
+    return None
 
 
 def loss_of(run: RunDirectory, journal: Path) -> Loss | None:
