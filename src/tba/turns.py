@@ -18,6 +18,7 @@ from tba.types import Json
 ASKED, SAID, HEARD = "\u2039asked\u203a", "\u2039said\u203a", "\u2039heard\u203a"
 _ASKED = {"role": "user", "content": ASKED}
 _ANSWERED = {"role": "assistant", "content": SAID}
+_THINKING = ("thinking", "reasoning_content")  # where templates look for the thoughts of an answer
 THOUGHT = ("<think>", "</think>")
 CALL_ID = "0toolcall"  # nine letters and digits, as Mistral's templates want them
 
@@ -28,7 +29,7 @@ class End:
 
     token: int
     text: str
-    gap: str = ""  # the blanks that the template writes before it
+    gap: str = ""  # what the template writes before it: blanks, or other special tokens
 
     @property
     def written(self) -> str:
@@ -50,7 +51,7 @@ class Frame:
 
     @property
     def gap(self) -> str:
-        """The blanks between the answer and its end."""
+        """What stands between the answer and its end."""
         return "" if self.end is None else self.end.gap
 
 
@@ -65,6 +66,7 @@ class AssistantTurn:
     heard: Frame = Frame()
     called: Frame = Frame()
     heads: bool = False  # the ends are written with the message that follows and tell who speaks in it (GLM)
+    parts: bool = False  # what ends a turn that others have answered also ends its thoughts, and no turn (gpt-oss)
     lead: str = ""  # the end of what begins the turn in a prompt, from its last special token on
     marks: tuple[str, ...] = ()  # the special tokens
 
@@ -75,8 +77,9 @@ class AssistantTurn:
 
     @property
     def ends(self) -> frozenset[int]:
-        """The tokens that end a turn."""
-        return frozenset(frame.token for frame in (self.heard, self.called, self.last) if frame.token is not None)
+        """The tokens that end a turn when it is said."""
+        frames = (self.last,) if self.parts else (self.last, self.heard, self.called)
+        return frozenset(frame.token for frame in frames if frame.token is not None)
 
     def text(self, answer: str, frame: Frame | None = None) -> str:
         """Returns an answer with what the template writes before it. frame: `last`, unless another is given.
@@ -126,27 +129,47 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
     alone = _written(tokenizer, [_ASKED, _ANSWERED], tools, answered=True)
     heard = _written(tokenizer, [_ASKED, _ANSWERED, {"role": "user", "content": HEARD}], tools)
     called = _written(tokenizer, [_ASKED, _ANSWERED, tool_message("tool", HEARD)], tools)
-    last, by_user, by_tools = (_frame(text, begun, marks) for text in (alone, heard, called))
-    end = by_user.end or last.end or plain.end
+    thought = _written(tokenizer, [_ASKED, {**_ANSWERED, **dict.fromkeys(_THINKING, HEARD)}], tools, answered=True)
+    behind, after, told = (text.partition(SAID)[2] for text in (alone, heard, called))
+    run = _run(
+        behind, marks
+    )  # also what stands behind the last message of all; with a user's message, what begins that
+    closing = [end for end in run if after.startswith(end.written)] or run[:1]
+    own = closing[-1] if closing else None
+
+    def before(rest: str) -> End | None:
+        """Returns what ends a turn that others have answered."""
+        return own if own is not None and rest.startswith(own.written) else next(iter(_run(rest, marks)), None)
+
+    end = before(after)
     begins_at = begun.rfind(ASKED) + len(ASKED) if ASKED in begun else len(begun)
     at = max((begins_at, *(begun.rfind(mark) for mark in marks)))
+    answered = end or own or plain.end
     return AssistantTurn(
-        Frame(last.opening, end),
-        Frame(by_user.opening, end),
-        Frame(by_tools.opening, by_tools.end or end),
-        heads=by_user.end is not None and bool(alone) and last.end is None,
+        Frame(_opening(alone, begun), own or answered),
+        Frame(_opening(heard, begun), answered),
+        Frame(_opening(called, begun), before(told) or answered),
+        heads=end is not None and bool(alone) and own is None,
+        parts=own is not None and end is not None and end != own and end.text in _opening(thought, begun),
         lead=begun[at:],
         marks=tuple(marks),
     )
 
 
-def _frame(text: str, begun: str, marks: Mapping[str, int]) -> Frame:
-    """Returns what stands around the answer in a conversation that begins as the prompt `begun` does."""
-    before, _, behind = text.partition(SAID)
-    rest = behind.lstrip()
-    mark = max((mark for mark in marks if rest.startswith(mark)), key=len, default=None)
-    end = None if mark is None else End(marks[mark], mark, behind[: len(behind) - len(rest)])
-    return Frame(before[len(begun) :] if begun and before.startswith(begun) else "", end)
+def _opening(text: str, begun: str) -> str:
+    """Returns what stands before the answer in a conversation that begins as the prompt `begun` does."""
+    before, said, _ = text.partition(SAID)
+    return before.removeprefix(begun) if said and begun and before.startswith(begun) else ""
+
+
+def _run(behind: str, marks: Mapping[str, int]) -> list[End]:
+    """Returns the special tokens that a text begins with, one after the other, with nothing but blanks between them."""
+    found: list[End] = []
+    rest = behind
+    while mark := max((mark for mark in marks if rest.lstrip().startswith(mark)), key=len, default=""):
+        rest = rest.lstrip().removeprefix(mark)
+        found.append(End(marks[mark], mark, behind[: len(behind) - len(rest)].removesuffix(mark)))
+    return found
 
 
 def add_ends(generation_config: Any, tokenizer: Any) -> None:

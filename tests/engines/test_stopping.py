@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from chat_families import tokenizer
 from tba.engines.stopping import ends_of
 from tba.engines.transformers import EngineSettings, TransformersEngine
+from tba.environments.episode import Observation
+from tba.environments.speech import Speech
 from tba.errors import UserError
 from tba.generation import generate
 from tba.policy.causal import CausalPolicy
 from tba.settings import find, override
+from tba.turns import assistant_turn
 from tba.types import Prompt, Sampling, StopReason
 
 
@@ -53,6 +59,50 @@ def test_what_ends_a_turn_in_the_template_ends_an_answer_and_is_said_where_the_m
     own = [end for end in ends if end != made.eos_token]
     assert len(told) == bool(own)
     assert all(repr(end) in told[0] for end in own)
+
+
+THINKING = "{% if m.thinking %}{{ m.thinking }}<|end|><|assistant|>{% endif %}"
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_what_ends_the_parts_of_a_turn_ends_no_answer(parts: bool) -> None:
+    """As gpt-oss writes it: `<|end|>` stands behind thoughts, and behind an answer that others have answered; but an
+    answer ends in `<|return|>`. Where it does not stand behind thoughts, it ends a turn, too.
+    """
+    made = deepcopy(tokenizer("phi3", "chat"))
+    made.add_tokens([AddedToken("<|return|>", special=True, normalized=False)], special_tokens=True)
+    made.chat_template = (
+        "{% for m in messages %}<|{{ m.role }}|>" + THINKING * parts + "{{ m.content }}"
+        "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    end, returned = made.convert_tokens_to_ids(["<|end|>", "<|return|>"])
+    found, _ = ends_of((), made, config(made))
+    assert found == {returned, made.eos_token_id} | ({end} if not parts else set())
+    form = assistant_turn(made)
+    assert (form.last.token, form.heard.token, form.last.opening) == (returned, end, "")
+    for by in (end, returned):
+        heard = Speech(made, True).observation(Observation("7"), by=by)
+        assert made.decode(heard).replace(" ", "") == "<|user|>7<|end|><|assistant|>"
+
+
+def test_several_tokens_that_end_a_turn_together_are_written_together() -> None:
+    """As Command A writes it: an answer stands between two marks, and then its turn ends."""
+    made = deepcopy(tokenizer("qwen2.5", "chat"))
+    marks = ["<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|END_OF_TURN|>", "<|USER|>", "<|CHATBOT|>"]
+    made.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks], special_tokens=True)
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<|USER|>{{ m.content }}<|END_OF_TURN|>{% else %}"
+        "<|CHATBOT|><|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|><|END_OF_TURN|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|CHATBOT|>{% endif %}"
+    )
+    form = assistant_turn(made)
+    encode = partial(made.encode, add_special_tokens=False)
+    for frame in (form.last, form.heard):
+        assert made.decode(form.tokens("7", encode, frame)) == "<|START_RESPONSE|>7<|END_RESPONSE|><|END_OF_TURN|>"
+    assert form.ends == {made.convert_tokens_to_ids("<|END_OF_TURN|>")}
+    heard = Speech(made, True).observation(Observation("7"), by=form.last.token)
+    assert made.decode(heard) == "<|USER|>7<|END_OF_TURN|><|CHATBOT|>"
 
 
 def test_a_stop_string_that_is_a_special_token_is_its_id_and_a_number_is_a_tokens_id() -> None:
