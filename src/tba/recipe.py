@@ -146,8 +146,9 @@ class Recipe:
     reset_optimizer: bool = False  # reset the optimizer's moments at each reset of the reference
     rescored_per_round: int = 512  # older trajectories that a searcher scores under a new reference between two rounds
     policy_temperature: float = 1.0  # temperature of the policy and the reference in the objective
-    overlong_penalty: float = 0.0  # taken off the reward of an answer that is cut off, and in proportion off those
-    # beyond four fifths of the longest (DAPO: 1); held-out answers and demonstrations keep theirs; 0: nothing
+    overlong_penalty: float | Literal["drop"] = 0.0  # taken off the reward of an answer that is cut off, and in
+    # proportion off those beyond four fifths of the longest (DAPO: 1); held-out answers and demonstrations keep theirs;
+    # 0: nothing; drop: what is cut off is not trained, and counted as rejected (TRL's mask_truncated_completions)
     max_tokens_per_pass: int = 16384  # tokens of one forward and backward pass; larger batches are split
     searchers: int | None = None  # processes that generate; inline: exactly one; None: one, or one for each GPU of this
     # machine that the trainer leaves
@@ -181,11 +182,13 @@ class Recipe:
             raise UserError(f"--group-size is {self.group_size}, log Z needs at least 2 responses of a prompt")
         if not 0 < self.policy_temperature < math.inf:
             raise UserError(f"--policy-temperature is {self.policy_temperature}: give a positive number")
-        if not 0 <= self.overlong_penalty < math.inf:
-            raise UserError(f"--overlong-penalty is {self.overlong_penalty}: give what is taken off, 0 or more")
-        if self.overlong_penalty and self.vine is not None:
+        if self.overlong_penalty != "drop" and not 0 <= self.overlong_penalty < math.inf:
             raise UserError(
-                f"--overlong-penalty is {self.overlong_penalty:g}, but the vine's values of steps are without it: set "
+                f"--overlong-penalty is {self.overlong_penalty}: give what is taken off, 0 or more, or drop"
+            )
+        if self.overlong_penalty not in (0, "drop") and self.vine is not None:
+            raise UserError(
+                f"--overlong-penalty is {self.overlong_penalty}, but the vine's values of steps are without it: set "
                 "it to 0, or leave the vine out"
             )
         if self.reference_reset < 0:

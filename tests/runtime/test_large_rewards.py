@@ -149,3 +149,22 @@ def test_long_answers_are_trained_with_a_penalty_and_evaluated_without(tmp_path:
     before, same = ({e.metric: e.value for e in s.evaluations if e.version == Version()} for s in (penalised, plain))
     assert before == same
     assert before["pass@1/sampled"] > 0.3
+
+
+def test_answers_that_are_cut_off_are_left_out_and_counted_where_that_is_asked_for(tmp_path: Path) -> None:
+    measured = ("--evaluation.samples", "50")
+    dropped = inline(tmp_path / "run", *SMALL, *measured, "--overlong-penalty", "drop")
+    plain = inline(tmp_path / "plain", *SMALL, *measured)
+    found = {}
+    for name in ("run", "plain"):
+        with JournalFollower(tmp_path / name / "journal.sqlite") as journal:
+            found[name] = [t.completion.stop_reason is StopReason.LENGTH for t in journal.drain()]
+    assert not any(found["run"])
+    assert any(found["plain"])
+    account = dropped.trajectories
+    assert account.closes()
+    assert account.rejected == account.generated - len(found["run"]) - account.in_flight_at_stop > 0
+    assert dropped.tokens.closes()
+    assert plain.trajectories.rejected == 0
+    before, same = ({e.metric: e.value for e in s.evaluations if e.version == Version()} for s in (dropped, plain))
+    assert before == same  # an evaluation leaves nothing out

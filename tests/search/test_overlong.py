@@ -36,3 +36,12 @@ def test_what_is_taken_off_is_among_the_parts_which_still_add_up(tokens: int, re
 def test_without_a_penalty_a_judgement_stays_the_same_object() -> None:
     judgement = Judgement(0.5, {"format": 0.5})
     assert Overlong().of(answer(10, StopReason.LENGTH), judgement) is judgement
+
+
+def test_to_drop_is_to_leave_out_what_is_cut_off_and_nothing_else() -> None:
+    judgement, drop = Judgement(0.5, {"format": 0.5}), Overlong("drop", 10)
+    assert drop.drops(answer(10, StopReason.LENGTH))
+    assert drop.drops(answer(3, StopReason.LENGTH))
+    assert not drop.drops(answer(10))
+    assert drop.of(answer(10), judgement) is judgement
+    assert not Overlong(1.0, 10).drops(answer(10, StopReason.LENGTH))

@@ -1,4 +1,5 @@
-"""The soft penalty for overlong answers of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), on what is trained.
+"""The soft penalty for overlong answers of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), on what is trained; or
+leaving out those that are cut off.
 
 Invariant: an answer of at most four fifths of the longest keeps its judgement; one that is cut off loses all of the
 penalty. It is taken off once, when searchers judge: evaluations do not see it.
@@ -7,6 +8,7 @@ penalty. It is taken off once, when searchers judge: evaluations do not see it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tba.types import Completion, Judgement, StopReason
 
@@ -17,15 +19,19 @@ FREE = 0.8  # of the longest answer: 16,384 of 20,480 tokens in DAPO
 class Overlong:
     """Takes up to `penalty` off the reward of answers near `longest` tokens, observations included."""
 
-    penalty: float = 0.0
+    penalty: float | Literal["drop"] = 0.0  # drop: those that are cut off are left out, the others keep their reward
     longest: int = 1
+
+    def drops(self, completion: Completion) -> bool:
+        """Whether the answer is not trained."""
+        return self.penalty == "drop" and completion.stop_reason is StopReason.LENGTH
 
     def of(self, completion: Completion, judgement: Judgement) -> Judgement:
         """Returns the judgement with which the answer is trained."""
         share = (len(completion.tokens) / self.longest - FREE) / (1 - FREE)
         if completion.stop_reason is StopReason.LENGTH:
             share = 1.0
-        if not self.penalty or share <= 0:
+        if not self.penalty or self.penalty == "drop" or share <= 0:
             return judgement
         off = self.penalty * min(share, 1.0)
         parts = judgement.parts or {"task": judgement.reward}

@@ -186,7 +186,9 @@ class Searcher:
             raise UserError(
                 f"all answers of the first {_ROUNDS_WITHOUT_USE} rounds are rejected: there is nothing to learn from; "
                 f"the last: {self.rejected}; what can be used has a reward from {-self.largest_reward:g} to "
-                f"{self.largest_reward:g} and finite log-probabilities: fix the reward, then start again or --resume"
+                f"{self.largest_reward:g} and finite log-probabilities: "
+                + ("allow longer answers" if self.overlong.penalty == "drop" else "fix the reward")
+                + ", then start again or --resume"
             )
 
     def refer(self) -> None:
@@ -225,6 +227,9 @@ class Searcher:
                     counts["observed_tokens"] += c.observed
                 if c.stop_reason is StopReason.INTERRUPTED:
                     _count(counts, "in_flight", c)
+                elif self.overlong.drops(c):
+                    _count(counts, "rejected", c)
+                    self.rejected = f"an answer was cut off at {len(c.tokens)} tokens (--overlong-penalty drop)"
                 else:
                     kept.append(c)
             if kept:
