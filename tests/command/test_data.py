@@ -251,6 +251,21 @@ class Long(TabularTask):
         return [*super().problems(split), Problem("aa")]
 
 
+@dataclass(frozen=True)
+class Contradicting(TabularTask):
+    """The toy, whose first prompt comes twice with another answer, and twice with the same one."""
+
+    def problems(self, split: Split) -> list[Problem]:
+        first, *others = super().problems(split)
+        again = [replace(first, fields={"answer": answer}) for answer in "121"]
+        return [*again, *others, *others] if split == "train" else [first, *others]
+
+
+def test_a_prompt_that_has_several_right_answers_is_said() -> None:
+    (note,) = notes_on_data(replace(TOY, task=Contradicting()), TabularModel())
+    assert note.startswith("1 training prompts come more than once, with different right answers")
+
+
 def test_the_room_of_a_prompt_is_what_an_answer_leaves_of_the_models_positions() -> None:
     task, model = Long(), Short()
     count = len(task.problems("train"))

@@ -243,10 +243,15 @@ def test_a_function_that_does_not_say_which_is_the_answer_is_refused_where_it_is
 
 
 def test_fields_are_checked_before_a_run() -> None:
-    with pytest.raises(UserError, match=r"'right' asks for the field 'answer', which the first problem of task t "):
-        check_fields(FunctionReward(right), Problem("?", {"question": "?"}), "t")
-    check_fields(FunctionReward(right), Problem("?", {"answer": "1"}), "t")
-    check_fields(ExactAnswer(), Problem("?"), "t")
+    with pytest.raises(UserError, match=r"'right' asks for the field 'answer', which problem 0 of task t "):
+        check_fields(FunctionReward(right), [Problem("?", {"question": "?"})], "t")
+    good = Problem("?", {"answer": "1"})
+    check_fields(FunctionReward(right), [good], "t")
+    check_fields(ExactAnswer(), [Problem("?")], "t")
+    for wrapped in (EosPenalty(FunctionReward(right)), Delayed(EosPenalty(WeightedFunctions(((right, 1.0),))))):
+        check_fields(wrapped, [good], "t")
+        with pytest.raises(UserError, match="asks for the field 'answer', which problem 1 of task t does not have"):
+            check_fields(wrapped, [good, Problem("?")], "t")
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ from tba.models.huggingface import HuggingFace
 from tba.models.memory import Shape
 from tba.objectives.grpo import Grpo
 from tba.objectives.policy_gradient import Reinforce
-from tba.protocols import Model
+from tba.protocols import Examined, Model
 from tba.recipe import Recipe
 from tba.record.memory import machine_memory_bytes
 from tba.record.show import pairs, section
@@ -183,10 +183,11 @@ def _on_frequencies(recipe: Recipe) -> list[str]:
 
 def notes_on_prompts(recipe: Recipe) -> list[str]:
     """Returns more warnings, those that need the task's problems. Raises `UserError` for a task that has none."""
-    problems_of(recipe.task, "eval")
-    reward = reward_of(recipe.task)
+    held_out, reward = problems_of(recipe.task, "eval"), reward_of(recipe.task)
     problems, buffer = problems_of(recipe.task, "train")[: recipe.prompts.limit], recipe.replay.buffer
-    check_fields(reward, problems[0], recipe.task.name)
+    check_fields(reward, problems, recipe.task.name)
+    if not isinstance(recipe.task, Examined):  # else they are graded by another
+        check_fields(reward, held_out, f"{recipe.task.name} (held out)")
     if getattr(recipe.model, "template_arguments", ()) and all(isinstance(p.prompt, str) for p in problems):
         return ["--model.template-arguments has no effect: the prompts are texts, to which no template is applied"]
     if buffer.per_prompt < buffer.total and len({(str(p.prompt), p.seed) for p in problems}) == 1:
@@ -209,6 +210,14 @@ def notes_on_data(recipe: Recipe, model: Model) -> list[str]:
         found.append(
             f"{both:,} of {len(held_out):,} held-out problems are trained on too, so that their accuracy is not that "
             "of new ones: keep the splits apart"
+        )
+    answers: dict[tuple[str, int | None], set[str]] = {}
+    for prompt in asked["train"].prompts:
+        answers.setdefault((prompt.key, prompt.seed), set()).add(repr(prompt.fields.get("answer")))
+    if several := sum(len(own) > 1 for own in answers.values()):
+        found.append(
+            f"{several:,} training prompts come more than once, with different right answers: the rewards of a prompt "
+            "contradict one another; keep one row of each"
         )
     return found
 

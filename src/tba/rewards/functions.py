@@ -26,7 +26,7 @@ import logging
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import TracebackType
 from typing import Any
 
@@ -130,14 +130,25 @@ class FunctionReward:
         return WeightedFunctions(((self.function, 1.0),), self.concurrency, self.deadline_seconds)
 
 
-def check_fields(reward: Reward, problem: Problem, task: str) -> None:
-    """Raises `UserError` when a reward of functions asks for a field that a problem of its task does not have."""
-    weighted = reward.weighted() if isinstance(reward, FunctionReward) else reward
-    if isinstance(weighted, WeightedFunctions):
-        for f, _ in weighted.functions:
-            signature = _Signature.of(f)
+def check_fields(reward: Reward, problems: Sequence[Problem], task: str) -> None:
+    """Raises `UserError` when a reward of functions, also one that another wraps, asks for a field that a problem of
+    its task does not have.
+    """
+    for f in _functions_in(reward):
+        signature = _Signature.of(f)
+        for number, problem in enumerate(problems):
             if missing := signature.missing(problem.fields):
-                raise UserError(_asks(signature, missing, f"the first problem of task {task}", problem.fields))
+                raise UserError(_asks(signature, missing, f"problem {number} of task {task}", problem.fields))
+
+
+def _functions_in(reward: object) -> list[RewardFunction]:
+    """Returns the functions of a reward, and of those that are its fields (`EosPenalty(FunctionReward(f))`)."""
+    if isinstance(reward, FunctionReward):
+        return [reward.function]
+    if isinstance(reward, WeightedFunctions):
+        return [f for f, _ in reward.functions]
+    inner = [getattr(reward, one.name) for one in fields(reward)] if is_dataclass(reward) else []
+    return [f for one in inner if isinstance(one, Reward) for f in _functions_in(one)]
 
 
 def name_of(function: RewardFunction) -> str:

@@ -39,12 +39,15 @@ class Asked:
 
 
 def prompts_of(recipe: Recipe, model: Model, split: Split) -> list[Prompt]:
-    """Returns the prompts of a split, as the recipe's settings encode them."""
-    return asked_of(recipe, model, split).prompts
+    """Returns the prompts of a split, as the recipe's settings encode them; the log says what is left out."""
+    asked = asked_of(recipe, model, split)
+    if asked.note:
+        log.warning("%s", asked.note)
+    return asked.prompts
 
 
 def asked_of(recipe: Recipe, model: Model, split: Split) -> Asked:
-    """Returns the prompts of a split with what is left out, which the log says too.
+    """Returns the prompts of a split with what is left out.
 
     Raises `UserError` where the model has no room for a prompt beside an answer.
     """
@@ -63,9 +66,7 @@ def asked_of(recipe: Recipe, model: Model, split: Split) -> Asked:
         }.items()
         if count
     }
-    if note := _left_out(recipe, model, split, len(taken), encoded, outside):
-        log.warning("%s", note)
-    return Asked(encoded.prompts, counts, note)
+    return Asked(encoded.prompts, counts, _left_out(recipe, model, split, len(taken), encoded, outside))
 
 
 def _room(model: Model) -> int | None:

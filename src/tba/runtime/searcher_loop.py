@@ -199,6 +199,8 @@ def searcher_loop_at(
     keep_few_kernels()
     model = recipe.model.prepared(recipe.task)
     prompts = {split: asked_of(recipe, model, split) for split in SPLITS}
+    for note in filter(None, (asked.note for asked in prompts.values())):
+        log.warning("%s", note)
     ends, clock = reach(), ShareClock(state="weights")
     if background:
         in_background = BackgroundJournal(ends.journal, 2 * recipe.run.journal_deadline, clock)
