@@ -401,7 +401,7 @@ def _list(kind: Literal["recipe", "study"]) -> int:
 
 def show(arguments: list[str]) -> int:
     """`tba show RUN [RUN ...]`: print the results of a run so far, or compare several."""
-    if not arguments and Path("runs").is_dir():
+    if not arguments and any(Path("runs").glob("*/recipe.json")):
         arguments = ["runs"]
     _, more = _named(arguments, "tba show RUN", "a run's directory, such as runs/NAME,")
     _refuse_more([word for word in more if word.startswith("-")], "tba show RUN", "one run, or several to compare")

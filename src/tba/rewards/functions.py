@@ -50,7 +50,6 @@ _SHOWN = "write it as (prompt, completion, **fields) -> float, with the names of
 
 
 @dataclass(frozen=True)
-@as_declared
 class WeightedFunctions:
     """reward = sum of weight * function. The judgement's parts are the unweighted values, by function name.
 
@@ -65,9 +64,9 @@ class WeightedFunctions:
     deadline_seconds: float = 600.0  # for one batch of answers, when several calls run at once
 
     def __post_init__(self) -> None:
-        for f, _ in self.functions:
-            if not callable(f):
-                raise UserError(f"a reward of functions has {f!r:.80} for one: give ((function, weight), ...)")
+        for pair in self.functions:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and callable(pair[0])):
+                raise UserError(f"a reward of functions has {pair!r:.80} for one: give ((function, weight), ...)")
         names = [name_of(f) for f, _ in self.functions]
         if not names:
             raise UserError("a reward of functions needs at least one: give ((function, weight), ...)")
