@@ -102,6 +102,31 @@ def test_longer_than_the_run_can_answer_or_ask_is_refused() -> None:
     assert refused("1+1=" * 6, "1") == "a prompt longer than 20 tokens"
 
 
+def test_what_the_model_has_no_positions_for_is_refused() -> None:
+    """The prompt has 8 tokens, the answer two."""
+    assert encoded("1+1=", "2", encoder=replace(ENCODER, positions=10)).known
+    assert (
+        refused("1+1=", "2", encoder=replace(ENCODER, positions=9))
+        == "longer with its prompt than the model's 9 positions"
+    )
+
+
+def test_tools_and_calls_of_a_chat_are_part_of_its_prompt() -> None:
+    tokenizer = character_tokenizer("0123456789+= Q:uera\n[]sint")
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}[{{ tool.name }}]{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}"
+        " {% endfor %}"
+    )
+    asked = ({"role": "user", "content": "1+1="}, {"role": "assistant", "content": "", "tool_calls": [{"name": "sun"}]})
+    asked = (*asked, {"role": "tool", "content": "2"})
+    own = replace(ENCODER, tokenizer=tokenizer, max_prompt_tokens=40, met={})
+    assert encoded(asked, "2", encoder=own, tools=({"name": "ten"},)).prompt.text == "[ten]1+1= sun 2 "
+    assert encoded(asked, "2", encoder=own).prompt.text == "1+1= sun 2 "
+    found = ENCODER.encode(Answer(({"role": "user", "content": "9+9="},), "2", tools=({"name": "ten"},)))
+    assert isinstance(found, Refusal)  # without a template there is no place for a tool
+
+
 BPE = replace(
     ENCODER,
     tokenizer=train_bpe_tokenizer(["one and one is two", "Q: 1+1= 2 3 4"] * 5, 300),

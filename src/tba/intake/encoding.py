@@ -148,7 +148,7 @@ class Encoder:
             return [text for text in texts if text is not None], prompt
         rendered = self._rendered(prompt, tools)
         question = prompt[-1]["content"]
-        alone = len(prompt) == 1
+        alone = len(prompt) == 1 and not tools
         texts = [rendered, question if alone else None]
         one_question = all(message["role"] == "system" for message in prompt[:-1])
         return [text for text in texts if text is not None], question if one_question else ""
