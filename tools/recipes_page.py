@@ -40,6 +40,8 @@ def row(name: str, recipe: Recipe) -> str:
     named = model.path if isinstance(model, HuggingFace) else ""
     own = "its own warm start" if isinstance(model, HuggingFace) and model.warm_start else "yours: `--model.path`"
     path = f"`{named}`" if named else own
+    if Path(named).is_absolute():
+        path = "shipped"  # in the package, wherever that is
     batch = f"{recipe.groups_per_step}x{recipe.group_size}"
     return f"| [{name}](#{name}) | {description_of(name)} | {path} | {batch} | {recipe.steps:,} |"
 

@@ -63,6 +63,7 @@ if TYPE_CHECKING:
     from tba.tasks.jsonl import Jsonl as Jsonl
     from tba.training.optimizer import OptimizerSettings as OptimizerSettings
     from tba.training.supervised import SupervisedSettings as SupervisedSettings
+    from tba.training.teacher import Teacher as Teacher
     from tba.training.tiny_models import ScratchModel as ScratchModel
     from tba.types import Completion as Completion
     from tba.types import Evaluation as Evaluation
@@ -143,6 +144,7 @@ _NAMES: dict[str, tuple[str, ...]] = {  # by the module that has them
     "tba.tasks.jsonl": ("Jsonl",),
     "tba.training.optimizer": ("OptimizerSettings",),
     "tba.training.supervised": ("SupervisedSettings",),
+    "tba.training.teacher": ("Teacher",),
     "tba.training.tiny_models": ("ScratchModel",),
     "tba.types": (
         "Completion",

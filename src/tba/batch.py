@@ -4,7 +4,7 @@ Invariant: a row carries its group as data (`group_B`), so nothing depends on th
 ragged or split over micro-batches.
 
 Shape legend: B rows (one completion each), T completion positions, G groups (one prompt each), P prompt positions, S
-steps of a completion.
+steps of a completion, N teachers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tba.types import Group, Trajectory
+from tba.types import TEACHER, Group, Trajectory
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Batch:
     some_behavior_BT: Tensor | None = None  # as log_behavior_BT where only some rows have it, NaN in those that do not
     as_sampled_G: Tensor | None = None  # bool: the group's answers come as often as they were sampled; None: all do
     lag_B: Tensor | None = None  # int64: updates since the policy itself, at its temperature, drew it; -1: it did not
+    log_teacher_BTN: Tensor | None = None  # float32, of each of N teachers, 0 where the mask is False; None likewise
 
     @property
     def rows(self) -> int:
@@ -76,6 +78,7 @@ class Batch:
             some_behavior_BT=None if self.some_behavior_BT is None else self.some_behavior_BT[rows, :width],
             as_sampled_G=None if self.as_sampled_G is None else self.as_sampled_G[kept_G],
             lag_B=None if self.lag_B is None else self.lag_B[rows],
+            log_teacher_BTN=None if self.log_teacher_BTN is None else self.log_teacher_BTN[rows, :width],
         )
 
 
@@ -164,7 +167,20 @@ def collate(groups: Sequence[Group]) -> Batch:
         step_value_BS=step_value,
         some_behavior_BT=None if all(has_behavior) else log_behavior_BT,
         as_sampled_G=torch.tensor([g.as_sampled for g in groups]),
+        log_teacher_BTN=_teachers(trajectories, mask),
     )
+
+
+def _teachers(trajectories: Sequence[Trajectory], mask: npt.NDArray[np.bool_]) -> Tensor | None:
+    """log_teacher_BTN from the arrays `log_teacher`, [N, T] each; None unless every row has it, of as many teachers."""
+    found = [t.arrays.get(TEACHER) for t in trajectories]
+    count = 0 if found[0] is None else len(found[0])
+    teachers = np.zeros((*mask.shape, count), dtype=np.float32)
+    for row, log_teacher in zip(teachers, found, strict=True):
+        if log_teacher is None or len(log_teacher) != count:
+            return None
+        row[: log_teacher.shape[1]] = log_teacher.T
+    return torch.from_numpy(teachers * mask[:, :, None])
 
 
 def _steps(trajectories: Sequence[Trajectory]) -> tuple[Tensor | None, Tensor | None]:

@@ -27,6 +27,7 @@ from tba.search.vine import Vine
 from tba.training.control import Control
 from tba.training.optimizer import OptimizerSettings
 from tba.training.ranks import LOADING, RankSettings
+from tba.training.teacher import Teacher
 from tba.types import Json
 from tba.weights.directory import PublishSettings
 
@@ -142,6 +143,8 @@ class Recipe:
     samples_per_prompt: int = 24  # S, responses that a searcher samples to each prompt
     prompts_per_round: int = 3  # prompts that a searcher answers in one round
     sync_every: int = 2  # k, optimizer updates between weight syncs
+    reference: str | None = None  # another model as the reference, by folder, GGUF file, adapter or Hub name, with the
+    # policy's tokenizer; None: what the policy begins as
     reference_reset: int = 0  # optimizer updates between resets of the reference to the policy; 0: never
     reset_optimizer: bool = False  # reset the optimizer's moments at each reset of the reference
     rescored_per_round: int = 512  # older trajectories that a searcher scores under a new reference between two rounds
@@ -158,6 +161,7 @@ class Recipe:
     cluster: ClusterSettings = field(default_factory=ClusterSettings)
     prompts: PromptSettings = field(default_factory=PromptSettings)
     fill: InitialFill = field(default_factory=InitialFill)
+    teacher: Teacher | None = None  # other models in the target, beside the reward and the reference
     embedding: Embedding | None = None  # embedding of every answer's text, for near duplicates by cosine
     vine: Vine | None = None  # rollouts from the steps of each answer, for objectives that need step values
     control: Control = field(default_factory=Control)
@@ -197,6 +201,11 @@ class Recipe:
             raise UserError(
                 f"--reference-reset is {self.reference_reset}, but after a reset searchers score trajectories again, "
                 "and --offline there are none: set it to 0, or train with searchers"
+            )
+        if self.reference is not None and self.reference_reset:
+            raise UserError(
+                f"--reference is {self.reference}, and --reference-reset is {self.reference_reset}: a reset would put "
+                "the policy in its place; leave one of them out"
             )
         if self.runtime == "inline" and self.trainer.count != 1:
             raise UserError(f"--trainer.ranks is {self.trainer.ranks}, but the inline runtime has one process for all")
@@ -249,6 +258,18 @@ class Recipe:
                 f"{objective} needs {' and '.join(sorted(missing))} of the policy, but {type(self.model).__name__} has "
                 "no such head: choose another model or another objective"
             )
+        if getattr(self.objective, "flow", "learned") == "one" and not self.teachers.is_target:
+            raise UserError(
+                f"{objective} with flow one learns from each token alone, which is right for one teacher of weight 1 "
+                "without a reward: give one of --teacher.paths and --teacher.no-reward, or choose TrajectoryBalance"
+            )
+        if self.teachers.count and getattr(self.replay.selection, "refill", False):
+            raise UserError(
+                "--replay.selection.refill passes over answers of the same reward, which teach something where there "
+                "is a teacher: leave it out"
+            )
+        if self.teachers.count and not hasattr(self.objective, "beta"):
+            raise UserError(f"{objective} has no reference, so that a teacher is none: choose TrajectoryBalance")
         if self.vine is not None and self.model.never_sampled:
             raise UserError(
                 f"searchers sample no {' and no '.join(self.model.never_sampled)}, and the vine continues answers from "
@@ -294,6 +315,11 @@ class Recipe:
         if hasattr(self.objective, "log_z") and not self.objective.needs & HEADS:
             found |= {"optimizer.head_lr": "objective.log_z learned"}
         return found
+
+    @property
+    def teachers(self) -> Teacher:
+        """The teacher, or one without models."""
+        return self.teacher or Teacher()
 
     @property
     def searcher_count(self) -> int:

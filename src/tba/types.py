@@ -75,6 +75,7 @@ class Version:
         return now.step + 1
 
 
+TEACHER = "log_teacher"  # the array of a trajectory with its log-probabilities under N teachers, [N, T] float32
 ELSEWHERE = Version(-1, 0)  # of what no weights of this run sampled: before every incarnation, so it is never recent
 
 
@@ -240,7 +241,7 @@ class Trajectory:
     log_reference: FloatArray  # [T], log pi_ref of each token, at the recipe's policy_temperature
     reference: Version  # which reference policy gave log_reference
     reward_parts: Mapping[str, float] = field(default_factory=dict)  # the judgement's parts
-    arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # step boundaries, step values, ...
+    arrays: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)  # step boundaries, `TEACHER`, ...
     provenance: Mapping[str, Json] = field(default_factory=dict)  # {"searcher": "searcher-0", "round": 3}
     created: float = 0.0  # seconds since the epoch, when it was sent
 

@@ -36,6 +36,7 @@ OBJECTIVES: dict[str, Objective] = {
     "tb-tapered": TrajectoryBalance(BETA, off_policy="tapered"),
     "tb-learned-plain": TrajectoryBalance(BETA, log_z="learned", off_policy="none"),
     "subtb": SubtrajectoryBalance(BETA, lam=0.8),
+    "subtb-tokens": SubtrajectoryBalance(BETA, flow="one"),
     "tba-prime": TbaPrime(BETA),
     "tba-prime-rows": TbaPrime(BETA, per="row"),
     "reinforce": Reinforce(BETA, "none"),

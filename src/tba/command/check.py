@@ -64,6 +64,7 @@ _POLL = 0.02  # seconds between two checks whether a probe has ended
 # by which two passes over the same token may differ, in which it has other neighbours: a few units of the last place of
 # logits of up to 20
 _ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.5}
+_TAUGHT = "Nothing stands in the way: the teacher tells answers apart, and few are cut off or empty."
 
 
 def validate(recipe: Recipe) -> list[str]:
@@ -252,7 +253,7 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         for line in whereabouts(placed):
             console.print(f"on {line}", highlight=False)
         raise
-    console.print(section("What there is to learn from", pairs(e.signal.facts())))
+    console.print(section("What there is to learn from", pairs(e.signal.facts(any(recipe.teachers.shares(1))))))
     if not recipe.record.hide_text:
         console.print(section("Prompts and answers", e.signal.examples()))
     own = machine_memory_bytes()
@@ -272,7 +273,8 @@ def check_recipe(name: str, overrides: list[str]) -> int:
         )
     advice = [*warnings, *e.signal.advice(recipe)]
     lines = [Text(f"warning: {printable(line)}", style="yellow") for line in advice]
-    console.print(section("Will it learn?", Group(*lines or [Text(e.signal.good)])))
+    good = _TAUGHT if any(recipe.teachers.shares(1)) else e.signal.good
+    console.print(section("Will it learn?", Group(*lines or [Text(good)])))
     total = e.trainer_bytes + recipe.searcher_count * e.searcher_bytes
     if own and total > own and recipe.runtime != "cluster":
         raise UserError(

@@ -35,18 +35,20 @@ from tba.replay.codec import decode_trajectory, encode_trajectory
 from tba.runtime.devices import keep_to_share
 from tba.runtime.leading import start_policy, start_ranks
 from tba.runtime.prompting import engine_of, prompts_of, reward_of, vine_of
+from tba.runtime.teaching import reference_of, teachers_of
 from tba.settings import find, override
 from tba.training.ranks import RankSettings
 from tba.training.staleness import effective_share
 from tba.training.trainer import Trainer
-from tba.types import Completion, Group, Json, Judgement, Prompt, StopReason, Trajectory, Version
+from tba.types import TEACHER, Completion, Group, Json, Judgement, Prompt, StopReason, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
 ROUNDS = 5  # timed rounds or steps at least, after one to warm up
 UPDATES = 6  # after which the effective sample size is measured
 LONG = 15.0  # seconds after which fewer are enough: whoever checks a large model waits for them
 _T = TypeVar("_T")
-_Answer: TypeAlias = tuple[list[int], list[float], float]  # its tokens, log-probabilities under the reference, reward
+# its tokens, log-probabilities under the model, reward, log-probabilities under another reference and each teacher
+_Answer: TypeAlias = tuple[list[int], list[float], float, list[list[float]]]
 _Answers: TypeAlias = tuple[int, list[_Answer]]  # the place of a prompt, and the answers to it
 _PROMPTS_SHOWN, _ANSWERS_SHOWN = 3, 2
 _KEPT = 10_000  # trajectories of which the memory is measured
@@ -60,7 +62,9 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
     both = {prompt.key for prompt in prompts} & {prompt.key for prompt in held_out}
     engine, reward = engine_of(recipe, model, Version()), reward_of(recipe.task)
     vine = vine_of(recipe, model, engine, reward)
-    reference = model.reference(recipe.policy_temperature, Version())
+    begun = model.reference(recipe.policy_temperature, Version())
+    others = [] if recipe.reference is None else [reference_of(recipe, model)]
+    scorers = [begun, *others, *teachers_of(recipe, model)]
     rng = np.random.default_rng(seed)
     seconds: list[float] = []
     generating: list[float] = []
@@ -88,15 +92,20 @@ def search(recipe: Recipe, at_least: float, seed: int) -> dict[str, Json]:
         if vine is not None:
             unscored = [Trajectory("", p, c, 0.0, np.zeros(len(c.tokens), np.float32), Version()) for p, c in pairs]
             vine.grow(unscored, sampling, rng, Counter())
-        scored = reference.log_probabilities_of(list(zip(asked, answered, strict=True)))
+        pairs_of_prompts = list(zip(asked, answered, strict=True))
+        scored = [scorer.log_probabilities_of(pairs_of_prompts) for scorer in scorers]
         seconds.append(time.perf_counter() - began)
         if not answers:
             shown = _shown(asked, answered, marks, model.tokenizer())
         if len(answers) < ROUNDS * recipe.prompts_per_round:
             of_answer = iter(marks)
-            for j, row, scores in zip(chosen, answered, scored, strict=True):
-                judged = zip(row, scores, islice(of_answer, len(row)), strict=True)
-                kept = [(c.tokens.tolist(), s.tolist(), m.reward) for c, s, m in judged if math.isfinite(m.reward)]
+            for j, row, *scores in zip(chosen, answered, *scored, strict=True):
+                judged = zip(row, zip(*scores, strict=True), islice(of_answer, len(row)), strict=True)
+                kept = [
+                    (c.tokens.tolist(), first.tolist(), m.reward, [log_T.tolist() for log_T in theirs])
+                    for c, (first, *theirs), m in judged
+                    if math.isfinite(m.reward)
+                ]
                 answers += [(int(j), kept)] if kept else []
     return {
         "round_seconds": statistics.mean(_timed(seconds)),
@@ -183,6 +192,7 @@ def train(recipe: Recipe, at_least: float, answers: list[_Answers]) -> dict[str,
             sync_every=recipe.sync_every,
             max_tokens_per_pass=recipe.max_tokens_per_pass,
             directory=Path(scratch),
+            teacher=recipe.teachers,
         )
         trainer.publish()
         effective = None
@@ -218,20 +228,21 @@ def _product_rates(model: Model) -> dict[str, Json]:
 
 
 def _log_ratio(policy: Policy, group: Group) -> float:
-    """Returns the largest |log-ratio| of any token between the policy and the reference that scored the group."""
+    """Returns the largest |log-ratio| of any token between the policy and the model that answered."""
     return float(_log_ratios(policy, group).abs().max())
 
 
 def _effective(policy: Policy, groups: Sequence[Group]) -> float:
-    """Returns the effective sample size, as a share, of answers that were sampled from the reference."""
+    """Returns the effective sample size, as a share, of answers that the model gave."""
     return float(effective_share(torch.cat([_log_ratios(policy, group).sum(1) for group in groups])))
 
 
 def _log_ratios(policy: Policy, group: Group) -> torch.Tensor:
-    """Returns the log-ratios [B, T] between the policy and the reference that scored the group, 0 behind an answer."""
+    """Returns the log-ratios [B, T] between the policy and the model that answered, 0 behind an answer."""
     batch = collate([group]).to(next(iter(policy.parameters())).device)
+    assert batch.log_behavior_BT is not None  # all its rows have it
     with torch.no_grad():
-        return policy.evaluate(batch).log_policy_BT - batch.log_reference_BT
+        return policy.evaluate(batch).log_policy_BT - batch.log_behavior_BT
 
 
 def _trajectory_bytes(recipe: Recipe, prompts: list[Prompt], answers: list[_Answers]) -> float:
@@ -272,11 +283,14 @@ class _Answered:
             yield Group.of([self.trajectory(self.prompts[at], answer) for answer in rows[:fitting]])
 
     def trajectory(self, prompt: Prompt, answer: _Answer) -> Trajectory:
-        tokens, log_reference, reward = np.array(answer[0], np.int32), np.array(answer[1], np.float32), answer[2]
-        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=log_reference)
+        tokens, own, reward = np.array(answer[0], np.int32), np.array(answer[1], np.float32), answer[2]
+        teachers = [np.array(log_T, np.float32) for log_T in answer[3]]
+        log_reference = own if self.recipe.reference is None else teachers.pop(0)
+        completion = Completion(tokens, "", StopReason.EXTERNAL, (Version(), Version()), log_behavior=own)
         uid, value = self.rng.bytes(16).hex(), np.ones(1, np.float32)
         steps: dict[str, npt.NDArray[Any]] = {"step_start": np.zeros(1, np.int64), "step_value": value}
         arrays = steps if "step_value" in self.recipe.objective.needs else {}
+        arrays |= {TEACHER: np.stack(teachers)} if teachers else {}
         return Trajectory(uid, prompt, completion, reward, log_reference, Version(), arrays=arrays)
 
 

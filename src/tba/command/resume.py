@@ -38,7 +38,10 @@ from tba.training.checkpoint import Checkpoint, newest_checkpoint
 T = TypeVar("T")
 _PATIENCE = 15.0  # seconds that a run whose driver lives has to end
 _ENDING = 120.0  # seconds that the parts of one whose driver was killed have, on a machine that may be busy
-_KEPT = ("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir")  # what a run is about
+_KEPT = (  # what a run is about
+    *("task", "model.path", "model.warm_start", "policy_temperature", "run.journal_dir"),
+    *("reference", "teacher.paths", "teacher.models"),
+)
 
 
 def resume_run(path: Path, overrides: list[str], accept_lost_rows: bool = False) -> int:
@@ -86,7 +89,7 @@ def resumable(
     override(then, overrides, "tba train --resume")  # alone, for what is asked for now has to count
     recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba train --resume", recorded=True)
     for name, was, now in differences(plain(resolved(then)), plain(resolved(recipe))):
-        if name.startswith(_KEPT):
+        if name.startswith(_KEPT) and name != "reference_reset":
             raise UserError(f"a run keeps its {name}, which is {was!r}: start a new run for {now!r}")
     checkpoint = newest_checkpoint(run.checkpoints)
     if checkpoint is not None and "uses" not in checkpoint.state.get("replay", {}):

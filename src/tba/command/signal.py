@@ -66,15 +66,16 @@ class Signal:
             shown=probes[0]["shown"],
         )
 
-    def facts(self) -> dict[str, str]:
-        """Returns what was seen, by name."""
+    def facts(self, taught: bool = False) -> dict[str, str]:
+        """Returns what was seen, by name. taught: by teachers, for whom rewards need not differ."""
         shared = f", of which {self.both:,} are among the former" if self.both else ""
         return {
             "problems": f"{self.train:,} to train on, {self.held_out:,} held out{shared}",
             "answers": f"{self.answers:,} sampled: mean reward {self.reward:.3g}, {percent(self.truncated)} cut off, "
             f"{percent(self.empty)} empty, {percent(self.copies)} copies of others"
             + (f", {percent(self.failed)} failed in their environments" if self.failed else ""),
-            "groups": f"in {percent(self.varied)} of them rewards differ; only these teach something",
+            "groups": f"in {percent(self.varied)} of them rewards differ"
+            + ("; the teacher teaches in all of them" if taught else "; only these teach something"),
         }
 
     def examples(self) -> RenderableType:
@@ -106,7 +107,10 @@ class Signal:
     def advice(self, recipe: Recipe) -> list[str]:
         """Returns the one or two things to change before the run, the most important first; none if it can learn."""
         found = []
-        if self.varied == 0 and self.best == 1:
+        taught = any(recipe.teachers.shares(1))  # then answers of the same reward teach something, too
+        if taught:
+            pass
+        elif self.varied == 0 and self.best == 1:
             found.append(
                 "every answer gets the same reward: try the reward on an answer that is right, and on a wrong one"
             )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tba.recipe import Recipe
+from tba.runtime.teaching import require_scorers
 from tba.settings import override
 
 _PACKAGE = Path(__file__).parents[1]
@@ -25,6 +26,7 @@ def with_weights(
     """
     prepared = recipe.model.prepared(recipe.task, say)
     prepared.tokenizer()  # which says what is wrong with a model
+    require_scorers(recipe, prepared, say)
     found = getattr(prepared, "path", "")
     shipped = Path(found).is_relative_to(_PACKAGE)
     decided = []

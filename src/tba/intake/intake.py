@@ -27,7 +27,7 @@ from tba.intake.encoding import Encoded, Encoder
 from tba.intake.report import Report, counters
 from tba.protocols import Journal, Reference, Reward
 from tba.tables import Refusal, Values
-from tba.types import Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quoted
+from tba.types import TEACHER, Completion, FloatArray, Json, Judgement, Prompt, Trajectory, quoted
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -58,6 +58,7 @@ class Intake:
     reward: Reward
     reference: Reference
     journal: Journal
+    teachers: Sequence[Reference] = ()  # which score every answer as well
     believe: bool = False  # use claimed rewards, where there are any
     needs_behavior: bool = False  # refuse what comes without behaviour log-probabilities
     largest_reward: float = sys.float_info.max  # refuse what has a larger |reward|
@@ -138,14 +139,16 @@ class Intake:
                 kept.append((candidate, mark))
         scores = self._scores([candidate for candidate, _ in kept])
         trajectories, known, now = [], [], self.now()
-        for (candidate, mark), log_reference in zip(kept, scores, strict=True):
-            if isinstance(log_reference, Refusal):
-                report.refuse(candidate.number, log_reference)
-            elif not np.isfinite(log_reference).all():
-                total = str(float(log_reference.sum()))
-                report.refuse(candidate.number, Refusal("its log-probability under the reference is not finite", total))
+        for (candidate, mark), scored in zip(kept, scores, strict=True):
+            if isinstance(scored, Refusal):
+                report.refuse(candidate.number, scored)
+            elif not all(np.isfinite(log_T).all() for log_T in scored):
+                total = ", ".join(str(float(log_T.sum())) for log_T in scored)
+                report.refuse(
+                    candidate.number, Refusal(f"its log-probability under {self._scorers} is not finite", total)
+                )
             else:
-                trajectories.append(self._trajectory(candidate, mark, log_reference, now))
+                trajectories.append(self._trajectory(candidate, mark, scored, now))
                 known.append(candidate.encoded.known)
         if trajectories:
             self.journal.put(self.embedded(trajectories), counters=counters(trajectories))
@@ -153,15 +156,20 @@ class Intake:
             report.take(trajectory, is_known)
             self._compare(trajectory, report)
 
-    def _trajectory(self, of: Candidate, mark: Judgement, log_reference: FloatArray, now: float) -> Trajectory:
+    @property
+    def _scorers(self) -> str:
+        return "the reference or a teacher" if self.teachers else "the reference"
+
+    def _trajectory(self, of: Candidate, mark: Judgement, scored: Sequence[FloatArray], now: float) -> Trajectory:
         believed = self.believe and of.claimed is not None
         return Trajectory(
             uid=of.uid,
             prompt=of.encoded.prompt,
             completion=of.encoded.completion,
             reward=float(mark.reward),
-            log_reference=log_reference,
+            log_reference=scored[0],
             reference=self.reference.version,
+            arrays={TEACHER: np.stack(scored[1:])} if self.teachers else {},
             reward_parts=mark.parts,
             provenance={**of.provenance, "reward": "claimed" if believed else "task"},
             created=now,
@@ -182,11 +190,11 @@ class Intake:
     def _judged(self, asked: Sequence[Candidate]) -> list[Judgement | Refusal]:
         return _each(asked, lambda some: self.reward.judge([c.pair for c in some]), "the task's reward cannot grade it")
 
-    def _scores(self, candidates: Sequence[Candidate]) -> list[FloatArray | Refusal]:
-        return _each(candidates, self._scored, "the reference cannot score it")
+    def _scores(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...] | Refusal]:
+        return _each(candidates, self._scored, f"{self._scorers} cannot score it")
 
-    def _scored(self, candidates: Sequence[Candidate]) -> list[FloatArray]:
-        """Returns the reference's log-probabilities of each, in order, prompt by prompt.
+    def _scored(self, candidates: Sequence[Candidate]) -> list[tuple[FloatArray, ...]]:
+        """Returns the log-probabilities of each under the reference and every teacher, in order, prompt by prompt.
 
         Equal answers are scored once.
         """
@@ -194,11 +202,12 @@ class Intake:
         for prompt, completion in (c.pair for c in candidates):
             by_prompt.setdefault(prompt.key, (prompt, {}))[1].setdefault(completion.digest, completion)
         answered = [(prompt, list(completions.values())) for prompt, completions in by_prompt.values()]
-        scored = {
-            (prompt.key, completion.digest): row
-            for (prompt, completions), rows in zip(answered, self.reference.log_probabilities_of(answered), strict=True)
-            for completion, row in zip(completions, rows, strict=True)
-        }
+        scored: dict[tuple[str, str], tuple[FloatArray, ...]] = {}
+        for scorer in (self.reference, *self.teachers):
+            for (prompt, completions), rows in zip(answered, scorer.log_probabilities_of(answered), strict=True):
+                for completion, row in zip(completions, rows, strict=True):
+                    key = prompt.key, completion.digest
+                    scored[key] = (*scored.get(key, ()), row)
         return [scored[prompt.key, completion.digest] for prompt, completion in (c.pair for c in candidates)]
 
     def _compare(self, trajectory: Trajectory, report: Report) -> None:

@@ -159,6 +159,11 @@ class HuggingFace:
                 f"cannot load a tokenizer from '{self.path}' ({reason}); give a folder or a Hub name"
             ) from error
 
+    def other(self, path: str) -> HuggingFace:
+        """Returns another model that only scores, in the same place and precision."""
+        dtype: Wanted = "bfloat16" if self.dtype == "4-bit" else self.dtype
+        return replace(self, path=path, dtype=dtype, lora=LoraSettings(), warm_start=None)
+
     @property
     def heads(self) -> frozenset[str]:
         return HEADS

@@ -9,13 +9,16 @@ Shape legend: B rows (one completion each), T completion positions, S = T + 1 st
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tba.batch import Batch
 from tba.errors import UserError
+from tba.fields import as_declared
 from tba.objectives.reduce import masked_sum, row_means
 from tba.objectives.trajectory_balance import require_positive
 from tba.protocols import Measured, PolicyOutput
@@ -23,6 +26,7 @@ from tba.schedules import Schedule
 
 
 @dataclass(frozen=True)
+@as_declared
 class SubtrajectoryBalance:
     """L = mean over rows of the weighted mean over prefixes i < j of d_ij^2 / (2 beta), weights lam^(j - i).
 
@@ -36,10 +40,16 @@ class SubtrajectoryBalance:
 
     A small `lam` trains on short stretches: less variance, and the reward takes many updates to reach the first
     tokens. Tokens that the policy did not sample are taken to follow from those before them.
+
+    With the `flow` one, V is 0 everywhere, which it is where the reference alone is the target (one teacher of weight
+    1, no reward), and needs no head: then the loss is that of stretches of one token, beta / 2 times the mean over an
+    answer's tokens of (log pi - log pi_ref)^2. On-policy its gradient is that of the KL divergence from the policy to
+    the teacher at each prefix; on other data it has the same optimum.
     """
 
     beta: Schedule  # strength of the pull to the reference, in units of reward; positive
     lam: float = 1.0  # a stretch of n tokens weighs lam^n; above 0, at most 1
+    flow: Literal["learned", "one"] = "learned"  # one: V is 0, for a teacher that is the whole target
 
     def __post_init__(self) -> None:
         require_positive(self.beta, "Sub-trajectory balance")
@@ -48,7 +58,12 @@ class SubtrajectoryBalance:
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"value"})
+        return frozenset({"value"} if self.flow == "learned" else ())
+
+    @property
+    def unused(self) -> Mapping[str, str]:
+        """The field without effect: where single tokens are balanced, no stretches are weighed."""
+        return {} if self.flow == "learned" else {"lam": "flow learned"}
 
     @property
     def by_group(self) -> bool:
@@ -57,10 +72,18 @@ class SubtrajectoryBalance:
     def __call__(self, output: PolicyOutput, batch: Batch, step: int) -> tuple[torch.Tensor, Measured]:
         """The scalar to minimise, and metrics, which are row means; `residual` is the mean |d| from start to end."""
         beta = self.beta(step)
+        if self.flow == "one":
+            return self._by_token(output, batch, beta)
         level_BS, state_BS = _levels(output, batch, beta)
         loss_B = _mean_square(level_BS, state_BS, self.lam) / (2 * beta)
         whole_B = level_BS.gather(1, batch.length_B[:, None])[:, 0] - level_BS[:, 0]
         metrics = row_means(residual=whole_B.abs(), value=-level_BS[:, 0])
+        return loss_B.mean(), metrics | {"beta": beta}
+
+    def _by_token(self, output: PolicyOutput, batch: Batch, beta: float) -> tuple[torch.Tensor, Measured]:
+        log_ratio_BT = torch.where(batch.mask_BT, output.log_policy_BT - batch.log_reference_BT, 0.0)
+        loss_B = beta / 2 * masked_sum(log_ratio_BT.square(), batch.mask_BT) / batch.mask_BT.sum(1).clamp(min=1)
+        metrics = row_means(residual=log_ratio_BT.sum(1).abs() * beta)
         return loss_B.mean(), metrics | {"beta": beta}
 
 

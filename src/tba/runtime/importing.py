@@ -7,7 +7,7 @@ scored under the reference that the run has now. Nothing here waits.
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -29,15 +29,22 @@ from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.runtime.prompting import reward_of, speech_of
 from tba.runtime.run_dir import IMPORTS, RunDirectory
+from tba.runtime.teaching import reference_of, teachers_of
 from tba.search.embedding import embedded
 from tba.search.prompts import encode
 from tba.search.reward_retry import PatientReward
 from tba.tables import STATE, Refusal, read
-from tba.types import Prompt, Split, Trajectory, Version
+from tba.types import Json, Prompt, Split, Trajectory, Version
 from tba.weights.directory import WeightDirectory
 
 PREPARED = "prepared"  # in recipe.json: the run was made for imports, and has not begun
-_DECIDES = ("task", "model", "policy_temperature")  # settings that decide how a line is tokenised and scored
+_DECIDES = (
+    "task",
+    "model",
+    "policy_temperature",
+    "reference",
+    "teacher",
+)  # settings that decide how a line is tokenised and scored
 _AT_ONCE = 1024  # trajectories of another run's journal read at a time
 
 
@@ -71,6 +78,7 @@ def intake_of(recipe: Recipe, run: RunDirectory, believe: bool, max_tokens: int 
             reward=PatientReward(reward_of(recipe.task), recipe.run.reward_deadline, retries=0, told=lambda _: None),
             reference=_reference(replace(recipe, model=model), run),
             journal=journal,
+            teachers=teachers_of(recipe, model),
             believe=believe,
             needs_behavior="log_behavior" in recipe.objective.needs,
             largest_reward=recipe.largest_reward,
@@ -140,7 +148,7 @@ def _reference(recipe: Recipe, run: RunDirectory) -> Reference:
     """Returns the reference that the newest published weights name, or what the run begins with if none are published
     yet.
     """
-    reference = recipe.model.reference(recipe.policy_temperature, Version())
+    reference = reference_of(recipe, recipe.model)
     weights = WeightDirectory(run.weights)
     newest = weights.newer_than(None)
     name = None if newest is None else newest.manifest.get("reference")
@@ -177,9 +185,10 @@ def is_prepared(path: Path) -> bool:
 def take_over(path: Path, recipe: Recipe) -> None:
     """Make room for a run at `path` that begins with what was imported there.
 
-    Raises `UserError` when the imports were tokenised or scored by another model, task or policy temperature.
+    Raises `UserError` when the imports were tokenised or scored by another model, task, policy temperature, reference
+    or teacher.
     """
-    prepared, wanted = RunDirectory.open(path).facts["resolved"], resolved(recipe)
+    prepared, wanted = _deciding(RunDirectory.open(path).facts["resolved"]), _deciding(resolved(recipe))
     differs = [name for name in _DECIDES if any(differences(prepared[name], wanted[name], name))]
     if differs:
         raise UserError(
@@ -187,3 +196,10 @@ def take_over(path: Path, recipe: Recipe) -> None:
             "give the same settings, or another --run-name and --data to import them again"
         )
     (path / "recipe.json").unlink()
+
+
+def _deciding(settings: Mapping[str, Json]) -> dict[str, Json]:
+    """Returns of resolved settings those that decide; of the teachers who they are, since their weights come later."""
+    teacher = settings.get("teacher") or {}
+    who = teacher.get("paths") or teacher.get("models") or []
+    return {name: settings.get(name) for name in _DECIDES} | {"teacher": list(who)}

@@ -13,6 +13,7 @@ from typing import Any
 from tba.protocols import JudgedByModels, Work
 from tba.recipe import Recipe
 from tba.record.text import size
+from tba.runtime.teaching import scorers_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,10 @@ def needs(recipe: Recipe) -> list[Need]:
         return []
     device = recipe.model.trainer_device.type
     halves = [Need(part, device, found[part]) for part in ("trainer", "searcher", "reference")]
+    for name, scorer in scorers_of(recipe, recipe.model).items():
+        if (other := scorer.memory(work_of(recipe))) is not None:
+            halves = [need for need in halves if need.part != name]
+            halves.append(Need(name, scorer.trainer_device.type, other["reference"]))
     halves += [Need("host", "cpu", found["host"])] if found["host"] else []
     if isinstance(recipe.task, JudgedByModels):
         halves += [Need(f"rewards on {where}", where, parts) for where, parts in recipe.task.memory().items()]

@@ -28,6 +28,7 @@ from tba.runtime.connections import BackgroundJournal, Connections, on_disk
 from tba.runtime.evaluation import EVALUATION_DEADLINE, Examiner
 from tba.runtime.prompting import LEASE_SECONDS, Asked, asked_of, engine_of, prompt_source, reward_of, vine_of
 from tba.runtime.run_dir import RunDirectory
+from tba.runtime.teaching import reference_of, teachers_of
 from tba.search.overlong import Overlong
 from tba.search.pipeline import Pipeline
 from tba.search.rescoring import Rescorer
@@ -227,7 +228,7 @@ def _loop_of(
     name = f"searcher-{index}"
     journal, weights = ends.journal, ends.weights
     engine, reward = engine_of(recipe, model, Version(), clock), _patient(recipe, ends.records, reward_of(recipe.task))
-    reference = model.reference(recipe.policy_temperature, Version())
+    reference = reference_of(recipe, model)
     rescorer = Rescorer(reference, journal, recipe.rescored_per_round, LEASE_SECONDS)
     seeds = [recipe.seed, 1 + index, attempt, *([ends.incarnation] if ends.incarnation else [])]
     searcher = Searcher(
@@ -244,6 +245,7 @@ def _loop_of(
         rng=np.random.default_rng(seeds),
         interrupted=interrupted,
         embedder=recipe.embedding.start() if recipe.embedding else None,
+        teachers=teachers_of(recipe, model),
         vine=vine_of(recipe, model, engine, reward),
         rescorer=rescorer if recipe.reference_reset else None,
         largest_reward=recipe.largest_reward,

@@ -415,6 +415,7 @@ def start_training(
             version=version,
             ranks=recipe.trainer.count,
             settle=weights.hold,
+            teacher=recipe.teachers,
             sampling=None if recipe.model.never_sampled else Sampling(recipe.policy_temperature),
         ),
         replay=replay,

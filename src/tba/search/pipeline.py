@@ -31,8 +31,8 @@ from typing import Any, TypeVar
 from tba.clock import Searching
 from tba.errors import DeadlineExceeded
 from tba.protocols import Concurrent, Flow, PublishedWeights
-from tba.search.searcher import GENERATING, Answered, Finished, Searcher
-from tba.types import Completion, FloatArray, Judgement, Prompt, Sampling
+from tba.search.searcher import GENERATING, Answered, Finished, Scores, Searcher
+from tba.types import Completion, Judgement, Prompt, Sampling
 
 T = TypeVar("T")
 _ROUNDS_WAITING = 16  # rounds of answers that may wait for the reward: what they are older by is a few updates
@@ -49,7 +49,7 @@ class _Part:
     finished: Finished
     counts: Counter[str]
     judging: Future[Sequence[Judgement]]
-    scoring: Future[list[FloatArray]]
+    scoring: Future[list[Scores]]
 
     @property
     def done(self) -> bool:
@@ -199,7 +199,7 @@ class Pipeline:
                 scoring.set_result(self._score(finished))
         self.part = _Part(answered, finished, counts, judging, scoring)
 
-    def _score(self, finished: Finished) -> list[FloatArray]:
+    def _score(self, finished: Finished) -> list[Scores]:
         """What the reference does with a part: become another one, if that is named, score older trajectories, and
         these.
         """
@@ -213,9 +213,9 @@ class Pipeline:
         assert self.part is not None
         searcher, part = self.searcher, self.part
         judgements = self._waited(part.judging, "reward")
-        references = self._waited(part.scoring, "reference")
+        scores = self._waited(part.scoring, "reference")
         self.part = None
-        trajectories = searcher.trajectories(part.finished, judgements, references, part.counts)
+        trajectories = searcher.trajectories(part.finished, judgements, scores, part.counts)
         began = time.perf_counter()
         searcher.send(part.answered, trajectories, searcher.whole(part.answered), part.counts)
         self._took = time.perf_counter() - began

@@ -31,6 +31,7 @@ from tba.search.rescoring import Rescorer
 from tba.search.reward_retry import PatientReward
 from tba.search.vine import VineRollouts
 from tba.types import (
+    TEACHER,
     Completion,
     FloatArray,
     Json,
@@ -49,6 +50,7 @@ GENERATING = 8  # generate this many times as long as judging and sending what i
 _ROUNDS_WITHOUT_USE = 10  # first rounds without a usable answer, after which no further one is expected to bring any
 
 
+Scores: TypeAlias = "tuple[FloatArray, ...]"  # log-probabilities [T] under the reference, then under each teacher
 Finished: TypeAlias = "Sequence[tuple[Prompt, list[Completion]]]"  # prompts with the answers that are finished
 
 
@@ -86,6 +88,7 @@ class Searcher:
     interrupted: Callable[[], bool] | None = None
     rescorer: Rescorer | None = None  # None: the reference is never reset
     embedder: Embedder | None = None  # embeds each answer's text, for near duplicates by cosine
+    teachers: Sequence[Reference] = ()  # which score every answer as well
     vine: VineRollouts | None = None  # values of the steps of every answer
     largest_reward: float = sys.float_info.max  # an answer whose |reward| is beyond it is rejected
     overlong: Overlong = Overlong()  # what is taken off the reward of long answers
@@ -112,8 +115,8 @@ class Searcher:
             with self.clock.state("reward"):
                 judgements = self.judge(finished)
             with self.clock.state("reference"):
-                references = self.score(finished)
-            trajectories = self.trajectories(finished, judgements, references, counts)
+                scores = self.score(finished)
+            trajectories = self.trajectories(finished, judgements, scores, counts)
             leases = self.whole(answered)
             if self.vine is not None:
                 in_flight = counts["in_flight_trajectories"]
@@ -246,16 +249,18 @@ class Searcher:
         self,
         finished: Finished,
         judgements: Sequence[Judgement],
-        references: Sequence[FloatArray],
+        scores: Sequence[Scores],
         counts: Counter[str],
     ) -> list[Trajectory]:
-        """Completion -> Trajectory: adds the reward and the reference's log-probabilities; counts what is rejected."""
+        """Completion -> Trajectory: adds the reward and the log-probabilities under reference and teachers; counts what
+        is rejected.
+        """
         pairs = _pairs(finished)
         trajectories: list[Trajectory] = []
         series, before = b"", counts["rejected_trajectories"]
         provenance = {"searcher": self.name, "round": self.rounds}  # one for all: encoded once
-        for (prompt, completion), judgement, log_reference in zip(pairs, judgements, references, strict=True):
-            known = bool(np.isfinite(log_reference).all())
+        for (prompt, completion), judgement, scored in zip(pairs, judgements, scores, strict=True):
+            known = all(np.isfinite(log_T).all() for log_T in scored)
             if not (known and abs(judgement.reward) <= self.largest_reward):  # NaN fails this comparison too
                 _count(counts, "rejected", completion)
                 if completion.judgement is not None and math.isnan(completion.judgement.reward):
@@ -272,8 +277,9 @@ class Searcher:
                     completion=completion if completion.judgement is None else replace(completion, judgement=None),
                     reward=float(judgement.reward),
                     reward_parts=judgement.parts,
-                    log_reference=log_reference,
+                    log_reference=scored[0],
                     reference=self.reference.version,
+                    arrays={TEACHER: np.stack(scored[1:])} if self.teachers else {},
                     provenance=provenance,
                 )
             )
@@ -287,18 +293,24 @@ class Searcher:
     def _described(self, prompt: Prompt, completion: Completion, judgement: Judgement, known: bool) -> str:
         """Returns which answer was rejected, and why."""
         reward = type(self.reward.reward if isinstance(self.reward, PatientReward) else self.reward).__name__
-        because = "" if known else ", and its log-probability under the reference is not finite"
+        judges = "the reference or a teacher" if self.teachers else "the reference"
+        because = "" if known else f", and its log-probability under {judges} is not finite"
         answer, question = quoted(completion.text), quoted(prompt.text)
         if self.hide_text:
             answer, question = f"{completion.digest} of {len(completion.tokens)} tokens", prompt.key
         return f"{reward} gave {judgement} for the answer {answer} to the prompt {question}{because}"
 
-    def score(self, finished: Finished) -> list[FloatArray]:
-        """Returns the reference's log-probabilities of each, in order; an answer sampled twice for a prompt is scored
-        once.
+    def score(self, finished: Finished) -> list[Scores]:
+        """Returns the log-probabilities of each under the reference and every teacher, in order; an answer sampled
+        twice for a prompt is scored once.
         """
         distinct = [(prompt, list({c.digest: c for c in completions}.values())) for prompt, completions in finished]
-        scores = self.reference.log_probabilities_of(distinct)
+        by = [self._scored(scorer, distinct, finished) for scorer in (self.reference, *self.teachers)]
+        return list(zip(*by, strict=True))
+
+    @staticmethod
+    def _scored(scorer: Reference, distinct: Finished, finished: Finished) -> list[FloatArray]:
+        scores = scorer.log_probabilities_of(distinct)
         by_digest = [
             {c.digest: row for c, row in zip(completions, rows, strict=True)}
             for (_, completions), rows in zip(distinct, scores, strict=True)

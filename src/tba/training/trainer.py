@@ -27,6 +27,7 @@ from tba.protocols import HEADS, Measured, Objective, Policy, PolicyOutput, Weig
 from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer
 from tba.training.staleness import Staleness
+from tba.training.teacher import Teacher
 from tba.types import Group, Json, Sampling, StopReason, Trajectory, Version
 
 Metrics: TypeAlias = dict[str, float]
@@ -57,6 +58,7 @@ class Trainer:
     skipped: int = 0  # steps without an update
     ranks: int = 1  # over which the policy spreads each pass
     settle: Callable[[], object] = _nothing  # called before the weights change; it waits for those who still read them
+    teacher: Teacher = Teacher()  # whose share of the target is mixed into each batch
     sampling: Sampling | None = None  # with which answers are drawn from the policy itself; None: no settings do that
     now: Callable[[], float] = time.time  # seconds since the epoch, as `Trajectory.created` has them
     _skipped_in_a_row: int = field(default=0, repr=False)
@@ -76,7 +78,13 @@ class Trainer:
         """Make one update from one batch. The policy's device is waited for once, when the update is decided on."""
         self.groups = fetched.groups
         batch = dataclasses.replace(fetched.batch, lag_B=self._lag_B())
-        return self._counts(batch) | self.update(batch, self.backward(batch))
+        counts, step = self._counts(batch), self.version.step + 1
+        if not self.teacher.count:
+            return counts | self.update(batch, self.backward(batch))
+        if any(self.teacher.shares(step)):
+            counts["without_signal"] = 0.0  # a teacher tells answers of the same reward apart
+        target = self.teacher.mixed(batch, step)
+        return counts | self.update(target, self.backward(target)) | {"reward": counts["reward"]}
 
     def log_policy(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
         """Returns the log-probability of each token of these, which were in the last step's batch, under the policy as

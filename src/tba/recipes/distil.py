@@ -1,0 +1,49 @@
+"""Distillation: the quickstart's base learns from a teacher what sums are, without any reward.
+
+The student is the base that forgets carries (shipped). The teacher is a model of the same size that was taught right
+sums only; it is made on first use, in a minute or two. Each answer of the student is scored by the teacher, and
+Trajectory Balance with the teacher in the reference's place makes the student the teacher (docs/distillation.md). The
+reward is evaluated and recorded, and not learnt from (`--teacher.no-reward`).
+
+`--teacher.paths DIR` takes a teacher of your own in its place; `--teacher.reward` learns from the reward, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tba.models.huggingface import HuggingFace, WarmStart
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipes.quickstart import BASE
+from tba.recipes.quickstart import recipe as quickstart
+from tba.schedules import Constant, WarmupStableDecay
+from tba.tasks.arithmetic import Arithmetic
+from tba.training.supervised import SupervisedSettings
+from tba.training.teacher import Teacher
+from tba.training.tiny_models import ScratchModel
+
+recipe = replace(
+    quickstart,
+    name="distil",
+    description="a small base that forgets carries learns from a teacher that does not, no reward, two CPU processes",
+    task=Arithmetic(digits=3),
+    model=replace(quickstart.model, path=str(BASE), warm_start=None),  # type: ignore[type-var]
+    teacher=Teacher(
+        reward=False,
+        models=(
+            HuggingFace(
+                device="cpu",
+                warm_start=WarmStart(
+                    scratch=ScratchModel(
+                        hidden_size=96, layers=3, heads=4, ff_size=384, max_positions=32, tie_embeddings=False
+                    ),
+                    tokenizer="characters",
+                    sft=SupervisedSettings(steps=1000, batch_size=128, lr=2e-3, pool=1),
+                ),
+            ),
+        ),
+    ),
+    objective=TrajectoryBalance(beta=Constant(1.0)),
+    optimizer=replace(quickstart.optimizer, schedule=WarmupStableDecay(20, 250, 130)),
+    steps=400,
+)

@@ -1,0 +1,183 @@
+"""Runs with teachers or another reference: who scores, what is kept of it, what a kill leaves of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import toy_taught
+from counting_teacher import SCORED
+from runs import TASK, children, command, final_weights, inline, inline_again, steps_of, until
+from test_resume import SECONDS, SHORT, Cut, PowerCut, assert_whole, uids_of
+from toy_taught import teachers, weights
+
+from tba.command.importing import take_in
+from tba.command.options import ImportOptions
+from tba.engines.transformers import EngineSettings
+from tba.errors import UserError
+from tba.models.huggingface import HuggingFace
+from tba.objectives.raft import Raft
+from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
+from tba.policy.tabular import WEIGHT, TabularPolicy, TabularReference, distribution, total_variation
+from tba.recipe import Recipe
+from tba.record.summary import Summary
+from tba.record.terminal import terminal
+from tba.replay.follower import JournalFollower
+from tba.runtime.needs import needs
+from tba.runtime.prompting import prompts_of
+from tba.runtime.run_dir import RunDirectory
+from tba.runtime.teaching import reference_of, require_scorers, teachers_of
+from tba.schedules import Constant
+from tba.settings import find
+from tba.tasks.arithmetic import Arithmetic
+from tba.training.teacher import Teacher
+from tba.training.tiny_models import ScratchModel, character_tokenizer
+from tba.types import TEACHER, Completion, Sampling, StopReason, Trajectory, Version
+
+TAUGHT = Path(toy_taught.__file__)
+RUN = ("--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20")
+
+
+def trajectories(path: Path) -> list[Trajectory]:
+    with JournalFollower(path / "journal.sqlite") as journal:
+        return journal.drain()
+
+
+class Anything(Cut):
+    """Answers that are as likely as any others."""
+
+    def draw(self, rng: np.random.Generator) -> Sampling:
+        super().draw(rng)
+        return Sampling(temperature=1e6)
+
+
+def assert_scored(found: list[Trajectory]) -> None:
+    """Every answer has the log-probabilities of both teachers, bit by bit."""
+    own = [TabularReference(other) for other in teachers]
+    for t in found:
+        expected = [one.log_probabilities(t.prompt, [t.completion])[0] for one in own]
+        assert np.array_equal(t.arrays[TEACHER], np.stack(expected))
+
+
+def test_a_run_with_teachers_that_is_cut_off_scores_nothing_twice_loses_nothing_and_reaches_their_target(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run"
+    exploration = Anything(path, 130, [])
+    SCORED.clear()
+    with pytest.raises(PowerCut):
+        inline(path, *RUN, "--steps", "600", source=TAUGHT, exploration=exploration)
+    there = uids_of(path)
+    summary = inline_again(path, exploration=exploration)
+    assert_whole(path, summary, there)
+    found = trajectories(path)
+    assert_scored(found)
+    rounds = {(t.uid[:24], t.prompt.key, t.completion.digest) for t in found}  # an answer is scored once in a round
+    assert len(SCORED) == len(teachers) * len(rounds)
+    logs = [distribution(TabularPolicy(task, 1.0, torch.float64)).log() for task in (TASK, *teachers)]
+    reward = torch.from_numpy(TASK.rewards_QO) / 0.5
+    wanted = ((1 - sum(weights)) * logs[0] + weights[0] * logs[1] + weights[1] * logs[2] + reward).softmax(1)
+    policy = TabularPolicy(TASK)
+    policy.load({WEIGHT: final_weights(path)[WEIGHT]})
+    assert float(total_variation(distribution(policy), wanted)[: TASK.prompts].max()) <= 0.02
+
+
+def test_a_run_in_processes_with_teachers_that_is_killed_goes_on_with_all_that_was_scored(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    run = (*SHORT, "--replay.pacing.warm-up", "32", "--run.checkpoint-every", "20", "--steps", "1000000")
+    driver = command("train", str(TAUGHT), "--runs", str(path.parent), "--run-name", path.name, *run)
+    try:
+        until(lambda: steps_of(path) > 45, SECONDS, "steps")
+        assert children(driver.pid)
+    finally:
+        driver.kill()
+        driver.communicate(timeout=SECONDS)
+    there = uids_of(path)
+    again = command("train", "--resume", str(path))
+    try:
+        done = steps_of(path)
+        until(lambda: steps_of(path) > done + 20, SECONDS, "more steps")
+    finally:
+        again.send_signal(2)
+        _, errors = again.communicate(timeout=SECONDS)
+        again.kill()
+    assert (again.returncode, errors) == (130, "")
+    summary = Summary.read(path)
+    assert summary is not None
+    assert_whole(path, summary, there)
+    assert_scored(trajectories(path))
+
+
+def test_imported_answers_are_scored_by_the_teachers_too(tmp_path: Path) -> None:
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text("".join(f'{{"prompt": "a", "response": "{said}"}}\n' for said in ("A", "BC", "D", "A")))
+    inline(tmp_path / "run", *RUN, "--steps", "1", source=TAUGHT)
+    run = RunDirectory.open(tmp_path / "run")
+    take_in(run.recipe(), run, [lines], ImportOptions(), terminal())
+    found = [t for t in trajectories(tmp_path / "run") if t.imported]
+    assert len(found) == 4
+    assert_scored(trajectories(tmp_path / "run"))
+
+
+def model_at(folder: Path, seed: int, characters: str | None = None) -> str:
+    """A random Llama on one-digit sums."""
+    tokenizer = character_tokenizer(characters or Arithmetic(digits=1).alphabet)
+    ScratchModel(hidden_size=16, layers=1, heads=2, ff_size=24, max_positions=16, seed=seed).start(
+        tokenizer
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def of_models(path: str, **changes: object) -> Recipe:
+    task = Arithmetic(digits=1, train_problems=40, eval_problems=1)
+    model = HuggingFace(path, device="cpu", generation=EngineSettings(slots=5, max_completion_tokens=4))
+    return replace(find(str(TAUGHT)), task=task, model=model, teacher=Teacher(), **changes)  # type: ignore[arg-type]
+
+
+def test_another_reference_and_a_teacher_score_as_the_models_at_their_paths_do_and_their_memory_counts(
+    tmp_path: Path,
+) -> None:
+    own, other = model_at(tmp_path / "own", 0), model_at(tmp_path / "other", 1)
+    recipe = of_models(own, reference=other)
+    recipe = replace(recipe, teacher=Teacher((other, own)))
+    prompt = prompts_of(recipe, recipe.model, "train")[0]
+    completion = Completion(prompt.tokens[:3], "", StopReason.LENGTH, (Version(), Version()))
+    expected = [
+        replace(recipe.model, path=path).reference(1.0, Version()).log_probabilities(prompt, [completion])[0]  # type: ignore[type-var]
+        for path in (other, own)
+    ]
+    scorers = [reference_of(recipe, recipe.model), *teachers_of(recipe, recipe.model)]
+    found = [scorer.log_probabilities(prompt, [completion])[0] for scorer in scorers]
+    assert all(np.array_equal(a, b) for a, b in zip(found, [expected[0], *expected], strict=True))
+    assert not np.array_equal(*expected)
+    plain = {need.part: need.total for need in needs(of_models(own))}
+    more = {need.part: need.total for need in needs(recipe)}
+    assert more == plain | {"teacher 1": plain["reference"], "teacher 2": plain["reference"]}
+
+
+def test_a_model_with_another_tokenizer_is_refused_whatever_it_is_to_be(tmp_path: Path) -> None:
+    own = model_at(tmp_path / "own", 0)
+    other = model_at(tmp_path / "other", 0, "".join(sorted(Arithmetic(digits=1).alphabet, reverse=True)))
+    for recipe in (of_models(own, reference=other), replace(of_models(own), teacher=Teacher((other,)))):
+        with pytest.raises(UserError, match=r"has another tokenizer than the policy \(the vocabularies differ\)"):
+            require_scorers(recipe, recipe.model, lambda line: None)
+
+
+def test_what_cannot_go_together_is_refused() -> None:
+    taught = find(str(TAUGHT))
+    with pytest.raises(UserError, match="a reset would put the policy in its place"):
+        replace(taught, reference="other", reference_reset=10)
+    with pytest.raises(UserError, match="Raft has no reference, so that a teacher is none"):
+        replace(taught, objective=Raft())
+    by_token = SubtrajectoryBalance(Constant(1.0), flow="one")
+    alone = Teacher(models=taught.teacher.models[:1], reward=False)
+    for wrong in (taught.teacher, replace(alone, reward=True), replace(alone, weights=(0.5,)), Teacher()):
+        with pytest.raises(UserError, match="right for one teacher of weight 1 without a reward"):
+            replace(taught, objective=by_token, teacher=wrong)
+    assert replace(taught, objective=by_token, teacher=alone).teacher.is_target
+    with pytest.raises(UserError, match="does not load a model from a path"):
+        teachers_of(replace(taught, teacher=Teacher(("a",))), taught.model)
