@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +26,7 @@ from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
 from tba.types import Completion, Prompt, StopReason, Version
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = ("my_task", "two_rewards", "my_file", "my_judge", "my_data", "my_environment")
+RECIPES = ("my_task", "two_rewards", "my_file", "my_judge", "my_data", "my_environment", "my_chat_task")
 FEW = ["--runtime", "inline", "--steps", "2", "--replay.pacing.warm-up", "32", "--evaluation.problems", "8"]
 SCRATCH = ["--model.warm-start.sft.steps", "3"]
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -159,6 +160,19 @@ def test_a_file_of_chats_is_trained_on_as_the_example_says(tmp_path: Path, chat_
     assert {len(line["messages"]) for line in lines} == {1}
     run = trained("my_file", tmp_path, "--model.path", str(chat_model), "--model.device", "cpu")
     assert next(run.trajectories()).prompt.text.startswith("user: Name a")
+
+
+def test_a_chat_model_is_asked_by_its_template_and_marked_for_the_city_and_for_few_words(
+    tmp_path: Path, chat_model: Path
+) -> None:
+    task = find(path("my_chat_task")).task
+    train, held = ([str(p.prompt) for p in task.problems(split)] for split in ("train", "eval"))
+    assert (len(train), len(held), len({*train, *held})) == (20, 10, 30)
+    said = ("Vienna", "Vienna.", "The capital of Austria is Vienna.", "Graz", "")
+    assert [reward for reward, _ in judged(task.reward(), {"answer": "Vienna"}, *said)] == [1.0, 1.0, 1 / 6, 0.0, 0.0]
+    run = trained("my_chat_task", tmp_path, "--model.path", str(chat_model), "--model.device", "cpu")
+    asked = r"user: What is the capital of [A-Z][a-z]+\? Answer with the name of the city.\n"
+    assert {re.fullmatch(asked, t.prompt.text) is not None for t in run.trajectories()} == {True}
 
 
 @pytest.fixture
