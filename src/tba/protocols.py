@@ -568,6 +568,7 @@ class Work:
     group_size: int  # answers to each
     ranks: int  # processes of the trainer
     moments_on_host: bool = False  # of the optimizer
+    averaged: bool = False  # weights, by the optimizer
 
 
 class Model(Protocol):
@@ -606,12 +607,13 @@ class Model(Protocol):
         saved: Path | None = ...,
         sharding: Sharding | None = ...,
         moments_on_host: bool = ...,
+        averaged: bool = ...,
     ) -> Policy:
         """Returns the policy to train, with its heads at zero; with the weights that `save` wrote into the folder
         `saved`.
 
         With a `sharding` it is this rank's share of it. With `moments_on_host` the optimizer's moments leave it their
-        memory of the device. Raises `UserError` when it cannot be sharded.
+        memory of the device; `averaged` weights take some. Raises `UserError` when it cannot be sharded.
         """
         ...
 

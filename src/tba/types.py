@@ -54,6 +54,8 @@ class Version:
     step: int = 0
 
     def __str__(self) -> str:
+        if self.is_average:
+            return f"{self.average}a"
         return "none" if self.incarnation < 0 else f"{self.incarnation}.{self.step}"
 
     @classmethod
@@ -61,8 +63,20 @@ class Version:
         """The inverse of `str`; raises `ValueError` for anything else."""
         if text == "none":
             return ELSEWHERE
-        incarnation, _, step = text.partition(".")
-        return cls(int(incarnation), int(step))
+        incarnation, _, step = text.removesuffix("a").partition(".")
+        version = cls(int(incarnation), int(step))
+        return version.average if text.endswith("a") else version
+
+    @property
+    def average(self) -> Version:
+        """The name of the average of weights up to these, or of an average's newest weights. Averages are evaluated and
+        never sampled from: they are older than all weights.
+        """
+        return Version(-2 - self.incarnation, self.step)
+
+    @property
+    def is_average(self) -> bool:
+        return self.incarnation <= -2
 
     def lag(self, now: Version) -> int:
         """Trainer updates from these weights to `now`.

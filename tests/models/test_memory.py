@@ -144,3 +144,14 @@ def test_captured_steps_keep_logits_for_each_number_of_rows_and_what_the_largest
     searcher = Sampling(BF16, slots=20, positions=64, prompt=16, device="cuda")
     assert memory.engine(Shape.of(QWEN), searcher)["captured steps"] == 2000 * ((8 + 16 + 20) * 2 + 20 * 12)
     assert memory.engine(Shape.of(QWEN), replace(searcher, device="cpu"))["captured steps"] == 0
+
+
+def test_averages_take_four_bytes_of_each_trained_parameter_and_eight_of_a_checkpoint() -> None:
+    shape = Shape.of(QWEN)
+    for rank, trained in ((0, shape.parameters), (8, shape.adapters(8))):
+        plain, averaged = (Pass(4096, BF16, "cuda", rank, averaged=on) for on in (False, True))
+        more = memory.total(memory.trainer(shape, averaged)) - memory.total(memory.trainer(shape, plain))
+        assert more == 4 * trained
+        stored = [sum(memory.stored(shape, of)[0].values()) for of in (plain, averaged)]
+        assert stored[1] - stored[0] == 8 * trained
+        assert memory.stored(shape, averaged)[1] == memory.stored(shape, plain)[1]  # a version is as large as ever

@@ -105,6 +105,7 @@ def llama(folder: Path) -> dict[str, Any]:
         (toy, ("--prompts.selection", "posterior", "--prompts-per-round", "1", "--replay.buffer.per-prompt", "40")),
         (toy, ("--replay.pacing.max-mean-uses", "1.5", "--evaluation.every", "10", "--replay.take-in", "sync")),
         (toy, ("--control.signal", "lag", "--control.low", "2", "--control.high", "3", "--control.every", "4")),
+        (toy, ("--optimizer.averaged", "--evaluation.every", "10")),
         (
             llama,
             (

@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import Parameter
+from toys import BETA, groups_of, llama
 
+from tba.batch import collate
 from tba.errors import UserError
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.policy.causal import CausalPolicy
+from tba.policy.lora import LoraSettings, add_adapters
 from tba.schedules import WarmupConstant, WarmupLinear
+from tba.training.gradients import backward
 from tba.training.optimizer import Optimizer, OptimizerSettings
 
 
@@ -224,3 +231,86 @@ def test_of_moments_on_the_host_one_parameter_s_are_on_the_device_at_a_time(monk
             weight.grad = torch.ones_like(weight)
         optimizer.step(number)
     assert held == [1] * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_average_is_the_recurrence_it_changes_no_update_and_swapping_twice_no_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(50, generator=generator)
+    averaged, plain = (Parameter(start.to(dtype).clone()) for _ in range(2))
+    optimizer = OptimizerSettings(lr=0.05, averaged=True).start([averaged])
+    other = OptimizerSettings(lr=0.05).start([plain])
+    expected = start.to(dtype).double()
+    for step in range(1, 41):
+        gradient = torch.randn(50, generator=generator).to(dtype)
+        for parameter, each in ((averaged, optimizer), (plain, other)):
+            parameter.grad = gradient.clone()
+            each.step(step)
+        assert torch.equal(averaged, plain)
+        decay = min(0.9, (1 + step) / (10 + step))  # 2/11 after the first, 0.9 from update 80 on
+        expected = decay * expected + (1 - decay) * optimizer._masters[0].detach().double()
+    before = averaged.detach().clone()
+    with optimizer.averages():
+        torch.testing.assert_close(
+            averaged.detach().double(), expected, rtol=2e-6 if dtype == torch.float32 else 8e-3, atol=1e-6
+        )
+        assert not torch.equal(averaged, before)
+    assert torch.equal(averaged, before)
+    averaged.grad = torch.full_like(averaged, math.nan)
+    optimizer.step(41)
+    with optimizer.averages():  # a step that was skipped leaves it as it is
+        torch.testing.assert_close(
+            averaged.detach().double(), expected, rtol=2e-6 if dtype == torch.float32 else 8e-3, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("then", [True, False])
+def test_weights_and_averages_come_back_to_the_bit_and_the_weights_where_averages_are_no_longer_wanted(
+    dtype: torch.dtype, then: bool, tmp_path: Path
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parameter = Parameter(torch.randn(50, generator=generator).to(dtype))
+    optimizer = OptimizerSettings(lr=0.05, averaged=True).start([parameter])
+    gradients = torch.randn(8, 50, generator=generator).to(dtype)
+
+    def go(of: Optimizer, steps: range) -> None:
+        for step in steps:
+            of.parameters[0].grad = gradients[step - 1].clone()
+            of.step(step)
+
+    go(optimizer, range(1, 5))
+    optimizer.save(tmp_path)
+    with optimizer.averages():
+        saved = Parameter(parameter.detach().clone())  # as the model is saved
+    go(optimizer, range(5, 9))
+    again = OptimizerSettings(lr=0.05, averaged=then).start([saved])
+    again.load(tmp_path)
+    go(again, range(5, 9))
+    assert torch.equal(saved, parameter)
+    if then:
+        assert torch.equal(again._averages[0], optimizer._averages[0])
+
+
+def test_of_adapters_the_average_is_published_and_saved_and_the_base_stays(tmp_path: Path) -> None:
+    model = llama()
+    add_adapters(model, LoraSettings(rank=2), torch.float32)
+    policy, batch = CausalPolicy(model), collate(groups_of([4, 4]))
+    optimizer = OptimizerSettings(lr=1e-2, schedule=WarmupConstant(0), averaged=True).start(policy.parameters())
+    expected = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    for step in range(1, 4):
+        backward(policy, TrajectoryBalance(BETA), batch, step, 10**6)
+        optimizer.step(step)
+        decay = (1 + step) / (10 + step)
+        expected = {name: decay * expected[name] + (1 - decay) * t for name, t in policy.weights().items()}
+    weights = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    with optimizer.averages():
+        for name, tensor in policy.weights().items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-7)
+        published = {name: tensor.clone() for name, tensor in policy.weights().items()}
+        policy.save(tmp_path / "saved")
+    (file,) = (tmp_path / "saved").rglob("adapter*.safetensors")
+    saved = load_file(file)
+    assert all(any(torch.equal(tensor, own) for own in saved.values()) for tensor in published.values())
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in policy.weights().items())
+    assert any(not torch.equal(weights[name], published[name]) for name in weights)

@@ -9,8 +9,10 @@ import filecmp
 import gc
 import os
 import re
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -503,3 +505,46 @@ def test_a_group_larger_than_a_pass_is_split_where_there_are_ranks_for_its_parts
     shares = deal(batch, 2, half)
     assert sorted(torch.cat(shares).tolist()) == list(range(8))
     assert all(0 < int(batch.length_B[share].sum()) + 1 <= half for share in shares)
+
+
+@pytest.mark.parametrize("spread_out", [True, False])
+def test_averages_over_two_ranks_are_those_of_one_in_what_is_saved_published_and_gone_on_from(
+    spread_out: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint is written by all ranks, or gathered."""
+    monkeypatch.setattr(sys.modules[__name__], "SETTINGS", replace(SETTINGS, averaged=True))
+    objective, folders = TrajectoryBalance(BETA), (tmp_path / "one", tmp_path / "two")
+    one = alone(objective, tmp_path)
+    directory = WeightDirectory(tmp_path / "weights")
+    with ranks_of(2, tmp_path / "store", lambda ranks: follow(ranks, WHOLE)) as ranks:
+        two = spread(ranks, objective, tmp_path, WHOLE)
+        step_both(one, two, 3)
+        led = two.policy
+        assert isinstance(led, Rank0Policy)
+        with two.optimizer.averages():
+            directory.publish(led.weights(), two.version.average, {})
+        if spread_out:
+            laid_out = led.lay_out(two.optimizer, folders[1])
+            assert laid_out is not None
+            led.saving.begin(lambda: save_checkpoint(folders[1], two.version, laid_out[0].save, laid_out[1]))
+            led.saving.settle()
+        else:
+
+            def gathered_save(path: Path) -> None:
+                with two.optimizer.averages():
+                    led.save(path)
+
+            save_checkpoint(folders[1], two.version, gathered_save, two.optimizer)
+        step_both(one, two, 1)  # the weights are back in their place
+        ranks.say("end")
+    saved = load_file(folders[1] / "step-3" / "model.safetensors")
+    state = load_file(folders[1] / "step-3" / "optimizer.safetensors")
+    published = directory.at(Version(0, 3).average).read()
+    own = alone(objective, tmp_path)
+    for _ in range(3):
+        own.go()
+    assert {f"{i}.average" for i in range(len(own.optimizer.parameters))} < state.keys()
+    with own.optimizer.averages():
+        for name, tensor in own.policy.weights().items():
+            for found in (saved[name], published[name]):
+                torch.testing.assert_close(found, tensor, rtol=0, atol=rounding(own, 3))

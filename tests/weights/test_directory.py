@@ -262,3 +262,23 @@ def test_after_any_sequence_the_newest_and_the_pinned_are_there_and_nothing_else
         assert directory.versions() == there
         for kept in there:
             assert directory.at(kept).read()["b"].unique().tolist() == [float(kept.step)]
+
+
+def test_averages_are_never_the_newest_and_stay_while_they_are_pinned_or_the_newest_of_their_kind(
+    tmp_path: Path,
+) -> None:
+    directory = WeightDirectory(tmp_path / "weights")
+    for step in range(5):
+        if step % 2 == 0:
+            directory.publish(weights_of(Version(0, step)), Version(0, step).average, {})
+            assert directory.newest() in (None, Version(0, step - 1))
+        publish(directory, Version(0, step))
+        if step == 0:
+            directory.pin(Version.parse("0.0a"), "evaluate")
+    assert list(map(str, directory.versions())) == ["0.0a", "0.4a", "0.3", "0.4"]
+    assert directory.newest() == Version(0, 4)
+    with pytest.raises(ValueError, match=r"0\.3a cannot be published after 0\.4a"):
+        directory.publish(weights_of(Version(0, 3)), Version(0, 3).average, {})
+    directory.unpin(Version.parse("0.0a"), "evaluate")
+    assert list(map(str, directory.versions())) == ["0.4a", "0.3", "0.4"]
+    assert Version(0, 4).average < Version(0, 0)  # whoever has evaluated one loads whatever weights are the newest

@@ -187,6 +187,7 @@ class HuggingFace:
         saved: Path | None = None,
         sharding: Sharding | None = None,
         moments_on_host: bool = False,
+        averaged: bool = False,
     ) -> CausalPolicy:
         base, files = str(saved if saved is not None and not self.lora.rank else self._whole), None
         if sharding is None:
@@ -201,7 +202,7 @@ class HuggingFace:
         policy = CausalPolicy(
             model,
             temperature,
-            gradient_checkpointing=self._checkpointing(sharding, moments_on_host),
+            gradient_checkpointing=self._checkpointing(sharding, moments_on_host, averaged),
             compiled=self.compiled,
             heads=heads,
             compute=self.compute if lowered else None,
@@ -212,7 +213,9 @@ class HuggingFace:
             policy.load(adapters_in(saved))
         return policy
 
-    def _checkpointing(self, sharding: Sharding | None, moments_on_host: bool = False) -> bool | Callable[[int], bool]:
+    def _checkpointing(
+        self, sharding: Sharding | None, moments_on_host: bool, averaged: bool
+    ) -> bool | Callable[[int], bool]:
         """Returns whether activations are recomputed, or in which passes, by their tokens."""
         if self.gradient_checkpointing is not None:
             return self.gradient_checkpointing
@@ -221,18 +224,19 @@ class HuggingFace:
         shape, gpu = shape_of(self), self._device.index or torch.cuda.current_device()
         share = torch.cuda.get_per_process_memory_fraction(gpu)
         room = int(_USABLE * share * torch.cuda.get_device_properties(gpu).total_memory)
-        return False if shape is None else self.recomputing(shape, room, moments_on_host)
+        return False if shape is None else self.recomputing(shape, room, moments_on_host, averaged)
 
-    def recomputing(self, shape: Shape, room: int, moments_on_host: bool = False) -> Callable[[int], bool]:
+    def recomputing(
+        self, shape: Shape, room: int, moments_on_host: bool = False, averaged: bool = False
+    ) -> Callable[[int], bool]:
         """Returns a function that says whether a pass of so many tokens recomputes its activations, because the trainer
         would need more than `room` bytes of its GPU with them. It logs when that changes.
         """
         said: list[bool] = []
 
         def recomputes(tokens: int) -> bool:
-            of = memory.Pass(
-                tokens, self.precision, "cuda", self.lora.rank, self.lora.targets, moments_on_host=moments_on_host
-            )
+            kept = {"moments_on_host": moments_on_host, "averaged": averaged}
+            of = memory.Pass(tokens, self.precision, "cuda", self.lora.rank, self.lora.targets, **kept)
             needed = memory.total(memory.trainer(shape, of))
             found = needed > room
             if found not in said[-1:]:
@@ -273,6 +277,7 @@ class HuggingFace:
             checkpointed=bool(self.gradient_checkpointing),
             ranks=work.ranks,
             moments_on_host=work.moments_on_host,
+            averaged=work.averaged,
         )
         sampling = self._sampling(prompt, shape.positions)
         checkpoint, weights = memory.stored(shape, of_pass)

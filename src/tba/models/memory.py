@@ -121,6 +121,7 @@ class Pass:
     checkpointed: bool = False
     ranks: int = 1  # processes that share parameters, gradients and moments
     moments_on_host: bool = False
+    averaged: bool = False  # the optimizer keeps an average of the weights
 
     @property
     def moves(self) -> bool:
@@ -138,7 +139,7 @@ def trainer(shape: Shape, of: Pass) -> Bytes:
         "gradients": 4 * trained // of.ranks,
         "moments": 0 if of.moves else 8 * trained // of.ranks,
         "probabilities kept": _kept(shape, tokens, i),
-    }
+    } | ({"averages": 4 * trained // of.ranks} if of.averaged else {})
     stream = tokens * shape.width * i  # the hidden states of one layer
     layer = tokens * _layer(shape, of)
     kept = shape.layers * (stream if of.checkpointed else layer)
@@ -209,10 +210,12 @@ def vllm(shape: Shape, of: Sampling, gpus: int = 1, room: int | None = None) -> 
 def stored(shape: Shape, of: Pass) -> tuple[Bytes, Bytes]:
     """Returns the bytes on the disk of a checkpoint and of one version of the published weights, by part."""
     i = of.precision.compute.itemsize
+    # the optimizer's file: moments, and with averages these and the weights
+    each = 16 if of.averaged else 8
     if not of.rank:
-        return {"weights": 4 * shape.parameters, "moments": 8 * shape.parameters}, {"weights": i * shape.parameters}
+        return {"weights": 4 * shape.parameters, "moments": each * shape.parameters}, {"weights": i * shape.parameters}
     own = shape.adapters(of.rank, of.targets)
-    return {"weights": i * shape.parameters, "adapters": 4 * own, "moments": 8 * own}, {"adapters": i * own}
+    return {"weights": i * shape.parameters, "adapters": 4 * own, "moments": each * own}, {"adapters": i * own}
 
 
 def reference(shape: Shape, of: Sampling) -> Bytes:

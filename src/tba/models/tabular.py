@@ -60,6 +60,7 @@ class TabularModel:
         saved: Path | None = None,
         sharding: Sharding | None = None,
         moments_on_host: bool = False,
+        averaged: bool = False,
     ) -> TabularPolicy:
         if sharding is not None:
             raise UserError("a tabular policy is one small table: train it with --trainer.ranks 1")

@@ -36,6 +36,7 @@ class Requests:
     steps: int  # of the run
     weights: KeptWeights
     done: Callable[[str], bool]  # whether an evaluation has been done, by its name
+    averaged: bool = False  # the average of a version's weights is evaluated, under the version's name
     # -> seconds into the run at which it had these weights
     _pending: dict[Version, float] = field(default_factory=dict)
     _seen: int | None = None  # the step of the newest version that was published
@@ -44,17 +45,18 @@ class Requests:
         """Returns what the manifest of a version that is published now says about evaluations."""
         for done in [v for v in self._pending if self.done(_job(v))]:
             del self._pending[done]
-            self.weights.unpin(done, _WHY)
+            self.weights.unpin(self._measured(done), _WHY)
         if self._seen is None or (version.step > self._seen and self._due(version.step, self._seen)):
             self._pending[version] = seconds
         self._seen = version.step
         return [
-            {"version": str(v), "wall_seconds": s, "during": 0 < v.step < self.steps} for v, s in self._pending.items()
+            {"version": str(v), "weights": str(self._measured(v)), "wall_seconds": s, "during": 0 < v.step < self.steps}
+            for v, s in self._pending.items()
         ]
 
     def pin(self) -> None:
         """Pin the requested versions. Only the publishing process prunes: after publishing is soon enough."""
-        for version in self._pending:
+        for version in map(self._measured, self._pending):
             if _WHY not in self.weights.pins(version):
                 self.weights.pin(version, _WHY)
 
@@ -72,12 +74,17 @@ class Requests:
         asked = {Version.parse(name): seconds for name, seconds in state["pending"].items()}
         wanted = {version: seconds for version, seconds in asked.items() if not self.done(_job(version))}
         there = self.weights.versions()
-        self._pending = {version: seconds for version, seconds in wanted.items() if version in there}
+        self._pending = {v: seconds for v, seconds in wanted.items() if self._measured(v) in there}
         # None: the next version is evaluated in their place
         self._seen = state["seen"] if len(self._pending) == len(wanted) else None
+        measured = set(map(self._measured, self._pending))
         for version in there:
-            if version not in self._pending and _WHY in self.weights.pins(version):
+            if version not in measured and _WHY in self.weights.pins(version):
                 self.weights.unpin(version, _WHY)
+
+    def _measured(self, version: Version) -> Version:
+        """Returns the version whose weights are evaluated as this one's."""
+        return version.average if self.averaged else version
 
     def _due(self, step: int, before: int) -> bool:
         return step >= self.steps or (self.every > 0 and step // self.every > before // self.every)
@@ -116,7 +123,8 @@ class Examiner:
                 before()
                 with self.clock.state("eval"):
                     settings = self.settings.during() if request["during"] else self.settings
-                    self.evaluate(version, float(request["wall_seconds"]), settings, between)
+                    weights = Version.parse(request["weights"])
+                    self.evaluate(version, float(request["wall_seconds"]), settings, between, weights)
 
     def evaluate(
         self,
@@ -124,9 +132,13 @@ class Examiner:
         wall_seconds: float,
         settings: EvaluationSettings,
         between: Callable[[], None] | None = None,
+        weights: Version | None = None,
     ) -> None:
-        """Evaluate one version on the held-out split; `wall_seconds` is when the run had these weights."""
-        self._load(version)
+        """Evaluate one version on the held-out split, by its own `weights` (None) or their average; `wall_seconds` is
+        when the run had these.
+        """
+        weights = weights or version
+        self._load(weights)
         found = evaluate(
             self.engine,
             self.prompts,
@@ -137,7 +149,7 @@ class Examiner:
             now=time.monotonic,
             policy_temperature=self.policy_temperature,
             interrupted=self.interrupted,
-            between=None if between is None else partial(self._between, between, version),
+            between=None if between is None else partial(self._between, between, weights),
         )
         self.journal.count(
             evaluation_tokens=found.tokens,
@@ -146,7 +158,7 @@ class Examiner:
         )
         if found.interrupted:
             return
-        evaluations = [replace(e, wall_seconds=wall_seconds) for e in found.evaluations]
+        evaluations = [replace(e, version=version, wall_seconds=wall_seconds) for e in found.evaluations]
         self.records.write(evaluations, found.answers)
         self.journal.finish(_job(version), evaluations)
         self.done.add(str(version))

@@ -63,7 +63,8 @@ def start_policy(recipe: Recipe, ranks: Ranks | None, saved: Path | None) -> tup
     """
     if ranks is None:
         asked = (recipe.policy_temperature, recipe.objective.needs & HEADS, saved)
-        policy = recipe.model.policy(*asked, moments_on_host=recipe.optimizer.moments_on_host)
+        of = recipe.optimizer
+        policy = recipe.model.policy(*asked, moments_on_host=of.moments_on_host, averaged=of.averaged)
         return policy, recipe.optimizer.start(policy.parameters(), list(policy.heads.parameters()))
     ranks.say("begin", saved=None if saved is None else str(saved), model=_fingerprint(recipe))
     own = _sharded(recipe, ranks, saved)

@@ -72,6 +72,7 @@ def work_of(recipe: Recipe) -> Work:
         group_size=recipe.group_size,
         ranks=recipe.trainer.count,
         moments_on_host=recipe.optimizer.moments_on_host,
+        averaged=recipe.optimizer.averaged,
     )
 
 
@@ -108,4 +109,5 @@ def kept_on_disk(recipe: Recipe) -> Kept | None:
         return None
     sizes = (sum(found[what].values()) for what in ("checkpoint", "weights"))
     checkpoint, version = sizes
-    return Kept(checkpoint, recipe.run.checkpoints + 1, version, 3)
+    averages = 2 if recipe.optimizer.averaged else 0  # one that is evaluated, and the next
+    return Kept(checkpoint, recipe.run.checkpoints + 1, version, 3 + averages)

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -136,8 +137,11 @@ class TrainerLoop:
     def publish(self, reset: bool = False) -> None:
         """Publish the weights as they are; with `reset` they are the reference from here on."""
         version = self.trainer.version
+        evaluate = self.requests.manifest_entries(version, self.elapsed())
+        if self.requests.averaged and version in self.requests.pending:
+            self._publish_average()
         notes: dict[str, Json] = {
-            "evaluate": self.requests.manifest_entries(version, self.elapsed()),
+            "evaluate": evaluate,
             "stop": self.finished,
             "reference": str(version if reset else self.references.now),
             "journal": Held.of(self.journal).state(),
@@ -147,6 +151,15 @@ class TrainerLoop:
             notes["wanted"] = wanted  # trajectories in all, before searchers are held back
         self.trainer.publish(notes)
         self.requests.pin()
+
+    def _publish_average(self) -> None:
+        """Publish the average of the weights, to be evaluated in their place. It is waited for: it stands where they do
+        meanwhile.
+        """
+        self.weights.settle()
+        with self.trainer.optimizer.averages():
+            self.weights.publish(self.trainer.policy.weights(), self.trainer.version.average, {})
+            self.weights.settle()
 
     def checkpoint(self) -> None:
         """Write model and optimizer in the Hugging Face layout, and all other state at this step (`checkpointing`)."""
@@ -160,8 +173,13 @@ class TrainerLoop:
             state, heads = json.loads(json.dumps(state)), deepcopy(heads)  # as they are now
             at.policy.saving.begin(lambda: save_checkpoint(folder, version, save, rows, state, keep, heads, kept))
         else:
-            save_checkpoint(folder, version, partial(model.save, at.policy), at.optimizer, state, keep, heads, kept)
+            save_checkpoint(folder, version, self._save_model, at.optimizer, state, keep, heads, kept)
         self.checkpointed = self.trainer.version
+
+    def _save_model(self, path: Path) -> None:
+        """Save the model, with the average of its weights where there is one: the optimizer's state has the weights."""
+        with self.trainer.optimizer.averages():
+            self.recipe.model.save(self.trainer.policy, path)
 
     def finish(self) -> None:
         """Publish the last version, and write a checkpoint of it."""
@@ -432,7 +450,9 @@ def start_training(
         journal=journal,
         weights=weights,
         references=References(recipe.reference_reset, recipe.steps, recipe.run.checkpoints, replay, weights),
-        requests=Requests(recipe.evaluation.every, recipe.steps, weights, journal.job_done),
+        requests=Requests(
+            recipe.evaluation.every, recipe.steps, weights, journal.job_done, averaged=recipe.optimizer.averaged
+        ),
         controller=recipe.control.start(recipe.sync_every, m),
         staleness=StalenessWatch(recipe.sync_every),
         recorder=recipe.record.start(run.path, run.facts["resolved"]),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class OptimizerSettings:
     weight_decay: float = 0.0  # decoupled weight decay, multiplied by the learning rate
     clip_norm: float | None = 1.0  # largest norm of the gradient; None: no clipping (as in the paper)
     head_lr: float | None = None  # peak learning rate of value and log Z heads; None: the same
+    averaged: bool = False  # an average of the weights over some ten updates is evaluated, saved and pushed in their
+    # place; searchers sample from the weights themselves (4 bytes a parameter more)
     moments_on_host: bool = False  # AdamW's moments are in the host's memory, 8 bytes a parameter that a GPU need not
     # hold; they go there and back in each update
 
@@ -80,6 +83,8 @@ class Optimizer:
         self._group = group_of(self.parameters)
         self._own = [own_rows(p) if is_sharded(p) else p for p in self.parameters]
         self._masters = [self._master(own) for own in self._own]
+        # float32, like the masters: their exponential moving averages
+        self._averages = [m.detach().clone() for m in self._masters] if settings.averaged else []
         in_heads = {id(p) for p in heads}
         body = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) not in in_heads]
         head = [m for p, m in zip(self.parameters, self._masters, strict=True) if id(p) in in_heads]
@@ -113,9 +118,32 @@ class Optimizer:
         """Returns the learning rate of update `step` (heads may have another)."""
         return self.settings.lr * self.settings.schedule(step)
 
+    @contextmanager
+    def averages(self) -> Iterator[None]:
+        """Have the averages in the place of the weights inside, on every rank; nobody may be reading the weights."""
+        self.swap()
+        try:
+            yield
+        finally:
+            self.swap()
+
+    def swap(self) -> None:
+        """Exchange weights and averages, on every rank."""
+        self.exchange()
+
+    def exchange(self) -> None:
+        """Exchange this rank's weights and their averages, a tensor at a time; without averages nothing changes."""
+        with torch.no_grad():
+            for master, average in zip(self._masters, self._averages, strict=bool(self._averages)):
+                held = master.detach().clone()
+                master.copy_(average)
+                average.copy_(held)
+            for parameter, master in self._copies() if self._averages else ():
+                parameter.copy_(master)
+
     def save(self, folder: Path) -> None:
         """Save moments, counts and float32 masters as `optimizer.safetensors`, and what they belong to as
-        `optimizer.json`.
+        `optimizer.json`. Where there are averages, which the model is saved with, these and the weights are there too.
 
         Every rank calls it, and the first one writes.
         """
@@ -154,9 +182,18 @@ class Optimizer:
             tensors = self._own_part(folder / STATE)
         except (OSError, ValueError, safetensors.SafetensorError) as error:
             raise UserError(f"the optimizer's state in {folder} cannot be read ({error}); give another one") from error
+        averages = {id(m): a for m, a in zip(self._masters, self._averages, strict=bool(self._averages))}
         with torch.no_grad():
             for i, master in self._numbered_copies():
                 master.copy_(tensors.pop(f"{i}.master"))
+            for i, master in enumerate(self._numbered()):
+                if (raw := tensors.pop(f"{i}.raw", None)) is not None:
+                    master.copy_(raw)
+                saved = tensors.pop(f"{i}.average", master)
+                if (average := averages.get(id(master))) is not None:
+                    average.copy_(saved)
+            for parameter, master in self._copies():
+                parameter.copy_(master)
         state: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             index, key = name.split(".")
@@ -192,7 +229,14 @@ class Optimizer:
         if self.settings.moments_on_host and self._masters[0].is_cuda:
             torch.cuda.current_stream(self._masters[0].device).synchronize()  # they may still be on their way
         parts = [(i, f"{i}.{key}", t) for i, s in self._adamw.state_dict()["state"].items() for key, t in s.items()]
-        return parts + [(i, f"{i}.master", m.detach()) for i, m in self._numbered_copies()]
+        parts += [(i, f"{i}.master", m.detach()) for i, m in self._numbered_copies()]
+        if not self._averages:
+            return parts
+        averages = {id(m): a for m, a in zip(self._masters, self._averages, strict=True)}
+        copies = {i for i, _ in self._numbered_copies()}
+        numbered = list(enumerate(self._numbered()))
+        parts += [(i, f"{i}.raw", m.detach()) for i, m in numbered if i not in copies]
+        return parts + [(i, f"{i}.average", averages[id(m)]) for i, m in numbered]
 
     def _own_part(self, path: Path) -> dict[str, Tensor]:
         """Returns this rank's part of the tensors in a file."""
@@ -257,6 +301,8 @@ class Optimizer:
         with torch.no_grad():
             for parameter, master in self._copies():
                 parameter.copy_(master)
+            if self._averages:
+                torch._foreach_lerp_(self._averages, [m.detach() for m in self._masters], 1 - decay_of_average(step))
 
     def _update_one_by_one(self) -> None:
         """Make AdamW's step for one parameter after the other: its moments are on its device meanwhile, and no others
@@ -297,6 +343,11 @@ class Optimizer:
     def _facts(self) -> dict[str, Json]:
         shapes = [list(parameter.shape) for parameter in self._numbered_parameters()]
         return {"shapes": shapes, "masters": [i for i, _ in self._numbered_copies()]}
+
+
+def decay_of_average(step: int) -> float:
+    """Returns what is left of the average at update number `step`: 0.9, less at first, when weights change fastest."""
+    return min(0.9, (1 + step) / (10 + step))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

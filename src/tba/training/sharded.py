@@ -255,6 +255,12 @@ class Rank0Optimizer(Optimizer):
         self.ranks.say("forget")
         super().forget()
 
+    def swap(self) -> None:
+        if self.settings.averaged:
+            self.ranks.say("swap")
+            with self.ranks.inside("swap"):
+                super().swap()
+
     def save(self, folder: Path) -> None:
         self.ranks.say("save")
         with self.ranks.inside("save"):
@@ -287,6 +293,7 @@ class Follower:
             "backpropagate": self._backpropagate,
             "step": self._step,
             "forget": lambda message: self.optimizer.forget(),
+            "swap": self._swap,
             "save": lambda message: self.optimizer.save(Path()),
             "weights": self._send_weights,
             "checkpoint": self._checkpoint,
@@ -325,6 +332,10 @@ class Follower:
         self._look()
         self._saving.look()
         self.optimizer.step(int(message.facts["step"]))
+
+    def _swap(self, message: Message) -> None:
+        self._settle()
+        self.optimizer.swap()
 
     def _checkpoint(self, message: Message) -> None:
         """Copy this rank's rows, and write them while the next steps are computed."""

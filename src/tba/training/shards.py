@@ -78,7 +78,9 @@ class Shards:
 
     @classmethod
     def of(cls, policy: SavedPolicy, optimizer: Optimizer) -> Shards:
+        optimizer.exchange()  # of a model with averages these are saved
         own = {name: copied(own_rows(t), t) for name, t in policy.everything().items()}
+        optimizer.exchange()
         return cls({name: rows for name, rows in own.items() if rows is not None}, optimizer.snapshot())
 
     def write(self, ranks: Ranks, folder: str) -> None:

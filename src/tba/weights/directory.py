@@ -42,7 +42,7 @@ TENSORS = ".safetensors"
 MANIFEST = ".json"
 PINS = ".pins"
 _MANIFEST = {"version": Version, "names": list[str], "notes": dict[str, Any], "base": Version | None}
-NAME = re.compile(r"(\d+\.\d+)\.json")  # what is still being written begins with a dot
+NAME = re.compile(r"(\d+\.\d+a?)\.json")  # what is still being written begins with a dot
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,11 @@ class PublishSettings:
                 "--publish.in-memory keeps whole versions off the disk, --publish.full-every above 1 writes less of "
                 "each: choose one of them"
             )
+
+
+def _age(version: Version) -> Version:
+    """What orders averages among themselves, and other versions likewise."""
+    return version.average if version.is_average else version
 
 
 class WeightDirectory:
@@ -95,23 +100,24 @@ class WeightDirectory:
 
         Raises `ValueError` unless `version` is newer than all that are there: no two sets of weights share a name.
         """
-        newest = self.newest()
-        if newest is not None and version <= newest:
+        newest = max((v for v in self.versions() if v.is_average == version.is_average), key=_age, default=None)
+        if newest is not None and _age(version) <= _age(newest):
             raise ValueError(f"version {version} cannot be published after {newest}: versions must increase")
         if not self._clean:
             self.clean()
             self._clean = True
         temporary = self.path / f".{version}{TENSORS}"
-        base = self._write_tensors(temporary, weights)
+        base = self._write_tensors(temporary, weights, whole=version.is_average)
         os.replace(temporary, self._file(version, TENSORS))
         head = {"version": str(version), "names": sorted(weights), "notes": dict(manifest)}
         self._write(version, MANIFEST, head if base is None else head | {"base": str(base)})
-        self._base, self._since = (version, 1) if base is None else (base, self._since + 1)
+        if not version.is_average:
+            self._base, self._since = (version, 1) if base is None else (base, self._since + 1)
         self._prune()
 
-    def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor]) -> Version | None:
+    def _write_tensors(self, temporary: Path, weights: Mapping[str, torch.Tensor], whole: bool) -> Version | None:
         """Write all tensors, or what has changed; returns the base of the changes."""
-        if self._base is None or self._since >= self._settings.full_every:
+        if whole or self._base is None or self._since >= self._settings.full_every:
             if self._memory is not None:
                 self._memory.link(temporary, bytes_of(weights, self.dtype))
             write_tensors(temporary, weights, self.dtype)
@@ -215,13 +221,13 @@ class WeightDirectory:
         return self._file(version, TENSORS)
 
     def versions(self) -> list[Version]:
-        """Returns the versions that are published and kept, oldest first."""
+        """Returns the versions that are published and kept, oldest first; averages before all others."""
         names = map(NAME.fullmatch, os.listdir(self.path))
         return sorted(Version.parse(name[1]) for name in names if name)
 
     def newest(self) -> Version | None:
-        """Returns the newest published version, None before the first."""
-        return max(self.versions(), default=None)
+        """Returns the newest published version that is no average, None before the first."""
+        return max((v for v in self.versions() if not v.is_average), default=None)
 
     def pin(self, version: Version, why: str) -> None:
         """Keep `version` until it is unpinned for the same reason; from here on it survives a power cut.
@@ -280,6 +286,7 @@ class WeightDirectory:
     def _prune(self) -> None:
         versions = self.versions()
         kept = set(versions[-self.keep :]) | {v for v in versions if self.pins(v)}
+        kept |= {max((v for v in versions if v.is_average), key=_age, default=versions[-1])}  # about to be pinned
         kept |= {base for v in kept if (base := self.base(v)) is not None} | ({self._base} if self._base else set())
         # changes before their base, so that a reader who finds changes finds their base too
         for version in reversed(versions):
