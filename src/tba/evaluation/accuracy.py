@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from tba.errors import UserError
 from tba.evaluation.estimators import pass_at_k
-from tba.fields import as_declared
+from tba.fields import BY_CODE, as_declared
 from tba.generation import generate
 from tba.protocols import Engine, Reward
 from tba.types import Completion, Evaluation, Prompt, Sampling, StopReason, Version
@@ -47,7 +47,7 @@ class EvaluationSettings:
     temperature: float | None = None  # temperature of the draws; None: the recipe's policy temperature
     threshold: float = 1.0  # an answer is correct if its reward is at least this
     chunk: int = 64  # problems given to the engine at once; between two of these a searcher makes a round
-    shown: int = 5  # problems whose answers are kept for reading
+    shown: int = field(default=5, metadata=BY_CODE)  # problems whose answers are kept for reading
 
     def __post_init__(self) -> None:
         for name in ("every", "problems", "problems_during", "samples", "pass_k", "shown"):
