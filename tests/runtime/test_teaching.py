@@ -111,12 +111,13 @@ def test_a_run_in_processes_with_teachers_that_is_killed_goes_on_with_all_that_w
     assert_scored(trajectories(path))
 
 
-def test_imported_answers_are_scored_by_the_teachers_too(tmp_path: Path) -> None:
+def test_imported_answers_are_scored_by_the_teachers_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(f'{{"prompt": "a", "response": "{said}"}}\n' for said in ("A", "BC", "D", "A")))
     inline(tmp_path / "run", *RUN, "--steps", "1", source=TAUGHT)
     run = RunDirectory.open(tmp_path / "run")
     take_in(run.recipe(), run, [lines], ImportOptions(), terminal())
+    assert "the teacher teaches on all of them" in " ".join(capsys.readouterr().out.split())
     found = [t for t in trajectories(tmp_path / "run") if t.imported]
     assert len(found) == 4
     assert_scored(trajectories(tmp_path / "run"))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from toys import trainer_of
 
-from tba.batch import Batch, collate
+from tba.batch import Batch, Fetched, collate
 from tba.engines.tabular import TabularEngine, sample_groups, tabular_prompts
 from tba.errors import UserError
 from tba.objectives.subtrajectory_balance import SubtrajectoryBalance
@@ -164,3 +166,15 @@ def test_weights_that_cannot_be_are_refused() -> None:
             Teacher(("a",), weights)
     with pytest.raises(UserError, match=r"nothing to learn from without --teacher\.paths"):
         Teacher(reward=False)
+
+
+def test_with_a_teacher_answers_of_equal_rewards_are_no_lack_of_signal_and_rewards_are_still_recorded(
+    tmp_path: Path,
+) -> None:
+    alike = sampled(teacher(1.0), TabularEngine(TASK), np.random.default_rng(3))
+    alike = Group(tuple(replace(t, reward=0.25) for t in alike.trajectories))
+    for of, without in ((teacher(1.0, reward=False), 0.0), (Teacher(), 1.0)):
+        trainer = trainer_of(TabularPolicy(TASK), TrajectoryBalance(Constant(BETA)), tmp_path, teacher=of)
+        metrics = trainer.step(Fetched([alike], collate([alike])))
+        assert metrics["without_signal"] == without
+        assert metrics["reward"] == 0.25

@@ -91,7 +91,7 @@ def _take(
             if recipe.record.hide_text:
                 report.hide()
             records.append(report.to_json())
-            tell(report, called, console)
+            tell(report, called, console, taught=recipe.teachers.count > 0)
             taken += report.imported + report.repeated
     if not taken:
         raise UserError(
@@ -134,8 +134,8 @@ class Loud:
             self._next = lines + _LOUD
 
 
-def tell(report: Report, called: str, console: Console) -> None:
-    """What became of one source's lines, for people."""
+def tell(report: Report, called: str, console: Console, taught: bool = False) -> None:
+    """What became of one source's lines, for people. taught: the run has a teacher."""
     lines = [
         f"{called}: {report.lines:,} lines, {report.imported:,} imported ({report.tokens:,} tokens), "
         f"{report.repeated:,} already imported, {report.refused:,} rejected"
@@ -145,8 +145,8 @@ def tell(report: Report, called: str, console: Console) -> None:
         lines += [f"    line {number}" + (f": {detail}" if detail else "") for number, detail in rejected.examples]
     if report.imported:
         lines.append(
-            f"  {len(report.of):,} prompts, {report.varied:,} of them with different rewards: only these can teach "
-            "the policy anything"
+            f"  {len(report.of):,} prompts, {report.varied:,} of them with different rewards"
+            + ("; the teacher teaches on all of them" if taught else ": only these can teach the policy anything")
         )
     if report.unknown_prompts:
         lines.append(
