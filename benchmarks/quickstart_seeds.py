@@ -7,13 +7,16 @@ stopped and continued, twenty times a second.
 
 `recent` is the share of groups that were of the newest arrivals, `lag` updates between sampling and training, `ess` the
 mean effective sample size of a batch, `lowest reward` the lowest mean of ten steps in the second half, `lowest on the
-way` the lowest held-out accuracy of the second half (of 500 problems), all of one run. PYTHONPATH chooses the code.
+way` the lowest held-out accuracy of the second half (of 500 problems), all of one run. `answers to 80 %` and `seconds
+to 80 %` are those that had been written, and that had passed since training began, where the line between two held-out
+figures (sampled) crosses 80 %; `--evaluation.every 10` makes it a fine line. PYTHONPATH chooses the code.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import signal
 import statistics
@@ -65,6 +68,20 @@ def slow_down(driver: subprocess.Popen[str], times: float, metrics: Path) -> Non
             continue
 
 
+def reached(evaluations: list[dict[str, Any]], steps: list[dict[str, Any]], target: float = 0.8) -> tuple[float, float]:
+    """Answers that had been written, and seconds of training, where sampled accuracy first was `target`; NaN: never."""
+    by_step = {int(step["step"]): step for step in steps}
+    first, before = steps[0], None
+    for found in (e for e in evaluations if e["metric"] == SAMPLED):
+        at = by_step.get(int(found["version"].split(".")[1]), first)
+        now = (found["value"], at["journal_rows"], max(0.0, at["wall_seconds"] - first["wall_seconds"]))
+        if before is not None and now[0] >= target:
+            share = (target - before[0]) / (now[0] - before[0])
+            return before[1] + share * (now[1] - before[1]), before[2] + share * (now[2] - before[2])
+        before = now
+    return math.nan, math.nan
+
+
 def row(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float]:
     """The figures of one run."""
     evaluations = summary["evaluations"]
@@ -72,12 +89,15 @@ def row(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, float
     tokens, trajectories = summary["tokens"], summary["trajectories"]
     accounted = ("trained_once", "waiting", "evicted", "rejected", "duplicate", "in_flight_at_stop")
     half = [step["reward"] for step in steps[len(steps) // 2 :]]
+    answers, seconds = reached(evaluations, steps)
     last, groups = steps[-1], steps[-1]["groups_recent"] + steps[-1]["groups_reward"]
     return {
         "before sampled": values[SAMPLED][0],
         "after sampled": values[SAMPLED][-1],
         "before greedy": values[GREEDY][0],
         "after greedy": values[GREEDY][-1],
+        "answers to 80 %": answers,
+        "seconds to 80 %": seconds,
         "lowest on the way": min(values[SAMPLED][len(values[SAMPLED]) // 2 :]),
         "lowest reward": min(statistics.fmean(half[i : i + 10]) for i in range(len(half) - 9)),
         "recent": last.get("groups_newest", last["groups_recent"]) / groups,

@@ -97,7 +97,7 @@ def test_thirty_times_the_rate_is_warned_of_before_half_of_the_accuracy_is_lost_
     few = ("--steps", "24", "--replay.pacing.warm-up", "140", "--evaluation.no-greedy", "--evaluation.pass-k", "0")
     quickstart, quietly = Path("quickstart"), ("--record.no-tensorboard", "--record.samples", "0")
     flags = (*few, *quietly, "--evaluation.every", "4", "--evaluation.problems", "100")
-    summary = inline(tmp_path / "thirty", *flags, "--optimizer.lr", "9e-4", source=quickstart)
+    summary = inline(tmp_path / "thirty", *flags, "--optimizer.lr", "3e-3", source=quickstart)
     told = [fault["what"] for fault in read_faults(tmp_path / "thirty") if fault["kind"] == LARGE_STEPS]
     warned = [int(found[1]) for what in told if (found := re.search(r"by step (\d+) each", what))]
     accuracy = {e.version.step: e.value for e in summary.evaluations}

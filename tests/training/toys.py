@@ -14,7 +14,7 @@ from tba.batch import Batch, Fetched, collate
 from tba.policy.causal import CausalPolicy
 from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
 from tba.protocols import HEADS, Objective, Policy, PolicyOutput
-from tba.schedules import Constant
+from tba.schedules import Constant, WarmupConstant
 from tba.training.optimizer import OptimizerSettings
 from tba.training.trainer import Trainer
 from tba.types import Completion, Group, Json, Prompt, StopReason, Trajectory, Version
@@ -204,7 +204,7 @@ def trainer_of(policy: Policy, objective: Objective, tmp_path: object, **changes
         "objective": objective,
         "batches": Sampled(Recycled(groups_of([5] * 12)), 2, 5),
         "weights": Published(),
-        "optimizer": OptimizerSettings(lr=1e-2).start(policy.parameters()),
+        "optimizer": OptimizerSettings(lr=1e-2, schedule=WarmupConstant(0)).start(policy.parameters()),
         "sync_every": 2,
         "max_tokens_per_pass": 10**6,
         "directory": tmp_path,

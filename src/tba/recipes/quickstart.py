@@ -51,18 +51,17 @@ recipe = Recipe(
     ),
     objective=TrajectoryBalance(beta=Constant(0.05)),
     exploration=Fixed(temperature=1.0),
-    optimizer=OptimizerSettings(lr=3e-5, schedule=WarmupStableDecay(20, 400, 180)),
+    optimizer=OptimizerSettings(lr=1e-4, schedule=WarmupStableDecay(20, 260, 120), averaged=True),
     replay=ReplaySettings(
         selection=RecencyReward(m=0.95),
-        # Twenty rounds: the first evaluation keeps the searcher, and the trainer must not run dry meanwhile.
-        pacing=Pacing(warm_up=2800),
+        pacing=Pacing(warm_up=544),  # four rounds
         buffer=BufferSettings(distinct=False),  # an answer has four digits: few are distinct
     ),
     evaluation=EvaluationSettings(every=50, problems=2000, problems_during=500, pass_k=4, chunk=160),
-    steps=600,
-    groups_per_step=7,
-    group_size=20,
-    samples_per_prompt=20,
-    prompts_per_round=7,
+    steps=400,
+    groups_per_step=17,
+    group_size=8,
+    samples_per_prompt=8,
+    prompts_per_round=17,
     sync_every=2,
 )
