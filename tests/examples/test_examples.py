@@ -175,6 +175,28 @@ def test_a_chat_model_is_asked_by_its_template_and_marked_for_the_city_and_for_f
     assert {re.fullmatch(asked, t.prompt.text) is not None for t in run.trajectories()} == {True}
 
 
+def test_the_readmes_own_task_runs_from_a_file_of_chats(
+    tmp_path: Path, chat_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (code,) = re.findall(
+        r"^```python\n(.*?)^```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    monkeypatch.chdir(tmp_path)
+    Path("task.py").write_text(code)
+    lines = [
+        {"messages": [{"role": "user", "content": f"What is the capital of {country}?"}], "answer": city}
+        for country, city in re.findall(r"(\w+): (\w+)", module("my_chat_task").CAPITALS)
+    ]
+    Path("capitals.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = ("--model.path", str(chat_model), "--model.device", "cpu", "--model.generation.max-completion-tokens", "8")
+    assert main(["train", "task.py", *FEW, *model, "--run-name", "own"]) == 0
+    run = tba.open_run("runs/own")
+    assert next(run.trajectories()).prompt.text.startswith("user: What is the capital of ")
+    said = ("Vienna", "It is Vienna.", "Graz")
+    marks = judged(find("task.py").task.reward(), {"answer": "Vienna"}, *said)
+    assert [reward for reward, _ in marks] == [1.0, 1 / 3, 0.0]
+
+
 @pytest.fixture
 def judge() -> Iterator[tuple[ModuleType, str]]:
     """The stand-in of the examples, at a free port, and its url."""
