@@ -132,9 +132,9 @@ def test_a_recipe_has_a_learning_rate_to_its_last_step_however_many_are_asked_fo
 
 def test_a_schedule_that_is_set_by_hand_stays_as_it_is_set_or_is_refused() -> None:
     recipe = find("quickstart")
-    own = ["--steps", "1200", "--optimizer.schedule.decay", "780"]
-    assert override(recipe, own, "tba train").optimizer.schedule == WarmupStableDecay(20, 400, 780)
-    with pytest.raises(UserError, match="is 1200, but the learning rate is 0 after 620 of them"):
+    own = ["--steps", "1200", "--optimizer.schedule.decay", "920"]
+    assert override(recipe, own, "tba train").optimizer.schedule == WarmupStableDecay(20, 260, 920)
+    with pytest.raises(UserError, match="is 1200, but the learning rate is 0 after 480 of them"):
         override(recipe, ["--steps=1200", "--optimizer.schedule.decay", "200"], "tba train")
     shorter = override(recipe, ["--steps", "60"], "tba train")
     assert shorter.optimizer.schedule == recipe.optimizer.schedule

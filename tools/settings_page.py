@@ -99,6 +99,7 @@ SLOTS = (
 SAME = {  # fields that take the same classes as another: these are listed once
     "--objective.reward-temperature": "--objective.beta",
     "--objective.reference-temperature": "--objective.beta",
+    "--teacher.schedule": "--objective.beta",
 }
 COMMANDS: dict[str, type] = {
     "tba train RECIPE": TrainOptions,

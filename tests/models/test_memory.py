@@ -134,10 +134,10 @@ def test_moments_on_the_host_leave_a_pass_room_for_its_activations() -> None:
 
 def test_on_a_cpu_and_over_ranks_activations_are_kept_unless_it_is_said() -> None:
     model = HuggingFace(device="cpu")
-    assert model._checkpointing(None) is False
-    assert replace(model, gradient_checkpointing=True)._checkpointing(None) is True
+    assert model._checkpointing(None, False, False) is False
+    assert replace(model, gradient_checkpointing=True)._checkpointing(None, False, False) is True
     ranks = Sharding(None, torch.bfloat16)
-    assert replace(model, device="cuda")._checkpointing(ranks) is False
+    assert replace(model, device="cuda")._checkpointing(ranks, False, False) is False
 
 
 def test_captured_steps_keep_logits_for_each_number_of_rows_and_what_the_largest_draw_needs() -> None:

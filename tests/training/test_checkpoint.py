@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tba.errors import UserError
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.causal import CausalPolicy
+from tba.schedules import WarmupConstant
 from tba.training.checkpoint import Checkpoint, newest_checkpoint, save_checkpoint
 from tba.training.optimizer import OptimizerSettings
 from tba.training.tiny_models import train_bpe_tokenizer
@@ -46,7 +47,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, dtyp
     checkpoint = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None
     policy = CausalPolicy(AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=dtype))
-    optimizer = OptimizerSettings(lr=1e-2).start(policy.parameters())
+    optimizer = OptimizerSettings(lr=1e-2, schedule=WarmupConstant(0)).start(policy.parameters())
     optimizer.load(checkpoint.path)
     replay = Recycled(groups_of([5] * 12), asked=checkpoint.state["asked"])
     resumed = trainer_of(

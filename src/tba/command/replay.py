@@ -43,10 +43,18 @@ def show_replay(path: Path, options: ReplayOptions) -> int:
         return 0
     with JournalReader(journal, used, options.seconds) as reader:
         if options.sql is None:
-            _show(terminal(), path, journal, reader, missing_from(reader.totals, held, run.marks))
+            _show(terminal(), path, journal, reader, missing_from(reader.totals, held, _marks(run)))
         else:
             _answer(*reader.answer(options.sql))
     return 0
+
+
+def _marks(run: RunDirectory) -> Sequence[Sequence[int]]:
+    """Returns the marks that a run has given its journal; none where its recipe.json cannot be read."""
+    try:
+        return run.marks
+    except UserError:
+        return [[]]
 
 
 def uses_of(run: RunDirectory) -> npt.NDArray[np.int32]:

@@ -48,6 +48,7 @@ log = logging.getLogger("tba.journal")
 _DEADLINE = 1800.0  # seconds that checking and recovering a large file may take
 _POLL = 0.02
 _DAMAGE = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_FORMAT}
+_OTHER_FORMAT = "unsupported file format"  # of the schema, by a header whose bytes have changed: it has no code
 _PLAIN = ("leases", "outcomes", "jobs", "evaluations", "counters", "unscored", "scores", "recoveries")
 _LEAST_BYTES = 32  # that the facts of a trajectory take up
 _MOST_CUT_OFF = 10_000_000  # trajectories whose loss a file tells that could not hold them: each gets a row
@@ -156,7 +157,7 @@ def damage(path: Path) -> str | None:
     except UnicodeDecodeError:  # of the schema, which is text
         return "its schema is not text"
     except sqlite3.DatabaseError as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE or str(error) == _OTHER_FORMAT:
             return str(error)
         return None  # opening it will say what it is
 
