@@ -256,8 +256,15 @@ def _finish(axes: Any, panel: Panel, drawn: bool) -> None:
     if panel.percent:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g} %")
         axes.set_ylim(0, 102 if panel is ACCURACY else max(10.0, axes.get_ylim()[1]))
-    elif min((float(np.min(line.get_ydata())) for line in axes.lines), default=0.0) >= 0:
+        _legend(axes, panel)
+        return
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")  # a power of ten above the axis would cover the note
+    if min((float(np.min(line.get_ydata())) for line in axes.lines), default=0.0) >= 0:
         axes.set_ylim(bottom=0)
+    _legend(axes, panel)
+
+
+def _legend(axes: Any, panel: Panel) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1 or panel is ACCURACY:
         legend = axes.legend(handles, labels, frameon=False, fontsize=8.5, labelcolor=INK, handlelength=1.6)
