@@ -85,10 +85,17 @@ def processes(
             os.sched_setaffinity(0, cores[name])
         (folder / f"{name}.rate").write_text(json.dumps(measured(halves[name](), seconds, device, barrier)))
 
-    started = [context.Process(target=live, args=(name,)) for name in halves]
-    for process in started:
-        process.start()
-    ended(started)
+    for again in (True, True, False):  # torch's pool of threads does not survive every fork
+        started = [context.Process(target=live, args=(name,)) for name in halves]
+        for process in started:
+            process.start()
+        try:
+            ended(started)
+            break
+        except RuntimeError:
+            barrier.reset()
+            if not again:
+                raise
     return {name: float((folder / f"{name}.rate").read_text()) for name in halves}
 
 
