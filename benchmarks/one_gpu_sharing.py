@@ -77,7 +77,6 @@ def processes(
 ) -> Rates:
     """Each half in a process of its own, all at the same time."""
     context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(len(halves))
 
     def live(name: str) -> None:
         os.environ.update(environment or {})
@@ -86,6 +85,7 @@ def processes(
         (folder / f"{name}.rate").write_text(json.dumps(measured(halves[name](), seconds, device, barrier)))
 
     for again in (True, True, False):  # torch's pool of threads does not survive every fork
+        barrier = context.Barrier(len(halves))  # a half that was killed may have left the one before locked
         started = [context.Process(target=live, args=(name,)) for name in halves]
         for process in started:
             process.start()
@@ -93,7 +93,6 @@ def processes(
             ended(started)
             break
         except RuntimeError:
-            barrier.reset()
             if not again:
                 raise
     return {name: float((folder / f"{name}.rate").read_text()) for name in halves}
