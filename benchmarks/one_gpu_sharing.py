@@ -77,25 +77,27 @@ def processes(
 ) -> Rates:
     """Each half in a process of its own, all at the same time."""
     context = multiprocessing.get_context("fork")
+    barrier = context.Barrier(len(halves))
 
     def live(name: str) -> None:
+        renew_threads()
         os.environ.update(environment or {})
         if cores is not None:
             os.sched_setaffinity(0, cores[name])
         (folder / f"{name}.rate").write_text(json.dumps(measured(halves[name](), seconds, device, barrier)))
 
-    for again in (True, True, False):  # torch's pool of threads does not survive every fork
-        barrier = context.Barrier(len(halves))  # a half that was killed may have left the one before locked
-        started = [context.Process(target=live, args=(name,)) for name in halves]
-        for process in started:
-            process.start()
-        try:
-            ended(started)
-            break
-        except RuntimeError:
-            if not again:
-                raise
+    started = [context.Process(target=live, args=(name,)) for name in halves]
+    for process in started:
+        process.start()
+    ended(started)
     return {name: float((folder / f"{name}.rate").read_text()) for name in halves}
+
+
+def renew_threads() -> None:
+    """Have torch make its pool of threads, which no fork copies, anew from the one thread that a forked process begins
+    with: transformers loads with several, and of two that make it at once one finds none.
+    """
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def measured(half: Half, seconds: float, device: str, barrier: Barrier | threading.Barrier) -> float:
@@ -120,7 +122,12 @@ def ended(started: list[Any]) -> None:
 def in_a_process(act: Callable[[], Rates], folder: Path) -> Rates:
     """What it returns in a process of its own."""
     file = folder / "both.rate"
-    process = multiprocessing.get_context("fork").Process(target=lambda: file.write_text(json.dumps(act())))
+
+    def live() -> None:
+        renew_threads()
+        file.write_text(json.dumps(act()))
+
+    process = multiprocessing.get_context("fork").Process(target=live)
     process.start()
     ended([process])
     found: Rates = json.loads(file.read_text())
