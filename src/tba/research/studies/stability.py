@@ -1,7 +1,7 @@
 """What staleness costs each objective on sums: where it ends, and how far it falls on the way.
 
 On-policy, and stale at k = 10 and 64 with half of the groups from all data, however old; 400 updates at one common
-rate (1e-4, three times the quickstart's), at which nearly all objectives are best (`tuning`). Falls are of evaluations
+rate (1e-4, three times the base's), at which nearly all objectives are best (`tuning`). Falls are of evaluations
 on 2,000 problems every 20 updates, ends of 10,000: a fall of 2 points is 2 standard errors of a difference at 90 %.
 """
 
