@@ -250,10 +250,11 @@ def as_declared(kind: type[T]) -> type[T]:
     Anything else that the type excludes raises a `UserError` naming class and field. Of protocols and functions nothing
     is known here.
     """
+    declared: Any = kind  # no type says of a class that it has fields
     after = getattr(kind, "__post_init__", None)
 
     def made(self: Any) -> None:
-        for name, hint in _hints(typing.cast(Any, kind)).items():
+        for name, hint in _hints(declared).items():
             value = getattr(self, name, None)
             try:
                 meant = _meant(value, hint)
@@ -264,7 +265,7 @@ def as_declared(kind: type[T]) -> type[T]:
         if after is not None:
             after(self)
 
-    kind.__post_init__ = made  # type: ignore[attr-defined]
+    declared.__post_init__ = made
     return kind
 
 

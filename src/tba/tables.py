@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from tba.errors import UserError
 from tba.foreign import is_name, read_json
@@ -133,9 +133,9 @@ def _suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _opened(path: Path) -> io.BufferedReader | gzip.GzipFile:
     try:
-        return gzip.open(path) if path.suffix == ".gz" else path.open("rb")  # type: ignore[return-value]
+        return gzip.open(path) if path.suffix == ".gz" else path.open("rb")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): give {KINDS}") from error
 
@@ -166,7 +166,7 @@ def _items(text: bytes) -> list[Values | Refusal] | None:
     return [_checked(item) for item in items] if any(isinstance(item, dict) for item in items) else None
 
 
-def _lines(file: IO[bytes], longest: int) -> Rows:
+def _lines(file: io.BufferedReader | gzip.GzipFile, longest: int) -> Rows:
     for number in count(1):
         try:
             line = file.readline(longest)

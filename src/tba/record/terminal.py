@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from abc import ABC, abstractmethod
 from io import StringIO
 from typing import IO, Any, cast
 
@@ -61,11 +62,12 @@ def terminal(quiet: bool = False) -> Terminal:
     return Terminal(markup=False, emoji=False, quiet=quiet, file=cast(IO[str], LossyOutput()))
 
 
-class Shown:
+class Shown(ABC):
     """Prints itself as people are shown it: as text for `repr`, as HTML in a notebook."""
 
+    @abstractmethod
     def _shown(self) -> RenderableType:
-        raise NotImplementedError
+        """Returns what people are shown."""
 
     def __repr__(self) -> str:
         return "\n".join(line.rstrip() for line in self._recorded().export_text().strip().splitlines())
