@@ -131,9 +131,8 @@ def assistant_turn(tokenizer: Any, chat: bool = True, tools: Sequence[Json] = ()
     called = _written(tokenizer, [_ASKED, _ANSWERED, tool_message("tool", HEARD)], tools)
     thought = _written(tokenizer, [_ASKED, {**_ANSWERED, **dict.fromkeys(_THINKING, HEARD)}], tools, answered=True)
     behind, after, told = (text.partition(SAID)[2] for text in (alone, heard, called))
-    run = _run(
-        behind, marks
-    )  # also what stands behind the last message of all; with a user's message, what begins that
+    # also what stands behind the last message of all; with a user's message, what begins that
+    run = _run(behind, marks)
     closing = [end for end in run if after.startswith(end.written)] or run[:1]
     own = closing[-1] if closing else None
 

@@ -20,12 +20,18 @@ from tba.types import Completion, Prompt, Sampling, StopReason, Version
 
 
 def converse(
-    family: str, partner: Talker, slots: int = 5, prompts: Sequence[Prompt] = (), stop: tuple[str, ...] = ()
+    family: str,
+    partner: Talker,
+    slots: int = 5,
+    prompts: Sequence[Prompt] = (),
+    stop: tuple[str, ...] = (),
+    penalty: float = 1.0,
 ) -> list[list[Completion]]:
     prompts = prompts or ragged_prompts(3, 9, 1, 9, 12, 3)
     settings = EngineSettings(slots=slots, max_completion_tokens=40, stop_strings=stop)
     engine = TransformersEngine(often_ending(family), Letters(), settings, Version(0, 3))
-    found = dict(stream(engine, prompts, 4, Sampling(0.9), np.random.default_rng(0), partner=partner))
+    sampling = Sampling(0.9, repetition_penalty=penalty)
+    found = dict(stream(engine, prompts, 4, sampling, np.random.default_rng(0), partner=partner))
     return [found[i] for i in range(len(prompts))]
 
 
@@ -113,6 +119,22 @@ def test_a_stop_string_ends_a_turn_and_what_was_generated_behind_it_is_forgotten
     assert [c.tokens.tolist() for c in flat(found)] == [c.tokens.tolist() for c in flat(expected)]
     assert partner.reasons.count(StopReason.STOP_STRING) > 5
     assert not any("c" in text or "de" in text for turns in partner.turns.values() for text in turns)
+
+
+def test_a_penalty_looks_at_what_was_read_and_said_and_not_at_what_was_drawn_behind_the_end_of_a_turn() -> None:
+    model, prompts, penalty = often_ending("llama"), ragged_prompts(3, 9, 1, 9, 12, 3), 1.5
+    for prompt, group in zip(prompts, converse("llama", Talker(), stop=("c", "de"), penalty=penalty), strict=True):
+        for completion in group:
+            ids = torch.tensor([*prompt.tokens.tolist(), *completion.tokens.tolist()])
+            logits_TV = model(input_ids=ids[None]).logits[0].detach()
+            mask = np.ones(len(completion.tokens), bool) if completion.mask is None else completion.mask
+            for t in np.flatnonzero(mask):
+                read = ids[: len(prompt.tokens) + t]
+                logits_V, known = logits_TV[len(read) - 1].clone(), read.unique()
+                logits_V[known] = torch.where(logits_V[known] > 0, logits_V[known] / penalty, logits_V[known] * penalty)
+                expected = (logits_V / 0.9).log_softmax(-1)[ids[len(read)]].item()
+                assert completion.log_behavior is not None
+                assert abs(completion.log_behavior[t] - expected) < 1e-4
 
 
 def test_a_conversation_without_room_for_an_answer_ends_as_truncated_and_is_handed_to_its_partner() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,10 +134,10 @@ def model_at(folder: Path, seed: int, characters: str | None = None) -> str:
     return str(folder)
 
 
-def of_models(path: str, **changes: object) -> Recipe:
+def of_models(path: str, **changes: Any) -> Recipe:
     task = Arithmetic(digits=1, train_problems=40, eval_problems=1)
     model = HuggingFace(path, device="cpu", generation=EngineSettings(slots=5, max_completion_tokens=4))
-    return replace(find(str(TAUGHT)), task=task, model=model, teacher=Teacher(), **changes)  # type: ignore[arg-type]
+    return replace(find(str(TAUGHT)), task=task, model=model, teacher=Teacher(), **changes)
 
 
 def test_another_reference_and_a_teacher_score_as_the_models_at_their_paths_do_and_their_memory_counts(
@@ -145,10 +146,11 @@ def test_another_reference_and_a_teacher_score_as_the_models_at_their_paths_do_a
     own, other = model_at(tmp_path / "own", 0), model_at(tmp_path / "other", 1)
     recipe = of_models(own, reference=other)
     recipe = replace(recipe, teacher=Teacher((other, own)))
+    assert isinstance(recipe.model, HuggingFace)
     prompt = prompts_of(recipe, recipe.model, "train")[0]
     completion = Completion(prompt.tokens[:3], "", StopReason.LENGTH, (Version(), Version()))
     expected = [
-        replace(recipe.model, path=path).reference(1.0, Version()).log_probabilities(prompt, [completion])[0]  # type: ignore[type-var]
+        replace(recipe.model, path=path).reference(1.0, Version()).log_probabilities(prompt, [completion])[0]
         for path in (other, own)
     ]
     scorers = [reference_of(recipe, recipe.model), *teachers_of(recipe, recipe.model)]

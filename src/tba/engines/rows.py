@@ -61,8 +61,8 @@ class Rows:
                 state[n:] = 0
 
     def read(self, rows: Sequence[int], tokens: Sequence[Tensor]) -> None:
-        """Remember which tokens the prompts of new completions have (int64, one tensor for each row): what a repetition
-        penalty looks at.
+        """Remember which tokens the sequences of rows have (int64, one tensor for each row), and forget what was known
+        of them: what a repetition penalty looks at.
         """
         seen_RV = self._seen()
         for row, own in zip(rows, tokens, strict=True):
@@ -102,14 +102,13 @@ class Rows:
     def hear(
         self, rows: Tensor, count: Tensor, heard: Heard, first: Tensor, logits: Tensor, sampling: Sampling
     ) -> None:
-        """Go on in `rows` (int64 indices) after they have read `heard`, with a token from the logits after it.
+        """Go on in `rows` (int64 indices) after they have read `heard`, with a token from the logits after it. What a
+        penalty looks at is to be `read` before.
 
         count: the tokens that each has then; first: its prompt's. Both int64, like `rows`.
         """
         self.token_RT[heard.row_N, heard.at_N] = heard.token_N
         self.log_behavior_RT[heard.row_N, heard.at_N] = 0.0
-        if sampling.repetition_penalty != 1:
-            self._seen()[heard.row_N, heard.token_N] = True
         logits = self._penalised(logits, rows, sampling)
         token, log_behavior = draw(self.rules.next(logits, count[:, None]), self.uniform_RT[rows, count], sampling)
         if sampling.repetition_penalty != 1:

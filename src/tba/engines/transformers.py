@@ -567,6 +567,10 @@ class Flow:
         at_N = np.concatenate([np.arange(b, e) for b, e in zip(begin, end, strict=True)])
         of_rows = torch.from_numpy(np.stack([rows, end, self.prompt_R[rows]])).to(self.device)
         of_tokens = torch.from_numpy(np.stack([row_N, at_N, np.concatenate(heard)])).to(self.device)
+        if self.sampling.repetition_penalty != 1:  # anew: a row may have drawn more behind the end of its turn
+            asked = [self.prompts[mine.number // self.count].prompt.tokens for mine in answered]
+            known = [np.concatenate([p, mine.ids, new]) for p, mine, new in zip(asked, answered, heard, strict=True)]
+            self.rows.read(rows, [torch.from_numpy(tokens).long() for tokens in known])
         self.rows.hear(of_rows[0], of_rows[1], Heard(*of_tokens), of_rows[2], logits, self.sampling)
         for mine, b, e in zip(answered, begin.tolist(), end.tolist(), strict=True):
             mine.observed.append((b, e))

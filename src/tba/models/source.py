@@ -199,7 +199,8 @@ def _merge(folder: Path, base: str, revision: str | None, out: Path) -> None:
 def _resize(model: PreTrainedModel, weights: Path) -> None:
     """Give the model as many rows of embeddings as are saved with the adapter, if they are."""
     with safetensors.safe_open(weights, framework="pt") as tensors:
-        shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+        names = set(tensors.keys())
+        shapes = {name: tensors.get_slice(name).get_shape() for name in names}
     for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
         name = next((name for name, module in model.named_modules() if module is layer), "")
         for saved in (f"base_model.model.{name}.weight", f"base_model.model.{name}.base_layer.weight"):

@@ -116,9 +116,10 @@ def token_log_probabilities(
 
     def of_chunk(entropy_C: Tensor, hidden_CW: Tensor, target_C: Tensor) -> Tensor:
         log_CV = torch.log_softmax(head.logits(hidden_CW) / temperature, -1)
-        if len(entropy_C):
+        log_C = log_CV.gather(-1, target_C[:, None])[:, 0]
+        if len(entropy_C):  # at the end: computed again for the gradient, it stops before
             write_entropy(log_CV, entropy_C)
-        return log_CV.gather(-1, target_C[:, None])[:, 0]
+        return log_C
 
     parts = [
         checkpoint(

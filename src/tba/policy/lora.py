@@ -68,11 +68,10 @@ def add_adapters(model: PreTrainedModel, settings: LoraSettings, dtype: torch.dt
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
         raise UserError("adapters (model.lora) need the library peft: pip install -e '.[lora]'") from error
-    of: dict[str, Any] = {"r": settings.rank, "lora_alpha": settings.alpha, "lora_dropout": 0.0}
     targets: Any = list(settings.targets) or "all-linear"
     if any(parameter.dim() == 3 for parameter in model.parameters()):
         targets = _beside_experts(model, settings.targets)
-    config = LoraConfig(**of, target_modules=targets)
+    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, lora_dropout=0.0, target_modules=targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # A is the same in every process
         try:
