@@ -20,7 +20,7 @@ from tba.__main__ import OPTIONS, main
 from tba.apps.red_team.endpoint import EndpointVictim
 from tba.errors import UserError
 from tba.fields import comments, fields_of, flags, help_of, without_effect
-from tba.recipe import GONE, Recipe, differences, resolved
+from tba.recipe import Recipe, resolved
 from tba.runtime.run_dir import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
 from tba.settings import FIRST, defined, find, newest_of_each, override, with_config
@@ -173,7 +173,7 @@ BAD_FILES = {
     "\n\nimport no_such_package\n": "line 3: ModuleNotFoundError: No module named 'no_such_package'",
     "from tba.recipe import Recipe\nrecipe = Recipe(stepz=3)\n": "line 2: TypeError",
     "from tba.schedules import Constant\n\nConstant(float('nan'))\n": "nan",
-    "from tba.recipe import RuntimeSettings\nRuntimeSettings(prefetch=True)\n": "run.prefetch is not a setting any",
+    "from tba.recipe import RuntimeSettings\nRuntimeSettings(prefetch=True)\n": "argument 'prefetch'; fix the recipe",
 }
 
 
@@ -411,49 +411,17 @@ def test_a_part_that_is_off_takes_no_settings_until_it_is_switched_on() -> None:
     assert {"--control.low", "--control.high"} <= set(flags(steered)) - set(flags(GSM8K))
 
 
-@pytest.mark.parametrize("name", sorted(GONE))
-def test_a_setting_that_is_gone_is_answered_by_what_holds_in_its_place(name: str) -> None:
-    flag = f"--{name.replace('_', '-')}"
-    assert flag not in [f.flag for f in fields_of(GSM8K)]
-    with pytest.raises(UserError) as told:
-        overridden(GSM8K, flag, "5")
-    assert str(told.value) == f"tba train it: {flag} is not a setting any longer: {GONE[name].now}"
-
-
-def gone_flags(name: str) -> list[str]:
-    """What an earlier version was given to set a field that is gone to the value that it always has now."""
-    value, (place, _, last) = GONE[name].value, name.replace("_", "-").rpartition(".")
-    if isinstance(value, bool):
-        return [f"--{place}.{last}" if value else f"--{place}.no-{last}"]
-    return [f"--{place}.{last}", str(value)]
-
-
-def test_a_run_that_set_what_is_gone_to_what_always_holds_is_rebuilt_and_another_is_refused(tmp_path: Path) -> None:
-    ours = [name for name in GONE if GONE[name].value is not ...]
-    old = [word for name in ours for word in gone_flags(name)]
+@pytest.mark.parametrize("words", [["--run.no-prefetch"], ["--run.stop-deadline", "5"], ["--optimizer.eps=1e-6"]])
+def test_a_field_that_does_not_exist_ends_in_one_sentence_on_the_command_line_and_in_a_run(
+    tmp_path: Path, words: list[str]
+) -> None:
+    with pytest.raises(UserError, match=rf"^tba train it has no field {words[0].partition('=')[0]}; "):
+        overridden(GSM8K, *words)
     run = RunDirectory.create(tmp_path / "run", "quickstart", [], QUICKSTART)
     file = run.path / "recipe.json"
-    facts = json.loads(file.read_text())
-    file.write_text(json.dumps(facts | {"overrides": ["--steps", "9", *old, "--seed=3", "--name", "mine"]}))
-    assert run.recipe() == replace(QUICKSTART, steps=9, seed=3, name="mine")
-    for wrong in (["--run.no-prefetch"], ["--run.stop-deadline", "5"], ["--optimizer.eps=1e-6"]):
-        file.write_text(json.dumps(facts | {"overrides": wrong}))
-        with pytest.raises(UserError, match="is not a setting any longer: "):
-            run.recipe()
-
-
-def test_a_resolved_recipe_of_before_differs_only_where_what_is_gone_had_another_value() -> None:
-    now = resolved(QUICKSTART)
-    before = json.loads(json.dumps(now))
-    for name, gone in GONE.items():
-        *places, last = name.split(".")
-        inner = before
-        for place in places:
-            inner = inner[place]
-        inner[last] = "any" if gone.value is ... else gone.value
-    assert list(differences(before, now)) == []
-    before["run"]["prefetch"] = False
-    assert list(differences(before, now)) == [("run.prefetch", False, None)]
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"overrides": words}))
+    with pytest.raises(UserError, match=rf"^tba train quickstart has no field {words[0].partition('=')[0]}; "):
+        run.recipe()
 
 
 def test_of_a_field_that_is_set_several_times_the_newest_words_are_kept() -> None:

@@ -354,48 +354,6 @@ def _require_component(name: str, given: Any, members: tuple[str, ...], such: st
             raise UserError(f"the recipe's {name}, {kind}, has no {member}: give the class {how}, as {such} has it")
 
 
-@dataclass(frozen=True)
-class Gone:
-    """A field that recipes had in earlier versions of the program."""
-
-    value: Json  # the value that is now fixed; `...`: no value has a meaning any longer
-    now: str  # what holds in its place, in words
-
-    def is_said_by(self, word: str) -> bool:
-        """Whether `word` of a command line spells that value."""
-        if isinstance(self.value, float | int) and not isinstance(self.value, bool):
-            try:
-                return float(word) == self.value
-            except ValueError:
-                return False
-        return word == str(self.value)
-
-
-GONE: Mapping[str, Gone] = {
-    "replay.recent_window": Gone(..., "arrival now decides what is recent, not by the age of the weights"),
-    "run.stop_deadline": Gone(60.0, "it is always 60 seconds"),
-    "run.evaluation_deadline": Gone(3600.0, "it is always an hour"),
-    "run.lease_seconds": Gone(1800.0, "it is always half an hour"),
-    "run.reward_retries": Gone(2, "a reward that fails is always called 2 times more"),
-    "run.searcher_nice": Gone(5, "it is always 5"),
-    "run.publish_in_background": Gone(True, "weights are always written during the next step, except inline"),
-    "run.put_in_background": Gone(True, "a round is always written during the next one, except inline"),
-    "run.continuous": Gone(
-        ..., "searchers begin prompts while others are answered, unless --run.rounds says otherwise"
-    ),
-    "run.prefetch": Gone(True, "the next batch is always fetched during the step, except inline"),
-    "record.curves": Gone(..., "curves.png is drawn at the end unless --record.no-tensorboard says otherwise"),
-    "record.status_seconds": Gone(10.0, "it is always 10 seconds"),
-    "optimizer.eps": Gone(1e-8, "it is always 1e-08"),
-    "optimizer.master_weights": Gone(True, "weights of lower precision always have float32 copies"),
-    "trainer.compute": Gone("float32", "the trainer computes as searchers do, in --model.dtype"),
-    "publish.dtype": Gone("own", "weights are published in the precision of the engines, --model.dtype"),
-    "model.generation.prefill_tokens": Gone(2048, "it is always 2048 tokens"),
-    "model.generation.max_prompt_tokens": Gone(None, "it is always --prompts.max-tokens"),
-    "model.vllm.max_prompt_tokens": Gone(None, "it is always --prompts.max-tokens"),
-    "model.vllm.memory_share": Gone(..., "its cache is what the slots need, or --model.vllm.cache-gb"),
-    "model.vllm.update": Gone(..., "searchers whose rounds flow load newer weights at once, others between two rounds"),
-}
 _COMPONENTS: Mapping[str, tuple[tuple[str, ...], str]] = {  # what each must have, and one that has it
     "task": (("name", "problems", "reward"), 'tba.Jsonl(train="problems.jsonl")'),
     "model": (("heads", "engine", "policy"), 'tba.HuggingFace(path="folder")'),
@@ -433,8 +391,7 @@ def resolved(value: Any) -> Json:
 def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yields (dotted name, then, now) wherever two resolved recipes differ; a missing value is None.
 
-    A class is identified by its name: its module may have moved since. A removed field differs where it had another
-    value than the one now fixed; `name`, the path of the values in their recipe, tells which fields these are.
+    A class is identified by its name: its module may have moved since. name: of the two values, within their recipe.
     """
     if isinstance(made, Mapping) and isinstance(wanted, Mapping):
         for key in [*wanted, *(k for k in made if k not in wanted)]:
@@ -445,5 +402,5 @@ def differences(made: Any, wanted: Any, name: str = "") -> Iterator[tuple[str, A
     elif isinstance(made, str) and isinstance(wanted, str) and name.rpartition(".")[2] == "class":
         if made.rpartition(".")[2] != wanted.rpartition(".")[2]:
             yield name, made, wanted
-    elif made != wanted and not (wanted is None and name in GONE and GONE[name].value in (..., made)):
+    elif made != wanted:
         yield name, made, wanted

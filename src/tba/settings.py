@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from tba.errors import UserError
 from tba.fields import Field, fields_of, given, help_of, refuse_without_effect, replaced
-from tba.recipe import GONE, Recipe
+from tba.recipe import Recipe
 from tba.shipped import MARK, PACKAGES, Kind, require_shipped
 
 T = TypeVar("T")
@@ -116,19 +116,10 @@ def _from_file(path: Path, kind: Kind) -> ModuleType:
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}; {_mend(error, kind)}") from error
+        raise UserError(f"{_place(error, path)}: {type(error).__name__}: {error}; fix the {kind} there") from error
     finally:
         _being_loaded.pop()
     return module
-
-
-def _mend(error: BaseException, kind: Kind) -> str:
-    """Returns what to do about a mistake in a user's file."""
-    keyword = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-    for name, gone in GONE.items():
-        if keyword is not None and keyword[1] == name.rpartition(".")[2]:
-            return f"{name} is not a setting any longer: {gone.now}; leave it out"
-    return f"fix the {kind} there"
 
 
 def being_loaded() -> Path | None:
@@ -155,14 +146,11 @@ def _recipe_in(module: Any, where: str) -> Recipe:
 def override(default: T, arguments: Sequence[str], program: str, recorded: bool = False) -> T:
     """Returns `default` with fields set from `--dotted.name value` arguments. Raises `UserError` for what does not fit.
 
-    recorded: the arguments are those of an existing run or come from another part of the program. Then they may contain
-    removed settings with the value that is now fixed, and fields without effect.
+    recorded: the arguments are those of an existing run or come from another part of the program. Then they may set
+    fields without effect, and those that are for code to set.
     """
     if not arguments:
         return default
-    if recorded:
-        arguments = _without_gone(arguments)
-    _refuse_gone(arguments, program)
     asked = {"--help", "-h"} & set(arguments)
     found = given([a for a in arguments if a not in asked], default, program, by_code=recorded)
     if isinstance(default, Recipe):
@@ -186,32 +174,6 @@ def newest_of_each(words: Sequence[str]) -> list[str]:
             last.pop(name, None)
         last.setdefault(name, []).append(word)
     return [word for own in last.values() for word in own]
-
-
-def _refuse_gone(arguments: Sequence[str], program: str) -> None:
-    for argument in arguments:
-        gone = GONE.get(_field_named(argument))
-        if gone is not None:
-            raise UserError(f"{program}: {argument.partition('=')[0]} is not a setting any longer: {gone.now}")
-
-
-def _without_gone(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments without removed settings that have the value that is now fixed."""
-    kept, left = [], list(arguments)
-    while left:
-        argument = left.pop(0)
-        name = _field_named(argument)
-        if name not in GONE:
-            kept.append(argument)
-            continue
-        gone, switch = GONE[name], isinstance(GONE[name].value, bool)
-        on = argument.replace("-", "_") == f"__{name}"
-        value = str(on) if switch else argument.partition("=")[2] or "".join(left[:1])
-        if not gone.is_said_by(value):
-            kept.append(argument)  # it will be refused
-        elif not switch and "=" not in argument:
-            del left[:1]
-    return kept
 
 
 def _field_named(argument: str) -> str:

@@ -374,6 +374,12 @@ def test_a_run_whose_recipe_has_changed_is_not_gone_on_with(tmp_path: Path, caps
     (run.path / "recipe.json").write_text(json.dumps(facts))
     said = refused(["train", "--resume", str(run.path)], capsys)
     assert "(sync_every was 4 and is 5): start a new run, or set it back" in said
+    facts["resolved"]["sync_every"] = 5
+    facts["resolved"]["run"]["prefetch"] = False
+    (run.path / "recipe.json").write_text(json.dumps(facts))
+    assert "has a field run.prefetch, which recipes do not have" in refused(
+        ["train", "--resume", str(run.path)], capsys
+    )
 
 
 def test_a_finished_run_is_given_more_steps(finished: Path, capsys: Any) -> None:

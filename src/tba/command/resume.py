@@ -8,14 +8,14 @@ with all that was sampled. Rows that its journal has lost are reported first; it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from tba.command.train import closing_words, go, warn_if_busy
 from tba.errors import UserError
-from tba.recipe import GONE, Recipe, differences, resolved
+from tba.recipe import Recipe, differences, resolved
 from tba.record.failure import FILE as FAILURE
 from tba.record.failure import Failure
 from tba.record.faults import note_unreadable, record_fault
@@ -34,6 +34,7 @@ from tba.runtime.run_dir import RunDirectory, driver_lives
 from tba.runtime.sizing import Machine, refuse_what_cannot_fit
 from tba.settings import find, override
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
+from tba.types import Json
 
 T = TypeVar("T")
 _PATIENCE = 15.0  # seconds that a run whose driver lives has to end
@@ -74,18 +75,18 @@ def resumable(
     """
     facts = run.facts
     then = run.recipe()
-    made = {**facts["resolved"]}
-    for name, was, now in differences(made, plain(resolved(then))):
-        if name in GONE:
-            raise UserError(
-                f"the run at {run.path} has {name} {was!r}, which is not a setting any longer: {GONE[name].now}; start "
-                "a new run"
-            )
+    made, known = facts["resolved"], plain(resolved(then))
+    for name, was, now in differences(made, known):
         if was is not None and now is not None:
             raise UserError(
                 f"recipe {facts['recipe']} has changed since the run at {run.path} began ({name} was {was!r} and is "
                 f"{now!r}): start a new run, or set it back"
             )
+    for name in _unknown(made, known):
+        raise UserError(
+            f"the run at {run.path} has a field {name}, which recipes do not have: continue it with the version of "
+            f"tba that made it ({version_of(facts)}), or start a new run"
+        )
     override(then, overrides, "tba train --resume")  # alone, for what is asked for now has to count
     recipe = override(find(facts["recipe"]), [*facts["overrides"], *overrides], "tba train --resume", recorded=True)
     for name, was, now in differences(plain(resolved(then)), plain(resolved(recipe))):
@@ -99,6 +100,15 @@ def resumable(
     refuse_what_cannot_fit(prepared, Machine.here(), resumed=True)
     _refuse_lost_rows(run, recipe, accept_lost_rows)
     return recipe, checkpoint
+
+
+def _unknown(made: Mapping[str, Json], known: Mapping[str, Json], place: str = "") -> Iterator[str]:
+    """Yields the dotted names of fields that a resolved recipe has and another lacks."""
+    for name, value in made.items():
+        if name not in known:
+            yield f"{place}{name}"
+        elif isinstance(value, Mapping) and isinstance(known[name], Mapping):
+            yield from _unknown(value, known[name], f"{place}{name}.")
 
 
 def _refuse_lost_rows(run: RunDirectory, recipe: Recipe, accepted: bool) -> None:
