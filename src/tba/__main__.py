@@ -48,6 +48,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
                                             plots
   tba recipes                               list the recipes
   tba studies                               list the studies
+  tba example [NAME]                        list the examples, or write one to the present folder
   tba show RUN [RUN ...]                    print a run so far, or its summary, and redraw its curves; of several, what
                                             differs and how they did; of a folder of runs (runs), list them
   tba report RUN [RUN ...] [--out report.html]
@@ -218,6 +219,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "study": study,
         "recipes": recipes,
         "studies": studies,
+        "example": example,
         "show": show,
         "report": report,
         "push": push,
@@ -388,6 +390,15 @@ def studies(arguments: list[str]) -> int:
 def recipes(arguments: list[str]) -> int:
     """`tba recipes`: list the recipes that come with the package."""
     return _list("recipe")
+
+
+def example(arguments: list[str]) -> int:
+    """`tba example [NAME]`: list the examples, or write one to the present folder."""
+    from tba.command.examples import list_examples, write_example
+
+    _refuse_more(arguments[1:], "tba example [NAME]", "one name, or none")
+    print(write_example(arguments[0]) if arguments else list_examples())
+    return 0
 
 
 def _list(kind: Literal["recipe", "study"]) -> int:

@@ -139,7 +139,7 @@ def _place(error: BaseException, path: Path) -> str:
 def _recipe_in(module: Any, where: str) -> Recipe:
     recipe = getattr(module, "recipe", None)
     if not isinstance(recipe, Recipe):
-        raise UserError(f"{where} defines no `recipe = Recipe(...)`: add one, see `examples/my_task.py`")
+        raise UserError(f"{where} defines no `recipe = Recipe(...)`: `tba example my_task` writes a file that does")
     return recipe
 
 

@@ -34,7 +34,7 @@ def require_shipped(name: str, kind: Kind, or_run: bool = False) -> None:
     if Path(name).is_file():
         raise UserError(
             f"{name} is no {kind}: give the path of a .py file that defines one; of a file of problems a recipe's task "
-            f"is made, such as `tba.Jsonl(train={name!r})` (examples/my_file.py)"
+            f"is made, such as `tba.Jsonl(train={name!r})` (`tba example my_file` writes one)"
         )
     if name not in shipped:
         near = difflib.get_close_matches(name, shipped, n=1)

@@ -44,7 +44,6 @@ from tba.runtime.supervisor import Driver
 from tba.settings import find, newest_of_each, override
 
 _LOOK = 0.5  # seconds between two updates of the live view
-EXAMPLE = Path("examples/my_task.py")  # in a clone of the repository
 WARM_UP = "--replay.pacing.warm-up"
 _BUSY = 0.5  # load per core, before the run begins, from which the machine counts as busy
 
@@ -274,8 +273,8 @@ def next_steps(recipe: Recipe, given: Sequence[str], run: RunDirectory, summary:
     }
     if recipe.runtime != "inline" and _is_a_recipe(inline):
         commands[f"tba train {shlex.join(inline)}"] = "the same in one process, taking turns"
-    if EXAMPLE.exists() and Path(given[0]).parent != EXAMPLE.parent:
-        commands[f"tba train {EXAMPLE}"] = "your own task: copy that file"
+    if not given[0].endswith(".py"):
+        commands["tba example my_task"] = "your own task: a file to change"
     where = "before its last step" if code else "in its last evaluation"
     left = [f"the run was stopped {where}; this continues it:", f"tba resume {path}"]
     first = left if summary.faults.get("stopped") else []
