@@ -7,6 +7,7 @@
 # make test-browser   the report and the docs in headless Chromium (Debian and Ubuntu: apt-get install chromium)
 # make test-gpu     on a machine with a GPU: tests, a run, speed and memory of a 0.5 B model, in under 8 minutes
 # make docs         the docs as a site that opens offline, build/docs/index.html; fails on a broken link
+# make wheel        sdist and wheel in dist/, and a first hour with the wheel alone, outside the clone
 # make faults       does what can go wrong to short runs, 132 times, and holds them to what is promised (an hour)
 #
 # PYTHON=python3.12     another Python (3.11 to 3.13)
@@ -21,6 +22,7 @@ THREADS ?= 1
 VENV := .venv
 VLLM := .venv-vllm
 DOCS := .venv-docs
+EMPTY := .venv-wheel
 BIN := $(VENV)/bin
 ifeq ($(TORCH),default)
 INDEX :=
@@ -30,11 +32,11 @@ endif
 export HF_HUB_DISABLE_TELEMETRY := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: quickstart test test-newest test-cluster test-vllm test-real test-browser test-gpu check docs smoke faults clean format
+.PHONY: quickstart test test-newest test-cluster test-vllm test-real test-browser test-gpu check docs wheel smoke faults clean format
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -16
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -17
 
 $(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
@@ -99,6 +101,16 @@ $(DOCS)/installed: constraints.txt
 docs: $(DOCS)/installed
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
+wheel:
+	@rm -rf dist $(EMPTY) && $(PYTHON) -m venv $(EMPTY)
+	@$(EMPTY)/bin/python -m pip install -q --disable-pip-version-check build
+	@$(EMPTY)/bin/python -m build
+	@$(EMPTY)/bin/python -m pip install -q --disable-pip-version-check $(INDEX) -c constraints.txt torch
+	@$(EMPTY)/bin/python -m pip install -q --disable-pip-version-check -c constraints.txt dist/*.whl
+	@set -e; export PATH="$(CURDIR)/$(EMPTY)/bin:$$PATH"; cd "$$(mktemp -d)"; tba --version; \
+	  tba train quickstart --steps 8 --run-name first; tba example my_task; tba train my_task.py --steps 4 --run-name own; \
+	  tba report runs/first runs/own
+
 smoke: $(VENV)/installed
 	@$(BIN)/tba train quickstart --steps 60 --evaluation.every 0 --evaluation.problems 300
 
@@ -109,4 +121,4 @@ format: $(VENV)/installed
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(DOCS) runs build src/*.egg-info
+	rm -rf $(VENV) $(VLLM) $(DOCS) $(EMPTY) runs build dist
