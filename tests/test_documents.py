@@ -5,7 +5,6 @@ import shlex
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
 import yaml
 
 from tba.apps.preference.options import RewardModelOptions
@@ -27,6 +26,7 @@ from tba.command.options import (
     TrainOptions,
 )
 from tba.command.sft import SftOptions
+from tba.errors import UserError
 from tba.fields import fields_of
 from tba.record import metrics
 from tba.record.ledger import TERMS
@@ -78,19 +78,27 @@ def commands() -> list[list[str]]:
     return [w[1:] for w in words]
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_a_command_in_the_documents_sets_fields_that_exist(words: list[str]) -> None:
-    verb, name, *rest = words
+def test_a_command_in_the_documents_sets_fields_that_exist() -> None:
+    wrong = {}
+    for words in commands():
+        try:
+            sets_fields_that_exist(*words)
+        except (UserError, KeyError, AssertionError) as error:
+            wrong[" ".join(words)] = repr(error)
+    assert wrong == {}
+
+
+def sets_fields_that_exist(verb: str, name: str, *words: str) -> None:
+    rest, options = list(words), OPTIONS.get(verb)
     if verb == "red-team":
         red_team(name, rest)
         return
-    options = OPTIONS[verb]
-    if options is not None and verb != "reward-model":
-        options, rest = split_options(options, rest, f"tba {verb}")
     if verb == "reward-model":
-        _, rest = split_options(OutOptions(), words[2:], "tba reward-model")
+        _, rest = split_options(OutOptions(), rest, "tba reward-model")
         override(RewardModelOptions(), rest, "tba reward-model")
         return
+    if options is not None:
+        options, rest = split_options(options, rest, f"tba {verb}")
     if verb == "study":
         assert set(find_study(name).matching(options.only.split(",") if options.only else ["*"]))
         recipe = find_study(name).recipe
@@ -126,17 +134,18 @@ def test_a_flag_named_in_passing_exists() -> None:
     assert "--objective.form" in said
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_every_link_leads_to_a_file_or_a_heading(document: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
-        path, _, anchor = target.partition("#")
-        if path.startswith("https://"):
-            continue
-        file = (document.parent / path).resolve() if path else document
-        assert file.is_file(), target
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
+def test_every_link_leads_to_a_file_or_a_heading() -> None:
+    links = ((d, link) for d in DOCUMENTS for link in re.findall(r"\]\(([^)\s]+)\)", d.read_text(encoding="utf-8")))
+    assert [f"{document.name}: {link}" for document, link in links if not leads_somewhere(document, link)] == []
+
+
+def leads_somewhere(document: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    file = (document.parent / path).resolve() if path else document
+    if path.startswith("https://") or not file.is_file() or not anchor:
+        return path.startswith("https://") or file.is_file()
+    headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 def test_every_page_of_the_docs_is_in_the_sites_navigation_once() -> None:
@@ -147,25 +156,30 @@ def test_every_page_of_the_docs_is_in_the_sites_navigation_once() -> None:
     assert sorted(pages) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_a_list_or_a_table_is_one_on_the_site_too(document: Path) -> None:
+def test_a_list_or_a_table_is_one_on_the_site_too() -> None:
     """The site's Markdown wants an empty line before each, and four spaces before what is inside a list."""
-    before, fenced = "", False
-    for line in document.read_text(encoding="utf-8").splitlines():
-        fenced ^= line.startswith("```")
-        if not fenced and before:
-            begins = re.match(r"(- |\d+\. |\|)", line)
-            assert not begins or re.match(r"(- |\d+\. |\||  )", before), line
-        assert fenced or not re.match(r" {1,3}(- |\d+\. |\||```)", line), line
-        before = line
+    wrong = []
+    for document in DOCUMENTS:
+        before, fenced = "", False
+        for line in document.read_text(encoding="utf-8").splitlines():
+            fenced ^= line.startswith("```")
+            begins = not fenced and before and re.match(r"(- |\d+\. |\|)", line)
+            joined = begins and not re.match(r"(- |\d+\. |\||  )", before)
+            if joined or (not fenced and re.match(r" {1,3}(- |\d+\. |\||```)", line)):
+                wrong.append(f"{document.name}: {line}")
+            before = line
+    assert wrong == []
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda p: p.name)
-def test_every_module_that_is_named_exists(document: Path) -> None:
-    text = document.read_text(encoding="utf-8")
-    for path in set(re.findall(r"`([a-z_\d/]+\.py)[`:]", text)):
-        found = [base for base in (ROOT, ROOT / "src/tba", ROOT / "docs") if (base / path).is_file()]
-        assert found or ("/" not in path and [*ROOT.glob(f"src/**/{path}"), *ROOT.glob(f"tests/**/{path}")]), path
+def test_every_module_that_is_named_exists() -> None:
+    missing = []
+    for document in DOCUMENTS:
+        for path in set(re.findall(r"`([a-z_\d/]+\.py)[`:]", document.read_text(encoding="utf-8"))):
+            found = any((base / path).is_file() for base in (ROOT, ROOT / "src/tba", ROOT / "docs"))
+            anywhere = "/" not in path and [*ROOT.glob(f"src/**/{path}"), *ROOT.glob(f"tests/**/{path}")]
+            if not found and not anywhere:
+                missing.append(f"{document.name}: {path}")
+    assert missing == []
 
 
 def test_what_the_design_says_of_a_function_is_where_it_says() -> None:
