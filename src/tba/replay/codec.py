@@ -17,11 +17,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -32,21 +30,10 @@ from tba.types import Completion, FloatArray, IntArray, Prompt, Sampling, StopRe
 _TOKENS = np.dtype("<i4")
 _LOGS = np.dtype("<f4")
 _MASK = np.dtype("?")
-_STOP_REASONS = {reason.value: reason for reason in StopReason}
 _SEALED = 1 << 31
 _CRC_BYTES = 4
-_PADDING = [bytes(n) for n in range(8)]
 _json = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes an encoder for each call
-_quoted = json.encoder.encode_basestring_ascii
-_parse = json.JSONDecoder().raw_decode  # json.loads without skipping blanks around the value
 _Array = npt.NDArray[Any]
-_TRUE = ("false", "true")
-_FACTS_AT = 4
-_FACTS = re.compile(rb'\{"uid":"([^"\\]*)","length":(\d+),')
-_VERSIONS = b',"versions":['
-_MORE = re.compile(
-    rb',"versions":\[(\d+),(\d+),\d+,\d+\],"reference":\[(\d+),(\d+)\],"sampling":[^"]*,"reward":([^,]+),'
-)
 
 
 class Damaged(ValueError):
@@ -76,11 +63,11 @@ def encode_prompt(prompt: Prompt) -> bytes:
     header = {"task": prompt.task, "text": prompt.text, "fields": dict(prompt.fields), "tokens": len(tokens)}
     if prompt.seed is not None:  # else as it was written before there were environments
         header["seed"] = prompt.seed
-    return _pack(_json(header), [tokens])
+    return _pack(header, [tokens])
 
 
 def decode_prompt(body: bytes) -> Prompt:
-    """The inverse of `encode_prompt`."""
+    """Returns the prompt that `encode_prompt` was given."""
     header, start = _header(body)
     return Prompt(
         task=header["task"],
@@ -102,95 +89,78 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
     Raises `ValueError` when an array does not have the completion's length T, or is not of plain numbers; `TypeError`
     when the provenance is not JSON.
     """
-    return _encoded(trajectory, _origin(trajectory))
-
-
-def encode_trajectories(trajectories: Sequence[Trajectory]) -> list[bytes]:
-    """Encodes each as `encode_trajectory` does. A provenance and a time that they share are encoded once."""
-    written: dict[tuple[int, int], str] = {}
-    bodies = []
-    for t in trajectories:
-        same = (id(t.provenance), id(t.created))
-        origin = written.get(same)
-        if origin is None:
-            origin = written[same] = _origin(t)
-        bodies.append(_encoded(t, origin))
-    return bodies
-
-
-def _origin(trajectory: Trajectory) -> str:
-    """Returns who made it and when, as JSON."""
-    return f'"provenance":{_json(dict(trajectory.provenance))},"created":{_number(trajectory.created)},'
-
-
-def _encoded(trajectory: Trajectory, origin: str) -> bytes:
-    c, parts, reference = trajectory.completion, trajectory.reward_parts, trajectory.reference
-    core: list[_Array] = [np.asarray(c.tokens, _TOKENS), np.asarray(trajectory.log_reference, _LOGS)]
+    c, reference = trajectory.completion, trajectory.reference
+    by_token: list[_Array] = [np.asarray(c.tokens, _TOKENS), np.asarray(trajectory.log_reference, _LOGS)]
     if c.log_behavior is not None:
-        core.append(np.asarray(c.log_behavior, _LOGS))
+        by_token.append(np.asarray(c.log_behavior, _LOGS))
     if c.mask is not None:
-        core.append(np.asarray(c.mask, _MASK))
-    length = len(core[0])
-    shape = (length,)
-    for array in core:
-        if array.shape != shape:
+        by_token.append(np.asarray(c.mask, _MASK))
+    length = len(by_token[0])
+    for array in by_token:
+        if array.shape != (length,):
             raise ValueError(f"trajectory {trajectory.uid} has {length} tokens, but an array of shape {array.shape}")
-    arrays = []
-    for name, extra in trajectory.arrays.items():
-        core.append(_plain(name, extra))
-        arrays.append([name, core[-1].dtype.str, core[-1].shape])
-    first, last = c.versions
-    header = (  # written out where that is all there is to it: half the time that a JSON encoder takes
-        f'{{"uid":{_quoted(trajectory.uid)},"length":{length},'  # first, see `uid_of`
-        f'"log_behavior":{_TRUE[c.log_behavior is not None]},"mask":{_TRUE[c.mask is not None]},'
-        f'"text":{_quoted(c.text)},"stop_reason":"{c.stop_reason.value}",'
-        f'"versions":[{first.incarnation},{first.step},{last.incarnation},{last.step}],'
-        f'"reference":[{reference.incarnation},{reference.step}],'
-        f'"sampling":{_sampling_json(c.sampling)},'
-        f'"reward":{_number(trajectory.reward)},"reward_parts":{_numbers(parts) if parts else "{}"},'
-        f'{origin}"arrays":{_json(arrays) if arrays else "[]"}}}'
-    )
-    body = _pack(header, core, _SEALED)
+    arrays = {name: _plain(name, array) for name, array in trajectory.arrays.items()}
+    header = {
+        "uid": trajectory.uid,
+        "length": length,
+        "log_behavior": c.log_behavior is not None,
+        "mask": c.mask is not None,
+        "text": c.text,
+        "stop_reason": c.stop_reason.value,
+        "versions": [number for version in c.versions for number in (version.incarnation, version.step)],
+        "reference": [reference.incarnation, reference.step],
+        "sampling": None if c.sampling is None else astuple(c.sampling),
+        "reward": float(trajectory.reward),
+        "reward_parts": {name: float(part) for name, part in trajectory.reward_parts.items()},
+        "provenance": dict(trajectory.provenance),
+        "created": float(trajectory.created),
+        "arrays": [(name, array.dtype.str, array.shape) for name, array in arrays.items()],
+    }
+    body = _pack(header, [*by_token, *arrays.values()], _SEALED)
     return body + crc32(body).to_bytes(_CRC_BYTES, "little")
 
 
-def _numbers(parts: Mapping[str, float]) -> str:
-    return _json({name: float(part) for name, part in parts.items()})
-
-
-def _number(value: float) -> str:
-    """As the JSON module writes it, which reads NaN and infinities too."""
-    value = float(value)
-    return repr(value) if math.isfinite(value) else _json(value)
-
-
-@lru_cache(maxsize=4096)
-def _sampling_json(sampling: Sampling | None) -> str:
-    if sampling is None:
-        return "null"
-    first = [sampling.temperature, sampling.top_p]
-    more = [sampling.top_k, sampling.min_p, sampling.repetition_penalty]
-    return _json(first if more == [0, 0, 1] else [*first, *more])
-
-
 def decode_trajectory(body: bytes, prompt: Prompt, compare: bool = True) -> Trajectory:
-    """The inverse of `encode_trajectory`. Raises `Damaged` when these are not the bytes that were written.
+    """Returns the trajectory that `encode_trajectory` was given. Raises `Damaged` when these are not the bytes that
+    were written.
 
     compare: with their checksum, which need not be done again for what has not been on the disk since.
     """
-    if compare:
-        _compare(body)
-    header, at = _header(body)
-    return _trajectory(body, header, at, prompt)
+    header, at = _header(intact(body) if compare else body)
+    length, sampling, versions = header["length"], header["sampling"], header["versions"]
+    logs, masks = [_LOGS] * (1 + header["log_behavior"]), [_MASK] * header["mask"]
+    by_token = [(kind, (length,)) for kind in (_TOKENS, *logs, *masks)]
+    others = [(np.dtype(kind), shape) for _, kind, shape in header["arrays"]]
+    tokens, log_reference, *more = _unpack(body, at, by_token + others)
+    completion = Completion(
+        tokens=tokens,
+        text=header["text"],
+        stop_reason=StopReason(header["stop_reason"]),
+        versions=(Version(*versions[:2]), Version(*versions[2:])),
+        sampling=None if sampling is None else Sampling(*sampling),
+        log_behavior=more.pop(0) if header["log_behavior"] else None,
+        mask=more.pop(0) if header["mask"] else None,
+    )
+    return Trajectory(
+        uid=header["uid"],
+        prompt=prompt,
+        completion=completion,
+        reward=header["reward"],
+        log_reference=log_reference,
+        reference=Version(*header["reference"]),
+        reward_parts=header["reward_parts"],
+        arrays={name: array for (name, _, _), array in zip(header["arrays"], more, strict=True)},
+        provenance=header["provenance"],
+        created=header["created"],
+    )
 
 
 def facts_of(body: bytes) -> dict[str, Any]:
     """Returns the header of a trajectory: everything but its arrays and its prompt; `uid` is one of the facts.
 
-    Raises as `decode_trajectory` does.
+    Raises `Damaged` when these are not the bytes that were written.
     """
-    _compare(body)
-    return _header(body)[0]
+    return _header(intact(body))[0]
 
 
 def header_of(body: bytes) -> dict[str, Any]:
@@ -206,14 +176,9 @@ def header_of(body: bytes) -> dict[str, Any]:
 
 def intact(body: bytes) -> bytes:
     """Returns the body of a trajectory. Raises `Damaged` when these are not the bytes that were written."""
-    _compare(body)
+    if not _is_sealed(body) or crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(body[-_CRC_BYTES:], "little"):
+        raise Damaged("a trajectory's checksum differs from what was written")
     return body
-
-
-def uid_of(body: bytes) -> str:
-    """Returns the uid of a trajectory whose body is intact."""
-    facts = _FACTS.match(body, _FACTS_AT)
-    return facts[1].decode("ascii") if facts else str(_header(body)[0]["uid"])
 
 
 class Stored(NamedTuple):
@@ -237,13 +202,17 @@ class Stored(NamedTuple):
     @classmethod
     def read(cls, prompt: Prompt, body: bytes) -> Stored:
         """Reads the facts from an encoded body. Raises `Damaged` when these are not the bytes that were written."""
-        _compare(body)
-        uid, length, version, reference, reward = _found(body) or _parsed(body)
-        return cls(prompt, body, uid, length, reward, version, reference, _digest(tokens_of(body, length)))
+        facts = facts_of(body)
+        version, reference = Version(*facts["versions"][:2]), Version(*facts["reference"])
+        digest = hashlib.blake2b(tokens_of(body, facts["length"]).data, digest_size=8).digest()
+        return cls(
+            *(prompt, body, facts["uid"], facts["length"], facts["reward"], version, reference),
+            int.from_bytes(digest, "little"),
+        )
 
     @property
     def trajectory(self) -> Trajectory:
-        """Decodes the trajectory. Raises `Damaged` as `read` does."""
+        """Decodes the trajectory. Raises `Damaged` when these are not the bytes that were written."""
         return decode_trajectory(self.body, self.prompt)
 
     @property
@@ -254,79 +223,16 @@ class Stored(NamedTuple):
 
 def tokens_of(body: bytes, length: int) -> IntArray:
     """Returns [T], the tokens of a trajectory whose body is intact, without decoding anything else; `length` is T."""
-    return np.frombuffer(body, _TOKENS, length, _arrays_at(body))
-
-
-def _digest(tokens_T: IntArray) -> int:
-    return int.from_bytes(hashlib.blake2b(tokens_T.data, digest_size=8).digest(), "little")
-
-
-_Facts: TypeAlias = tuple[str, int, Version, Version, float]  # uid, length, oldest weights, reference, reward
-
-
-def _found(body: bytes) -> _Facts | None:
-    """Finds the facts where `_encoded` puts them, in a third of the time of a JSON decoder; None where they are not
-    there.
-    """
-    facts = _FACTS.match(body, _FACTS_AT)
-    # this can only be the key: inside a JSON string its quotes would be escaped
-    more = _MORE.match(body, max(0, body.find(_VERSIONS)))
-    if facts is None or more is None:
-        return None
-    version, reference = _version(int(more[1]), int(more[2])), _version(int(more[3]), int(more[4]))
-    return facts[1].decode("ascii"), int(facts[2]), version, reference, float(more[5])
-
-
-def _parsed(body: bytes) -> _Facts:
-    header, _ = _header(body)
-    first, reference = header["versions"][:2], header["reference"]
-    return header["uid"], header["length"], _version(*first), _version(*reference), header["reward"]
-
-
-def _trajectory(body: bytes, header: dict[str, Any], at: int, prompt: Prompt) -> Trajectory:
-    length = header["length"]
-    step = _aligned(4 * length)
-    tokens = np.frombuffer(body, _TOKENS, length, at)
-    log_reference = np.frombuffer(body, _LOGS, length, at + step)
-    at += 2 * step
-    log_behavior = mask = None
-    if header["log_behavior"]:
-        log_behavior = np.frombuffer(body, _LOGS, length, at)
-        at += step
-    if header["mask"]:
-        mask = np.frombuffer(body, _MASK, length, at)
-        at += _aligned(length)
-    sampling, versions = header["sampling"], header["versions"]
-    completion = Completion(
-        tokens=tokens,
-        text=header["text"],
-        stop_reason=_STOP_REASONS[header["stop_reason"]],
-        versions=(_version(versions[0], versions[1]), _version(versions[2], versions[3])),
-        sampling=None if sampling is None else _sampling(*sampling),
-        log_behavior=log_behavior,
-        mask=mask,
-    )
-    return Trajectory(
-        uid=header["uid"],
-        prompt=prompt,
-        completion=completion,
-        reward=header["reward"],
-        log_reference=log_reference,
-        reference=_version(*header["reference"]),
-        reward_parts=header["reward_parts"],
-        arrays=_arrays(body, at, header["arrays"]) if header["arrays"] else {},
-        provenance=header["provenance"],
-        created=header["created"],
-    )
+    return np.frombuffer(body, _TOKENS, length, _aligned(_header_end(body)))
 
 
 def encode_logs(log_probabilities: FloatArray) -> bytes:
-    """Encode log-probabilities [T] alone, as a score is stored."""
+    """Encodes log-probabilities [T] alone, as a score is stored."""
     return np.ascontiguousarray(log_probabilities, _LOGS).tobytes()
 
 
 def decode_logs(body: bytes) -> FloatArray:
-    """The inverse of `encode_logs`."""
+    """Returns the log-probabilities [T] that `encode_logs` was given."""
     return np.frombuffer(body, _LOGS)
 
 
@@ -337,63 +243,39 @@ def _plain(name: str, array: _Array) -> _Array:
     return np.asarray(array, array.dtype.newbyteorder("<"), order="C")
 
 
-def _arrays(body: bytes, at: int, specification: Sequence[Sequence[Any]]) -> dict[str, _Array]:
-    arrays = {}
-    for name, kind, shape in specification:
-        array = np.frombuffer(body, np.dtype(kind), int(np.prod(shape, dtype=np.int64)), at).reshape(shape)
-        arrays[name] = array
-        at += _aligned(array.nbytes)
+def _pack(header: Mapping[str, Any], arrays: Sequence[_Array], flag: int = 0) -> bytes:
+    text = _json(header).encode("ascii")
+    pieces = [(flag | len(text)).to_bytes(4, "little") + text, *(array.tobytes() for array in arrays)]
+    return b"".join(piece.ljust(_aligned(len(piece)), b"\0") for piece in pieces)
+
+
+def _unpack(body: bytes, at: int, kinds: Iterable[tuple[np.dtype[Any], Sequence[int]]]) -> list[_Array]:
+    """Returns the arrays of these types and shapes, the first of which begins at `at`."""
+    arrays = []
+    for kind, shape in kinds:
+        arrays.append(np.frombuffer(body, kind, math.prod(shape), at).reshape(shape))
+        at += _aligned(arrays[-1].nbytes)
     return arrays
-
-
-def _pack(header: str, arrays: Sequence[_Array], flag: int = 0) -> bytes:
-    text = header.encode("ascii")
-    pieces = [(flag | len(text)).to_bytes(4, "little"), text, _PADDING[-(4 + len(text)) & 7]]
-    for array in arrays:
-        data = array.tobytes()
-        pieces += (data, _PADDING[-len(data) & 7])
-    return b"".join(pieces)
 
 
 def _is_sealed(body: bytes) -> bool:
     return len(body) > 3 and bool(body[3] & 0x80)
 
 
-def _compare(body: bytes) -> None:
-    """Raises `Damaged` when a trajectory's body is not what was written."""
-    if not _is_sealed(body) or crc32(memoryview(body)[:-_CRC_BYTES]) != int.from_bytes(body[-_CRC_BYTES:], "little"):
-        raise Damaged("a trajectory's checksum differs from what was written")
-
-
 def _header(body: bytes) -> tuple[dict[str, Any], int]:
     """Returns the header, and where the arrays begin."""
-    text = body[4 : _header_end(body)].decode("ascii")
-    header, used = _parse(text)
-    if used != len(text) or not isinstance(header, dict):
+    header = json.loads(body[4 : _header_end(body)].decode("ascii"))
+    if not isinstance(header, dict):
         raise Damaged("its header is not an object")
-    return header, _arrays_at(body)
+    return header, _aligned(_header_end(body))
 
 
 def _header_end(body: bytes) -> int:
     return 4 + (int.from_bytes(body[:4], "little") & ~_SEALED)
 
 
-def _arrays_at(body: bytes) -> int:
-    return _aligned(_header_end(body))
-
-
 def _aligned(size: int) -> int:
     return (size + 7) & ~7
-
-
-@lru_cache(maxsize=4096)
-def _version(incarnation: int, step: int) -> Version:
-    return Version(incarnation, step)  # shared: a run has few versions and many trajectories
-
-
-@lru_cache(maxsize=4096)
-def _sampling(temperature: float, top_p: float, top_k: int = 0, min_p: float = 0, penalty: float = 1) -> Sampling:
-    return Sampling(temperature, top_p, top_k, min_p, penalty)
 
 
 class Row(NamedTuple):
@@ -426,13 +308,13 @@ def encoded(trajectories: Sequence[Trajectory] | Encoded) -> Encoded:
     by_object: dict[int, int] = {}
     prompts: dict[int, bytes] = {}
     rows = []
-    for t, body in zip(trajectories, encode_trajectories(trajectories), strict=True):
+    for t in trajectories:
         prompt = by_object.get(id(t.prompt))
         if prompt is None:
             written = encode_prompt(t.prompt)
             prompt = by_object[id(t.prompt)] = prompt_id(written)
             prompts[prompt] = written
-        version = t.version
+        version, body = t.version, encode_trajectory(t)
         rows.append(Row(t.uid, prompt, t.length, version.incarnation, version.step, t.reward, t.created, body))
     return Encoded(prompts, rows)
 
@@ -444,7 +326,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
-    """The inverse of `packed`. Raises `Damaged` when the bytes are not those that were written."""
+    """Returns what `packed` was given. Raises `Damaged` when the bytes are not those that were written."""
     if not isinstance(value, Encoded):
         return value
     prompts = {digest: decode_prompt(body) for digest, body in value.prompts.items()}

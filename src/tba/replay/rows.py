@@ -18,7 +18,7 @@ from typing import TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from tba.replay.codec import Damaged, Stored, decode_logs, decode_trajectory, encode_logs, tokens_of, uid_of
+from tba.replay.codec import Damaged, Stored, decode_logs, decode_trajectory, encode_logs, tokens_of
 from tba.types import FloatArray, IntArray, Prompt, Trajectory, Version
 
 _NONE = -1
@@ -55,11 +55,12 @@ class Rows:
         self._digest = np.zeros(0, dtype=np.uint64)  # of the completion
         self._newer = np.zeros(0, dtype=np.int32)  # a linked list by arrival, from the oldest on
         self._older = np.zeros(0, dtype=np.int32)
+        self._uids: list[str] = []
         self._bodies: list[bytes] = []
         self._read, self._room = read, room
         self._held = 0  # bytes of bodies
         self._here: OrderedDict[int, None] = OrderedDict()  # rows whose bodies may be let go of, in order of arrival
-        self._spilled: OrderedDict[int, str] = OrderedDict()  # uids of rows whose bodies were, in that order
+        self._spilled: OrderedDict[int, None] = OrderedDict()  # rows whose bodies were, in that order
         self._scores: dict[int, bytes] = {}  # log-probabilities under another reference than the body's
         self._by_uid: dict[str, int] = {}
         self._by_answer: dict[int, int] = {}  # by hash; the row that was added last
@@ -82,7 +83,7 @@ class Rows:
         self.reference[row] = self.reference_number(stored.reference)
         self.uses[row], self.arrival[row], self.is_recent[row], self._prompt[row] = 0, arrival, False, prompt
         self.passing[row], self._standing[row] = 0, stored.reward
-        self._digest[row], self._bodies[row] = stored.digest, stored.body
+        self._digest[row], self._uids[row], self._bodies[row] = stored.digest, stored.uid, stored.body
         self._held += len(stored.body)
         self._by_uid[stored.uid] = self._by_answer[hash((stored.prompt.key, stored.digest))] = row
         self._newer[row], self._older[row] = _NONE, self._newest
@@ -100,18 +101,18 @@ class Rows:
         """Let go of the bodies that have been held longest, while they are too many bytes."""
         while self._held > self._room and self._here:
             row, _ = self._here.popitem(last=False)
-            self._spilled[row] = self.uid(row)
+            self._spilled[row] = None
             self._held -= len(self._bodies[row])
             self._bodies[row] = b""
 
     def remove(self, row: int) -> None:
         """Remove a row; its number may be given to another."""
-        del self._by_uid[self.uid(row)]
+        del self._by_uid[self._uids[row]]
         answer = hash((self.prompt(row).key, int(self._digest[row])))
         if self._by_answer.get(answer) == row:
             del self._by_answer[answer]
         self._held -= len(self._bodies[row])
-        self._bodies[row] = b""
+        self._uids[row], self._bodies[row] = "", b""
         for rows in (self._here, self._spilled, self._scores):
             rows.pop(row, None)
         self._prompts.remove(int(self._prompt[row]))
@@ -160,7 +161,7 @@ class Rows:
         self.reference[row] = self.reference_number(reference)
 
     def uid(self, row: int) -> str:
-        return self._spilled[row] if row in self._spilled else uid_of(self._bodies[row])
+        return self._uids[row]
 
     @property
     def first_spilled(self) -> int | None:
@@ -230,6 +231,7 @@ class Rows:
             for name in _COLUMNS:
                 setattr(self, name, widened(getattr(self, name), self._used + 1))
         self._used += 1
+        self._uids.append("")
         self._bodies.append(b"")
         return self._used - 1
 
