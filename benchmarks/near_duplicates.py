@@ -20,7 +20,7 @@ from tba.protocols import EMBEDDING
 from tba.replay.buffer import Buffer, BufferSettings
 from tba.replay.codec import Stored
 from tba.replay.near import NearDuplicates
-from tba.replay.selection import RecencyReward
+from tba.replay.selection import BatchRequest, RecencyReward
 from tba.types import Completion, Prompt, StopReason, Trajectory, Version
 
 VOCABULARY, DIMENSIONS, TURN = 5000, 384, 50
@@ -68,7 +68,7 @@ def drawing(buffer: Buffer, selection: RecencyReward) -> list[float]:
     selector, rng, found = selection.start(), np.random.default_rng(0), []
     for _ in range(10):
         began = time.thread_time()
-        selector.select(buffer, 8, 16, rng)
+        selector.select(buffer, BatchRequest(8, 16), rng)
         found.append(1000 * (time.thread_time() - began))
     return found
 

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from trajectory_cases import Pile, prompt, same, trajectory
 
 from tba.errors import UserError
-from tba.replay.buffer import BufferSettings
+from tba.replay.buffer import Buffer, BufferSettings
 from tba.replay.codec import Stored
 from tba.replay.follower import JournalFollower
 from tba.replay.journal import JournalWriter
 from tba.replay.near import NearDuplicates
 from tba.replay.pacing import Pacing
 from tba.replay.replay import Replay, ReplaySettings
-from tba.replay.selection import RecencyReward
+from tba.replay.selection import BatchRequest, RecencyReward
 from tba.replay.uses import pack_uses, unpack_uses
 from tba.types import Group, Score, Trajectory, Version
 
@@ -172,6 +172,45 @@ def test_however_long_a_round_takes_the_share_m_of_the_groups_is_of_the_newest_a
     assert counts["newest"] >= 0.9 * counts["recent"]
     # what is recent is one or two rounds old; the others are a draw from all that is in memory
     assert np.quantile(ages, 0.9 * m) <= 2 * length
+
+
+class Oldest:
+    """A selection of somebody's own, which draws the oldest answers and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.counts = {"oldest": 0}
+        self.asked: list[BatchRequest] = []
+
+    def start(self) -> Oldest:
+        return self
+
+    def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
+        self.asked.append(wanted)
+        self.counts["oldest"] += wanted.groups
+        return [Group(tuple(store.of(p)[: wanted.size])) for p in sorted(store.prompts(2))[: wanted.groups]]
+
+    def state(self) -> int:
+        return self.counts["oldest"]
+
+    def restore(self, state: int) -> None:
+        self.counts = {"oldest": state}
+
+
+def test_any_selection_is_told_k_the_last_arrivals_and_the_share_that_the_controller_asks_for() -> None:
+    pile, own = Pile([trajectory(p, (i,)) for p in range(2) for i in range(3)]), Oldest()
+    replay = Replay(pile, settings_of(selection=own), 3)
+    assert replay.ready(2, 2) is None
+    first = replay.sample(2, 2)
+    assert [t.completion.tokens.tolist() for g in first for t in g.trajectories] == [[0], [1]] * 2
+    pile.waiting = [trajectory(0, (9,))]
+    assert replay.ready(2, 4) is None
+    replay.steer(0.25, 6)
+    assert sorted(len(group) for group in replay.sample(2, 4)) == [3, 4]
+    assert own.asked == [BatchRequest(2, 2, 6, 3), BatchRequest(2, 4, 1, 6, 0.25)]
+    assert replay.metrics()["groups_oldest"] == 4
+    again = Replay(Pile(), settings_of(selection=Oldest()))
+    again.restore(json.loads(json.dumps(replay.state())))
+    assert again.metrics()["groups_oldest"] == 4
 
 
 def test_only_the_current_reference_is_sampled_and_the_others_wait() -> None:

@@ -23,13 +23,13 @@ from tba.errors import UserError
 from tba.replay.buffer import Amount, Buffer, BufferSettings
 from tba.replay.codec import Stored
 from tba.replay.prompt_index import Listing
-from tba.replay.selection import Deck, RecencyReward, softmax_without_replacement, uniform
+from tba.replay.selection import BatchRequest, Deck, RecencyReward, softmax_without_replacement, uniform
 from tba.types import Group, Version
 
 
 def select(buffer: Buffer, groups: int, size: int, seed: int = 0, **settings: Any) -> tuple[list[Group], Counter[str]]:
     selector = RecencyReward(**settings).start()
-    return selector.select(buffer, groups, size, np.random.default_rng(seed)), selector.counts
+    return selector.select(buffer, BatchRequest(groups, size), np.random.default_rng(seed)), selector.counts
 
 
 def keys(groups: list[Group]) -> list[str]:
@@ -113,7 +113,7 @@ def test_each_group_is_recent_with_probability_m() -> None:
     selector = RecencyReward(m=0.3).start()
     rng = np.random.default_rng(0)
     for _ in range(400):
-        selector.select(buffer, 5, 4, rng)
+        selector.select(buffer, BatchRequest(5, 4), rng)
     # 2000 draws of probability 0.3: five standard deviations are 0.051
     assert selector.counts["recent"] / 2000 == pytest.approx(0.3, abs=0.051)
 
@@ -125,7 +125,7 @@ def test_each_epoch_draws_every_prompt_exactly_once() -> None:
     everything = sorted(buffer.prompts())
     epochs = []
     for _ in range(3):
-        drawn = [k for _ in range(4) for k in keys(selector.select(buffer, 3, 2, rng))]
+        drawn = [k for _ in range(4) for k in keys(selector.select(buffer, BatchRequest(3, 2), rng))]
         assert sorted(drawn) == everything
         epochs.append(drawn)
     assert epochs[0] != epochs[1] != epochs[2]
@@ -134,10 +134,10 @@ def test_each_epoch_draws_every_prompt_exactly_once() -> None:
 def test_a_prompt_that_arrives_joins_the_epoch_under_way() -> None:
     buffer = store([3] * 6)
     selector, rng = RecencyReward(m=0.0).start(), np.random.default_rng(2)
-    drawn = keys(selector.select(buffer, 3, 2, rng))
+    drawn = keys(selector.select(buffer, BatchRequest(3, 2), rng))
     for tokens in ((1,), (2,), (3,)):
         buffer.add(trajectory(6, tokens))
-    drawn += keys(selector.select(buffer, 4, 2, rng))
+    drawn += keys(selector.select(buffer, BatchRequest(4, 2), rng))
     assert sorted(drawn) == sorted(prompt(p).key for p in range(7))
 
 
@@ -252,12 +252,12 @@ def test_a_share_of_each_batch_is_recent_where_that_is_asked(m: float) -> None:
     buffer = store([6] * 20)
     selector, rng = RecencyReward(m=m, mix="batch").start(), np.random.default_rng(0)
     for batches in range(1, 40):
-        selector.select(buffer, 8, 4, rng)
+        selector.select(buffer, BatchRequest(8, 4), rng)
         assert selector.counts["recent"] == round(8 * m) * batches  # exactly, not on average
     drawn = []
     for _ in range(300):
         before = selector.counts["recent"]
-        selector.select(buffer, 3, 4, rng)
+        selector.select(buffer, BatchRequest(3, 4), rng)
         drawn.append(selector.counts["recent"] - before)
     assert set(drawn) <= {math.floor(3 * m), math.ceil(3 * m)}  # next to what cannot be exact
     assert np.mean(drawn) == pytest.approx(3 * m, abs=5 * 0.5 / np.sqrt(300))
@@ -284,7 +284,7 @@ def test_the_part_of_a_group_that_goes_by_reward_is_the_softmax_over_what_the_ot
     rewards, draws = [0.0, 0.5, 1.0, -1.0, 2.0], 1200
     buffer = store([5], recent=[2], rewards=rewards)  # the newest of the last two, then two of the other four
     selector, rng = RecencyReward(m=1 / 3, mix="group", inverse_temperature=1.5).start(), np.random.default_rng(0)
-    chosen = [selector.select(buffer, 1, 3, rng)[0] for _ in range(draws)]
+    chosen = [selector.select(buffer, BatchRequest(1, 3), rng)[0] for _ in range(draws)]
     assert selector.counts["recent"] == draws
     expected = np.append(softmax_inclusion([1.5 * reward for reward in rewards[:4]], 2), 1.0)
     drawn = Counter(t.reward for group in chosen for t in group.trajectories)
@@ -298,10 +298,10 @@ def test_groups_of_one_prompt_in_one_batch_share_nothing_where_that_is_asked_and
     selector = RecencyReward(m=0.5, inverse_temperature=0.5, mix=mix, disjoint=True).start()  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     for _ in range(20):
-        chosen = selector.select(buffer, 5, 6, rng)
+        chosen = selector.select(buffer, BatchRequest(5, 6), rng)
         assert len(set(numbers(chosen))) == 30
         assert {len(g) for g in chosen} == {6}
-    chosen = selector.select(buffer, 20, 6, rng)  # 120 of 60: some come twice, none twice in a group
+    chosen = selector.select(buffer, BatchRequest(20, 6), rng)  # 120 of 60: some come twice, none twice in a group
     assert all(len(g) == len(set(numbers([g]))) == 6 for g in chosen)
     shared, _ = select(store([60], recent=[30]), 5, 6, m=0.5)
     assert len(set(numbers(shared))) < 30  # by default each group is a draw of its own

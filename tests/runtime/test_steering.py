@@ -17,7 +17,7 @@ from runs import final_weights, inline, made
 from tba.errors import UserError
 from tba.record.metrics import read_metrics
 from tba.replay.buffer import Buffer
-from tba.replay.selection import RecencyRewardSelector
+from tba.replay.selection import BatchRequest
 from tba.runtime.searcher_loop import LONGEST_HELD_BACK, SearcherLoop, start_searching
 from tba.runtime.trainer_loop import TrainerLoop, start_training
 from tba.types import Group
@@ -97,22 +97,19 @@ def test_a_move_holds_for_the_trainer_and_the_replay_and_after_a_resume(start: S
     """Any lag is fresh: k doubles up to its bound, while m is at its own from the beginning."""
     flags = ("--sync-every", "4", "--steps", "100", "--control.signal", "lag", "--control.every", "1")
     search, train = start(*flags, "--control.low", "1e8", "--control.high", "1e9")
-    selector = train.replay.selector
-    assert isinstance(selector, RecencyRewardSelector)
-    assert (train.trainer.sync_every, selector.sync_every) == (4, 4)
+    assert (train.trainer.sync_every, train.replay.sync_every) == (4, 4)
     for _ in range(12):
         search.searcher.round()
         train.step()
     moved = train.controller.sync_every, train.controller.m
     assert moved == (16, 0.5)
-    assert (train.trainer.sync_every, selector.sync_every, selector.m) == (16, 16, 0.5)
+    assert (train.trainer.sync_every, train.replay.sync_every, train.replay.m) == (16, 16, 0.5)
     train.checkpoint()
     train.close()  # a run has one trainer
     train.close = lambda: None  # type: ignore[method-assign]
     train.run.begin_again("resumed")
     again = start_training(train.recipe, train.run, stop=lambda: False, ahead=False)
-    assert isinstance(again.replay.selector, RecencyRewardSelector)
-    assert (again.trainer.sync_every, again.replay.selector.sync_every, again.replay.selector.m) == (16, 16, 0.5)
+    assert (again.trainer.sync_every, again.replay.sync_every, again.replay.m) == (16, 16, 0.5)
     assert again.controller.changes == train.controller.changes
     again.close()
 
@@ -125,7 +122,7 @@ def test_a_selection_without_an_m_cannot_be_controlled(tmp_path: Path) -> None:
         def start(self) -> Oldest:
             return self
 
-        def select(self, store: Buffer, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
+        def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
             return []
 
     recipe, _ = made(tmp_path / "run")

@@ -21,7 +21,7 @@ from tba.replay.buffer import Amount, Buffer, BufferSettings, Counts
 from tba.replay.codec import Gone, Stored
 from tba.replay.pacing import Held, Pacing
 from tba.replay.rows import Lost
-from tba.replay.selection import SMALLEST_GROUP, RecencyReward, RecencyRewardSelector, Selection
+from tba.replay.selection import SMALLEST_GROUP, BatchRequest, RecencyReward, Selection
 from tba.replay.uses import pack_uses, unpack_uses
 from tba.types import ELSEWHERE, Group, Json, Score, Version
 
@@ -90,7 +90,7 @@ class Replay:
     """The replay buffer with its rules, from which the trainer draws groups. Set `now` to the trainer's version before
     each batch.
 
-    sync_every: the trainer's k, on which depends which arrivals count as the newest. arrived: called with prompt and
+    sync_every: the trainer's k, which the selector is told. arrived: called with prompt and
     reward of all that searchers bring, as it comes in. resets: whether the reference may change, after which what is in
     the buffer is scored again by the source's bodies.
     """
@@ -108,8 +108,8 @@ class Replay:
         self.settings = settings
         self.buffer = Buffer(settings.buffer, read=source.body)
         self.selector = settings.selection.start()
-        if isinstance(self.selector, RecencyRewardSelector):
-            self.selector.sync_every = sync_every
+        self.sync_every = sync_every
+        self.m: float | None = None  # the share of recent groups to ask for; None: the selection's own
         self._source, self._resets = source, resets
         self._rng = np.random.default_rng([seed, 0x5E1EC7])  # independent of the searchers' streams of the same seed
         self._lock = threading.RLock()
@@ -205,10 +205,9 @@ class Replay:
     def _drawn(self, groups: int, size: int) -> list[Group] | NotReady:
         """Draws a batch of what can be read; what cannot is removed, and counted as damaged."""
         while (reason := self._held(groups, size)) is None:
-            if isinstance(self.selector, RecencyRewardSelector):
-                self.selector.arrived = self._arrived
+            wanted = BatchRequest(groups, size, self._arrived, self.sync_every, self.m)
             try:
-                chosen = self.selector.select(self.buffer, groups, size, self._rng)
+                chosen = self.selector.select(self.buffer, wanted, self._rng)
             except Lost as lost:
                 self.buffer.lose(lost.row)
                 continue
@@ -230,14 +229,9 @@ class Replay:
             self._sampled, self._newest = self._sampled - 1, ()
 
     def steer(self, m: float, sync_every: int) -> None:
-        """Set, from the next batch on, the share of recent groups and the trainer's k.
-
-        Raises `ValueError` when the selection has no such share.
-        """
-        if not isinstance(self.selector, RecencyRewardSelector):
-            raise ValueError(f"{type(self.selector).__name__} has no share of recent groups that could be moved")
+        """Set, from the next batch on, the share of recent groups that is asked for, and the trainer's k."""
         with self._lock:
-            self.selector.m, self.selector.sync_every = m, sync_every
+            self.m, self.sync_every = m, sync_every
 
     def wanted(self, batch: int, updates: int) -> int | None:
         """Returns how many trajectories searchers may have sent before they are held back (`Pacing.wanted`)."""

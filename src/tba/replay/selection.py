@@ -38,27 +38,44 @@ PASSED_OVER = 10  # groups without signal for each group of a batch, before such
 SMALLEST_GROUP = 2  # log Z of a single trajectory is its own residual: it teaches nothing
 
 
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """What the trainer asks for, and all that it tells a selector of the run."""
+
+    groups: int  # B
+    size: int  # K, trajectories of each group
+    arrived: int = 0  # trajectories that came in together, the last time that any did
+    sync_every: int = 1  # k, updates between two publications of the weights, as it is now
+    m: float | None = None  # share of recent groups that the run's controller wants; None: the selection's own
+
+
 class Selector(Protocol):
-    """Which prompts and which of their trajectories make a batch. The paper's m is here and nowhere else."""
+    """Draws the batches of one run."""
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Groups drawn so far, by kind."""
+        """Groups drawn so far, by kind: each is the metric `groups_KIND`."""
         ...
 
-    def select(self, store: Buffer, groups: int, size: int, rng: np.random.Generator) -> list[Group]: ...
+    def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
+        """Draws a batch, all randomness from `rng`. Some prompt has `SMALLEST_GROUP` distinct trajectories."""
+        ...
 
     def state(self) -> Json:
         """Returns what `restore` takes, so that a resumed run draws the same."""
         ...
 
-    def restore(self, state: Json) -> None: ...
+    def restore(self, state: Json) -> None:
+        """Continue from what `state` returned."""
+        ...
 
 
 class Selection(Protocol):
-    """The settings of a selector."""
+    """The settings of a selector, a field of the recipe."""
 
-    def start(self) -> Selector: ...
+    def start(self) -> Selector:
+        """Returns a selector that has drawn nothing yet."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -99,15 +116,13 @@ class RecencyRewardSelector:
 
     def __init__(self, settings: RecencyReward) -> None:
         self.settings = settings
-        self.m = settings.m  # may be changed during the run (`Replay.steer`)
-        self.sync_every = 1  # likewise: k
-        self.arrived = 0  # trajectories that came in together, the last time that any did
         self.counts: Counter[str] = Counter(recent=0, reward=0, newest=0, ragged=0, repeated=0)
+        self._m = settings.m  # of this batch
         self._within = 0  # arrivals that count as the newest, in this batch
         self._all = Deck()
 
-    def select(self, store: Buffer, groups: int, size: int, rng: np.random.Generator) -> list[Group]:
-        """Draws `groups` groups of `size` distinct trajectories each; fewer (at least 2) where a prompt has no more.
+    def select(self, store: Buffer, wanted: BatchRequest, rng: np.random.Generator) -> list[Group]:
+        """Draws groups of K distinct trajectories each; fewer (at least 2) where a prompt has no more.
 
         A prompt comes twice only when every prompt is in the batch already. Raises `ValueError` when no prompt has 2
         distinct trajectories.
@@ -115,8 +130,10 @@ class RecencyRewardSelector:
         chosen: list[Group] = []
         batch = Counter[str]()  # how often each prompt was drawn for it
         drawn: dict[str, Counter[int]] = {}  # by prompt of the batch, how often each number was drawn
-        least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self.m * size, 9)))
-        self._within = 2 * max(self.sync_every * groups * least, self.arrived)
+        groups, size = wanted.groups, wanted.size
+        self._m = self.settings.m if wanted.m is None else wanted.m
+        least = size if self.settings.mix != "group" else max(SMALLEST_GROUP, math.ceil(round(self._m * size, 9)))
+        self._within = 2 * max(wanted.sync_every * groups * least, wanted.arrived)
         most = PASSED_OVER * groups if self.settings.refill else 0  # groups without signal that are passed over
         turns = functools.cache(lambda least: store.newest_prompts(least, self._within, groups + most))
 
@@ -146,11 +163,11 @@ class RecencyRewardSelector:
 
     def _halves(self, groups: int, rng: np.random.Generator) -> list[bool]:
         """Returns for each group whether it is to be recent (with `mix = "group"`: whether a part of it is)."""
-        recent: npt.NDArray[np.bool_] = rng.random(groups) < self.m
+        recent: npt.NDArray[np.bool_] = rng.random(groups) < self._m
         if self.settings.mix == "batch":
-            recent = rng.permutation(groups) < _share(self.m * groups, rng)
+            recent = rng.permutation(groups) < _share(self._m * groups, rng)
         elif self.settings.mix == "group":
-            recent = np.full(groups, self.m > 0)
+            recent = np.full(groups, self._m > 0)
         return [bool(r) for r in recent]
 
     def _plain(
@@ -181,7 +198,7 @@ class RecencyRewardSelector:
         """Draws a group of both halves, or disjoint from `own` as far as there are enough; its numbers are added to
         `own`.
         """
-        share = self.m if is_recent else 0.0
+        share = self._m if is_recent else 0.0
         taken = own if self.settings.disjoint else Counter[int]()
         fresh = self._next(store, prompt, size, own) if is_recent else []
         count = min(_share(share * size, rng), len(fresh))
