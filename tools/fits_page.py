@@ -4,13 +4,11 @@ recipes run on one to eight GPUs.
     python tools/fits_page.py
 
 Invariant: every figure is computed by `tba.runtime.sizing` and `tba.models.memory`, as `tba train` and `tba check` do;
-nothing was run. The columns *before* are those of the commit before runs were sized (tools/fits_before.csv). A
-test keeps the page up to date.
+nothing was run. A test keeps the page up to date.
 """
 
 from __future__ import annotations
 
-import csv
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -32,7 +30,6 @@ from tba.runtime.sizing import Machine, places_on, refuse_what_cannot_fit, sized
 from tba.settings import find, override
 
 PAGE = Path(__file__).parents[1] / "docs" / "fits.md"
-BEFORE = Path(__file__).with_name("fits_before.csv")
 GB = 10**9
 GPUS = (24, 48, 80, 141)  # GB
 COUNTS = (1, 2, 4, 8)  # GPUs of a machine
@@ -48,7 +45,7 @@ SLOTS = (64, 32, 16, 8)  # completions at a time
 RANK = 16
 KINDS: dict[str, dict[str, Any]] = {  # what is trained: fields of the model
     "all weights": {},
-    "the same, moments on the host": {"moments_on_host": True},
+    "moments on host": {"moments_on_host": True},
     f"LoRA, rank {RANK}": {"lora": LoraSettings(rank=RANK)},
     "LoRA, 4-bit": {"lora": LoraSettings(rank=RANK), "dtype": "4-bit"},
 }
@@ -58,51 +55,46 @@ PLAIN = 4096  # tokens of a pass for which no checkpointing is preferred
 HEAD = """\
 # What fits on which GPUs
 
-Which settings fit on a single GPU of 24 to 141 GB, for models of 0.5 to 7 B parameters, and where the paper's recipes
-run on one to eight of them. **Computed, not measured**: this page is made by `python tools/fits_page.py` from the
-formulas by which `tba train` and `tba check` decide (`src/tba/models/memory.py`, `src/tba/runtime/sizing.py`), and a
-test keeps it up to date. What the formulas were compared with: [scaling.md](scaling.md#what-the-trainer-holds); what
-one card does: [one_gpu.md](one_gpu.md).
+**Computed, not measured**: `python tools/fits_page.py` makes this page from the formulas by which `tba train` and `tba
+check` decide, and a test keeps it up to date. What the formulas were compared with:
+[scaling.md](scaling.md#what-the-trainer-holds); what one card does: [one_gpu.md](one_gpu.md).
 
 ## One GPU
 
-On one GPU all parts share it: the trainer has what it needs and {slack:.0%} more, the searcher (engine and
-reference) the rest of {usable:.0%} of its memory; the other {rest:.0%} are for contexts of CUDA and the driver. Where
-the sum does not fit, the run is refused. The table is `tba train gsm8k` (prompts and answers of up to 512 tokens) with
-Qwen2.5's shapes, bfloat16 (`--model.dtype auto` on CUDA) and the transformers engine. A row has as many slots as fit,
-then the largest pass, with checkpointing where no pass of {plain} tokens fits without. GB are what each half needs.
+All parts share the GPU: the trainer has what it needs and {slack:.0%} more, the searcher (engine and reference) the
+rest of {usable:.0%}; CUDA and the driver have {rest:.0%}. The table is `tba train
+gsm8k` (prompts and answers of up to 512 tokens each) with Qwen2.5's shapes, bfloat16, the transformers engine.
+A cell says `--max-tokens-per-pass`, *c* with `--model.gradient-checkpointing`, and in brackets the GB of trainer and
+searcher. It has as many slots as fit ({slots}, unless it says otherwise), then the largest pass, checkpointed where
+{plain} tokens do not fit without.
 """
 TAIL = """\
-*No*: not even `--max-tokens-per-pass {fewest}` with checkpointing and `--model.generation.slots {slots}` fits.
-Allocators lose some of what is left over: torch's keeps freed blocks, and fewer with
-`PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. `--model.lora.rank {rank}` trains {share} of 7 B's parameters, on a
-base that either half holds once, in bfloat16; *4-bit*: with `--model.dtype 4-bit`, its layers' matrices in NF4.
-*Moments on the host*: with `--optimizer.moments-on-host` 8 of the trainer's 16 bytes a parameter are in the machine's
-memory. They go to the GPU and back in each update, which for 7 B takes about {seconds:.1f} s at the 43 and 55 GB/s
-that were measured on an H200. Updates are the same to the bit, which is tested on a CPU; on a GPU it has not been run.
+*No*: not even `--max-tokens-per-pass {fewest}` with checkpointing and `--model.generation.slots {least}` fits. Torch's
+allocator keeps freed blocks, fewer with `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
-- *Longer answers* need more for their keys and values (a searcher), and nothing more for the trainer, whose passes are
-  bounded by `--max-tokens-per-pass`, as long as one prompt and answer are no more than that.
-- *vLLM* has its cache computed: what the slots need, or what weights, reference and a step leave of the searcher's
-  part.
-- `tba check RECIPE` computes the same for a recipe where it is called; it and `tba train` name a field that helps where
-  it does not fit.
+- *LoRA*: `--model.lora.rank {rank}` trains {share} of 7 B's parameters, on a base that each half holds in bfloat16.
+  *4-bit*: `--model.dtype 4-bit`, its layers' matrices in NF4.
+- *Moments on host*: `--optimizer.moments-on-host` keeps 8 of 16 bytes a parameter in the machine's memory. They go there
+  and back in each update: about {seconds:.1f} s for 7 B, at the 43 and 55 GB/s measured on an H200. Updates are the same
+  to the bit, tested on a CPU; it has not been run on a GPU.
+- *Longer answers* cost the searcher keys and values, the trainer nothing while a prompt and its answer fit in a pass.
+- *vLLM*'s cache is computed: what the slots need, or what weights, reference and a step leave.
+
+`tba check RECIPE` computes this for your recipe; it and `tba train` name a field that helps.
 
 ## One to eight GPUs
 
-Where `tba train gsm8k`, `math` and `tldr` run as they are, on machines with {memory} GB of memory for each GPU.
-Of *n + m*, *n* are ranks of the trainer and *m* searchers; *one* is a GPU that both share. GB are what the fullest
-GPU needs of its {usable:.0%}. *Fits with*: what a refusal proposes. *Before*: one rank and the recipes' own searchers
-(3, 1, 3), and on a single GPU half of it for the trainer.
-
-The reward models of tldr, which each of its searchers loads as well (0.4 B and, to evaluate, 6.9 B in float32, on the
-CPU: {judges:.0f} GB), are counted in the machine's memory; with `--task.device cuda` in that of the searcher's GPU.
+The paper's recipes as they are, with {memory} GB of memory for each GPU. *n+m*: ranks of the trainer and searchers;
+*one*: both on it. No GPU is idle. In brackets: GB of the fullest GPU without checkpointing, which is turned on where
+more than {usable:.0%} would be needed.
 """
-COLUMNS = (
-    *("GPU", "model", "trained", "`--max-tokens-per-pass`", "`--model.gradient-checkpointing`", "trainer, GB"),
-    *("`--model.generation.slots`", "searcher, GB"),
-)
-PLACED = ("recipe", "GPUs", "before", "fitted", "idle", "now", "fits", "idle", "fullest GPU, GB", "fits with")
+REFUSED = """\
+Where it says *no*, the refusal proposes:
+"""
+JUDGES = """\
+Each searcher of tldr also loads two reward models (0.4 B, and 6.9 B to evaluate): {judges:.0f} GB in float32, of
+the machine's memory; with `--task.device cuda`, in that of its GPU.
+"""
 RECIPES: dict[str, PretrainedConfig] = {
     "gsm8k": LlamaConfig(  # realtreetune/rho-1b-sft-GSM8K
         vocab_size=32_000,
@@ -181,33 +173,33 @@ def page() -> str:
     share = f"{100 * seven.adapters(RANK) / seven.parameters:.1f} %"
     seconds = seconds_to_move(recipe("7 B", {"moments_on_host": True}, True, SLOTS[0]))
     shares = {"slack": SLACK, "usable": USABLE, "rest": 1 - USABLE}
-    head = HEAD.format(**shares, plain=f"{PLAIN:,}")
+    head = HEAD.format(**shares, slots=SLOTS[0], plain=f"{PLAIN:,}")
+    figures = {"share": share, "seconds": seconds}
+    tail = TAIL.format(**shares, **figures, fewest=TOKENS[-1], least=SLOTS[-1], rank=RANK, memory=MEMORY)
     judges = next(need.total for need in needs(paper("tldr")) if need.part == "rewards on cpu") / GB
-    figures = {"share": share, "seconds": seconds, "judges": judges}
-    tail = TAIL.format(**shares, **figures, fewest=TOKENS[-1], slots=SLOTS[-1], rank=RANK, memory=MEMORY)
-    return "\n".join([head, *table(), "", tail, *placements(), ""])
+    return "\n".join([head, *table(), "", tail, *placements(), "", JUDGES.format(judges=judges)])
 
 
 def table() -> Iterator[str]:
-    yield f"| {' | '.join(COLUMNS)} |"
-    yield "|---" * len(COLUMNS) + "|"
-    for gpu in GPUS:
-        for name in MODELS:
-            for trained, model in KINDS.items():
-                cells = (f"{gpu} GB", name, trained, *largest(name, model, Machine(MEMORY * GB, (gpu * GB,))))
-                yield f"| {' | '.join(cells)} |"
+    yield f"| model | trained | {' | '.join(f'{gpu} GB' for gpu in GPUS)} |"
+    yield "|---" * (2 + len(GPUS)) + "|"
+    for name in MODELS:
+        for trained, model in KINDS.items():
+            cells = (largest(name, model, Machine(MEMORY * GB, (gpu * GB,))) for gpu in GPUS)
+            yield f"| {name} | {trained} | {' | '.join(cells)} |"
 
 
-def largest(name: str, model: Mapping[str, Any], machine: Machine) -> tuple[str, ...]:
-    """Tokens of a pass, whether it is checkpointed, the trainer's memory, slots, and the searcher's memory."""
+def largest(name: str, model: Mapping[str, Any], machine: Machine) -> str:
+    """Tokens of a pass, whether it is checkpointed, the memory of trainer and searcher, and slots if they are few."""
     for slots in SLOTS:
         for checkpointed in (False, True):
             for tokens in TOKENS:
                 tried = replace(recipe(name, model, checkpointed, slots), max_tokens_per_pass=tokens)
                 if (checkpointed or tokens >= PLAIN) and too_much(tried, machine) is None:
-                    halves = (of(tried, ("trainer",)), str(slots), of(tried, ("searcher", "reference")))
-                    return f"{tokens:,}", "on" if checkpointed else "off", *halves
-    return "no", "", "", "", ""
+                    halves = f"({of(tried, ('trainer',))}+{of(tried, ('searcher', 'reference'))})"
+                    few = "" if slots == SLOTS[0] else f", {slots} slots"
+                    return f"{tokens:,}{'c' if checkpointed else ''} {halves}{few}"
+    return "no"
 
 
 def recipe(name: str, model: Mapping[str, Any], checkpointed: bool, slots: int) -> Recipe:
@@ -226,44 +218,44 @@ def of(tried: Recipe, parts: tuple[str, ...]) -> str:
 
 
 def placements() -> Iterator[str]:
-    yield f"| {' | '.join(PLACED)} |"
-    yield "|---" * len(PLACED) + "|"
-    with BEFORE.open(newline="") as file:
-        before = {(row["recipe"], int(row["gpu_gb"]), int(row["gpus"])): row for row in csv.DictReader(file)}
+    """The table of recipes on machines, then what is proposed where they do not fit."""
+    yield f"| recipe | GPU | {' | '.join(f'{count} x' for count in COUNTS)} |"
+    yield "|---" * (2 + len(COUNTS)) + "|"
+    proposed: dict[str, list[str]] = {}
     for name in RECIPES:
+        of_cells: dict[str, list[int]] = {}  # what stands in a row -> the GPUs for which it does
         for gpu in GPUS:
+            cells = []
             for count in COUNTS:
-                then = before[name, gpu, count]
-                shared = "one" if count == 1 else f"{then['ranks']} + {then['searchers']}"
-                old = (shared, then["fits"], then["unused"])
-                cells = (
-                    name,
-                    f"{count} x {gpu} GB",
-                    *old,
-                    *placement(name, Machine(count * MEMORY * GB, (gpu * GB,) * count)),
-                )
-                yield f"| {' | '.join(cells)} |"
+                cell, helps = placement(name, Machine(count * MEMORY * GB, (gpu * GB,) * count))
+                cells.append(cell)
+                if helps:
+                    proposed.setdefault(helps, []).append(f"{name} {count}x{gpu}")
+            of_cells.setdefault(" | ".join(cells), []).append(gpu)
+        yield from (f"| {name} | {', '.join(map(str, gpus))} GB | {row} |" for row, gpus in of_cells.items())
+    yield f"\n{REFUSED}"
+    yield from (f"- {', '.join(where)}: {helps}" for helps, where in proposed.items())
 
 
-def placement(name: str, machine: Machine) -> tuple[str, ...]:
-    """Ranks and searchers, whether they fit, idle GPUs, what the fullest GPU needs, and what would help."""
+def placement(name: str, machine: Machine) -> tuple[str, str]:
+    """Ranks and searchers, or no, with what the fullest GPU needs; and what would help where it does not fit."""
     asked = paper(name)
     made = override(asked, sized(asked, machine), "", recorded=True)
+    assert unused(made, machine) is None
     by_part = {need.part: need.total for need in needs(made)}
     full = dict.fromkeys(range(len(machine.gpus)), 0)
     for worker, place in places_on(made, machine).items():
         for gpu in place.gpus:
             full[gpu] += by_part["trainer"] if "trainer" in worker else by_part["searcher"] + by_part["reference"]
-    shared = "one" if len(machine.gpus) == 1 else f"{made.trainer.count} + {made.searcher_count}"
-    idle = "0" if (said := unused(made, machine)) is None else said.split()[0]
-    needed = f"{max(full.values()) / GB:.1f} of {USABLE * machine.gpus[0] / GB:.1f}"
+    shared = "one" if len(machine.gpus) == 1 else f"{made.trainer.count}+{made.searcher_count}"
+    needed = f"({max(full.values()) / GB:.1f})"
     try:
         refuse_what_cannot_fit(made, machine)
     except UserError as error:
         _, _, flags = str(error).partition(": set ")
-        helps = f"`{flags.removesuffix(', with which it fits')}`" if flags else "nothing that is proposed"
-        return shared, "no", idle, needed, helps
-    return shared, "yes", idle, needed, ""
+        helps = f"`{flags.removesuffix(', with which it fits')}`" if flags else "nothing"
+        return f"no {needed}", helps
+    return f"{shared} {needed}", ""
 
 
 if __name__ == "__main__":
