@@ -74,9 +74,9 @@ allocator keeps freed blocks, fewer with `PYTORCH_CUDA_ALLOC_CONF=expandable_seg
 
 - *LoRA*: `--model.lora.rank {rank}` trains {share} of 7 B's parameters, on a base that each half holds in bfloat16.
   *4-bit*: `--model.dtype 4-bit`, its layers' matrices in NF4.
-- *Moments on host*: `--optimizer.moments-on-host` keeps 8 of 16 bytes a parameter in the machine's memory. They go there
-  and back in each update: about {seconds:.1f} s for 7 B, at the 43 and 55 GB/s measured on an H200. Updates are the same
-  to the bit, tested on a CPU; it has not been run on a GPU.
+- *Moments on host*: `--optimizer.moments-on-host` keeps 8 of 16 bytes a parameter in the machine's memory. They go
+  there and back in each update: about {seconds:.1f} s for 7 B, at the 43 and 55 GB/s measured on an H200. Updates are
+  the same to the bit, tested on a CPU; it has not been run on a GPU.
 - *Longer answers* cost the searcher keys and values, the trainer nothing while a prompt and its answer fit in a pass.
 - *vLLM*'s cache is computed: what the slots need, or what weights, reference and a step leave.
 

@@ -22,47 +22,46 @@ HEAD = """\
 # One GPU
 
 [What one does](#what-one-card-does), and how [two halves share it](#two-halves-on-one-card). What fits on one, and on
-several: [fits.md](fits.md). This page is made by `python tools/one_gpu_page.py`, and a test keeps it up to date.
+several: [fits.md](fits.md). `python tools/one_gpu_page.py` makes this page, and a test keeps it up to date.
 """
 MEASURED = """\
 ## What one card does
 
-`make test-gpu` (`benchmarks/one_gpu.py`) measures this, part by part, the most telling first, with a model of random
-weights of Qwen2.5-0.5B's shape in bfloat16: it needs no network and no download. What a file lacks is said to be so:
-nothing here is a guess.
+`make test-gpu` measures this, part by part, the most telling first, with random weights of Qwen2.5-0.5B's shape in
+bfloat16: no network, no download.
 
 - *Before*: {before}.
   The code that ran on a GPU for the first time: before a decode step was captured, a trainer's kernels became fewer,
-  and weights left beside the step. Each of its kernels was launched alone; its log-ratios are of 12 updates without a
-  gradient, of answers of 200 tokens; the trainer of its run was checkpointed.
+  and weights left beside the step. Its log-ratios are of 12 updates without a gradient, of answers of 200 tokens; the
+  trainer of its run was checkpointed.
 - *After*: {after}.
 """
+LACKING = "\nNot measured: {lacking}."
 SHARED = """\
 ## Two halves on one card
 
 By default trainer and searcher are two processes on the one card: a fault of one does not end the other, neither waits
-for the other's Python, and the same code runs on two cards. What this leaves of each half, and what the alternatives
-do, `make test-gpu GPU_ARGS="--only sharing arrangements"` measures; {measured}.
-*Left* is a share of what a half does when the other is not there: two that merely take turns have 1 together. *Of the
-slower half*: the updates a second for which the searcher's tokens suffice, each used once, against those that the
-slower half allows alone.
+for the other's Python, and the same code runs on two cards. `make test-gpu GPU_ARGS="--only sharing arrangements"`
+measures what this leaves of each half, and what the alternatives do; {measured}.
+"""
+COLUMNS = """\
+*Left*: a share of what a half does when the other is not there; two that take turns have 1 together. *Of the slower
+half*: the updates a second for which the searcher's tokens suffice, each used once, against those that the slower half
+allows alone.
 """
 ALTERNATIVES = """\
-- *Processes*: without more, the card belongs to one process at a time. A half that waits for its own launches wastes
-  its slices of time.
-- *MPS*, NVIDIA's Multi-Process Service, runs kernels of several processes side by side. Two lines of a user, before and
-  after `tba train`, which needs no setting for it:
+- *Processes*: the card belongs to one process at a time. A half that waits for its launches wastes its slices of time.
+- *MPS*, NVIDIA's Multi-Process Service, runs kernels of several processes side by side. Start it before `tba train`,
+  end it afterwards:
 
         nvidia-cuda-mps-control -d
         echo quit | nvidia-cuda-mps-control
 
-  Not every container permits it. The script starts a server of its own for that row, and ends it. A process that dies
-  of a CUDA error under MPS may take the other half with it; each is restarted like any worker.
+  Not every container permits it. A process that dies of a CUDA error under MPS may take the other half with it; each is
+  restarted like any worker.
 - *Pinned cores*: each half has half of the cores to itself.
-- *Threads, a stream each*: one process, no slices of time, but one interpreter: each half's Python waits for the
-  other's.
-- *Turns*: one process makes an update, then answers as many tokens as the next one needs, and so on: what overlap has
-  to beat.
+- *Threads, a stream each*: one process, no slices of time, but each half's Python waits for the other's.
+- *Turns*: one process makes an update, then answers as many tokens as the next one needs: what overlap has to beat.
 
 No alternative is a setting until a card shows that it is better than the default.
 """
@@ -104,7 +103,7 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
     ("trainer", "launches", "launches_a_step", "3,000", number),
     ("trainer", "peak memory", "peak_bytes", "", gigabytes),
     ("trainer", "computed", "computed_bytes", "", gigabytes),
-    ("trainer-checkpointed", "the same step, s", "seconds_a_step", "", number),
+    ("trainer-checkpointed", "the same step (60 answers of 200 tokens to 3 prompts), s", "seconds_a_step", "", number),
     ("trainer-checkpointed", "tokens/s", "tokens_per_second", "", number),
     ("trainer-checkpointed", "share of a product's rate", "share_of_product_rate", "", percent),
     ("trainer-checkpointed", "launches", "launches_a_step", "", number),
@@ -120,9 +119,9 @@ FIGURES: tuple[tuple[str, str, str, str, Callable[[float], str]], ...] = (
         "",
         number,
     ),
-    ("log-ratio", "of an answer", OF_ENGINE + "mean_square_of_an_answer", "", number),
-    ("log-ratio", "of a token, 5 %", OF_ENGINE + "p05_of_a_token", "", number),
-    ("log-ratio", "of a token, 95 %", OF_ENGINE + "p95_of_a_token", "", number),
+    ("log-ratio", "the same of an answer", OF_ENGINE + "mean_square_of_an_answer", "", number),
+    ("log-ratio", "engine and trainer at version 0: of a token, 5 %", OF_ENGINE + "p05_of_a_token", "", number),
+    ("log-ratio", "the same, 95 %", OF_ENGINE + "p95_of_a_token", "", number),
     ("log-ratio", "effective sample size", OF_ENGINE + "effective_sample_size", "", number),
     (
         "log-ratio",
@@ -159,22 +158,32 @@ def page() -> str:
 
 
 def measured() -> Iterator[str]:
-    """What a card was found to do."""
+    """What a card was found to do; a row that no file has is named below the table."""
     before, after = (json.loads(file.read_text()) if file.exists() else {} for file in (BEFORE, AFTER))
     yield MEASURED.format(before=card_of(before), after=card_of(after))
-    yield "| part | | before | aimed at | after |\n|---|---|---|---|---|"
-    said = ""
+    with_after = " after |" if after else ""
+    yield f"| part | | before | aimed at |{with_after}\n|---|---|---|---|{'---|' if after else ''}"
+    said, lacking = "", []
     for part, words, path, aim, written in FIGURES:
-        there, here = figure(before, part, path, written) or NEVER, figure(after, part, path, written) or PENDING
-        yield f"| {'' if part == said else part} | {words} | {there} | {aim} | {here} |"
+        there, here = figure(before, part, path, written), figure(after, part, path, written)
+        if not there and not here:
+            lacking.append(f"{part}: {words}{f' (aimed at {aim})' if aim else ''}")
+            continue
+        last = f" {here or NEVER} |" if after else ""
+        yield f"| {'' if part == said else part} | {words} | {there or NEVER} | {aim} |{last}"
         said = part
+    if lacking:
+        yield LACKING.format(lacking="; ".join(lacking))
     shared = after if "sharing" in after.get("parts", {}) else {}
     yield "\n" + SHARED.format(measured=f"on {card_of(after)}" if shared else f"it was {NEVER} on a card yet")
-    yield "| arrangement | trainer, left | searcher, left | of the slower half |\n|---|---|---|---|"
-    for name, part in ARRANGEMENTS.items():
-        paths = (f"{name}.left.trainer", f"{name}.left.searcher", f"{name}.of_the_slower_half")
-        yield f"| {name} | {' | '.join(figure(shared, part, path, number) or PENDING for path in paths)} |"
-    yield "\n" + ALTERNATIVES
+    if shared:
+        yield COLUMNS
+        yield "| arrangement | trainer, left | searcher, left | of the slower half |\n|---|---|---|---|"
+        for name, part in ARRANGEMENTS.items():
+            paths = (f"{name}.left.trainer", f"{name}.left.searcher", f"{name}.of_the_slower_half")
+            yield f"| {name} | {' | '.join(figure(shared, part, path, number) or NEVER for path in paths)} |"
+        yield ""
+    yield ALTERNATIVES
 
 
 def card_of(found: Mapping[str, Any]) -> str:

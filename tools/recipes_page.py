@@ -1,4 +1,4 @@
-"""Writes docs/recipes.md: every recipe that comes with the package, by its own description and docstring.
+"""Writes docs/recipes.md: every recipe that comes with the package, by its own description, commands and lists.
 
     python tools/recipes_page.py
 
@@ -7,6 +7,7 @@ Invariant: everything on the page is read from the recipes, so the page cannot s
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -19,9 +20,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 HEAD = """\
 # Recipes
 
-This page is made from the code by `python tools/recipes_page.py`; a test keeps it up to date. `tba train NAME` runs a
-recipe, `tba check NAME` says beforehand what it takes, `tba train NAME --help` lists its settings. Your own recipe is a
-file like these ([your_task.md](your_task.md)). *B x K*: prompts times answers in a batch.
+`tba train NAME` runs a recipe, `tba check NAME` says beforehand what it takes, `tba train NAME --help` lists its
+settings, `python -c "help('tba.recipes.NAME')"` what it is made for. Below: commands that come first, and departures
+from the paper. Your own recipe is a file like these ([your_task.md](your_task.md)). *B x K*: prompts times answers in a
+batch. `python tools/recipes_page.py` makes this page from the code; a test keeps it up to date.
 
 | recipe | what | model | B x K | steps |
 |---|---|---|---|---|
@@ -31,7 +33,7 @@ file like these ([your_task.md](your_task.md)). *B x K*: prompts times answers i
 def page() -> str:
     """The whole page."""
     rows = [row(name, find(name)) for name in names()]
-    return HEAD + "\n".join([*rows, "", *(entry(name) for name in names())])
+    return HEAD + "\n".join([*rows, "", *(entry(name) for name in names() if details(name))])
 
 
 def row(name: str, recipe: Recipe) -> str:
@@ -43,22 +45,25 @@ def row(name: str, recipe: Recipe) -> str:
     if Path(named).is_absolute():
         path = "shipped"  # in the package, wherever that is
     batch = f"{recipe.groups_per_step}x{recipe.group_size}"
-    return f"| [{name}](#{name}) | {description_of(name)} | {path} | {batch} | {recipe.steps:,} |"
+    said = f"[{name}](#{name})" if details(name) else name
+    return f"| {said} | {description_of(name)} | {path} | {batch} | {recipe.steps:,} |"
 
 
 def entry(name: str) -> str:
-    """A heading and the docstring: prose as it is, what is indented as it stands."""
+    """A heading, then what a docstring sets apart from its prose."""
+    return f"## {name}\n\n" + "\n\n".join(details(name)) + "\n"
+
+
+def details(name: str) -> list[str]:
+    """The blocks of a recipe's docstring that are commands or lists, columns made by spaces as clauses."""
     blocks = (module_of(name, "recipe").__doc__ or "").strip().split("\n\n")
-    return f"## {name}\n\n" + "\n\n".join(linked(block) for block in blocks) + "\n"
-
-
-def linked(block: str) -> str:
-    """A block of a docstring, in which the pages that it names are links; columns made by spaces become clauses."""
-    return (
-        block
-        if block.startswith("    ")
-        else re.sub(r"docs/(\w+\.md)", r"[\1](\1)", re.sub(" {2,}(?=[`(])", ": ", block))
-    )
+    shown = []
+    for before, block in itertools.pairwise(blocks):
+        if block.startswith("    "):
+            shown.append(block)
+        elif block.startswith("- "):
+            shown += [before, re.sub(" {2,}(?=[`(])", ": ", block)]
+    return shown
 
 
 if __name__ == "__main__":
