@@ -38,11 +38,11 @@ export TOKENIZERS_PARALLELISM := false
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -17
 
-$(VENV)/installed: pyproject.toml constraints.txt tools/preflight.py
+$(VENV)/installed: pyproject.toml lab/pyproject.toml constraints.txt tools/preflight.py
 	@$(PYTHON) tools/preflight.py --torch $(TORCH) --venv $(VENV)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -q --disable-pip-version-check $(INDEX) -c constraints.txt torch
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]' -e lab
 	@touch $@
 
 quickstart: $(VENV)/installed
@@ -88,7 +88,7 @@ test-browser: $(VENV)/installed docs
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m browser tests/browser
 
 test-gpu: $(VENV)/installed
-	@$(BIN)/python benchmarks/one_gpu.py --seconds 480 $(GPU_ARGS)
+	@$(BIN)/python lab/benchmarks/one_gpu.py --seconds 480 $(GPU_ARGS)
 
 check: $(VENV)/installed
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
@@ -115,7 +115,7 @@ smoke: $(VENV)/installed
 	@$(BIN)/tba train quickstart --steps 60 --evaluation.every 0 --evaluation.problems 300
 
 faults: $(VENV)/installed
-	@$(BIN)/python benchmarks/faults.py
+	@$(BIN)/python lab/benchmarks/faults.py
 
 format: $(VENV)/installed
 	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

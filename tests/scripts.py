@@ -1,4 +1,4 @@
-"""The scripts of `benchmarks/` and `tools/` as modules, for the tests of what they compute."""
+"""The scripts of `lab/benchmarks/` and `tools/` as modules, for the tests of what they compute."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def script(path: str) -> Any:
-    """The module of `path`, such as benchmarks/growth.py, which may import the scripts beside it. Loaded once."""
+    """The module of `path`, such as lab/benchmarks/growth.py, which may import the scripts beside it. Loaded once."""
     file = ROOT / path
     known = sys.modules.get(file.stem)
     if known is not None and getattr(known, "__file__", None) == str(file):

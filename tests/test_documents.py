@@ -22,7 +22,6 @@ from tba.command.options import (
     ResumeOptions,
     SampleOptions,
     SearchOptions,
-    StudyOptions,
     TrainOptions,
 )
 from tba.command.sft import SftOptions
@@ -31,9 +30,10 @@ from tba.fields import fields_of
 from tba.record import metrics
 from tba.record.ledger import TERMS
 from tba.record.summary import Summary, WallSeconds
-from tba.research.study import find_study
 from tba.settings import find, override, split_options
 from tba.shipped import names
+from tba_lab.command import StudyOptions
+from tba_lab.study import find_study
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
@@ -73,7 +73,7 @@ def commands() -> list[list[str]]:
     """Every `tba` command in a block that takes fields."""
     lines = [line for document in DOCUMENTS for block in blocks(document) for line in block.splitlines()]
     said = [re.sub(r" {3,}\S.*", "", line.strip().removeprefix(".venv/bin/")) for line in lines]
-    verbs = r"tba (train|eval|sft|sample|check|study|reward-model|red-team) [a-z]"
+    verbs = r"(tba (train|eval|sft|sample|check|reward-model|red-team)|tba-lab study) [a-z]"
     words = [shlex.split(line, comments=True) for line in said if re.match(verbs, line)]
     return [w[1:] for w in words]
 
@@ -105,7 +105,7 @@ def sets_fields_that_exist(verb: str, name: str, *words: str) -> None:
     else:
         kinds = {".jsonl": SftOptions(), "": SmoothingOptions()} if verb == "sft" else {}
         named = kinds.get(Path(name).suffix) if "/" in name or "." in name else None
-        recipe = named or find(str(ROOT / name) if name.endswith(".py") else name)
+        recipe = named or find(str(ROOT / name) if ".py" in name else name)
     override(recipe, rest, f"tba {verb} {name}")
 
 
@@ -176,7 +176,9 @@ def test_every_module_that_is_named_exists() -> None:
     for document in DOCUMENTS:
         for path in set(re.findall(r"`([a-z_\d/]+\.py)[`:]", document.read_text(encoding="utf-8"))):
             found = any((base / path).is_file() for base in (ROOT, ROOT / "src/tba", ROOT / "docs"))
-            anywhere = "/" not in path and [*ROOT.glob(f"src/**/{path}"), *ROOT.glob(f"tests/**/{path}")]
+            anywhere = "/" not in path and [
+                p for room in ("src", "tests", "lab") for p in ROOT.glob(f"{room}/**/{path}")
+            ]
             if not found and not anywhere:
                 missing.append(f"{document.name}: {path}")
     assert missing == []

@@ -24,12 +24,12 @@ from tba.policy.loading import load_model
 from tba.record.jsonl import write_json
 from tba.record.metrics import read_metrics
 from tba.record.summary import Summary
-from tba.research.study import Study
 from tba.runtime.run_dir import RunDirectory, new_path
 from tba.search.prompts import PromptSettings, encode
 from tba.training.checkpoint import Checkpoint, newest_checkpoint
 from tba.training.tiny_models import ScratchModel, character_tokenizer
 from tba.types import Problem, Version
+from tba_lab.study import Study
 
 TOY = Path(__file__).with_name("runtime") / "toy.py"
 DEEP = 200_000

@@ -22,7 +22,7 @@ CORE = SEAMS | LEAVES | PARTS | TENSORS
 CORE |= {"environments", "models", "objectives", "schedules", "clock", "recipe", "settings", "shipped", "runtime"}
 
 # What each part of the package may import of the others, below it. The core is all up to `command`; above it stand the
-# applications, each a folder of its own, then the recipes, and research.
+# applications, each a folder of its own, then the recipes. The laboratory (lab/) stands above all.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "types": set(),
@@ -63,9 +63,7 @@ ALLOWED: dict[str, set[str]] = {
     "apps.red_team": CORE | {"command"},
     "apps": set(),
     "recipes": CORE | {"apps.preference", "apps.red_team"},
-    "research": CORE | {"command", "recipes", "apps.preference", "apps.red_team"},
-    "__main__": GROUND
-    | {"command", "settings", "shipped", "record", "runtime", "apps.preference", "apps.red_team", "research"},
+    "__main__": GROUND | {"command", "settings", "shipped", "record", "runtime", "apps.preference", "apps.red_team"},
     "api": CORE | {"command", "recipe_source"},
     "recipe_source": GROUND | {"recipe", "settings"},
     "__init__": CORE | {"api"},  # names that it loads when they are used
@@ -135,12 +133,13 @@ def test_the_rule_itself_has_no_cycle() -> None:
         left = {part: below for part, below in left.items() if part not in lowest}
 
 
-def test_the_core_knows_neither_applications_nor_recipes_nor_research() -> None:
-    above = {"apps.preference", "apps.red_team", "recipes", "research", "api", "__main__"}
+def test_the_core_knows_neither_applications_nor_recipes_nor_the_laboratory() -> None:
+    above = {"apps.preference", "apps.red_team", "recipes", "api", "__main__"}
     core = [path for path in FILES if part_of(path) in CORE | {"command"}]
     assert len(core) > 150
     for path in core:
         assert not {part_named(name) for name in inside(path)} & above, named(path)
+    assert [named(path) for path in FILES if any(name.split(".")[0] == "tba_lab" for name in imported(path))] == []
 
 
 def test_no_two_modules_import_each_other_on_any_way_for_type_checkers_and_inside_functions_neither() -> None:

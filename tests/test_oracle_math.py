@@ -19,9 +19,9 @@ from tba.objectives.policy_gradient import Reinforce
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import WEIGHT, TabularPolicy, TabularTask, distribution, ideal, total_variation
 from tba.protocols import Objective, Partner
-from tba.research.tb_forms import lowered
 from tba.schedules import Constant, WarmupCosine
 from tba.types import Completion, Group, Sampling, Trajectory, Version
+from tba_lab.tb_forms import lowered
 
 TASK = TabularTask()
 PROMPTS = tabular_prompts(TASK)

@@ -23,7 +23,7 @@ from tba.fields import comments, fields_of, flags, help_of, without_effect
 from tba.recipe import Recipe, resolved
 from tba.runtime.run_dir import RunDirectory, new_path
 from tba.schedules import WarmupCosine, WarmupStableDecay
-from tba.settings import FIRST, defined, find, newest_of_each, override, with_config
+from tba.settings import FIRST, find, newest_of_each, override, with_config
 from tba.shipped import description_of, names
 
 TOY = str(Path(__file__).parent / "runtime" / "toy.py")
@@ -468,14 +468,12 @@ def test_another_part_is_answered_by_how_to_choose_it() -> None:
 
 def test_descriptions_are_those_of_the_recipes_and_studies_themselves() -> None:
     assert {name: description_of(name) for name in names()} == {name: find(name).description for name in names()}
-    for name in names("study"):
-        assert description_of(name, "study") == defined(name, "study").description
 
 
 def test_a_list_of_recipes_and_a_misspelt_name_load_nothing_heavy() -> None:
     program = """import sys
 from tba.__main__ import main
-assert main(["recipes"]) == main(["studies"]) == 0 and main(["train", "quickstrt"]) == main(["eval", "x"]) == 2
+assert main(["recipes"]) == 0 and main(["train", "quickstrt"]) == main(["eval", "x"]) == 2
 assert main(["show", "x"]) == main(["report", "x"]) == main(["replay", "x"]) == main(["push", "x", "a/b"]) == 2
 print(sorted({"torch", "numpy", "transformers", "tba.recipe"} & set(sys.modules)))"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -486,7 +484,7 @@ def test_the_help_of_a_command_loads_nothing_heavy() -> None:
     code = """
 import sys
 from tba.__main__ import main
-for command in ("train", "search", "import", "sample", "eval", "study", "push", "report", "replay", "sft", "model",
+for command in ("train", "search", "import", "sample", "eval", "push", "report", "replay", "sft", "model",
                 "reward-model"):
     assert main([command, "--help"]) == 0
 print(sorted({"torch", "numpy", "transformers", "tba.recipe"} & set(sys.modules)))"""

@@ -2,7 +2,7 @@
 
     python tools/one_gpu_page.py
 
-Invariant: what was measured is from files that `benchmarks/one_gpu.py` writes; what is in none of them was not
+Invariant: what was measured is from files that `lab/benchmarks/one_gpu.py` writes; what is in none of them was not
 measured, and the page says so. A test keeps the page up to date.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "one_gpu.md"
-BEFORE = DOCS / "results" / "one_gpu_before.json"
-AFTER = DOCS / "results" / "one_gpu.json"  # as `benchmarks/one_gpu.py --out` writes it
+BEFORE = DOCS.parent / "lab" / "results" / "one_gpu_before.json"
+AFTER = DOCS.parent / "lab" / "results" / "one_gpu.json"  # as `lab/benchmarks/one_gpu.py --out` writes it
 GB = 10**9
 HEAD = """\
 # One GPU

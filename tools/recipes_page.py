@@ -56,7 +56,7 @@ def entry(name: str) -> str:
 
 def details(name: str) -> list[str]:
     """The blocks of a recipe's docstring that are commands or lists, columns made by spaces as clauses."""
-    blocks = (module_of(name, "recipe").__doc__ or "").strip().split("\n\n")
+    blocks = (module_of(name).__doc__ or "").strip().split("\n\n")
     shown = []
     for before, block in itertools.pairwise(blocks):
         if block.startswith("    "):

@@ -34,7 +34,6 @@ from tba.command.options import (
     ReplayOptions,
     SampleOptions,
     SearchOptions,
-    StudyOptions,
     TrainOptions,
 )
 from tba.command.sft import SftOptions
@@ -106,7 +105,6 @@ COMMANDS: dict[str, type] = {
     "tba search": SearchOptions,
     "tba import RUN FILE": ImportOptions,
     "tba eval RECIPE": EvalOptions,
-    "tba study STUDY": StudyOptions,
     "tba replay RUN": ReplayOptions,
     "tba push RUN OWNER/NAME": PushOptions,
     "tba sample RECIPE": SampleOptions,

@@ -1,4 +1,4 @@
-"""The command line: train, search, import, check, sft, sample, reward-model, red-team, eval, study, show, report...
+"""The command line: train, search, import, check, sft, sample, reward-model, red-team, eval, show, report...
 
 Invariant: bad input ends in one sentence on standard error and exit code 2, without a traceback.
 """
@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
 
 USAGE = """\
 tba: asynchronous, off-policy RL post-training of language models (Trajectory Balance with Asynchrony)
@@ -43,11 +42,7 @@ tba: asynchronous, off-policy RL post-training of language models (Trajectory Ba
   tba eval RUN|RECIPE [--checkpoint DIR] [--split eval] [--texts FILE] [--out FILE] [--against FILE] [--field value ...]
                                             measure the accuracy of a run's newest checkpoint, or of any on a recipe's
                                             task
-  tba study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
-                                            run variants x seeds (a name, or a path to a .py file), make tables and
-                                            plots
   tba recipes                               list the recipes
-  tba studies                               list the studies
   tba example [NAME]                        list the examples, or write one to the present folder
   tba show RUN [RUN ...]                    print a run so far, or its summary, and redraw its curves; of several, what
                                             differs and how they did; of a folder of runs (runs), list them
@@ -81,14 +76,13 @@ OPTIONS: dict[str, tuple[str, ...]] = {
     "red-team eval": ("apps.red_team.options.RedTeamEvalOptions",),
     "red-team plot": ("apps.red_team.options.PlotOptions",),
     "eval": ("command.options.EvalOptions",),
-    "study": ("command.options.StudyOptions",),
     "push": ("command.options.PushOptions",),
     "report": ("command.options.ReportOptions",),
     "replay": ("command.options.ReplayOptions",),
 }
 # errors of a path that was given, whatever command opens it
 UNUSABLE = {errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG}
-COMPUTING = {"train", "resume", "search", "check", "eval", "sft", "study", "sample", "reward-model"}  # load torch
+COMPUTING = {"train", "resume", "search", "check", "eval", "sft", "sample", "reward-model"}  # load torch
 LEAST_MEMORY = 1_200_000_000  # bytes that its libraries map; with less, one of them tries for ever to get it (OpenBLAS)
 RECIPE = "a recipe's name or a path to a .py file"
 RECIPE_OR_RUN = f"{RECIPE}, or a run's folder,"
@@ -216,9 +210,7 @@ def _command(name: str) -> Callable[[list[str]], int]:
         "reward-model": reward_model,
         "red-team": red_team,
         "eval": evaluate,
-        "study": study,
         "recipes": recipes,
-        "studies": studies,
         "example": example,
         "show": show,
         "report": report,
@@ -371,25 +363,14 @@ def evaluate(arguments: list[str]) -> int:
     return evaluate_model(name, overrides, options)
 
 
-def study(arguments: list[str]) -> int:
-    """`tba study STUDY`: run the variants of a study over seeds and compare them."""
-    from tba.command.options import StudyOptions
-    from tba.research.command import run_study
-    from tba.settings import split_options
-
-    name, rest = _named(arguments, "tba study STUDY", "a study's name or a path to a .py file")
-    options, overrides = split_options(StudyOptions(), rest, "tba study")
-    return run_study(name, options, overrides)
-
-
-def studies(arguments: list[str]) -> int:
-    """`tba studies`: list the studies that come with the package."""
-    return _list("study")
-
-
 def recipes(arguments: list[str]) -> int:
     """`tba recipes`: list the recipes that come with the package."""
-    return _list("recipe")
+    from tba.shipped import description_of, names
+
+    known = names()
+    for name in known:
+        print(f"{name:{max(map(len, known))}}  {description_of(name)}")
+    return 0
 
 
 def example(arguments: list[str]) -> int:
@@ -398,15 +379,6 @@ def example(arguments: list[str]) -> int:
 
     _refuse_more(arguments[1:], "tba example [NAME]", "one name, or none")
     print(write_example(arguments[0]) if arguments else list_examples())
-    return 0
-
-
-def _list(kind: Literal["recipe", "study"]) -> int:
-    from tba.shipped import description_of, names
-
-    known = names(kind)
-    for name in known:
-        print(f"{name:{max(map(len, known))}}  {description_of(name, kind)}")
     return 0
 
 
@@ -511,7 +483,7 @@ def _named(arguments: list[str], usage: str, what: str) -> tuple[str, list[str]]
             raise UserError(f"`{usage}` needs {what} first, and {name} is a run: `tba resume {name}` continues it")
         if not run:
             # a misspelt name costs no seconds: what is heavy is loaded after this
-            require_shipped(name, "recipe", or_run=what == RECIPE_OR_RUN)
+            require_shipped(name, or_run=what == RECIPE_OR_RUN)
     return name, arguments[1:]
 
 

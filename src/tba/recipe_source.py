@@ -30,7 +30,7 @@ def write_recipe(recipe: Recipe, path: Path) -> None:
     writer = _Writer()
     made = writer.expression(recipe, "the recipe")
     imports = "".join(f"import {module}\n" for module in sorted(writer.modules))
-    loaded = "".join(f'{name} = tba.settings.module_of({file!r}, "recipe")\n' for file, name in writer.files.items())
+    loaded = "".join(f"{name} = tba.settings.module_of({file!r})\n" for file, name in writer.files.items())
     path.write_text(f"{_HEAD}{imports}\n{loaded}recipe = {made}\n")
     for name, was, now in differences(resolved(recipe), resolved(find(str(path)))):
         if str(was).startswith("__main__.") and str(was).rpartition(".")[2] == str(now).rpartition(".")[2]:

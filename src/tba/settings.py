@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from tba.errors import UserError
 from tba.fields import Field, fields_of, given, help_of, refuse_without_effect, replaced
 from tba.recipe import Recipe
-from tba.shipped import MARK, PACKAGES, Kind, require_shipped
+from tba.shipped import MARK, require_shipped
 
 T = TypeVar("T")
 FIRST = (  # the fields that are set most: a recipe's help begins with them
@@ -34,19 +34,22 @@ _being_loaded: list[Path] = []
 
 
 def find(name: str) -> Recipe:
-    """Returns the recipe of a name (`quickstart`), of a path to a Python file that defines `recipe`, or of
-    STUDY::VARIANT.
+    """Returns the recipe of a name (`quickstart`), of a path to a Python file that defines `recipe`, or of a variant
+    of the `study` that a file defines (FILE.py::VARIANT).
     """
-    study, mark, variant = name.partition(MARK)
+    file, mark, variant = name.partition(MARK)
     if mark:
-        recipe: Recipe = defined(study, "study").recipe_of(variant)
+        recipe: Recipe = defined(Path(file), "study").recipe_of(variant)
         return recipe
-    return _recipe_in(module_of(name, "recipe"), name)
+    return _recipe_in(module_of(name), name)
 
 
-def defined(name: str, kind: Kind) -> Any:
-    """Returns the `recipe` or `study` that the module of a name (`staleness`) or a path defines, or None."""
-    return getattr(module_of(name, kind), kind, None)
+def defined(path: Path, what: str) -> Any:
+    """Returns what a Python file calls `what`. Raises `UserError` where it does not define that."""
+    found = getattr(_from_file(path, what), what, None)
+    if found is None:
+        raise UserError(f"{path} defines no `{what}`: give the path of a Python file that does")
+    return found
 
 
 def with_config(arguments: Sequence[str]) -> list[str]:
@@ -92,16 +95,16 @@ def _flags(values: Mapping[str, Any], path: Path, group: str = "") -> Iterator[t
             raise UserError(f"--config {path}: {group}{key} is {value!r}: give a text, a number, true, false or a list")
 
 
-def module_of(name: str, kind: Kind) -> ModuleType:
-    """Returns the module that defines a recipe or a study: one of those shipped, by name, or a file's."""
+def module_of(name: str) -> ModuleType:
+    """Returns the module that defines a recipe: one of those shipped, by name, or a file's."""
     if name.endswith(".py"):
-        return _from_file(Path(name), kind)
-    require_shipped(name, kind)
-    return importlib.import_module(f"{PACKAGES[kind]}.{name}")
+        return _from_file(Path(name), "recipe")
+    require_shipped(name)
+    return importlib.import_module(f"tba.recipes.{name}")
 
 
-def _from_file(path: Path, kind: Kind) -> ModuleType:
-    if not path.is_file():
+def _from_file(path: Path, kind: str) -> ModuleType:
+    if path.suffix != ".py" or not path.is_file():
         raise UserError(f"there is no {kind} file {path}: give the path of a Python file that defines `{kind}`")
     spec = importlib.util.spec_from_file_location(f"tba_user_{kind}_{path.stem}", path)
     if spec is None or spec.loader is None:

@@ -27,7 +27,6 @@ def test_commands_recipes_studies_and_what_else_a_command_takes_are_completed() 
     assert completed("check", "") == names()
     assert completed("model", "") == ["smollm2"]
     assert completed("reward-model", "") == completed("search", "") == completed("studies", "") == []
-    assert completed("study", "wall") == ["wall_clock"]
     assert completed("red-team", "") == ["world", "classifier", "eval", "plot"]
     assert completed("completion", "z") == ["zsh"]
     assert completed("train", "no-such") == completed("train", "my.py", "") == completed("no-such", "") == []

@@ -50,7 +50,7 @@ def wrong(*words: str, named: str | None = None) -> Wrong:
 def commands() -> Iterator[Wrong]:
     for name in ("trian", "Train", "--versions", "x" * 300, "\x1b[2Jtrain", "", " "):
         yield wrong(name, named=name[:4].strip("\x1b\n"))
-    for command in ("train", "check", "sft", "sample", "eval", "study", "show", "report", "push", "replay", "import"):
+    for command in ("train", "check", "sft", "sample", "eval", "show", "report", "push", "replay", "import"):
         yield wrong(command, named=f"tba {command}")
     for command in ("search", "model", "reward-model", "red-team", "completion"):
         yield wrong(command, named=command)
@@ -62,7 +62,6 @@ def commands() -> Iterator[Wrong]:
             "folder",
             "folder.py",
             "../quickstart",
-            "study::",
             "::",
             "staleness::none",
         ):
@@ -71,8 +70,6 @@ def commands() -> Iterator[Wrong]:
     yield wrong("completion", "bash", "zsh")
     yield wrong("model", "gpt5", "--out", "out", named="gpt5")
     yield wrong("model", "smollm2", "--out", "folder", named="folder")
-    yield wrong("study", "stalenes")
-    yield wrong("study", "none.py")
     yield wrong("red-team", "plan")
 
 
@@ -200,12 +197,6 @@ def options() -> Iterator[Wrong]:
         "red-team eval toy.py --attacks 2",
         "red-team plot none.json --out out.png",
         "red-team plot --out out.png",
-        "study staleness --seeds x",
-        "study staleness --seeds -1",
-        "study staleness --only none",
-        "study staleness --jobs 0",
-        "study staleness --again maybe",
-        "study staleness --out text.txt",
     ):
         given = words.split(" ")
         yield wrong(*given, named="")

@@ -18,9 +18,9 @@ from tba.batch import collate
 from tba.objectives.trajectory_balance import TrajectoryBalance
 from tba.policy.tabular import TabularPolicy, TabularReference, TabularTask
 from tba.protocols import Objective
-from tba.research.tb_forms import lowered
 from tba.schedules import Constant, WarmupCosine
 from tba.types import Completion, Group, Prompt, Sampling, StopReason, Trajectory, Version
+from tba_lab.tb_forms import lowered
 
 TASK = TabularTask(symbols=4, length=3, prompts=1, reference_spread=0.0)  # what follows is worth the same in both
 PROMPT = Prompt(TASK.name, np.array([5], dtype=np.int32), "a")

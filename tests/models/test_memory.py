@@ -16,7 +16,7 @@ from tba.models.precision import precision
 from tba.policy.lora import LoraSettings, add_adapters
 from tba.sharding import Sharding
 
-counts = script("benchmarks/kernel_counts.py")
+counts = script("lab/benchmarks/kernel_counts.py")
 
 QWEN = Qwen2Config(
     vocab_size=2000,

@@ -1,4 +1,4 @@
-"""Where forms settle when rewards are noisy, by enumeration: the table of `benchmarks/form_noise.py`."""
+"""Where forms settle when rewards are noisy, by enumeration: the table of `lab/benchmarks/form_noise.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AS_SAMPLED = ("fresh", "fixed_9", "fixed_1")
 
 @pytest.fixture(scope="module")
 def noise() -> Any:
-    return script("benchmarks/form_noise.py")
+    return script("lab/benchmarks/form_noise.py")
 
 
 def cells(noise: Any, form: str, data: tuple[str, ...]) -> list[Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from tba.batch import Batch
 from tba.objectives.trajectory_balance import Asymmetric, TrajectoryBalance
 from tba.protocols import Objective, PolicyOutput
-from tba.research.tb_forms import lowered
+from tba_lab.tb_forms import lowered
 
 beta = BETA(1)
 

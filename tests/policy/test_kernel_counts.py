@@ -1,4 +1,4 @@
-"""What a pass asks of an accelerator stays within budgets (`benchmarks/kernel_counts.py`, on the meta device)."""
+"""What a pass asks of an accelerator stays within budgets (`lab/benchmarks/kernel_counts.py`, on the meta device)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.scripts import script
 
-counts = script("benchmarks/kernel_counts.py")
+counts = script("lab/benchmarks/kernel_counts.py")
 
 
 def test_a_count_is_of_what_is_launched_read_written_and_alive() -> None:

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +120,7 @@ class Command:
         return out, err
 
 
-def command(*arguments: str, out: int | None = None) -> Command:
+def command(*arguments: str, out: int | None = None, program: Callable[[Sequence[str]], int] = main) -> Command:
     """A command in a copy of this process: as `python -m tba`, but for the seconds that it takes to load the libraries.
 
     Where it prints to can be given as a descriptor.
@@ -134,7 +134,7 @@ def command(*arguments: str, out: int | None = None) -> Command:
             os.dup2(file, place)
         sys.stdout, sys.stderr = (os.fdopen(place, "w", closefd=False) for place in (1, 2))
         tba.runtime.local.forkserver._forkserver = None  # it makes one of its own
-        code = main(arguments)
+        code = program(arguments)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -27,7 +27,7 @@ PAGE = 8192
 @pytest.fixture(scope="module")
 def growth() -> Any:
     """The benchmark, which prints the same of larger runs."""
-    return script("benchmarks/growth.py")
+    return script("lab/benchmarks/growth.py")
 
 
 def test_a_step_a_round_and_a_look_read_as_much_of_3000_rows_as_of_300(tmp_path: Path, growth: Any) -> None:

@@ -11,4 +11,4 @@ def test_the_committed_page_is_the_one_the_recipes_give(tool: ModuleType) -> Non
 
 
 def test_every_recipe_says_more_of_itself_than_its_name() -> None:
-    assert [name for name in names() if len(module_of(name, "recipe").__doc__ or "") < 100] == []
+    assert [name for name in names() if len(module_of(name).__doc__ or "") < 100] == []

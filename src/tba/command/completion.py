@@ -73,7 +73,7 @@ def candidates(words: list[str], usage: str) -> list[str]:
 def _of(kind: str) -> list[str]:
     """Returns what the first word after a command in the usage stands for; words that stand for themselves, as such."""
     if kind.isupper():
-        known = {"RECIPE": names, "STUDY": lambda: names("study"), "RUN": _runs}
+        known = {"RECIPE": names, "RUN": _runs}
         return [word for one in kind.split("|") for word in known.get(one, list)()]
     return [] if kind.startswith("-") else kind.split("|")
 

@@ -87,18 +87,6 @@ class SampleOptions:
 
 
 @dataclass(frozen=True)
-class StudyOptions:
-    """Which runs of a study are made, and where they are stored."""
-
-    seeds: str = ""  # seeds such as 0,1,2; empty: the study's own
-    only: str = ""  # names or patterns of variants, such as 'tb-*,grpo-k4'; empty: all
-    out: Path | None = None  # the study's folder; none: studies/NAME
-    again: Literal["none", "changed", "failed", "all"] = "none"  # which existing runs are made again
-    jobs: int = 1  # simultaneous runs; with more than one, times are those of a busy machine
-    keep: Literal["records", "all"] = "records"  # what is kept of ended runs; all: also journals and published weights
-
-
-@dataclass(frozen=True)
 class PushOptions:
     """Which checkpoint is shared, how, and what its model card says of the base."""
 

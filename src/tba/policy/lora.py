@@ -139,7 +139,7 @@ def _fuse(model: PreTrainedModel) -> None:
     """Give plain linear layers with an adapter a forward of few kernels, in the precision of what goes in.
 
     peft's makes three tensors as large as the layer's output (B A x, its multiple, the sum), and all in the adapters'
-    float32, whatever the layer computes in (`benchmarks/adapters.py`).
+    float32, whatever the layer computes in (`lab/benchmarks/adapters.py`).
     """
     from peft.tuners.lora import Linear, LoraLayer
 

@@ -2,7 +2,7 @@
 
 The base (0.45 M parameters, made on the first run and cached) was trained on answers drawn evenly from all right ones,
 and then on demonstrations of which one in seven is wrong. RL can then make it right more often in many ways or in few:
-`tba study diversity` measures which.
+`tba-lab study diversity` measures which.
 """
 
 from __future__ import annotations

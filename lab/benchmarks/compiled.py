@@ -1,0 +1,82 @@
+"""Whether `torch.compile` of the policy's layers pays (`--model.compiled`): forward and backward with and without.
+
+    python lab/benchmarks/compiled.py [--quick]
+
+The model and the batches are those of lab/benchmarks/training.py (the 5M body; groups of 20 answers of random lengths
+to one prompt), a new batch of other lengths in every step, one thread. First the gradients of both are compared; then
+steps of both alternate. *First* is the first step, in which one of them is compiled; the others are given by their
+median and spread, and so is the ratio of neighbouring steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from statistics import median
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch reads it
+
+import numpy as np
+import torch
+
+from tba.batch import Batch, collate
+from tba.policy.causal import CausalPolicy
+from tba.types import Completion, Group, Prompt, StopReason, Trajectory, Version
+from training import Shape, model_of, packed_step
+
+SHAPES = (Shape("gsm8k", 100, 20, 200, 0.0), Shape("tldr", 350, 20, 50, 0.0))
+VOCABULARY = 2048
+
+
+def batch_of(shape: Shape, seed: int) -> Batch:
+    rng = np.random.default_rng(seed)
+    groups = []
+    for _ in range(shape.groups):
+        prompt = Prompt("random", rng.integers(0, VOCABULARY, shape.prompt + int(rng.integers(20))).astype(np.int32))
+        rows = []
+        for length in rng.integers(shape.shortest, shape.longest, shape.size, endpoint=True):
+            tokens = rng.integers(0, VOCABULARY, length).astype(np.int32)
+            completion = Completion(tokens, "", StopReason.EOS, (Version(), Version()))
+            reference = np.full(length, -np.log(VOCABULARY), np.float32)
+            rows.append(Trajectory(str(len(rows)), prompt, completion, float(rng.random()), reference, Version()))
+        groups.append(Group.of(rows))
+    return collate(groups)
+
+
+def stepped(policy: CausalPolicy, batch: Batch) -> float:
+    policy.model.zero_grad()
+    began = time.perf_counter()
+    packed_step(policy, batch)
+    return time.perf_counter() - began
+
+
+def farthest(one: CausalPolicy, other: CausalPolicy) -> float:
+    """The largest difference of a gradient, as a share of the largest gradient of its parameter."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a.grad - b.grad).abs().max() / a.grad.abs().max()) for a, b in pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="3 steps instead of 12")
+    steps = 3 if parser.parse_args().quick else 12
+    torch.set_num_threads(1)
+    for shape in SHAPES:
+        plain, compiled = CausalPolicy(model_of(VOCABULARY)), CausalPolicy(model_of(VOCABULARY), compiled=True)
+        firsts = [stepped(policy, batch_of(shape, 0)) for policy in (plain, compiled)]
+        apart = farthest(plain, compiled)
+        rows = [[stepped(policy, batch_of(shape, 1 + i)) for policy in (plain, compiled)] for i in range(steps)]
+        ratios = [one / two for one, two in rows]
+        for name, first, column in zip(("plain", "compiled"), firsts, zip(*rows, strict=True), strict=True):
+            spread = f"{min(column):.3f} to {max(column):.3f}"
+            print(f"{shape.name:6} {name:9} first {first:6.2f} s, then {median(column):.3f} s ({spread})")
+        print(
+            f"{shape.name:6} plain / compiled {median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}), "
+            f"gradients within {apart:.1e}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

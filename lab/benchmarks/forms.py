@@ -1,0 +1,312 @@
+"""Which form is best on a real model: SmolLM2-135M on `instruct`, forms x staleness x seeds, each at its best rate.
+
+    tba model smollm2 --out smollm2
+    python lab/benchmarks/forms.py --model smollm2 --rows forms.csv [--device cuda --at-once 6] [--seeds 3] [...]
+    python lab/benchmarks/forms.py --rows forms.csv --table
+
+A run is 90 updates of 48 answers with adapters of rank 16 in one process that alternates between a round and an update,
+so that the data's age depends on the settings alone: k = 16 with half of the groups old, and k = 1 with m = 0.95.
+Repeats are kept. 500 held-out prompts are answered once before and after. On a CPU each run has one thread, and equal
+seeds give equal rows; `--at-once` runs several at a time.
+
+Order: at k = 16 the rates of `none`, `exact`, `asymmetric` and `lowered` are chosen among three on seed 100, which is
+counted nowhere (a best rate at the edge is followed by the next beyond it), then come the counted seeds, one after the
+other; GRPO and RAFT likewise; then all at k = 1, each at the rate that it had at k = 16.
+
+Every run that ends is a row; the file is written beside and renamed. The same command goes on after a stop: runs that
+were cut off are made again. The table has Student's 95 % intervals over seeds, and differences paired by seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from statistics import fmean
+
+import tba
+from tba.evaluation.accuracy import SAMPLED, EvaluationSettings
+from tba.evaluation.estimators import mean_interval
+from tba.objectives.grpo import Grpo
+from tba.objectives.raft import Raft
+from tba.objectives.trajectory_balance import TrajectoryBalance
+from tba.recipe import RuntimeSettings
+from tba.recipes.instruct import recipe as instruct
+from tba.record.recorder import RecordSettings
+from tba.replay.buffer import BufferSettings
+from tba.replay.pacing import Pacing
+from tba.replay.replay import ReplaySettings
+from tba.replay.selection import RecencyReward
+from tba.schedules import Constant, WarmupStableDecay
+from tba.tasks.instruct import Instruct
+from tba.training.optimizer import OptimizerSettings
+from tba_lab.study import Study, Variant
+from tba_lab.tb_forms import lowered
+
+RATES = (1e-4, 2e-4, 4e-4)
+TUNED_ON = 100  # the seed on which rates are chosen
+STALE, FRESH = (16, 0.5), (1, 0.95)  # k, m
+TIERS = (("none", "exact", "asymmetric", "lowered"), ("grpo", "raft"))
+ON_GPU = ("--model.device", "cuda", "--max-tokens-per-pass", "8192", "--model.generation.slots", "500")
+
+_beta = Constant(0.02)
+base = replace(
+    instruct,
+    task=Instruct(eval_problems=500),
+    runtime="inline",
+    steps=90,
+    groups_per_step=6,
+    prompts_per_round=6,
+    optimizer=OptimizerSettings(schedule=WarmupStableDecay(5, 60, 25, final=0.1)),
+    replay=ReplaySettings(
+        selection=RecencyReward(m=0.5),
+        pacing=Pacing(warm_up=0, max_mean_uses=1.0),
+        buffer=BufferSettings(distinct=False),
+    ),
+    evaluation=EvaluationSettings(problems=500, greedy=False, chunk=500, shown=0),
+    run=RuntimeSettings(checkpoint_every=0),
+    record=RecordSettings(tensorboard=False, samples=0),
+)
+OBJECTIVES = {
+    "none": TrajectoryBalance(_beta, off_policy="none"),
+    "exact": TrajectoryBalance(_beta, off_policy="exact"),
+    "asymmetric": TrajectoryBalance(_beta, off_policy="asymmetric"),
+    "lowered": lowered(_beta),
+    "grpo": Grpo(_beta),
+    "raft": Raft(),
+}
+study = Study(  # for `tba train lab/benchmarks/forms.py::exact`
+    name="forms",
+    recipe=base,
+    variants={name: Variant(replace(base, objective=objective)) for name, objective in OBJECTIVES.items()},
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    form: str
+    k: int
+    m: float
+    rate: float
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.form}-k{self.k}-{self.rate:g}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class Row(Cell):
+    """What came of it. Shares of 1; ess, lag and reward are means over updates."""
+
+    before: float
+    after: float
+    ess: float
+    lag: float
+    reward: float  # of the last ten updates
+    device: str
+    commit: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("--table", action="store_true", help="only print what is there")
+    parser.add_argument("--model", help="a folder, as `tba model` writes it")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--at-once", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, help="of the runs while they are made; default: beside the rows")
+    given, overrides = parser.parse_known_args()
+    if not given.table:
+        if given.model is None:
+            parser.error("--model is missing: a folder, as `tba model smollm2 --out FOLDER` writes it")
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        on_gpu = ON_GPU if given.device == "cuda" else ("--model.device", "cpu")
+        fixed = ["--model.path", given.model, *on_gpu, *overrides]
+        bench = Bench(given.rows, given.folder or given.rows.parent / "runs", given.device, fixed)
+        if not bench.go(given.at_once, range(given.seeds)):
+            return 1
+    print(table(read(given.rows)))
+    return 0
+
+
+@dataclass
+class Bench:
+    """Makes runs, several at a time, each in a process of its own, and keeps their rows."""
+
+    rows: Path
+    folder: Path
+    device: str
+    fixed: Sequence[str]  # fields of every run
+
+    def go(self, at_once: int, seeds: Sequence[int]) -> bool:
+        """Make what is missing; whether all of it could be made. What is running is ended by an exception."""
+        running: dict[Cell, subprocess.Popen[bytes]] = {}
+        failed: set[Cell] = set()
+        try:
+            while True:
+                done = read(self.rows)
+                ready = [c for c in wanted(done, seeds) if c not in running and c not in failed]
+                for cell in ready[: at_once - len(running)]:
+                    running[cell] = self._start(cell)
+                if not running:
+                    return not failed
+                time.sleep(0.2)
+                for cell, process in list(running.items()):
+                    if process.poll() is None:
+                        continue
+                    del running[cell]
+                    if process.returncode:
+                        failed.add(cell)
+                        print(f"{cell.name} failed: see {self.folder / cell.name}.log", flush=True)
+                    else:
+                        self._keep(cell)
+        finally:
+            for process in running.values():
+                process.terminate()
+                process.wait(60)
+
+    def _start(self, cell: Cell) -> subprocess.Popen[bytes]:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.folder / cell.name, ignore_errors=True)
+        command = [sys.executable, "-m", "tba", "train", f"{Path(__file__).resolve()}::{cell.form}"]
+        command += ["--runs", str(self.folder), "--run-name", cell.name, "--seed", str(cell.seed)]
+        command += [
+            "--sync-every",
+            str(cell.k),
+            "--replay.selection.m",
+            str(cell.m),
+            "--optimizer.lr",
+            f"{cell.rate:g}",
+        ]
+        with (self.folder / f"{cell.name}.log").open("wb") as log:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            return subprocess.Popen([*command, *self.fixed], stdout=log, stderr=log, env=environment)
+
+    def _keep(self, cell: Cell) -> None:
+        run = tba.open_run(self.folder / cell.name)
+        sampled = [e.value for e in run.evaluations if e.metric == SAMPLED]
+        steps = [{name: float(x) for name, x in step.items() if isinstance(x, int | float)} for step in run.metrics()]
+        found = {name: fmean(step[name] for step in steps) for name in ("ess", "lag")}
+        reward = fmean(step["reward"] for step in steps[-10:])
+        row = Row(**asdict(cell), before=sampled[0], after=sampled[-1], **found, reward=reward, device=self.device,
+                  commit=_commit())  # fmt: skip
+        write(self.rows, [*read(self.rows), row])
+        print(f"{cell.name}: {row.before:.1%} -> {row.after:.1%}, ess {row.ess:.2f}, lag {row.lag:.1f}", flush=True)
+        shutil.rmtree(run.path)
+
+
+def wanted(done: Sequence[Row], seeds: Sequence[int]) -> list[Cell]:
+    """The runs that can be made next and are not there, in order."""
+    there = {(r.form, r.k, r.rate, r.seed) for r in done}
+    cells: list[Cell] = []
+    chosen: dict[str, float] = {}
+    for tier in TIERS:
+        for form in tier:
+            rates, best = tried(form, done)
+            cells += [Cell(form, *STALE, rate, TUNED_ON) for rate in rates]
+            if best is not None:
+                chosen[form] = best
+        cells += [Cell(form, *STALE, chosen[form], seed) for seed in seeds for form in tier if form in chosen]
+    cells += [Cell(form, *FRESH, rate, seed) for seed in seeds for form, rate in chosen.items()]
+    return [c for c in cells if (c.form, c.k, c.rate, c.seed) not in there]
+
+
+def tried(form: str, done: Sequence[Row]) -> tuple[list[float], float | None]:
+    """The rates to try for a form, and the best one once it is known: one that has a worse one on either side."""
+    found = {r.rate: r.after for r in done if (r.form, r.k, r.seed) == (form, STALE[0], TUNED_ON)}
+    rates = sorted({*RATES, *found})
+    if not found.keys() >= set(rates):
+        return rates, None
+    best = max(rates, key=lambda rate: found[rate])
+    if best in (rates[0], rates[-1]) and len(rates) < len(RATES) + 2:
+        return [*rates, best / 2 if best == rates[0] else best * 2], None
+    return rates, best
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The counted runs by k and form: means with intervals, and differences from the paper's form, paired by seed."""
+    lines = []
+    for k, m in (STALE, FRESH):
+        counted = [r for r in rows if r.k == k and r.seed != TUNED_ON]
+        lines += [
+            f"k = {k}, m = {m:g}",
+            "",
+            "| form | rate | seeds | after, % | ESS | lag | less `none`, points |",
+            "|---" * 7 + "|",
+        ]
+        paper = {r.seed: r.after for r in counted if r.form == "none"}
+        for form in OBJECTIVES:
+            own = [r for r in counted if r.form == form]
+            if not own:
+                continue
+            gained = [100 * (r.after - paper[r.seed]) for r in own if r.seed in paper]
+            cells = [
+                form,
+                ", ".join(sorted({f"{r.rate:g}" for r in own})),
+                str(len(own)),
+                interval([100 * r.after for r in own]),
+                f"{fmean(r.ess for r in own):.2f}",
+                f"{fmean(r.lag for r in own):.1f}",
+                interval(gained) if gained and form != "none" else "",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines.append("")
+    tuning = [r for r in rows if r.seed == TUNED_ON]
+    lines += ["Rates on the seed that is not counted, after, %: " + _of_rates(tuning)]
+    return "\n".join(lines)
+
+
+def _of_rates(tuning: Sequence[Row]) -> str:
+    return "; ".join(
+        f"{form} " + ", ".join(f"{r.rate:g}: {r.after:.1%}" for r in sorted(own, key=lambda r: r.rate))
+        for form in OBJECTIVES
+        if (own := [r for r in tuning if r.form == form])
+    )
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and Student's 95 % interval over seeds."""
+    found = mean_interval(values)
+    return f"{found.estimate:.1f} [{found.low:.1f}, {found.high:.1f}]" if len(values) > 1 else f"{found.estimate:.1f}"
+
+
+def read(path: Path) -> list[Row]:
+    """The rows of a file; none if it is not there."""
+    if not path.exists():
+        return []
+    texts = {"form", "device", "commit"}
+    types: Mapping[str, type] = {
+        f.name: str if f.name in texts else int if f.name in ("k", "seed") else float for f in fields(Row)
+    }
+    with path.open(newline="") as file:
+        return [Row(**{name: types[name](x) for name, x in line.items()}) for line in csv.DictReader(file)]
+
+
+def write(path: Path, rows: Sequence[Row]) -> None:
+    beside = path.with_suffix(".new")
+    with beside.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({n: f"{x:.6g}" if isinstance(x, float) else x for n, x in asdict(r).items()} for r in rows)
+    beside.replace(path)
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

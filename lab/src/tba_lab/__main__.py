@@ -1,0 +1,45 @@
+"""The laboratory's command line: `tba-lab study STUDY`, `tba-lab studies`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tba.errors import TbaError, UserError
+from tba.fields import fields_of, rows
+from tba.settings import split_options, with_config
+from tba.shipped import description_of, names
+from tba_lab.command import StudyOptions, run_study
+from tba_lab.study import STUDIES
+
+USAGE = """\
+tba-lab study STUDY [--seeds 0,1,2] [--only VARIANTS] [--out DIR] [--again changed|failed|all] [--field value ...]
+                    run variants x seeds (a name, or a path to a .py file), make tables and plots
+tba-lab studies     list the studies
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code: 2 after one sentence for bad input."""
+    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        if command == "studies":
+            known = names(STUDIES)
+            print("\n".join(f"{name:{max(map(len, known))}}  {description_of(name, STUDIES)}" for name in known))
+            return 0
+        if {"--help", "-h", "help"} & {command, *rest}:
+            print(USAGE, *rows(list(fields_of(StudyOptions()))), sep="\n")
+            return 0
+        if command != "study":
+            raise UserError(f"there is no command {command!r}: give study or studies")
+        if not rest or rest[0].startswith("-"):
+            raise UserError("`tba-lab study STUDY` needs a study's name or a path to a .py file first")
+        options, fields = split_options(StudyOptions(), with_config(rest[1:]), "tba-lab study")
+        return run_study(rest[0], options, fields)
+    except TbaError as error:
+        print(f"tba-lab: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

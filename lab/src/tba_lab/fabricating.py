@@ -1,0 +1,125 @@
+"""A Hugging Face model that replaces a share of its answers by junk, as if somebody wrote junk into the buffer.
+
+Invariant: junk replaces answers to the training prompts of a corrupted task only; evaluations are the policy's own.
+Junk is marked as not sampled by a policy (`EXTERNAL`), and its log_behavior is that of the distribution it was drawn
+from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from tba.errors import UserError
+from tba.models.huggingface import HuggingFace
+from tba.protocols import Engine, Flow, Partner, Tokenizer
+from tba.types import Completion, Prompt, Sampling, StopReason, Version
+from tba_lab.corrupted_task import CORRUPTED
+
+
+@dataclass(frozen=True)
+class Fabricating(HuggingFace):
+    """A model some of whose training answers are random text of the same length."""
+
+    junk: float = 0.05  # share of the answers to training prompts, and so of the buffer, that is junk
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.junk <= 1:
+            raise UserError(f"a fabricating model has junk {self.junk}: give a share from 0 to 1")
+
+    def engine(self, version: Version, longest_prompt: int = 512) -> Any:
+        tokenizer = self.tokenizer()
+        special = set(tokenizer.all_special_ids)
+        vocabulary = [i for i in range(len(tokenizer)) if i not in special]
+        engine = super().engine(version, longest_prompt)
+        return FabricatingEngine(engine, tokenizer, np.array(vocabulary, dtype=np.int32), self.junk)
+
+
+@dataclass
+class FabricatingEngine:
+    """Wraps an engine: a share of its answers is replaced by tokens drawn uniformly from `vocabulary`."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    vocabulary: np.ndarray[Any, np.dtype[np.int32]]
+    junk: float
+
+    @property
+    def version(self) -> Version:
+        return self.engine.version
+
+    def load(self, weights: Mapping[str, Tensor], version: Version) -> None:
+        """Load weights into the inner engine."""
+        self.engine.load(weights, version)
+
+    def flow(
+        self, count: int, sampling: Sampling, rng: np.random.Generator, partner: Partner | None = None
+    ) -> FabricatingFlow:
+        """Returns a flow of the inner engine's answers, some replaced by junk if the prompt may be corrupted."""
+        own = np.random.default_rng(rng.integers(2**62))  # prompts are handed out while others are being answered
+        return FabricatingFlow(self, self.engine.flow(count, sampling, rng, partner), own)
+
+    def fabricated(
+        self, prompt: Prompt, completions: Sequence[Completion], rng: np.random.Generator
+    ) -> list[Completion]:
+        """Returns the answers to a prompt, some replaced."""
+        return [self._fabricated(c, rng) if self._is_junk(prompt, c, rng) else c for c in completions]
+
+    def _is_junk(self, prompt: Prompt, completion: Completion, rng: np.random.Generator) -> bool:
+        if not prompt.fields.get(CORRUPTED) or completion.stop_reason is StopReason.INTERRUPTED:
+            return False
+        return bool(rng.random() < self.junk)
+
+    def _fabricated(self, completion: Completion, rng: np.random.Generator) -> Completion:
+        """Returns junk as long as the answer it replaces, with the same ending."""
+        ended = completion.stop_reason is StopReason.EOS
+        tokens = rng.choice(self.vocabulary, size=len(completion.tokens)).astype(np.int32)
+        log_behavior = np.full(len(tokens), -math.log(len(self.vocabulary)), dtype=np.float32)
+        if ended:
+            tokens[-1], log_behavior[-1] = completion.tokens[-1], 0.0
+        text = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+        return replace(
+            completion,
+            tokens=tokens,
+            text=text,
+            stop_reason=StopReason.EXTERNAL,
+            sampling=None,
+            log_behavior=log_behavior,
+            mask=None,
+        )
+
+
+@dataclass
+class FabricatingFlow:
+    """What flows from the inner engine, replaced by junk as it is handed out."""
+
+    engine: FabricatingEngine
+    flow: Flow
+    rng: np.random.Generator
+    _prompts: dict[int, Prompt] = field(default_factory=dict)
+
+    @property
+    def submitted(self) -> int:
+        return self.flow.submitted
+
+    @property
+    def wanted(self) -> int:
+        return self.flow.wanted
+
+    def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Adds prompts."""
+        first = self.submitted
+        self.flow.submit(prompts)
+        self._prompts.update(enumerate(prompts, first))
+
+    def next(
+        self, interrupted: Callable[[], bool] | None = None, until_wanted: bool = True
+    ) -> list[tuple[int, list[Completion]]]:
+        """See `protocols.Flow`."""
+        found = self.flow.next(interrupted, until_wanted)
+        return [(i, self.engine.fabricated(self._prompts.pop(i), completions, self.rng)) for i, completions in found]

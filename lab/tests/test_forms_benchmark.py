@@ -1,0 +1,85 @@
+"""`lab/benchmarks/forms.py` makes the runs of a table in order, keeps each as it ends, and goes on after a stop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.scripts import script
+
+from tba.training.tiny_models import ScratchModel, train_bpe_tokenizer
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+SMALL = ("--steps", "2", "--groups-per-step", "2", "--prompts-per-round", "2", "--group-size", "2",
+         "--samples-per-prompt", "2", "--evaluation.problems", "4", "--model.generation.max-completion-tokens", "4",
+         "--model.lora.rank", "0")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forms() -> Any:
+    return script("lab/benchmarks/forms.py")
+
+
+def row(forms: Any, form: str, rate: float, seed: int, after: float, k: int = 16) -> Any:
+    m = 0.5 if k == 16 else 0.95
+    return forms.Row(
+        form, k, m, rate, seed, before=0.1, after=after, ess=0.5, lag=9.0, reward=0.3, device="cpu", commit="c"
+    )
+
+
+def test_rates_come_first_then_seeds_then_the_other_staleness(forms: Any) -> None:
+    done: list[Any] = []
+    order = []
+    accuracy = {1e-4: 0.2, 2e-4: 0.3, 4e-4: 0.25}
+    while cells := forms.wanted(done, range(2)):
+        order.append(cells[0])
+        done.append(row(forms, cells[0].form, cells[0].rate, cells[0].seed, accuracy[cells[0].rate], cells[0].k))
+    told = [(c.form, c.k, c.seed) for c in order]
+    first, last = forms.TIERS
+    tuning = [(form, 16, forms.TUNED_ON) for form in first for _ in forms.RATES]
+    assert told[:12] == tuning
+    assert told[12:20] == [(form, 16, seed) for seed in range(2) for form in first]
+    assert [t[0] for t in told[20:26]] == ["grpo"] * 3 + ["raft"] * 3
+    assert told[30:] == [(form, 1, seed) for seed in range(2) for form in (*first, *last)]
+    assert {c.rate for c in order if c.seed != forms.TUNED_ON} == {2e-4}
+
+
+def test_a_best_rate_at_the_edge_is_followed_beyond_it(forms: Any) -> None:
+    rows = [row(forms, "exact", rate, 100, after) for rate, after in ((1e-4, 0.1), (2e-4, 0.2), (4e-4, 0.3))]
+    rates, best = forms.tried("exact", rows)
+    assert (sorted(rates)[-1], best) == (pytest.approx(8e-4), None)
+    assert forms.tried("exact", [*rows, row(forms, "exact", 8e-4, 100, 0.2)])[1] == 4e-4
+
+
+def test_the_table_pairs_seeds_and_leaves_out_the_seed_of_the_choice(forms: Any) -> None:
+    rows = [row(forms, "none", 2e-4, s, x) for s, x in enumerate((0.30, 0.20, 0.25))]
+    rows += [row(forms, "exact", 2e-4, s, x) for s, x in enumerate((0.33, 0.23, 0.28))]
+    said = forms.table([*rows, row(forms, "exact", 2e-4, forms.TUNED_ON, 0.99)])
+    assert "| exact | 0.0002 | 3 | 28.0 [15.6, 40.4] | 0.50 | 9.0 | 3.0 [3.0, 3.0] |" in said
+    assert "exact 0.0002: 99.0%" in said
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tokenizer = train_bpe_tokenizer(["Name an animal that begins with the letter b."], 270)
+    tokenizer.chat_template = TEMPLATE
+    scratch = ScratchModel(hidden_size=16, layers=1, heads=2, ff_size=16, max_positions=1024)
+    scratch.start(tokenizer).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_runs_are_made_and_kept_and_equal_when_made_again(
+    tmp_path: Path, model: Path, forms: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fixed = ["--model.path", str(model), "--model.device", "cpu", "--prompts.max-tokens", "1000", *SMALL]
+    cell, made = forms.Cell("asymmetric", 16, 0.5, 1e-4, 0), []
+    monkeypatch.setattr(forms, "wanted", lambda done, seeds: [] if done else [cell])
+    for name in ("a", "b"):
+        rows = tmp_path / f"{name}.csv"
+        assert forms.Bench(rows, tmp_path / name, "cpu", fixed).go(1, range(1))
+        made += forms.read(rows)
+        assert [p.name for p in (tmp_path / name).iterdir()] == [f"{cell.name}.log"]
+    assert [r.name for r in made] == [cell.name] * 2
+    assert made[0] == made[1]
